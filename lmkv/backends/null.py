@@ -1,0 +1,43 @@
+"""`NullBackend`: a tier that keeps nothing, for measuring what the rest costs and as the smallest example."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import define
+
+from lmkv.errors import ClosedError
+from lmkv.outcomes import MISS, Read, Written
+from lmkv.protocols import Chunk, ChunkKey
+
+_REJECTED = Written.rejected("null")
+
+
+@define(eq=False)
+class NullBackend:
+    """Rejects every chunk and misses every key. No lock, no state but `closed`."""
+
+    name: str = "null"
+    closed: bool = False
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        self._check_open()
+        return [False] * len(keys)
+
+    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
+        self._check_open()
+        return [MISS] * len(items)
+
+    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
+        self._check_open()
+        return [_REJECTED] * len(chunks)
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        self._check_open()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"backend {self.name!r} is closed")

@@ -1,0 +1,16 @@
+"""The subcommands by name."""
+
+from __future__ import annotations
+
+import typer
+
+from lmkv.cli import demo, model
+
+app = typer.Typer(
+    name="lmkv",
+    help="Keep the KV cache of long prompts outside the device, and load it instead of computing it again.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.demo)
+app.command("model")(model.model)

@@ -1,0 +1,227 @@
+"""Measure on real vLLM what a hit saves: a long prompt cold, then again once vLLM has forgotten it.
+
+Needs vLLM; everything heavy is imported when `measure` runs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict, field, frozen, validators
+
+from lmkv.cli.model import SmallModel
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CONNECTOR = "LMKVConnector"
+CONNECTOR_MODULE = "lmkv.vllm.connector"
+CHUNK_TOKENS = 256
+ANSWER_TOKENS = 16
+WARM_UP_TOKENS = 64
+OTHER_PROMPTS = 2
+"""One prompt leaves up to a tenth of the first one's blocks in place (`KV_ROOM`); two leave none."""
+KV_ROOM = 1.1
+LARGEST_BLOCK = 128
+"""Tokens in a block of vLLM's KV space: 128 on a CPU, fewer on a GPU."""
+
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # One process: no start-up of workers, and nothing between the clock and the engine.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Left alone, vLLM sets a core aside without a connector and none with one, which would flatter lmkv.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+}
+
+Progress = Callable[[str], None]
+
+
+@frozen(kw_only=True)
+class Plan:
+    """What to run. `connector=None` measures vLLM's own prefix cache, given room for every prompt.
+
+    `options`: settings of lmkv that matter more than the plan's own.
+    """
+
+    tokens: int = field(default=8000, validator=validators.ge(2 * CHUNK_TOKENS))
+    model: SmallModel = field(factory=SmallModel)
+    connector: str | None = CONNECTOR
+    options: Mapping[str, Any] = field(factory=dict)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.tokens + ANSWER_TOKENS
+
+    @property
+    def kv_bytes(self) -> int:
+        """vLLM's KV space: little more than one prompt, so that the others drive the first one out."""
+        prompts = KV_ROOM if self.connector else KV_ROOM * (OTHER_PROMPTS + 2)
+        blocks = int(self.max_tokens * prompts) // LARGEST_BLOCK + 2
+        return blocks * LARGEST_BLOCK * self.model.kv_bytes_per_token
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """lmkv's settings: host memory with room for every prompt; eviction is not what is measured."""
+        prompts_gb = self.max_tokens * self.model.kv_bytes_per_token * (OTHER_PROMPTS + 2) / 2**30
+        ram = {"chunk_size": CHUNK_TOKENS, "local_cpu": True, "max_local_cpu_size": KV_ROOM * prompts_gb}
+        return ram | dict(self.options)
+
+    @property
+    def reachable_hit(self) -> int:
+        """The last token is always computed, and hits are whole chunks."""
+        return (self.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+
+    def prompt(self, number: int) -> list[int]:
+        return random.Random(number).choices(range(self.model.vocab), k=self.tokens)
+
+
+@frozen(kw_only=True)
+class Answer:
+    """One request: what came out, how soon, and what did not have to be computed."""
+
+    token_ids: tuple[int, ...]
+    ttft_s: float
+    hit_tokens: int
+    load_gb_s: float | None
+
+
+@frozen(kw_only=True)
+class Measurement:
+    prompt_tokens: int
+    hit_tokens: int
+    cold_ttft_s: float
+    warm_ttft_s: float
+    speedup: float
+    outputs_equal: bool
+    load_gb_s: float | None
+    engine: str
+    device: str
+    layers: int
+    dtype: str
+    hit_as_expected: bool
+
+    @property
+    def passed(self) -> bool:
+        return self.hit_as_expected and self.outputs_equal
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(plan: Plan, folder: Path, say: Progress = print) -> Measurement:
+    """Run `plan` with a model written into `folder`, which must exist."""
+    prepare_environment()
+    say("writing a small model with random weights")
+    plan.model.write(folder)
+    say("starting vLLM")
+    llm = start_engine(plan, folder)
+    try:
+        return run_prompts(plan, llm, say)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def prepare_environment() -> None:
+    """Offline, quiet and in one process, unless the caller's environment says otherwise."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def start_engine(plan: Plan, folder: Path) -> LLM:
+    from vllm import LLM
+
+    return LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype=plan.model.dtype,
+        max_model_len=plan.max_tokens,
+        kv_cache_memory_bytes=plan.kv_bytes,
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        disable_log_stats=False,
+        kv_transfer_config=transfer_config(plan),
+    )
+
+
+def transfer_config(plan: Plan) -> Any:
+    if plan.connector is None:
+        return None
+    from vllm.config import KVTransferConfig
+
+    installed = entry_points(group="vllm.general_plugins", name="lmkv")
+    return KVTransferConfig(
+        kv_connector=plan.connector,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=plan.settings,
+        kv_connector_module_path=None if installed else CONNECTOR_MODULE,
+    )
+
+
+def run_prompts(plan: Plan, llm: LLM, say: Progress) -> Measurement:
+    ask(llm, plan.prompt(OTHER_PROMPTS + 1)[:WARM_UP_TOKENS])
+    say(f"{plan.tokens:,} tokens, cold")
+    cold = ask(llm, plan.prompt(0))
+    for number in range(1, OTHER_PROMPTS + 1):
+        say(f"{plan.tokens:,} other tokens, to overwrite vLLM's own KV space ({number} of {OTHER_PROMPTS})")
+        ask(llm, plan.prompt(number))
+    say(f"{plan.tokens:,} tokens, warm")
+    warm = ask(llm, plan.prompt(0))
+    return compare(plan, cold, warm)
+
+
+def ask(llm: LLM, prompt: list[int]) -> Answer:
+    """Send one prompt alone.
+
+    The time to the first token is vLLM's own figure, from the request's arrival to the token's, so that the
+    tokens generated after it for the comparison of outputs cost nothing.
+    """
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=ANSWER_TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": {"lmkv.report": True}},
+    )
+    [output] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    with_connector = llm.llm_engine.vllm_config.kv_transfer_config is not None
+    report = (output.kv_transfer_params or {}).get("lmkv", {})
+    load_seconds = report.get("load_seconds", 0.0)
+    return Answer(
+        token_ids=tuple(output.outputs[0].token_ids),
+        ttft_s=output.metrics.first_token_latency,
+        # `num_cached_tokens` alone would count what vLLM's own prefix cache still held.
+        hit_tokens=report.get("hit_tokens", 0) if with_connector else output.num_cached_tokens,
+        load_gb_s=report["load_bytes"] / load_seconds / 1e9 if load_seconds else None,
+    )
+
+
+def compare(plan: Plan, cold: Answer, warm: Answer) -> Measurement:
+    import torch
+    import vllm
+
+    return Measurement(
+        prompt_tokens=plan.tokens,
+        hit_tokens=warm.hit_tokens,
+        cold_ttft_s=cold.ttft_s,
+        warm_ttft_s=warm.ttft_s,
+        speedup=cold.ttft_s / warm.ttft_s,
+        outputs_equal=cold.token_ids == warm.token_ids,
+        load_gb_s=warm.load_gb_s,
+        engine=f"vllm {vllm.__version__}",
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        layers=plan.model.layers,
+        dtype=plan.model.dtype,
+        hit_as_expected=warm.hit_tokens >= min(0.98 * (plan.tokens - 1), plan.reachable_hit),
+    )

@@ -1,0 +1,367 @@
+"""Every setting of lmkv: its name, type, default, unit and meaning, and where values come from.
+
+`Config` is read at the edges (engine builder, vLLM connector, command line) and turned into objects there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from attrs import Attribute, field, fields, frozen
+
+from lmkv.errors import ConfigError
+from lmkv.policies import ADMISSIONS, POLICIES
+
+GB: Final = 1 << 30
+"""What a size in GB is counted in: 2**30 bytes."""
+
+DEFAULT: Final = "default"
+KEYWORD: Final = "keyword"
+EXTRA: Final = "kv_connector_extra_config"
+ENV_PREFIX: Final = "LMKV_"
+ENV_FILE: Final = "LMKV_CONFIG_FILE"
+RESERVED_ENV: Final = frozenset({ENV_FILE, "LMKV_LOG_LEVEL"})
+
+# Kubernetes sets such variables in every pod for a service whose name begins with "lmkv".
+_SERVICE_LINK: Final = re.compile(r"LMKV_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
+
+_T = TypeVar("_T")
+_Parse = Callable[[object], Any]
+
+_BOOLEANS: Final = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+
+
+def _boolean(value: object) -> bool:
+    word = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
+    if word not in _BOOLEANS:
+        raise ValueError(f"must be one of {'/'.join(_BOOLEANS)}")
+    return _BOOLEANS[word]
+
+
+def _integer(minimum: int) -> _Parse:
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError("must be a whole number")
+        try:
+            number = int(value)
+        except ValueError:
+            raise ValueError("must be a whole number") from None
+        if number < minimum:
+            raise ValueError(f"must be at least {minimum}")
+        return number
+
+    return parse
+
+
+def _number(minimum: float, maximum: float = math.inf, *, above: bool = False) -> _Parse:
+    """A finite number from `minimum` (or `above` it) to `maximum`."""
+
+    def parse(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError("must be a number")
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            raise ValueError("must be a number") from None
+        if not math.isfinite(number):
+            raise ValueError("must be finite")
+        if number > maximum:
+            raise ValueError(f"must be at most {maximum:g}")
+        if number < minimum or (above and number == minimum):
+            raise ValueError(f"must be {'above' if above else 'at least'} {minimum:g}")
+        return number
+
+    return parse
+
+
+def _one_of(*names: str) -> _Parse:
+    known = {name.lower(): name for name in names}
+
+    def parse(value: object) -> str:
+        # YAML reads a bare on or off as a boolean.
+        word = ("on" if value else "off") if isinstance(value, bool) else value
+        if not isinstance(word, str) or word.strip().lower() not in known:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return known[word.strip().lower()]
+
+    return parse
+
+
+def _path(value: object) -> str | None:
+    """A plain path from a path or a file URL; None from None or an empty string."""
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError("must be a path or file:///path")
+    text = os.fspath(value)
+    if isinstance(text, bytes) or "\0" in text:
+        raise ValueError("must be a path or file:///path")
+    if "://" not in text:
+        return os.path.normpath(os.path.expanduser(text))
+    url = urlsplit(text)
+    if url.scheme != "file" or url.netloc not in ("", "localhost") or url.path in ("", "/"):
+        raise ValueError("must be a path or file:///path")
+    return unquote(url.path)
+
+
+def _option(default: _T, parse: _Parse, doc: str, unit: str = "") -> _T:
+    """A field of `Config`; `parse` takes a value as users write it, and raises ValueError with the reason."""
+    option: _T = field(default=default, metadata={"parse": parse, "doc": doc, "unit": unit})
+    return option
+
+
+def _converting(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any]]:
+    """Make each option's `parse` the converter of its field, with the field's name in its errors."""
+    return [
+        attribute.evolve(converter=_converter(attribute)) if "parse" in attribute.metadata else attribute
+        for attribute in attributes
+    ]
+
+
+def _converter(attribute: Attribute[Any]) -> _Parse:
+    return lambda value: _parsed(attribute, value, KEYWORD)
+
+
+def _parsed(attribute: Attribute[Any], value: object, source: str) -> Any:
+    try:
+        return attribute.metadata["parse"](value)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {attribute.name} = {value!r} {error}") from None
+
+
+@frozen
+class Setting:
+    """One row of `Config.describe`. `source` says where `value` comes from."""
+
+    name: str
+    value: object
+    source: str
+    default: object
+    unit: str
+    doc: str
+
+
+@frozen(kw_only=True, field_transformer=_converting)
+class Config:
+    """The settings of one engine. A bad value is a `ConfigError` that names key, value and source."""
+
+    chunk_size: int = _option(
+        256,
+        _integer(1),
+        "What is stored and loaded as one; a multiple of vLLM's block size",
+        "tokens",
+    )
+    local_cpu: bool = _option(True, _boolean, "Keep chunks in host memory after they were stored or loaded")
+    max_local_cpu_size: float = _option(
+        5.0, _number(0, above=True), "Host memory of the engine on one node, all its ranks together", "GB"
+    )
+    local_disk: str | None = _option(
+        None, _path, "Folder of the disk tier, as a path or file:///path; none: no disk tier"
+    )
+    max_local_disk_size: float = _option(0.0, _number(0), "Capacity of the disk tier", "GB")
+    cache_policy: str = _option("LRU", _one_of(*POLICIES), f"Eviction order: {', '.join(POLICIES)}")
+    save_decode_cache: bool = _option(True, _boolean, "Store generated tokens' chunks too")
+    min_retrieve_tokens: int = _option(
+        0, _integer(0), "Do not load a match that saves fewer tokens than this", "tokens"
+    )
+    disk_sync: str = _option(
+        "none",
+        _one_of("none", "data", "full"),
+        "What survives a power cut: none: nothing is promised; data: a file's bytes are flushed before it "
+        "is published; full: its folder entry too",
+    )
+    disk_min_free: float = _option(
+        1.0, _number(0), "Free space to leave to other programs on the disk tier's file system", "GB"
+    )
+    disk_io_threads: int = _option(4, _integer(1), "Threads that read and write the disk tier")
+    disk_direct: str = _option(
+        "auto",
+        _one_of("auto", "on", "off"),
+        "Read and write past the page cache (O_DIRECT); auto: where the file system can",
+    )
+    disk_write: str = _option(
+        "through",
+        _one_of("through", "back"),
+        "When a chunk goes to disk: through: as it is stored; back: as it is evicted from host memory",
+    )
+    disk_admission: str = _option(
+        "all",
+        _one_of(*ADMISSIONS),
+        "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; none",
+    )
+    prefetch_share: float = _option(
+        0.5, _number(0, 1), "Most of host memory that loads from disk may hold at a time", "0..1"
+    )
+    prefetch_deadline: float = _option(
+        1.0, _number(0), "How long a queued request waits for its chunks on disk; then it is computed", "s"
+    )
+    load_or_recompute: bool = _option(
+        True, _boolean, "Recompute what is measured to load slower than it computes; off: always load"
+    )
+    pin_ttl: float = _option(300.0, _number(0, above=True), "How long a pin lasts that nobody releases", "s")
+    sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
+    """Where values came from, by name; `load` fills it in."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.local_disk is not None and self.max_local_disk_size == 0:
+            where = self.source("local_disk")
+            self._refuse("max_local_disk_size", f"must be above 0 when local_disk is set (by: {where})")
+        if self.local_disk is None and self.max_local_disk_size > 0:
+            self._refuse("max_local_disk_size", "needs local_disk, the folder to use")
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] = os.environ,
+        extra: Mapping[str, object] | None = None,
+        **overrides: object,
+    ) -> Config:
+        """Merge the sources, the later the stronger: keywords, file, environment, connector's extra config.
+
+        `file` may also be named by LMKV_CONFIG_FILE. `env`: LMKV_CHUNK_SIZE and so on. `extra`: vLLM's
+        `kv_connector_extra_config`, its keys plain or as `lmkv.chunk_size`. An unknown key or bad value in
+        any of them, even one that a stronger source replaces, is a `ConfigError`.
+        """
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for key, value, source in _settings(overrides, file or env.get(ENV_FILE), env, extra or {}):
+            values[key] = _parsed(_known(key, value, source), value, source)
+            sources[key] = source
+        return cls(**values, sources=sources)
+
+    @property
+    def max_local_cpu_bytes(self) -> int:
+        return int(self.max_local_cpu_size * GB)
+
+    @property
+    def max_local_disk_bytes(self) -> int:
+        return int(self.max_local_disk_size * GB)
+
+    @property
+    def disk_min_free_bytes(self) -> int:
+        return int(self.disk_min_free * GB)
+
+    def source(self, name: str) -> str:
+        """Where the value of `name` comes from."""
+        attribute = _OPTIONS[name]
+        given = self.sources.get(name)
+        return given or (DEFAULT if getattr(self, name) == attribute.default else KEYWORD)
+
+    def describe(self) -> list[Setting]:
+        """All settings in order of definition, for people to read."""
+        return [
+            Setting(
+                name=name,
+                value=getattr(self, name),
+                source=self.source(name),
+                default=option.default,
+                unit=option.metadata["unit"],
+                doc=option.metadata["doc"],
+            )
+            for name, option in _OPTIONS.items()
+        ]
+
+    def _refuse(self, name: str, reason: str) -> None:
+        raise ConfigError(f"{self.source(name)}: {name} = {getattr(self, name)!r} {reason}")
+
+
+_OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(
+    {option.name: option for option in fields(Config) if "parse" in option.metadata}
+)
+
+
+def _settings(
+    overrides: Mapping[str, object],
+    file: str | os.PathLike[str] | None,
+    env: Mapping[str, str],
+    extra: Mapping[str, object],
+) -> Iterator[tuple[str, object, str]]:
+    """`(key, value, source)` of everything given, weakest source first."""
+    for key, value in overrides.items():
+        yield key, value, KEYWORD
+    if file:
+        for key, value in _read_yaml(Path(file)).items():
+            yield key, value, f"file {os.fspath(file)}"
+    for name in sorted(env):
+        if name.startswith(ENV_PREFIX) and name not in RESERVED_ENV and not _SERVICE_LINK.fullmatch(name):
+            yield name.removeprefix(ENV_PREFIX).lower(), env[name], f"environment {name}"
+    for name, value in extra.items():
+        key = name.removeprefix("lmkv.")
+        if key != name and key in extra:
+            raise ConfigError(f"{EXTRA}: both {key!r} and {name!r} are given")
+        yield key, value, EXTRA
+
+
+def _read_yaml(path: Path) -> dict[str, object]:
+    # Imported here, because only who has a file needs it.
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"file {path}: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"file {path}: must map keys to values, not be a {type(content).__name__}")
+    return content
+
+
+def _known(key: str, value: object, source: str) -> Attribute[Any]:
+    if key in _OPTIONS:
+        return _OPTIONS[key]
+    raise ConfigError(f"{source}: unknown key {key!r} = {value!r}{_hint(str(key))}")
+
+
+def _hint(key: str) -> str:
+    name = key.removeprefix("lmcache.")
+    if name in _LMCACHE_EQUIVALENT:
+        return f"; it is LMCache's, here it is {_LMCACHE_EQUIVALENT[name]!r}"
+    if name in _LMCACHE_ONLY.split():
+        return "; it is LMCache's, and lmkv does not support it"
+    if name != key and name in _OPTIONS:
+        return f"; it is LMCache's, here it is {name!r}"
+    close = difflib.get_close_matches(name, _OPTIONS, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+_LMCACHE_EQUIVALENT: Final = MappingProxyType({"pin_timeout_sec": "pin_ttl", "use_odirect": "disk_direct"})
+"""LMCache's names for what lmkv has under another name."""
+
+_LMCACHE_ONLY: Final = """
+app_id audit_actual_remote_url blend_check_layers blend_min_tokens blend_recompute_ratios blend_special_str
+blend_thresholds blocking_timeout_secs chunk_statistics_auto_exit_target_unique_chunks
+chunk_statistics_auto_exit_timeout_hours chunk_statistics_auto_start_statistics chunk_statistics_strategy
+controller_pull_url controller_reply_url discard_partial_chunks enable_async_loading enable_blending
+enable_chunk_statistics enable_controller enable_hidden_state_cache enable_kv_events
+enable_lazy_memory_allocator enable_p2p enable_pd enable_scheduler_bypass_lookup external_lookup_client
+extra_config gds_backend gds_buffer_size gds_path gds_path_sharding hidden_state_layers
+hidden_states_retrieve_mode hit_miss_ratio internal_api_server_enabled internal_api_server_host
+internal_api_server_include_index_list internal_api_server_port_start internal_api_server_socket_path_prefix
+lazy_memory_expand_trigger_ratio lazy_memory_initial_ratio lazy_memory_safe_size lazy_memory_step_ratio
+lmcache_instance_id lmcache_rpc_port lmcache_worker_heartbeat_delay_time lmcache_worker_heartbeat_time
+lmcache_worker_ids lmcache_worker_ports local_cpu_use_hugepages local_disk_path_sharding
+lookup_server_worker_ids lookup_timeout_ms maru_path maru_pool_size max_hidden_state_cpu_size
+max_tokens_per_load mp_host mp_port nixl_backends nixl_buffer_device nixl_buffer_size numa_mode p2p_host
+p2p_init_ports p2p_lookup_ports pd_allocation_timeout_sec pd_backend_mode pd_bidirectional pd_buffer_device
+pd_buffer_size pd_condition_poll_interval_sec pd_max_prefill_len pd_peer_alloc_port pd_peer_host
+pd_peer_init_port pd_peer_query_port pd_proxy_host pd_proxy_port pd_role pd_shutdown_timeout_sec
+pd_skip_proxy_notification pin_check_interval_sec pre_caching_hash_algorithm priority_limit py_enable_gc
+remote_config_url remote_serde remote_storage_plugins remote_url reserve_local_cpu_size retrieve_locations
+run_script_api_enabled runtime_plugin_locations save_unfull_chunk script_allowed_imports skip_last_n_tokens
+storage_plugins store_location transfer_channel use_gds use_gpu_connector_v3 use_layerwise
+"""
+"""The settings of LMCache 0.5.6 that lmkv does not have."""

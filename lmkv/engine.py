@@ -1,0 +1,277 @@
+"""Engine: store, retrieve, look up and prefetch KV by the tokens of a prompt, without any server.
+
+Orchestration only: keys come from `hashing`, bytes move in `copier`, chunks live in `tiered`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+from attrs import field, frozen
+
+from lmkv.claims import Lease
+from lmkv.config import Config
+from lmkv.copier import ChunkCopy, Copier, Run, make_copier
+from lmkv.errors import ClosedError, UsageError
+from lmkv.hashing import Tokens, chunk_keys, token_bytes
+from lmkv.iopool import Priority
+from lmkv.keys import Namespace
+from lmkv.layout import KVLayout
+from lmkv.observe import StoreStats
+from lmkv.pages import PagedMemory
+from lmkv.prefetch import Prefetch
+from lmkv.promotion import Promotion
+from lmkv.protocols import ChunkKey
+from lmkv.stack import build_store
+from lmkv.tiered import TieredStore
+
+_READ_TIMEOUT = 30.0
+
+
+@frozen
+class Variant:
+    """What separates two prompts of equal tokens. Prompts share KV only when all of it is equal."""
+
+    cache_salt: str | None = None
+    lora: tuple[str, str] | None = None
+    tags: Mapping[str, str] = field(factory=dict)
+
+
+@frozen
+class EngineStats:
+    """Totals of the engine's calls in tokens, and the store's state."""
+
+    stored_tokens: int
+    retrieved_tokens: int
+    requested_tokens: int
+    store: StoreStats
+
+
+_PLAIN = Variant()
+
+
+class Engine:
+    """KV of token prefixes, between paged tensors and a `TieredStore`.
+
+    `store`: owned by the engine from now on, closed with it. `namespace`: what the bytes mean; it roots the
+    keys. `memory` and `block_size`: the paged tensors and how many tokens one of their blocks holds; an
+    engine without memory can look up, prefetch and pin, but not copy. `rank`: this memory's segment.
+
+    Thread-safe: copies of one engine run one at a time, everything else concurrently.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        namespace: Namespace,
+        *,
+        layout: KVLayout,
+        memory: PagedMemory | None = None,
+        rank: int = 0,
+        pin_ttl: float = 300.0,
+        name: str = "lmkv",
+    ) -> None:
+        if layout.slot_bytes > store.slab.slot_bytes:
+            raise UsageError(
+                f"a chunk of this layout takes {layout.slot_bytes} bytes, the store's slots have "
+                f"{store.slab.slot_bytes}; build the primary tier with slot_bytes=layout.slot_bytes"
+            )
+        self.name = name
+        self._store = store
+        self._namespace = namespace
+        self._layout = layout
+        self._pin_ttl = pin_ttl
+        self._copier: Copier | None = make_copier(memory, layout, store.slab, rank) if memory else None
+        self._copying = threading.Lock()
+        self._stored = self._retrieved = self._requested = 0
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        kv_caches: Mapping[str, torch.Tensor] | Iterable[torch.Tensor],
+        *,
+        block_size: int,
+        model: str,
+        config: Config | None = None,
+        block_axis: int = 0,
+        revision: str = "",
+        name: str = "lmkv",
+    ) -> Self:
+        """An engine over paged KV tensors, one a layer, with the tiers that `config` names.
+
+        Each tensor has blocks of `block_size` tokens along `block_axis` (0, or 1 for `[2, block, ...]`).
+        `model` and `revision` must tell apart whatever computes different KV.
+        """
+        config = config or Config.load()
+        tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
+        memory = PagedMemory.of(tensors, block_axis=block_axis)
+        layout = memory.layout(config.chunk_size, [block_size])
+        namespace = Namespace(
+            model=model,
+            revision=revision,
+            dtype=str(tensors[0].dtype),
+            chunk_size=config.chunk_size,
+            block_size=block_size,
+            layout=repr([tuple(tensor.shape[block_axis + 1 :]) for tensor in tensors]),
+        )
+        store = build_store(config, namespace, layout, shared=False)
+        return cls(store, namespace, layout=layout, memory=memory, pin_ttl=config.pin_ttl, name=name)
+
+    # -- keys ---------------------------------------------------------------------------------------------
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens a chunk: only whole chunks are stored and found."""
+        return self._layout.chunk_size
+
+    def keys(self, tokens: Tokens, variant: Variant = _PLAIN) -> list[ChunkKey]:
+        """The chunk keys of a prompt, one for each whole chunk."""
+        root = self._namespace.root(
+            cache_salt=variant.cache_salt,
+            lora=variant.lora,
+            extra={f"tag.{name}": value for name, value in variant.tags.items()},
+        )
+        return chunk_keys(tokens, root, self.chunk_size)
+
+    # -- copying ------------------------------------------------------------------------------------------
+
+    def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = _PLAIN) -> int:
+        """Store the KV of a prompt that lies in `blocks`, the first of which holds its first token.
+
+        Only whole chunks that `blocks` covers are stored; those already here are not copied again. Returns
+        how many leading tokens are in the store now: fewer than covered when the tier had no room.
+        """
+        copier = self._usable_copier()
+        keys = self.keys(tokens, variant)[: self._covered(blocks)]
+        present, _ = self._store.match(keys)
+        parent = keys[present - 1] if present else b""
+        ids = token_bytes(tokens[present * self.chunk_size : len(keys) * self.chunk_size])
+        with self._store.reserve(keys[present:], parent=parent, tokens=ids, protect=keys) as reservation:
+            slots = reservation.slots
+            places = [(slots[key], index) for index, key in enumerate(keys) if key in slots]
+            with self._copying:
+                copier.store([self._copy(slot, blocks, index) for slot, index in places]).wait()
+            reservation.commit()
+            self._stored += len(slots) * self.chunk_size
+            return (present + reservation.handled) * self.chunk_size
+
+    def retrieve(
+        self,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        skip_tokens: int = 0,
+        variant: Variant = _PLAIN,
+        timeout: float = _READ_TIMEOUT,
+    ) -> int:
+        """Fill `blocks` with the stored KV of the longest known prefix; returns its length in tokens.
+
+        Tokens before `skip_tokens`, rounded down to a chunk, are left alone. Lower tiers are read piece by
+        piece through host memory, so that the prefix may be longer than the host tier; a piece that is not
+        there within `timeout` seconds ends the prefix.
+        """
+        copier = self._usable_copier()
+        keys = self.keys(tokens, variant)[: self._covered(blocks)]
+        self._requested += len(keys) * self.chunk_size
+        start = done = min(skip_tokens // self.chunk_size, len(keys))
+        while done < len(keys):
+            with self._next_piece(keys[done:], timeout) as lease:
+                copies = [self._copy(slot, blocks, done + i) for i, slot in enumerate(lease.slots)]
+                with self._copying:
+                    copier.load(copies).wait()
+            if not copies:
+                break
+            done += len(copies)
+        self._retrieved += (done - start) * self.chunk_size
+        return done * self.chunk_size
+
+    def _next_piece(self, keys: Sequence[ChunkKey], timeout: float) -> Lease:
+        """A lease on the leading chunks that are here, or if the first is not, on what can be brought up."""
+        lease = self._store.lease(keys)
+        if lease:
+            return lease
+        promotion = self._store.promote(keys)
+        try:
+            promotion.wait(timeout)
+            return self._store.lease(promotion.keys)
+        finally:
+            promotion.release()
+
+    def _covered(self, blocks: Sequence[int]) -> int:
+        return len(blocks) // self._layout.pages_per_chunk(0)
+
+    def _copy(self, slot: int, blocks: Sequence[int], index: int) -> ChunkCopy:
+        pages = self._layout.pages_per_chunk(0)
+        return ChunkCopy(slot, (Run(0, list(blocks[index * pages : (index + 1) * pages])),))
+
+    def _usable_copier(self) -> Copier:
+        if self._closed:
+            raise ClosedError(f"engine {self.name!r} is closed")
+        if self._copier is None:
+            raise UsageError(f"engine {self.name!r} has no paged memory: give it `memory` to store and retrieve")
+        return self._copier
+
+    # -- looking ahead ------------------------------------------------------------------------------------
+
+    def lookup(self, tokens: Tokens, *, variant: Variant = _PLAIN) -> int:
+        """How many leading tokens are stored, in whichever tier. Changes nothing and promises nothing."""
+        _, found = self._store.match(self.keys(tokens, variant))
+        return found * self.chunk_size
+
+    def prefetch(self, tokens: Tokens, *, variant: Variant = _PLAIN) -> Prefetch:
+        """Start to bring a prompt's KV into host memory and return at once.
+
+        Demanded loads go first. Prefetches share a bounded part of the host tier; what does not fit, or is
+        not stored, is left out. What has arrived is held for the configuration's `pin_ttl` seconds.
+        """
+        promotion: Promotion = self._store.promote(
+            self.keys(tokens, variant), priority=Priority.PREFETCH, ttl=self._pin_ttl
+        )
+        return Prefetch(promotion, self.chunk_size, self._layout.chunk_bytes)
+
+    def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = _PLAIN) -> int:
+        """Keep what host memory has of a prompt there for `ttl` seconds; returns how many tokens that is."""
+        seconds = self._pin_ttl if ttl is None else ttl
+        return self._store.pin(self.keys(tokens, variant), seconds) * self.chunk_size
+
+    def unpin(self, tokens: Tokens, *, variant: Variant = _PLAIN) -> int:
+        """End the pins of a prompt; returns how many tokens were pinned."""
+        return self._store.unpin(self.keys(tokens, variant)) * self.chunk_size
+
+    # -- the rest -----------------------------------------------------------------------------------------
+
+    def clear(self, tokens: Tokens | None = None, *, variant: Variant = _PLAIN) -> int:
+        """Remove a prompt's chunks, or everything, from every tier; returns how many tokens that were."""
+        if tokens is None:
+            return self._store.clear() * self.chunk_size
+        return self._store.delete(self.keys(tokens, variant)) * self.chunk_size
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self._stored, self._retrieved, self._requested, self._store.stats())
+
+    def drain(self, timeout: float = 10.0) -> bool:
+        """Wait until what was stored is in every tier that takes it, at most `timeout` seconds."""
+        return self._store.drain(timeout)
+
+    def close(self) -> None:
+        """Finish the I/O under way, bounded in time, and release memory and files. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            with self._copying:
+                if self._copier is not None:
+                    self._copier.close()
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+

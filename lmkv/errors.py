@@ -1,0 +1,54 @@
+"""The exceptions of lmkv.
+
+Exceptions are for misuse and for dead components. A miss, a rejected store and one key's failure inside a
+batch are values (`lmkv.outcomes`), never exceptions.
+"""
+
+from __future__ import annotations
+
+
+class LmkvError(Exception):
+    """Base of everything that lmkv raises on purpose."""
+
+
+class ConfigError(LmkvError, ValueError):
+    """A configuration key is unknown or has a bad value; the message names key, value and source."""
+
+
+class ClosedError(LmkvError):
+    """The object was used after `close()`."""
+
+
+class UsageError(LmkvError):
+    """A call that cannot be right: wrong shapes, released leases, unknown blocks."""
+
+
+class BackendError(LmkvError):
+    """A backend failed at `action` for `key` (hex, empty when the whole backend is meant)."""
+
+    def __init__(self, backend: str, action: str, key: str = "", reason: str = "") -> None:
+        self.backend = backend
+        self.action = action
+        self.key = key
+        self.reason = reason
+        of = f" of chunk {key}" if key else ""
+        super().__init__(f"backend {backend!r}: {action}{of} failed: {reason or 'no reason given'}")
+
+    def __reduce__(self) -> tuple[type[BackendError], tuple[str, str, str, str]]:
+        return type(self), (self.backend, self.action, self.key, self.reason)
+
+
+class CorruptChunkError(BackendError):
+    """The bytes of a chunk are not those that were stored. The chunk is quarantined and counts as a miss."""
+
+
+class NoSpaceError(BackendError):
+    """The medium is full or refuses writes. Stores are rejected; what is there is still served."""
+
+
+class BackendUnavailable(BackendError):
+    """The backend does not answer (closed, unreachable, circuit open)."""
+
+
+class TransferTimeout(LmkvError, TimeoutError):
+    """A bounded wait ended before the transfer did; the transfer itself may still finish."""

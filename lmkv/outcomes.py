@@ -1,0 +1,80 @@
+"""Results of lookups, reads and writes: values, because a miss or one key's failure is not exceptional."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from attrs import frozen
+
+from lmkv.errors import BackendError
+
+
+class Presence(Enum):
+    """Where a chunk is, as `TieredStore.lookup` sees it."""
+
+    MISS = "miss"
+    READY = "ready"
+    """In the primary tier, complete: it can be leased now."""
+    PENDING = "pending"
+    """On its way into the primary tier (being stored or promoted)."""
+    SECONDARY = "secondary"
+    """In a lower tier: it has to be promoted first."""
+
+
+class ReadStatus(Enum):
+    HIT = "hit"
+    MISS = "miss"
+    FAILED = "failed"
+
+
+@frozen
+class Read:
+    """Outcome of reading one key. `error` is set exactly when the status is FAILED."""
+
+    status: ReadStatus
+    error: BackendError | None = None
+
+    @classmethod
+    def failed(cls, error: BackendError) -> Read:
+        return cls(ReadStatus.FAILED, error)
+
+
+HIT = Read(ReadStatus.HIT)
+MISS = Read(ReadStatus.MISS)
+
+
+class WriteStatus(Enum):
+    STORED = "stored"
+    PRESENT = "present"
+    REJECTED = "rejected"
+    FAILED = "failed"
+
+
+@frozen
+class Written:
+    """Outcome of writing one key: after STORED or PRESENT the chunk is complete, otherwise it is absent."""
+
+    status: WriteStatus
+    reason: str = ""
+    error: BackendError | None = None
+
+    @classmethod
+    def rejected(cls, reason: str) -> Written:
+        return cls(WriteStatus.REJECTED, reason)
+
+    @classmethod
+    def failed(cls, error: BackendError) -> Written:
+        return cls(WriteStatus.FAILED, str(error), error)
+
+
+STORED = Written(WriteStatus.STORED)
+PRESENT = Written(WriteStatus.PRESENT)
+
+
+class RemovalCause(Enum):
+    """Why a chunk left a tier."""
+
+    EVICTED = "evicted"
+    DELETED = "deleted"
+    QUARANTINED = "quarantined"
+    LOST = "lost"

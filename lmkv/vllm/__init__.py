@@ -1,0 +1,1 @@
+"""The vLLM connector. Importing this package imports nothing of vLLM; `lmkv.vllm.connector` does."""

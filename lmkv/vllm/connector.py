@@ -1,0 +1,253 @@
+"""`LMKVConnector`: vLLM's KV connector interface over lmkv's scheduler and worker sides.
+
+Glue only. The scheduler side never raises into vLLM and never waits; what fails there is a miss. The worker
+side turns failures into blocks that vLLM recomputes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from lmkv.config import Config
+from lmkv.pages import PagedMemory, block_rows
+from lmkv.vllm import compat
+from lmkv.stack import build_store
+from lmkv.vllm.metadata import StepPlan, WorkerReport
+from lmkv.vllm.model import ServedModel, describe
+from lmkv.vllm.scheduler import Scheduler
+from lmkv.vllm.worker import Worker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+compat.check_version(compat.vllm_version())
+
+logger = logging.getLogger("lmkv.vllm")
+
+
+class LMKVConnectorMetadata(KVConnectorMetadata):
+    """A `StepPlan` in vLLM's envelope."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
+    """A `WorkerReport` in vLLM's envelope."""
+
+    def __init__(self, report: WorkerReport) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, LMKVWorkerMetadata)
+        return LMKVWorkerMetadata(self.report.merge(other.report))
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _harmless(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
+    """Log an unexpected exception and answer with `fallback()`: an error of ours must not end the engine."""
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def guarded(self: LMKVConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                logger.exception("lmkv: %s failed; going on without the cache", method.__name__)
+                return fallback()
+
+        return cast(_Method, guarded)
+
+    return decorate
+
+
+class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV cache offloading to host memory and below. One instance a process and role, made by vLLM."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        extra = dict(transfer.kv_connector_extra_config or {})
+        config = Config.load(extra=extra)
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
+        self._model: ServedModel | None = None
+        try:
+            self._model = describe(vllm_config, kv_cache_config, config.chunk_size)
+        except ValueError as error:
+            logger.warning("lmkv: this model is not cached: %s", error)
+            return
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler(self._model, config, transfer)
+        else:
+            single = len(self._model.geometry.groups) == 1
+            rank = compat.tensor_parallel_rank() if self._model.ranks > 1 else 0
+            self._worker = Worker(rank, self._model.layout, block_level_failures=single)
+
+    @staticmethod
+    def _make_scheduler(model: ServedModel, config: Config, transfer: Any) -> Scheduler:
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; "
+                "set it to 'recompute'",
+                transfer.kv_load_failure_policy,
+            )
+        if model.geometry.chunk_size != config.chunk_size:
+            logger.warning(
+                "lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d",
+                config.chunk_size,
+                model.geometry.chunk_size,
+            )
+        return Scheduler(
+            build_store(config, model.namespace, model.layout),
+            model.namespace,
+            model.geometry,
+            ranks=model.ranks,
+            loads=transfer.is_kv_consumer,
+            stores=transfer.is_kv_producer,
+            save_decode=config.save_decode_cache,
+            min_retrieve_tokens=config.min_retrieve_tokens,
+        )
+
+    # -- scheduler side -----------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache owes nobody its stores: a preempted request need not wait for them."""
+        return False
+
+    @_harmless(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    @_harmless(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens), False
+
+    @_harmless(lambda: None)
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+
+    @_harmless(lambda: LMKVConnectorMetadata(StepPlan()))
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._scheduler is None:
+            return LMKVConnectorMetadata(StepPlan())
+        state = scheduler_output.kv_connector_block_state
+        assert state is not None
+        plan = self._scheduler.build_plan(compat.progress(scheduler_output), state.get_block_ids)
+        return LMKVConnectorMetadata(plan)
+
+    @_harmless(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(meta, LMKVWorkerMetadata):
+            self._scheduler.on_report(meta.report)
+
+    @_harmless(lambda: (False, None))
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_harmless(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # Copies are ordered before the blocks' reuse, so that freeing need not wait for anything.
+        return False, None if self._scheduler is None else self._scheduler.request_finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.busy
+
+    @_harmless(lambda: False)
+    def reset_cache(self) -> bool | None:
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    # -- worker side --------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is None or self._model is None:
+            return
+        model = self._model
+        try:
+            named = compat.tensors_by_layer(kv_caches, model.layers, model.num_blocks)
+            rows = [block_rows(tensor, name) for name, tensor in named]
+            self._worker.register(PagedMemory(rows, [pages.group for pages in model.layout.layers], fuse=False))
+        except Exception:
+            logger.exception("lmkv: the KV tensors cannot be used; nothing is cached")
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, LMKVConnectorMetadata):
+            self._worker.begin(connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole by the time the model starts."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Stores are taken when the step ends, in `wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        finished, failed = (set(), set()) if self._worker is None else self._worker.take_finished()
+        return KVConnectorTransferResults(
+            finished_sending=set(), finished_recving=finished, failed_recving=failed
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if self._worker is None:
+            return None
+        self._worker.poll()
+        report = self._worker.take_report()
+        return None if report is None else LMKVWorkerMetadata(report)
+
+    def shutdown(self) -> None:
+        logger.debug("lmkv: shutting down in process %d", os.getpid())
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()

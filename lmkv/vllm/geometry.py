@@ -1,0 +1,91 @@
+"""How block tables map to chunks: which pages of which blocks a copy moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from lmkv.copier import ChunkCopy, Run
+
+NULL_BLOCK = 0
+"""vLLM's placeholder in tables with a sliding window: never read, never written."""
+
+
+@frozen
+class Group:
+    """One block table: tokens a block and, with a sliding window, how many tokens a query looks back on."""
+
+    block_size: int
+    window: int | None = None
+
+
+@frozen
+class Geometry:
+    """Chunks of `chunk_size` tokens over the block tables of `groups`."""
+
+    chunk_size: int
+    groups: tuple[Group, ...]
+
+    def store_copy(self, slot: int, block_ids: Sequence[Sequence[int]], chunk: int) -> ChunkCopy | None:
+        """The copy that fills `slot` with chunk number `chunk`, or None when its blocks are not all there.
+
+        Of a table with a window only the pages that a match ending with this chunk reads must exist.
+        """
+        runs = []
+        for group, table in zip(self.groups, block_ids, strict=True):
+            per_chunk = self.chunk_size // group.block_size
+            blocks = list(table[chunk * per_chunk : (chunk + 1) * per_chunk])
+            first = _first_real(blocks)
+            if len(blocks) < per_chunk or first > self._first_needed(group):
+                return None
+            runs.append(Run(first, blocks[first:]))
+        return ChunkCopy(slot, tuple(runs))
+
+    def _first_needed(self, group: Group) -> int:
+        if group.window is None:
+            return 0
+        return max(0, self.chunk_size - (group.window - 1)) // group.block_size
+
+    def load_copies(
+        self, slots: Sequence[int], block_ids: Sequence[Sequence[int]], start: int, end: int
+    ) -> list[ChunkCopy]:
+        """Copies that fill the blocks of tokens [start, end), `slots` being those of the chunks from start's.
+
+        Starts exactly at `start`: blocks before it hold valid KV that others may be reading.
+        """
+        copies = []
+        for index, slot in enumerate(slots):
+            chunk = start // self.chunk_size + index
+            low = max(start, chunk * self.chunk_size)
+            high = min(end, (chunk + 1) * self.chunk_size)
+            if low < high:
+                runs = tuple(
+                    self._load_run(group, table, chunk, low, high)
+                    for group, table in zip(self.groups, block_ids, strict=True)
+                )
+                copies.append(ChunkCopy(slot, runs))
+        return copies
+
+    def _load_run(self, group: Group, table: Sequence[int], chunk: int, low: int, high: int) -> Run:
+        first = low // group.block_size
+        blocks = list(table[first : -(-high // group.block_size)])
+        skipped = _first_real(blocks) if group.window is not None else 0
+        return Run(first + skipped - chunk * (self.chunk_size // group.block_size), blocks[skipped:])
+
+    def covers(self, copies: Sequence[ChunkCopy], start: int, end: int) -> bool:
+        """Whether the copies reach from `start` to `end`, in chunks."""
+        return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size
+
+    def blocks_between(self, block_ids: Sequence[Sequence[int]], start: int, end: int) -> list[int]:
+        """The first table's blocks for tokens [start, end): what a failed load has to name."""
+        size = self.groups[0].block_size
+        return [block for block in block_ids[0][start // size : -(-end // size)] if block != NULL_BLOCK]
+
+
+def _first_real(blocks: Sequence[int]) -> int:
+    """Index of the first block that is not the null block; null blocks only ever lead."""
+    for index, block in enumerate(blocks):
+        if block != NULL_BLOCK:
+            return index
+    return len(blocks)

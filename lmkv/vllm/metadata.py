@@ -1,0 +1,63 @@
+"""What the scheduler tells the workers with each step, and what they answer. Plain data, no vLLM types."""
+
+from __future__ import annotations
+
+from attrs import define, field, frozen
+
+from lmkv.copier import ChunkCopy
+from lmkv.slab import SlabRef
+
+
+@frozen
+class CopyOrder:
+    """Copies that succeed or fail together.
+
+    `failed_blocks`: blocks that cannot be filled, to be reported with the order. `finishes`: the request
+    whose asynchronous load is complete with this order.
+    """
+
+    job: int
+    copies: list[ChunkCopy]
+    failed_blocks: list[int] = field(factory=list)
+    finishes: str | None = None
+
+
+@frozen
+class StepPlan:
+    """The orders of one step. `slab` is set until the workers are known to have mapped it."""
+
+    loads: list[CopyOrder] = field(factory=list)
+    stores: list[CopyOrder] = field(factory=list)
+    slab: SlabRef | None = None
+
+
+@define
+class JobReport:
+    """One job, over the ranks that answered: how many, whether all succeeded, the slowest one's seconds."""
+
+    ranks: int
+    ok: bool
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def merge(self, other: JobReport) -> JobReport:
+        return JobReport(
+            self.ranks + other.ranks,
+            self.ok and other.ok,
+            self.nbytes + other.nbytes,
+            max(self.seconds, other.seconds),
+        )
+
+
+@define
+class WorkerReport:
+    """What finished since the last report, by job."""
+
+    jobs: dict[int, JobReport] = field(factory=dict)
+
+    def merge(self, other: WorkerReport) -> WorkerReport:
+        """Order of merging does not matter: ranks answer in any order."""
+        merged = dict(self.jobs)
+        for job, report in other.jobs.items():
+            merged[job] = merged[job].merge(report) if job in merged else report
+        return WorkerReport(merged)

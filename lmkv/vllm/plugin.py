@@ -1,0 +1,21 @@
+"""Registers `LMKVConnector` with vLLM, through the `vllm.general_plugins` entry point."""
+
+from __future__ import annotations
+
+NAME = "LMKVConnector"
+MODULE = "lmkv.vllm.connector"
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, more than once. Never raises: it would take vLLM down."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        if NAME not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+    except Exception as error:
+        import logging
+
+        logging.getLogger(__name__).warning(
+            "lmkv: could not register %s with vLLM (%r); set kv_connector_module_path=%r", NAME, error, MODULE
+        )

@@ -1,0 +1,382 @@
+"""The scheduler side: owns the index, decides what is loaded and stored, and for how long slots are held.
+
+Free of vLLM types: requests and scheduler outputs are read through the few attributes named in the protocols
+below, so that any schedule can be simulated. Nothing here waits or does I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from attrs import define
+
+from lmkv.claims import Lease, Reservation
+from lmkv.copier import ChunkCopy
+from lmkv.hashing import KeyChain, token_bytes
+from lmkv.keys import Namespace
+from lmkv.protocols import ChunkKey
+from lmkv.tiered import TieredStore
+from lmkv.vllm.geometry import Geometry
+from lmkv.vllm.identity import content_extras, request_root
+from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
+from lmkv.vllm.options import RequestOptions
+
+logger = logging.getLogger("lmkv.vllm")
+
+
+class Request(Protocol):
+    """What is read of a vLLM request."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, without placeholders for those that are being sampled."""
+        ...
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+
+@define(eq=False)
+class _Tracked:
+    """A request from its arrival to its end.
+
+    `stored`: leading chunks that are stored or being stored. `offered`: tokens, from the prompt's start, that
+    the last lookup found here. `lease`: what that lookup promised, until it is used or the step ends.
+    """
+
+    request: Request
+    chain: KeyChain
+    options: RequestOptions
+    stored: int = 0
+    offered: int = 0
+    computed: int = 0
+    lease: Lease | None = None
+    logged: tuple[int, int] | None = None
+    hit_tokens: int = 0
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    bypass: bool = False
+    """A load of this request failed: it computes the rest by itself and is not offered anything again."""
+
+    def keys(self, count: int) -> list[ChunkKey]:
+        """The first `count` keys, hashing what has become known since the last call."""
+        if count > len(self.chain.keys):
+            self.chain.extend(self.request.all_token_ids)
+        return self.chain.keys[:count]
+
+    def drop_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+
+
+@define(eq=False)
+class _LoadJob:
+    tracked: _Tracked
+    lease: Lease
+    first_chunk: int
+
+
+@define(eq=False)
+class _StoreJob:
+    tracked: _Tracked
+    reservation: Reservation
+    first_chunk: int
+    upto: int
+
+
+class Scheduler:
+    """`namespace` roots every key; `geometry` says how block tables map to chunks; `ranks` workers answer.
+
+    `loads` and `stores` switch the directions off (a pure producer loads nothing, a pure consumer stores
+    nothing). All calls come from the one thread that schedules.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        namespace: Namespace,
+        geometry: Geometry,
+        *,
+        ranks: int = 1,
+        loads: bool = True,
+        stores: bool = True,
+        save_decode: bool = True,
+        min_retrieve_tokens: int = 0,
+    ) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._geometry = geometry
+        self._chunk_size = geometry.chunk_size
+        self._ranks = ranks
+        self._loads = loads
+        self._stores = stores
+        self._save_decode = save_decode
+        self._min_retrieve_tokens = min_retrieve_tokens
+        self._requests: dict[str, _Tracked] = {}
+        self._leased: set[str] = set()
+        self._load_jobs: dict[int, _LoadJob] = {}
+        self._store_jobs: dict[int, _StoreJob] = {}
+        self._pending_reports: dict[int, JobReport] = {}
+        self._next_job = 0
+        self._plan = StepPlan()
+        self._mapped = False
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Track the request and hash its prompt, once, before it is ever scheduled."""
+        tracked = self._track(request)
+        tracked.keys(request.num_tokens // self._chunk_size)
+
+    def _track(self, request: Request) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            self._forget(request.request_id)
+            options = RequestOptions.of(request)
+            chain = KeyChain(
+                request_root(self._namespace, request, options),
+                self._chunk_size,
+                content_extras(request, self._chunk_size),
+            )
+            tracked = self._requests[request.request_id] = _Tracked(request, chain, options)
+        return tracked
+
+    def _forget(self, request_id: str) -> _Tracked | None:
+        tracked = self._requests.pop(request_id, None)
+        self._leased.discard(request_id)
+        if tracked is not None:
+            tracked.drop_lease()
+        return tracked
+
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
+        """Forget the request; its keys are touched tail first. Returns its report, if it asked for one."""
+        tracked = self._forget(request.request_id)
+        if tracked is None:
+            return None
+        self._store.touch(tracked.chain.keys)
+        if not tracked.options.report:
+            return None
+        report = {
+            "hit_tokens": tracked.hit_tokens,
+            "load_bytes": tracked.load_bytes,
+            "load_seconds": tracked.load_seconds,
+        }
+        return {"lmkv": report}
+
+    # -- loading ------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens beyond `num_computed_tokens` that can be loaded now. Leases what it promises."""
+        tracked = self._track(request)
+        tracked.drop_lease()
+        tracked.offered, tracked.computed = 0, num_computed_tokens
+        if not self._loads or tracked.bypass or tracked.options.skip_load:
+            return 0
+        # The last token is always computed: vLLM needs its logits.
+        keys = tracked.keys((request.num_tokens - 1) // self._chunk_size)
+        first = num_computed_tokens // self._chunk_size
+        ready, _ = self._store.match(keys)
+        hit = ready * self._chunk_size
+        need = max(0, hit - num_computed_tokens)
+        self._log_lookup(tracked, hit, need)
+        if need <= max(0, self._min_retrieve_tokens - 1):
+            return 0
+        tracked.lease = self._store.lease(keys[first:ready])
+        self._leased.add(request.request_id)
+        tracked.offered = hit
+        return need
+
+    def _log_lookup(self, tracked: _Tracked, hit: int, need: int) -> None:
+        # A request that waits is asked about in every step: only news is logged.
+        if tracked.logged != (hit, need):
+            tracked.logged = (hit, need)
+            logger.info(
+                "lmkv: request %s: total tokens %d, hit tokens %d, to load %d",
+                tracked.request.request_id,
+                tracked.request.num_tokens,
+                hit,
+                need,
+            )
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Blocks are allocated: order the load that was promised, or let go of it."""
+        tracked = self._track(request)
+        lease, tracked.lease = tracked.lease, None
+        self._leased.discard(request.request_id)
+        if num_external_tokens <= 0:
+            if lease is not None:
+                lease.release()
+            return
+        start = tracked.computed
+        end = start + num_external_tokens
+        copies = self._geometry.load_copies(lease.slots if lease else [], block_ids, start, end)
+        covered = self._geometry.covers(copies, start, end)
+        failed = [] if covered else self._geometry.blocks_between(block_ids, start, end)
+        order = CopyOrder(self._new_job(), copies if covered else [], failed)
+        self._load_jobs[order.job] = _LoadJob(
+            tracked, lease or self._store.lease(()), start // self._chunk_size
+        )
+        self._plan.loads.append(order)
+        tracked.hit_tokens = num_external_tokens
+
+    def _new_job(self) -> int:
+        self._next_job += 1
+        return self._next_job
+
+    # -- storing ------------------------------------------------------------------------------------------
+
+    def build_plan(
+        self,
+        progress: Mapping[str, int],
+        blocks_of: Any,
+    ) -> StepPlan:
+        """The orders of the step that was just scheduled.
+
+        `progress`: for each request of the step, its tokens whose KV is valid after it, drafts excluded.
+        `blocks_of(request_id)`: its block tables, one list a group, or None.
+        """
+        if self._stores:
+            for request_id, computed in progress.items():
+                tracked = self._requests.get(request_id)
+                if tracked is not None and not tracked.options.skip_save:
+                    self._store_completed(tracked, computed, blocks_of)
+        for request_id in self._leased:
+            # Promised, but not scheduled in this step: it will ask again.
+            self._requests[request_id].drop_lease()
+        self._leased.clear()
+        plan, self._plan = self._plan, StepPlan()
+        if not self._mapped and (plan.loads or plan.stores):
+            plan = StepPlan(plan.loads, plan.stores, self._store.slab.ref)
+        return plan
+
+    def _store_completed(self, tracked: _Tracked, computed: int, blocks_of: Any) -> None:
+        # With asynchronous scheduling the last sampled tokens are computed before they are known here.
+        known = min(computed, tracked.request.num_tokens)
+        if not self._save_decode:
+            known = min(known, getattr(tracked.request, "num_prompt_tokens", known))
+        complete = known // self._chunk_size
+        if complete <= tracked.stored:
+            return
+        block_ids = blocks_of(tracked.request.request_id)
+        if block_ids is None:
+            return
+        keys = tracked.keys(complete)
+        first = self._skip_present(tracked, keys)
+        if first >= complete:
+            return
+        self._order_store(tracked, keys, first, complete, block_ids)
+
+    def _skip_present(self, tracked: _Tracked, keys: Sequence[ChunkKey]) -> int:
+        present, _ = self._store.match(keys[tracked.stored :])
+        tracked.stored += present
+        return tracked.stored
+
+    def _order_store(
+        self,
+        tracked: _Tracked,
+        keys: Sequence[ChunkKey],
+        first: int,
+        complete: int,
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        size = self._chunk_size
+        reservation = self._store.reserve(
+            keys[first:complete],
+            parent=tracked.chain.parent(first),
+            tokens=token_bytes(tracked.request.all_token_ids[first * size : complete * size]),
+            protect=keys,
+        )
+        slots = reservation.slots
+        copies: list[ChunkCopy] = []
+        unusable: list[ChunkKey] = []
+        for index in range(first, first + reservation.handled):
+            slot = slots.get(keys[index])
+            if slot is None:
+                continue
+            copy = self._geometry.store_copy(slot, block_ids, index)
+            if copy is None:
+                unusable.append(keys[index])
+            else:
+                copies.append(copy)
+        reservation.abort(unusable)
+        tracked.stored = first + reservation.handled
+        if copies:
+            order = CopyOrder(self._new_job(), copies)
+            self._store_jobs[order.job] = _StoreJob(tracked, reservation, first, tracked.stored)
+            self._plan.stores.append(order)
+
+    # -- answers ------------------------------------------------------------------------------------------
+
+    def on_report(self, report: WorkerReport) -> None:
+        """Merge the workers' answers; a job ends when every rank has answered."""
+        self._mapped = True
+        for job, part in report.jobs.items():
+            known = self._pending_reports.pop(job, None)
+            merged = part if known is None else known.merge(part)
+            if merged.ranks < self._ranks:
+                self._pending_reports[job] = merged
+            elif job in self._load_jobs:
+                self._end_load(self._load_jobs.pop(job), merged)
+            elif job in self._store_jobs:
+                self._end_store(self._store_jobs.pop(job), merged)
+
+    def _end_load(self, job: _LoadJob, report: JobReport) -> None:
+        keys = job.lease.keys
+        job.lease.release()
+        tracked = job.tracked
+        if report.ok:
+            tracked.load_bytes += report.nbytes
+            tracked.load_seconds += report.seconds
+            return
+        logger.warning("lmkv: a load for request %s failed; it is recomputed", tracked.request.request_id)
+        self._store.drop(keys)
+        tracked.bypass = True
+        tracked.hit_tokens = 0
+        tracked.stored = min(tracked.stored, job.first_chunk)
+
+    def _end_store(self, job: _StoreJob, report: JobReport) -> None:
+        count = len(job.reservation)
+        if not report.ok:
+            job.reservation.abort()
+            job.tracked.stored = min(job.tracked.stored, job.first_chunk)
+            job.tracked.options.skip_save = True
+            return
+        job.reservation.commit()
+        logger.info(
+            "lmkv: request %s: stored %d of %d tokens",
+            job.tracked.request.request_id,
+            count * self._chunk_size,
+            job.upto * self._chunk_size,
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way whose end has not been reported."""
+        return bool(self._load_jobs or self._store_jobs)
+
+    def reset(self) -> None:
+        """Nothing that was cached until now is served any more."""
+        self._store.clear()
+        for tracked in self._requests.values():
+            tracked.drop_lease()
+            # What is running was computed before the reset, perhaps with other weights.
+            tracked.options.skip_save = True
+        self._leased.clear()
+
+    def close(self) -> None:
+        started = time.monotonic()
+        for request_id in list(self._requests):
+            self._forget(request_id)
+        self._store.close()
+        logger.debug("lmkv: closed in %.3f s", time.monotonic() - started)
+
+

@@ -1,0 +1,154 @@
+"""The worker side: maps the slab, executes copy orders, reports. It holds no policy and knows no request.
+
+No method raises: whatever goes wrong becomes a failed job, which the scheduler turns into a miss or vLLM
+into a recomputation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from attrs import define
+
+from lmkv.copier import Copier, Event, make_copier
+from lmkv.errors import UsageError
+from lmkv.layout import KVLayout
+from lmkv.pages import PagedMemory
+from lmkv.slab import SlabMap, SlabRef, attach
+from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
+
+logger = logging.getLogger(__name__)
+
+
+@define(eq=False)
+class _Running:
+    order: CopyOrder
+    event: Event
+    started: float
+
+
+class Worker:
+    """One rank's executor of `StepPlan`s. All calls come from the thread that runs the model.
+
+    `block_level_failures`: failed loads are reported by block ids; models with several block tables cannot
+    tell those apart and take request ids instead.
+    """
+
+    def __init__(self, rank: int, layout: KVLayout, *, block_level_failures: bool = True) -> None:
+        self._rank = rank
+        self._layout = layout
+        self._block_level_failures = block_level_failures
+        self._memory: PagedMemory | None = None
+        self._slab: SlabMap | None = None
+        self._slab_ref: SlabRef | None = None
+        self._copier: Copier | None = None
+        self._plan = StepPlan()
+        self._running: list[_Running] = []
+        self._report = WorkerReport()
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._finished_requests: set[str] = set()
+
+    def register(self, memory: PagedMemory) -> None:
+        """The paged memory that orders refer to."""
+        self._memory = memory
+        self._copier = None
+
+    def begin(self, plan: StepPlan) -> None:
+        """Take the step's orders. Each is executed once, whether or not the model runs in this step."""
+        self._plan = plan
+        if plan.slab is not None and plan.slab != self._slab_ref:
+            self._attach(plan.slab)
+
+    def _attach(self, ref: SlabRef) -> None:
+        try:
+            self._slab = attach(ref)
+            self._slab.populate()
+            self._slab_ref = ref
+            self._copier = None
+        except OSError as error:
+            logger.error("lmkv: cannot map the CPU tier at %s: %s; nothing is cached", ref.path, error)
+
+    def load(self) -> None:
+        """Execute the step's loads. Before the model runs, for those that this step reads."""
+        orders, self._plan = self._plan.loads, StepPlan(stores=self._plan.stores)
+        self._execute(orders, lambda copier, order: copier.load(order.copies))
+
+    def save(self) -> None:
+        """Execute the step's stores, after the computation that writes their blocks was launched."""
+        orders, self._plan = self._plan.stores, StepPlan()
+        self._execute(orders, lambda copier, order: copier.store(order.copies))
+
+    def _execute(self, orders: Sequence[CopyOrder], copy: Callable[[Copier, CopyOrder], Event]) -> None:
+        for order in orders:
+            started = time.monotonic()
+            try:
+                event = copy(self._ready_copier(), order) if order.copies else None
+                if event is not None and not event.query():
+                    self._running.append(_Running(order, event, started))
+                else:
+                    self._finish(order, started, ok=not order.failed_blocks)
+            except Exception:
+                logger.exception("lmkv: a copy of %d chunks failed", len(order.copies))
+                self._finish(order, started, ok=False)
+
+    def _ready_copier(self) -> Copier:
+        if self._copier is None:
+            if self._memory is None or self._slab is None:
+                raise UsageError("the worker has no KV tensors or no CPU tier yet")
+            self._copier = make_copier(self._memory, self._layout, self._slab, self._rank)
+        return self._copier
+
+    def _finish(self, order: CopyOrder, started: float, *, ok: bool) -> None:
+        nbytes = self._layout.rank_bytes * len(order.copies)
+        self._report.jobs[order.job] = JobReport(1, ok, nbytes, time.monotonic() - started)
+        if not ok:
+            self._fail(order)
+        if order.finishes is not None:
+            self._finished_requests.add(order.finishes)
+
+    def _fail(self, order: CopyOrder) -> None:
+        if not self._block_level_failures:
+            if order.finishes is not None:
+                self._failed_requests.add(order.finishes)
+            return
+        self._failed_blocks.update(order.failed_blocks)
+        for copy in order.copies:
+            self._failed_blocks.update(block for run in copy.runs for block in run.blocks)
+
+    def poll(self) -> None:
+        """Note which copies have ended meanwhile. Never blocks."""
+        running, self._running = self._running, []
+        for item in running:
+            if item.event.query():
+                self._finish(item.order, item.started, ok=not item.order.failed_blocks)
+            else:
+                self._running.append(item)
+
+    def take_report(self) -> WorkerReport | None:
+        """What finished since the last call, or None."""
+        report, self._report = self._report, WorkerReport()
+        return report if report.jobs else None
+
+    def take_failed_blocks(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """`(finished, failed)`: requests whose asynchronous load ended, and those of them that failed."""
+        finished, self._finished_requests = self._finished_requests, set()
+        failed, self._failed_requests = self._failed_requests, set()
+        return finished, failed
+
+    def close(self) -> None:
+        """Wait for the running copies and unmap. Idempotent."""
+        for item in self._running:
+            item.event.wait()
+        self._running.clear()
+        if self._copier is not None:
+            self._copier.close()
+        if self._slab is not None:
+            self._slab.close()
+        self._copier = self._slab = None

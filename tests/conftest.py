@@ -1,0 +1,23 @@
+"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (default), ci, nightly."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Wall-clock deadlines measure the machine's other load, not lmkv.
+settings.register_profile(
+    "dev",
+    deadline=None,
+    max_examples=50,
+    stateful_step_count=30,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "ci", settings.get_profile("dev"), max_examples=200, stateful_step_count=50, derandomize=True
+)
+settings.register_profile(
+    "nightly", settings.get_profile("dev"), max_examples=3000, stateful_step_count=100, print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
