@@ -106,9 +106,9 @@ class CPUCopier:
                 if run.blocks:
                     start = run.first * width
                     _check_blocks(run.blocks, limit)
-                    pages[run.blocks] = slots[
-                        copy.slot, start : start + len(run.blocks) * width
-                    ].reshape(-1, width)
+                    pages[run.blocks] = slots[copy.slot, start : start + len(run.blocks) * width].reshape(
+                        -1, width
+                    )
         return DONE
 
     def close(self) -> None:

@@ -213,7 +213,9 @@ class Engine:
         if self._closed:
             raise ClosedError(f"engine {self.name!r} is closed")
         if self._copier is None:
-            raise UsageError(f"engine {self.name!r} has no paged memory: give it `memory` to store and retrieve")
+            raise UsageError(
+                f"engine {self.name!r} has no paged memory: give it `memory` to store and retrieve"
+            )
         return self._copier
 
     # -- looking ahead ------------------------------------------------------------------------------------
@@ -274,4 +276,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-

@@ -56,7 +56,9 @@ class IOPool:
 
     def _start_thread(self) -> None:
         index = len(self._threads)
-        thread = threading.Thread(target=self._work, args=(index == 1,), name=f"{self._name}-{index}", daemon=True)
+        thread = threading.Thread(
+            target=self._work, args=(index == 1,), name=f"{self._name}-{index}", daemon=True
+        )
         self._threads.append(thread)
         thread.start()
 

@@ -128,7 +128,9 @@ class Policy(Protocol):
         """Hold a known key back from eviction, or let go of it."""
         ...
 
-    def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
+    def evict(
+        self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()
+    ) -> list[ChunkKey] | None:
         """Remove and return victims of at least `nbytes` together, none of them in `protect`.
 
         All or nothing: None, and nothing changed, when that much cannot be freed.
@@ -148,5 +150,3 @@ class Clock(Protocol):
     """Monotonic seconds; tests bring their own."""
 
     def __call__(self) -> float: ...
-
-

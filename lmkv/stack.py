@@ -13,7 +13,9 @@ from lmkv.tiered import TieredStore
 GB = 2**30
 
 
-def build_store(config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True) -> TieredStore:
+def build_store(
+    config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True
+) -> TieredStore:
     """`shared`: other processes will map the CPU tier; they also populate its pages."""
     capacity = int(config.max_local_cpu_size * GB)
     host = CPUPinnedBackend(capacity, layout.slot_bytes, shared=shared, populate=not shared)

@@ -21,7 +21,9 @@ class Tier:
     policy: Policy
     capacity_bytes: int | None = None
     admission: Admission | None = None
-    write: Literal["through", "back"] = field(default="through", validator=validators.in_(("through", "back")))
+    write: Literal["through", "back"] = field(
+        default="through", validator=validators.in_(("through", "back"))
+    )
 
     @property
     def name(self) -> str:

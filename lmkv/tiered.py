@@ -751,5 +751,3 @@ class TieredStore:
     def check_open(self) -> None:
         if self._closed:
             raise ClosedError("the store is closed")
-
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
@@ -39,10 +38,10 @@ class AsyncBackend(Protocol):
 class AsyncAdapter:
     """An `AsyncBackend` as a `Backend`: its coroutines run on one event-loop thread that this object owns.
 
-    `deadline`: seconds for one call. Reads and writes that miss it are FAILED with `BackendUnavailable` per key;
-    `contains` and `delete` raise that error. A coroutine that was given up may linger (a thread in a system call
-    cannot be cancelled), so it never sees the caller's memory: each call copies its payloads or fills buffers
-    of its own, which costs one copy. A backend for which that matters is written as a blocking one.
+    `deadline`: seconds for one call. Reads and writes that miss it are FAILED with `BackendUnavailable` per
+    key; `contains` and `delete` raise that error. A coroutine that was given up may linger (a thread in a
+    system call cannot be cancelled), so it never sees the caller's memory: each call copies its payloads or
+    fills buffers of its own. A backend for which that one copy matters is written as a blocking one.
 
     Locks: `_lock` guards `_closed` and the start of a call against `close`; no call runs under it.
     """
@@ -134,5 +133,4 @@ class AsyncAdapter:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        with contextlib.suppress(BackendError):
-            await self.inner.close()
+        await self.inner.close()

@@ -194,11 +194,11 @@ class LocalDiskBackend:
         return HIT
 
     def _write(self, chunk: Chunk) -> Written:
-        path, nbytes = self._folder.path_of(chunk.key), self.stored_bytes(len(chunk.payload))
+        path = self._folder.path_of(chunk.key)
         try:
-            if self._is_stored(chunk.key, path, nbytes):
+            if self._is_stored(chunk, path):
                 return PRESENT
-            if not self._space.take(nbytes):
+            if not self._space.take(self.stored_bytes(len(chunk.payload))):
                 return Written.rejected("min_free")
             self._store(chunk, path)
         except FileExistsError:
@@ -207,21 +207,21 @@ class LocalDiskBackend:
             return Written.failed(self._translated(error, "write", chunk.key))
         return STORED
 
-    def _is_stored(self, key: ChunkKey, path: str, nbytes: int) -> bool:
-        """Whether a write has nothing to do. A file of another size has to prove itself, or is set aside."""
+    def _is_stored(self, chunk: Chunk, path: str) -> bool:
+        """Whether a sound header of this chunk is there. Anything else at its place is set aside.
+
+        A key's chunk has one length only, so a file of another one would fail its readers for ever.
+        """
         try:
-            status = os.lstat(path)
-            if stat.S_ISREG(status.st_mode) and status.st_size == nbytes:
+            if self._blobs.header(path, chunk.key).payload_bytes == len(chunk.payload):
                 return True
-            self._blobs.header(path, key)
         except FileNotFoundError:
             return False
         except (FormatError, ShortReadError, OSError) as error:
             if not _is_damage(error, path):
                 raise
-            self._folder.quarantine(path)
-            return False
-        return True
+        self._folder.quarantine(path)
+        return False
 
     def _store(self, chunk: Chunk, path: str) -> None:
         header = self._blobs.describe(chunk)

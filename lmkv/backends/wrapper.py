@@ -1,4 +1,4 @@
-"""`WrapperBackend`: forwards everything to another backend; what instrumentation and fault injectors build on."""
+"""`WrapperBackend`: forwards all to another backend; the base of instrumentation and fault injectors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class WrapperBackend:
-    """Has the verbs of `Backend` and exactly the capabilities of `inner`, so that `isinstance` tells the truth.
+    """Has the verbs of `Backend` and exactly the capabilities of `inner`: `isinstance` tells the truth.
 
     Override `around` to see every call, or a verb of its own. A capability's verb is `_forward_<verb>` here:
     the public name exists only on wrappers of a backend that has it. Locks: none.
@@ -57,7 +57,9 @@ class WrapperBackend:
     def close(self) -> None:
         self.inner.close()
 
-    def _forward_read_ranges(self, inner: ReadsRanges, items: Sequence[tuple[ChunkKey, int, memoryview]]) -> list[Read]:
+    def _forward_read_ranges(
+        self, inner: ReadsRanges, items: Sequence[tuple[ChunkKey, int, memoryview]]
+    ) -> list[Read]:
         return self.around("read_ranges", lambda: inner.read_ranges(items))
 
     def _forward_list_keys(self, inner: ListsKeys) -> Iterator[list[Listed]]:

@@ -16,6 +16,8 @@ from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
 from rich.table import Table
 
 from lmkv.cli.measure import CONNECTOR, Measurement, Plan, Progress, measure
@@ -40,7 +42,7 @@ def demo(
     """Send a long prompt to real vLLM cold, drive it out of vLLM's own cache, and send it again."""
     if find_spec("vllm") is None:
         sys.exit('lmkv demo runs real vLLM, which is not installed: pip install "lmkv[vllm]"')
-    model = SmallModel(layers=layers, hidden=hidden)
+    model = SmallModel(layers=layers, hidden=hidden, max_position=2 * tokens)
     plan = Plan(tokens=tokens, model=model, connector=None if connector == "none" else connector)
     folder = Path(tempfile.mkdtemp(prefix="lmkv-demo-"))
     try:
@@ -90,8 +92,10 @@ def progress_on(stream: TextIO) -> Iterator[Progress]:
     """One line that changes on a terminal, one line for each step elsewhere."""
     console = Console(file=stream, highlight=False)
     if console.is_terminal:
-        with console.status("") as status:
-            yield lambda text: status.update(f"{text} ...")
+        spinner = Spinner("dots")
+        # Left to itself, Live would bring back to the terminal what was diverted from it.
+        with Live(spinner, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
+            yield lambda text: spinner.update(text=f"{text} ...")
     else:
         yield lambda text: console.print(text, soft_wrap=True)
 

@@ -176,9 +176,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.on_report(meta.report)
 
     @_harmless(lambda: (False, None))
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     @_harmless(lambda: (False, None))
@@ -206,7 +204,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             named = compat.tensors_by_layer(kv_caches, model.layers, model.num_blocks)
             rows = [block_rows(tensor, name) for name, tensor in named]
-            self._worker.register(PagedMemory(rows, [pages.group for pages in model.layout.layers], fuse=False))
+            self._worker.register(
+                PagedMemory(rows, [pages.group for pages in model.layout.layers], fuse=False)
+            )
         except Exception:
             logger.exception("lmkv: the KV tensors cannot be used; nothing is cached")
 

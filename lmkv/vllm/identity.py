@@ -32,6 +32,4 @@ def content_extras(request: Any, chunk_size: int) -> Mapping[int, bytes]:
         for chunk in range(offset // chunk_size, -(-(offset + length) // chunk_size)):
             place = offset - chunk * chunk_size
             parts.setdefault(chunk, []).append((place, length, str(feature.identifier)))
-    return {
-        chunk: hashlib.sha256(canonical(tuple(sorted(found)))).digest() for chunk, found in parts.items()
-    }
+    return {chunk: hashlib.sha256(canonical(tuple(sorted(found)))).digest() for chunk, found in parts.items()}

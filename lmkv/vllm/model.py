@@ -62,7 +62,9 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _namespace(vllm_config: Any, kv_cache_config: Any, groups: list[GroupFacts], chunk_size: int) -> Namespace:
+def _namespace(
+    vllm_config: Any, kv_cache_config: Any, groups: list[GroupFacts], chunk_size: int
+) -> Namespace:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return Namespace(
         model=str(model.model),

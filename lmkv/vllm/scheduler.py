@@ -378,5 +378,3 @@ class Scheduler:
             self._forget(request_id)
         self._store.close()
         logger.debug("lmkv: closed in %.3f s", time.monotonic() - started)
-
-

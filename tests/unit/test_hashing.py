@@ -253,9 +253,9 @@ def test_a_bad_token_in_the_tail_does_not_matter(kind: Any) -> None:
     ids=lambda tokens: f"{type(tokens).__name__} {getattr(tokens, 'dtype', '')}",
 )
 def test_what_holds_no_tokens_is_refused(tokens: Any) -> None:
-    with pytest.raises(UsageError, match="integer|ints|one dimension"):
+    with pytest.raises(UsageError, match=r"integer|ints|one dimension"):
         chunk_keys(tokens, ROOT, 4)
-    with pytest.raises(UsageError, match="integer|ints|one dimension"):
+    with pytest.raises(UsageError, match=r"integer|ints|one dimension"):
         token_bytes(tokens)
 
 

@@ -1,0 +1,134 @@
+"""`FaultyBackend`: any backend, made slow, unreliable or silent, and the same way again for the same seed."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from errno import EIO
+from typing import TypeVar
+
+from lmkv.backends.wrapper import WrapperBackend
+from lmkv.errors import BackendError, BackendUnavailable
+from lmkv.outcomes import Read, Written
+from lmkv.protocols import Backend, Chunk, ChunkKey, ReadsRanges
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+VERBS = frozenset({"contains", "read", "read_ranges", "write", "delete", "list_keys"})
+
+
+class FaultyBackend(WrapperBackend):
+    """Injects faults into the calls of `verbs`.
+
+    `error_rate`: chance of each key of a read or write, and of each other call, to fail. `latency`: seconds
+    before each call. `fail_call(n)` fails the n-th call from now, `black_hole()` swallows calls until
+    `release()`. Reads and writes fail by value, the other verbs raise; both with `BackendUnavailable`.
+    `calls` counts the calls by verb, `faults` what was injected.
+
+    Locks: `_lock` guards the random numbers and the counts; nobody sleeps or forwards under it.
+    """
+
+    def __init__(
+        self,
+        inner: Backend,
+        *,
+        seed: int = 0,
+        error_rate: float = 0.0,
+        latency: float = 0.0,
+        verbs: frozenset[str] = VERBS,
+        max_hold: float = 60.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(inner)
+        if unknown := verbs - VERBS:
+            raise ValueError(f"no such verbs: {sorted(unknown)}")
+        self.error_rate = error_rate
+        self.latency = latency
+        self.verbs = verbs
+        self.max_hold = max_hold
+        self.calls: Counter[str] = Counter()
+        self.faults = 0
+        self._random = random.Random(seed)
+        self._sleep = sleep
+        self._failing: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+        self._released.set()
+
+    def fail_call(self, nth: int = 1, errno: int = EIO) -> None:
+        """Make the `nth` call from now on (1 is the next) fail as the operating system would."""
+        with self._lock:
+            self._failing[self._counted() + nth] = errno
+
+    def black_hole(self) -> None:
+        """Answer no call until `release`; those that wait longer than `max_hold` seconds fail."""
+        self._released.clear()
+
+    def release(self) -> None:
+        self._released.set()
+
+    def around(self, verb: str, call: Callable[[], T]) -> T:
+        error = self._enter(verb) or self._draw(verb)
+        if error:
+            raise error
+        return call()
+
+    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
+        return self._some("read", items, [key for key, _ in items], self.inner.read, Read.failed)
+
+    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
+        return self._some("write", chunks, [c.key for c in chunks], self.inner.write, Written.failed)
+
+    def _forward_read_ranges(
+        self, inner: ReadsRanges, items: Sequence[tuple[ChunkKey, int, memoryview]]
+    ) -> list[Read]:
+        return self._some("read_ranges", items, [key for key, _, _ in items], inner.read_ranges, Read.failed)
+
+    def _some(
+        self,
+        verb: str,
+        items: Sequence[Item],
+        keys: Sequence[ChunkKey],
+        forward: Callable[[list[Item]], list[T]],
+        failed: Callable[[BackendError], T],
+    ) -> list[T]:
+        """Forward the items that are spared, and put the results back into request order."""
+        whole_call = self._enter(verb)
+        errors = [whole_call or self._draw(verb, key) for key in keys]
+        spared = [item for item, error in zip(items, errors, strict=True) if error is None]
+        results = iter(forward(spared) if spared or not items else [])
+        return [failed(error) if error else next(results) for error in errors]
+
+    def _enter(self, verb: str) -> BackendError | None:
+        """Count a call, delay it, and say whether all of it fails."""
+        with self._lock:
+            self.calls[verb] += 1
+            errno = self._failing.pop(self._counted(), None)
+        if verb not in self.verbs:
+            return None
+        if self.latency:
+            self._sleep(self.latency)
+        if not self._released.wait(self.max_hold):
+            return self._fault(verb, b"", "it fell into a black hole")
+        return self._fault(verb, b"", os.strerror(errno)) if errno else None
+
+    def _draw(self, verb: str, key: ChunkKey = b"") -> BackendError | None:
+        if verb not in self.verbs or not self.error_rate:
+            return None
+        with self._lock:
+            unlucky = self._random.random() < self.error_rate
+        return self._fault(verb, key, "an injected error") if unlucky else None
+
+    def _fault(self, verb: str, key: ChunkKey, reason: str) -> BackendError:
+        with self._lock:
+            self.faults += 1
+        return BackendUnavailable(self.name, verb, key.hex(), reason)
+
+    def _counted(self) -> int:
+        """Locked."""
+        return sum(self.calls.values())

@@ -1,0 +1,411 @@
+"""Settings: defaults, sources and their precedence, and that no mistake passes in silence."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+from attrs.exceptions import FrozenInstanceError
+
+import lmkv.config
+from lmkv.config import GB, Config, Setting
+from lmkv.errors import ConfigError
+from lmkv.policies import make_admission, make_policy
+
+DEFAULTS: dict[str, object] = {
+    "chunk_size": 256,
+    "local_cpu": True,
+    "max_local_cpu_size": 5.0,
+    "local_disk": None,
+    "max_local_disk_size": 0.0,
+    "cache_policy": "LRU",
+    "save_decode_cache": True,
+    "min_retrieve_tokens": 0,
+    "disk_sync": "none",
+    "disk_min_free": 1.0,
+    "disk_io_threads": 4,
+    "disk_direct": "auto",
+    "disk_write": "through",
+    "disk_admission": "all",
+    "prefetch_share": 0.5,
+    "prefetch_deadline": 1.0,
+    "load_or_recompute": True,
+    "pin_ttl": 300.0,
+}
+
+
+def load(**arguments: Any) -> Config:
+    """`Config.load` that sees none of this process's environment."""
+    return Config.load(**{"env": {}, **arguments})
+
+
+def values(config: Config) -> dict[str, object]:
+    return {row.name: row.value for row in config.describe()}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "lmkv.yaml"
+
+
+def test_defaults() -> None:
+    assert values(load()) == DEFAULTS
+    assert load() == Config()
+    assert {type(value) for value in values(load()).values()} == {int, bool, float, str, type(None)}
+
+
+def test_defaults_are_valid_as_given_values() -> None:
+    assert load(**DEFAULTS) == Config()
+
+
+def test_names_of_policies_and_admissions_can_be_made() -> None:
+    assert len(make_policy(load(cache_policy="FIFO").cache_policy)) == 0
+    assert not make_admission(load(disk_admission="none").disk_admission).admit(bytes(32))
+
+
+def test_later_sources_win_key_by_key(file: Path) -> None:
+    file.write_text("chunk_size: 2\nmin_retrieve_tokens: 2\npin_ttl: 2\n")
+    config = load(
+        chunk_size=1,
+        min_retrieve_tokens=1,
+        pin_ttl=1,
+        disk_io_threads=1,
+        file=file,
+        env={"LMKV_CHUNK_SIZE": "3", "LMKV_MIN_RETRIEVE_TOKENS": "3"},
+        extra={"lmkv.chunk_size": 4},
+    )
+    assert (config.chunk_size, config.min_retrieve_tokens) == (4, 3)
+    assert (config.pin_ttl, config.disk_io_threads) == (2.0, 1)
+    sources = {row.name: row.source for row in config.describe()}
+    assert sources.pop("chunk_size") == "kv_connector_extra_config"
+    assert sources.pop("min_retrieve_tokens") == "environment LMKV_MIN_RETRIEVE_TOKENS"
+    assert sources.pop("pin_ttl") == f"file {file}"
+    assert sources.pop("disk_io_threads") == "keyword"
+    assert set(sources.values()) == {"default"}
+
+
+def test_describe_gives_everything_that_a_person_needs() -> None:
+    row = load(env={"LMKV_PREFETCH_DEADLINE": "2"}).describe()[list(DEFAULTS).index("prefetch_deadline")]
+    assert row == Setting(
+        name="prefetch_deadline",
+        value=2.0,
+        source="environment LMKV_PREFETCH_DEADLINE",
+        default=1.0,
+        unit="s",
+        doc=row.doc,
+    )
+    assert all(row.doc for row in Config().describe())
+
+
+def test_a_config_made_by_hand_knows_keyword_from_default() -> None:
+    config = Config(chunk_size=64)
+    assert config.source("chunk_size") == "keyword"
+    assert config.source("pin_ttl") == "default"
+
+
+def test_the_environment_may_name_the_file(file: Path, tmp_path: Path) -> None:
+    file.write_text("chunk_size: 64\n")
+    assert load(env={"LMKV_CONFIG_FILE": str(file)}).chunk_size == 64
+    other = tmp_path / "other.yaml"
+    other.write_text("chunk_size: 32\n")
+    assert load(file=other, env={"LMKV_CONFIG_FILE": str(file)}).chunk_size == 32
+    assert load(env={"LMKV_CONFIG_FILE": ""}).chunk_size == 256
+
+
+def test_the_real_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMKV_CHUNK_SIZE", "48")
+    assert Config.load().chunk_size == 48
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LMKV_LOG_LEVEL",
+        "LMKV_SERVICE_HOST",
+        "LMKV_SERVICE_PORT",
+        "LMKV_SERVICE_PORT_HTTP",
+        "LMKV_PORT",
+        "LMKV_PORT_8000_TCP",
+        "LMKV_PORT_8000_TCP_ADDR",
+        "LMKV_STORE_SERVICE_HOST",
+        "LMKVX_CHUNK_SIZE",
+        "XLMKV_CHUNK_SIZE",
+    ],
+)
+def test_reserved_and_foreign_variables_are_no_settings(name: str) -> None:
+    assert load(env={name: "1"}) == Config()
+
+
+def test_no_setting_looks_like_a_service_link() -> None:
+    assert not [name for name in DEFAULTS if lmkv.config._SERVICE_LINK.fullmatch(f"LMKV_{name.upper()}")]
+
+
+@pytest.mark.parametrize("word", ["true", "1", "yes", "on", "TRUE", "On", " yes "])
+def test_words_for_true(word: str) -> None:
+    assert load(local_cpu=False, env={"LMKV_LOCAL_CPU": word}).local_cpu is True
+
+
+@pytest.mark.parametrize("word", ["false", "0", "no", "off", "FALSE", "Off"])
+def test_words_for_false(word: str) -> None:
+    assert load(env={"LMKV_LOCAL_CPU": word}).local_cpu is False
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1, True), (0, False), (True, True), (False, False)])
+def test_booleans_that_are_no_words(value: object, expected: bool) -> None:
+    assert load(extra={"local_cpu": value}).local_cpu is expected
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        ("local_cpu", "ture"),
+        ("local_cpu", ""),
+        ("local_cpu", 2),
+        ("local_cpu", 1.0),
+        ("local_cpu", None),
+        ("chunk_size", 0),
+        ("chunk_size", "abc"),
+        ("chunk_size", ""),
+        ("chunk_size", "256.0"),
+        ("chunk_size", 256.0),
+        ("chunk_size", True),
+        ("chunk_size", None),
+        ("chunk_size", [256]),
+        ("max_local_cpu_size", 0),
+        ("max_local_cpu_size", -1),
+        ("max_local_cpu_size", "5GB"),
+        ("max_local_cpu_size", "nan"),
+        ("max_local_cpu_size", float("inf")),
+        ("max_local_cpu_size", 10**400),
+        ("max_local_cpu_size", True),
+        ("max_local_disk_size", -0.1),
+        ("local_disk", 5),
+        ("local_disk", b"/x"),
+        ("local_disk", "s3://bucket/x"),
+        ("local_disk", "file://host/x"),
+        ("local_disk", "file://x"),
+        ("local_disk", "file:///"),
+        ("local_disk", "/x\0y"),
+        ("cache_policy", "LFU"),
+        ("cache_policy", None),
+        ("min_retrieve_tokens", -1),
+        ("disk_sync", "yes"),
+        ("disk_min_free", -1),
+        ("disk_io_threads", 0),
+        ("disk_direct", "maybe"),
+        ("disk_direct", 1),
+        ("disk_write", "around"),
+        ("disk_admission", True),
+        ("prefetch_share", 1.01),
+        ("prefetch_share", -0.01),
+        ("prefetch_deadline", -1),
+        ("load_or_recompute", "maybe"),
+        ("pin_ttl", 0),
+    ],
+)
+def test_a_bad_value_is_refused_with_key_value_and_source(key: str, bad: Any) -> None:
+    for arguments, source in (({key: bad}, "keyword"), ({"extra": {key: bad}}, "kv_connector_extra_config")):
+        with pytest.raises(ConfigError) as caught:
+            load(**arguments)
+        assert str(caught.value).startswith(f"{source}: {key} = {bad!r} must ")
+    with pytest.raises(ConfigError, match=key):
+        Config(**{key: bad})
+
+
+def test_a_bad_value_in_the_environment_names_the_variable() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^environment LMKV_CHUNK_SIZE: chunk_size = 'abc' must be a whole"
+    ):
+        load(env={"LMKV_CHUNK_SIZE": "abc"})
+
+
+def test_a_bad_value_is_refused_even_where_a_stronger_source_replaces_it(file: Path) -> None:
+    file.write_text("chunk_size: abc\n")
+    with pytest.raises(ConfigError, match=r"file .*chunk_size = 'abc'"):
+        load(file=file, env={"LMKV_CHUNK_SIZE": "64"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "source"),
+    [
+        ({"chunk_siz": 1}, "keyword"),
+        ({"env": {"LMKV_CHUNK_SIZ": "1"}}, "environment LMKV_CHUNK_SIZ"),
+        ({"extra": {"lmkv.chunk_siz": 1}}, "kv_connector_extra_config"),
+        ({"extra": {"chunk_siz": 1}}, "kv_connector_extra_config"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_source_value_and_the_nearest_key(
+    arguments: dict[str, Any], source: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(**arguments)
+    message = str(caught.value)
+    assert message.startswith(f"{source}: unknown key 'chunk_siz' = ")
+    assert message.endswith("; did you mean 'chunk_size'?")
+
+
+def test_an_unknown_key_that_resembles_nothing_gets_no_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'qqq' = 1$"):
+        load(qqq=1)
+
+
+@pytest.mark.parametrize(
+    "key", ["use_layerwise", "remote_url", "save_unfull_chunk", "reserve_local_cpu_size", "extra_config"]
+)
+def test_a_key_of_lmcache_gets_a_hint(key: str) -> None:
+    for name in (key, f"lmcache.{key}"):
+        with pytest.raises(ConfigError, match="LMCache's, and lmkv does not support it"):
+            load(extra={name: True})
+
+
+@pytest.mark.parametrize(
+    ("key", "here"), [("pin_timeout_sec", "pin_ttl"), ("lmcache.chunk_size", "chunk_size")]
+)
+def test_a_key_of_lmcache_with_an_equivalent_names_it(key: str, here: str) -> None:
+    with pytest.raises(ConfigError, match=f"LMCache's, here it is '{here}'"):
+        load(extra={key: 1})
+
+
+def test_hints_about_lmcache_name_no_setting_of_lmkv() -> None:
+    assert not set(lmkv.config._LMCACHE_ONLY.split()) & set(DEFAULTS)
+    assert not set(lmkv.config._LMCACHE_EQUIVALENT) & set(DEFAULTS)
+    assert set(lmkv.config._LMCACHE_EQUIVALENT.values()) <= set(DEFAULTS)
+
+
+def test_a_key_given_plain_and_with_prefix_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"both 'chunk_size' and 'lmkv\.chunk_size'"):
+        load(extra={"chunk_size": 1, "lmkv.chunk_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ("file:///mnt/kv", "/mnt/kv"),
+        ("file://localhost/mnt/kv", "/mnt/kv"),
+        ("file:///mnt/a%20b", "/mnt/a b"),
+        ("/mnt/kv/", "/mnt/kv"),
+        ("relative/kv", "relative/kv"),
+        ("/mnt/100%20", "/mnt/100%20"),
+        (Path("/mnt/kv"), "/mnt/kv"),
+    ],
+)
+def test_the_disk_folder_is_a_path_or_a_file_url(given: object, path: str) -> None:
+    assert load(local_disk=given, max_local_disk_size=1).local_disk == path
+
+
+def test_the_disk_folder_may_start_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load(local_disk="~/kv", max_local_disk_size=1).local_disk == "/home/someone/kv"
+
+
+def test_an_empty_disk_folder_is_none() -> None:
+    assert load(local_disk="/mnt", env={"LMKV_LOCAL_DISK": ""}).local_disk is None
+
+
+def test_a_disk_needs_a_capacity() -> None:
+    with pytest.raises(ConfigError, match=r"max_local_disk_size = 0\.0 .*environment LMKV_LOCAL_DISK"):
+        load(env={"LMKV_LOCAL_DISK": "/mnt"})
+    with pytest.raises(ConfigError, match="max_local_disk_size"):
+        Config(local_disk="/mnt")
+
+
+def test_a_disk_capacity_needs_a_disk() -> None:
+    with pytest.raises(ConfigError, match=r"^environment LMKV_MAX_LOCAL_DISK_SIZE: .* needs local_disk"):
+        load(env={"LMKV_MAX_LOCAL_DISK_SIZE": "10"})
+
+
+def test_cross_checks_see_the_merge_and_not_a_single_source(file: Path) -> None:
+    file.write_text("local_disk: /mnt\n")
+    assert load(file=file, extra={"max_local_disk_size": 2}).max_local_disk_bytes == 2 * GB
+
+
+def test_sizes_in_bytes() -> None:
+    config = load(max_local_cpu_size=0.5, disk_min_free="2", local_disk="/mnt", max_local_disk_size=1.5)
+    assert config.max_local_cpu_bytes == 2**29
+    assert config.disk_min_free_bytes == 2**31
+    assert config.max_local_disk_bytes == 3 * 2**29
+
+
+def test_names_of_choices_in_any_case() -> None:
+    assert load(cache_policy="fifo", disk_sync=" Full ").cache_policy == "FIFO"
+    assert load(disk_sync=" Full ").disk_sync == "full"
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")]
+)
+def test_on_and_off_in_yaml_are_choices_where_choices_are_wanted(
+    file: Path, word: str, expected: str
+) -> None:
+    file.write_text(f"disk_direct: {word}\n")
+    assert load(file=file).disk_direct == expected
+
+
+def test_a_whole_file(file: Path) -> None:
+    file.write_text(
+        "chunk_size: 128\nlocal_cpu: no\nmax_local_cpu_size: 1.5\nlocal_disk: file:///mnt/kv\n"
+        "max_local_disk_size: 100\ndisk_sync: none\n"
+    )
+    config = load(file=str(file))
+    assert config == Config(
+        chunk_size=128,
+        local_cpu=False,
+        max_local_cpu_size=1.5,
+        local_disk="/mnt/kv",
+        max_local_disk_size=100.0,
+    )
+    assert isinstance(config.max_local_disk_size, float)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_file_sets_nothing(file: Path, text: str) -> None:
+    file.write_text(text)
+    assert load(file=file) == Config()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"- chunk_size\n",
+        b"chunk_size\n",
+        b"chunk_size: [\n",
+        b"\xff\xfe\xfa",
+        b"chunk_siz: 1\n",
+        b"5: 1\n",
+        b"!!python/object/apply:os.getcwd []\n",
+        b"lmkv.chunk_size: 1\n",
+    ],
+)
+def test_a_file_that_is_no_mapping_of_settings_is_refused_by_name(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^file .*lmkv\.yaml: "):
+        load(file=file)
+
+
+def test_a_missing_file_is_refused_by_name(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lmkv\.yaml"):
+        load(file=file)
+
+
+def test_a_config_is_a_frozen_value() -> None:
+    config = load(chunk_size=64)
+    with pytest.raises(FrozenInstanceError):
+        config.chunk_size = 1  # type: ignore[misc]
+    assert config == Config(chunk_size=64)
+    assert hash(config) == hash(Config(chunk_size=64))
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    with pytest.raises(ConfigError, match="chunk_size = -1"):
+        evolve(config, chunk_size=-1)
+
+
+def test_yaml_is_needed_for_files_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("chunk_size: 64\n")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert load(chunk_size=32).chunk_size == 32
+    with pytest.raises(ImportError, match="yaml"):
+        load(file=file)

@@ -1,0 +1,273 @@
+"""Eviction order, what evict may not do, what it costs, and the admission filters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lmkv.errors import ConfigError, UsageError
+from lmkv.policies import (
+    ADMISSIONS,
+    FIFO,
+    LRU,
+    POLICIES,
+    AdmitAll,
+    AdmitNone,
+    SecondTouch,
+    make_admission,
+    make_policy,
+)
+from lmkv.protocols import Policy
+
+A, B, C, D = (bytes([letter]) * 32 for letter in b"abcd")
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def policy(request: pytest.FixtureRequest) -> Policy:
+    return make_policy(request.param)
+
+
+def filled(make: Callable[[], Policy], *keys: bytes, size: int = 10) -> Policy:
+    policy = make()
+    for key in keys:
+        policy.insert(key, size)
+    return policy
+
+
+def order(policy: Policy) -> list[bytes]:
+    """Empty the policy, victim by victim."""
+    victims = []
+    while victim := policy.evict(1):
+        victims += victim
+    return victims
+
+
+def test_lru_evicts_a_touched_chain_from_its_tail() -> None:
+    policy = filled(LRU, A, B, C, D)
+    policy.touch([A, B, C])
+    assert order(policy) == [D, C, B, A]
+
+
+def test_lru_keeps_the_head_of_the_later_touch_longest() -> None:
+    policy = filled(LRU, A, B, C, D)
+    policy.touch([A, B])
+    policy.touch([A, C])
+    assert order(policy) == [D, B, C, A]
+
+
+def test_lru_takes_a_key_let_go_of_as_just_used() -> None:
+    policy = filled(LRU, A, B, C)
+    policy.set_evictable(A, False)
+    policy.touch([A])
+    policy.set_evictable(A, True)
+    assert order(policy) == [B, C, A]
+
+
+def test_lru_takes_letting_go_twice_for_no_use() -> None:
+    policy = filled(LRU, A, B)
+    policy.set_evictable(A, True)
+    assert order(policy) == [A, B]
+
+
+def test_fifo_evicts_in_order_of_insertion_whatever_is_used() -> None:
+    policy = filled(FIFO, A, B, C)
+    policy.touch([A, B])
+    assert order(policy) == [A, B, C]
+
+
+def test_fifo_keeps_the_place_of_a_held_key() -> None:
+    policy = filled(FIFO, A, B, C)
+    policy.set_evictable(A, False)
+    policy.set_evictable(B, False)
+    assert policy.evict(10) == [C]
+    policy.insert(D, 10)
+    policy.set_evictable(B, True)
+    policy.set_evictable(A, True)
+    assert order(policy) == [A, B, D]
+
+
+def test_fifo_puts_a_key_that_comes_back_last() -> None:
+    policy = filled(FIFO, A, B)
+    policy.discard(A)
+    policy.insert(A, 10)
+    assert order(policy) == [B, A]
+
+
+def test_fifo_does_not_grow_with_what_was_discarded() -> None:
+    policy = FIFO()
+    for number in range(10_000):
+        policy.insert(number.to_bytes(32, "big"), 1)
+        policy.discard(number.to_bytes(32, "big"))
+    assert len(policy._queue) < 200
+
+
+def test_fifo_does_not_grow_with_holding_and_letting_go() -> None:
+    policy = FIFO()
+    policy.insert(A, 1)
+    for _ in range(1000):
+        policy.set_evictable(A, False)
+        policy.set_evictable(A, True)
+    assert len(policy._queue) == 1
+
+
+def test_evict_takes_no_more_victims_than_it_needs(policy: Policy) -> None:
+    for key, size in ((A, 5), (B, 5), (C, 5)):
+        policy.insert(key, size)
+    assert policy.evict(6) == [A, B]
+    assert policy.evict(5) == [C]
+    assert len(policy) == 0
+
+
+def test_evict_of_nothing_takes_nothing(policy: Policy) -> None:
+    assert policy.evict(0) == []
+    policy.insert(A, 10)
+    assert policy.evict(0) == []
+    assert policy.evict(-1) == []
+    assert A in policy
+
+
+def test_evict_from_an_empty_policy_is_refused(policy: Policy) -> None:
+    assert policy.evict(1) is None
+
+
+def test_evict_is_all_or_nothing(policy: Policy) -> None:
+    for key in (A, B, C):
+        policy.insert(key, 10)
+    policy.set_evictable(B, False)
+    assert policy.evict(21) is None
+    assert policy.evict(11, protect={A}) is None
+    assert policy.evict(1, protect={A, C}) is None
+    assert len(policy) == 3
+    assert order(policy) == [A, C]
+    assert B in policy
+
+
+def test_evict_passes_over_protected_keys_and_keeps_their_place(policy: Policy) -> None:
+    for key in (A, B, C):
+        policy.insert(key, 10)
+    assert policy.evict(10, protect=frozenset({A, D})) == [B]
+    assert order(policy) == [A, C]
+
+
+def test_a_held_key_is_known_and_can_be_discarded(policy: Policy) -> None:
+    policy.insert(A, 10)
+    policy.set_evictable(A, False)
+    policy.set_evictable(A, False)
+    assert A in policy
+    assert len(policy) == 1
+    policy.discard(A)
+    assert A not in policy
+    policy.insert(A, 3)
+    assert policy.evict(4) is None
+    assert policy.evict(3) == [A]
+
+
+def test_clear_forgets_held_and_evictable_keys(policy: Policy) -> None:
+    policy.insert(A, 10)
+    policy.insert(B, 10)
+    policy.set_evictable(A, False)
+    policy.clear()
+    assert len(policy) == 0
+    assert policy.evict(1) is None
+    policy.insert(A, 10)
+    assert policy.evict(10) == [A]
+
+
+def test_unknown_keys_are_ignored_by_touch_and_discard_and_refused_by_hold(policy: Policy) -> None:
+    policy.touch([A, B])
+    policy.discard(A)
+    assert len(policy) == 0
+    for evictable in (False, True):
+        with pytest.raises(UsageError, match=A.hex()):
+            policy.set_evictable(A, evictable)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_inserting_a_known_key_is_refused_and_changes_nothing(policy: Policy, held: bool) -> None:
+    policy.insert(A, 10)
+    policy.set_evictable(A, not held)
+    with pytest.raises(UsageError, match="already"):
+        policy.insert(A, 99)
+    policy.set_evictable(A, True)
+    assert policy.evict(11) is None
+    assert policy.evict(10) == [A]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_chunk_has_a_size(policy: Policy, size: int) -> None:
+    with pytest.raises(UsageError, match="size"):
+        policy.insert(A, size)
+    assert len(policy) == 0
+
+
+class CountingKey(bytes):
+    """Counts the look-ups that every policy operation is made of."""
+
+    hashed = 0
+
+    def __hash__(self) -> int:
+        CountingKey.hashed += 1
+        return super().__hash__()
+
+
+def cost_of_steady_state(policy: Policy, held: int, evictable: int) -> int:
+    """Look-ups of 100 evictions and insertions beside `held` held and `evictable` evictable keys."""
+    for number in range(held + evictable):
+        policy.insert(CountingKey(number.to_bytes(32, "big")), 10)
+    for number in range(held):
+        policy.set_evictable(CountingKey(number.to_bytes(32, "big")), False)
+    policy.evict(10)
+    CountingKey.hashed = 0
+    for number in range(100):
+        policy.evict(10)
+        policy.insert(CountingKey((1 << 60 | number).to_bytes(32, "big")), 10)
+    return CountingKey.hashed
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_evict_costs_the_same_however_many_keys_are_held_or_resident(name: str) -> None:
+    base = cost_of_steady_state(make_policy(name), held=0, evictable=100)
+    assert 0 < base < 100 * 10
+    assert cost_of_steady_state(make_policy(name), held=4096, evictable=100) == base
+    assert cost_of_steady_state(make_policy(name), held=0, evictable=4096) == base
+
+
+def test_policies_are_made_by_name() -> None:
+    assert isinstance(make_policy("LRU"), LRU)
+    assert isinstance(make_policy("FIFO"), FIFO)
+    assert make_policy("LRU") is not make_policy("LRU")
+    with pytest.raises(ConfigError, match=r"'lfu'; there are: LRU, FIFO"):
+        make_policy("lfu")
+
+
+def test_admissions_are_made_by_name() -> None:
+    made = {name: type(make_admission(name)) for name in ADMISSIONS}
+    assert made == {"all": AdmitAll, "second_touch": SecondTouch, "none": AdmitNone}
+    with pytest.raises(ConfigError, match=r"'some'; there are: all, second_touch, none"):
+        make_admission("some")
+
+
+def test_all_and_none_do_as_they_say() -> None:
+    assert [AdmitAll().admit(key) for key in (A, A, B)] == [True] * 3
+    assert [AdmitNone().admit(key) for key in (A, A, B)] == [False] * 3
+
+
+def test_second_touch_admits_from_the_second_offer_on() -> None:
+    admission = SecondTouch(8)
+    assert [admission.admit(key) for key in (A, B, A, A, B)] == [False, False, True, True, True]
+
+
+def test_second_touch_forgets_what_was_offered_longest_ago() -> None:
+    admission = SecondTouch(2)
+    assert [admission.admit(key) for key in (A, B, A, C)] == [False, False, True, False]
+    assert [admission.admit(key) for key in (A, B)] == [True, False]
+
+
+def test_second_touch_is_bounded() -> None:
+    admission = SecondTouch(16)
+    for number in range(1000):
+        admission.admit(number.to_bytes(32, "big"))
+    assert len(admission._offered) == 16
+    with pytest.raises(UsageError, match="max_keys"):
+        SecondTouch(0)

@@ -1,0 +1,47 @@
+"""Fixtures of the vLLM suite. It is skipped, with the reason, where vLLM is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.harness import Engine, engine, prompt
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.vllm)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with random weights that make outputs depend on every byte of KV."""
+    from lmkv.cli.model import SmallModel
+
+    folder = tmp_path_factory.mktemp("model")
+    SmallModel(layers=4, hidden=256, max_position=8192).write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, expected: dict[int, list[int]]) -> Iterator[Engine]:
+    """One engine with the connector for a module's tests: chunks of 256, chunked prefill in unaligned steps.
+
+    Only one engine can live in a process at a time: a module that uses this one makes no other.
+    """
+    assert expected
+    with engine(model, max_num_batched_tokens=480, max_num_seqs=32) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def expected(model: Path) -> dict[int, list[int]]:
+    """What an engine without a connector answers to `prompt(seed, 1500)`, by seed."""
+    with engine(model, connector=None, max_num_batched_tokens=480) as plain:
+        seeds = range(8)
+        answers = plain.ids([prompt(seed, 1500) for seed in seeds])
+        return dict(zip(seeds, answers, strict=True))

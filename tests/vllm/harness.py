@@ -1,0 +1,136 @@
+"""Real vLLM engines for tests: in this process, small, one at a time, closed for certain."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+}
+
+BLOCK = 32
+CHUNK = 256
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """`length` token ids that depend on nothing but the arguments."""
+    rng = random.Random(seed)
+    return [rng.randrange(5, 1000) for _ in range(length)]
+
+
+@contextlib.contextmanager
+def engine(model: Path, connector: str | None = "LMKVConnector", **overrides: Any) -> Iterator[Engine]:
+    """A vLLM engine in this process. `extra`, `kv_role` and `kv_load_failure_policy` go to the connector."""
+    os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    transfer: dict[str, Any] = {
+        "kv_role": overrides.pop("kv_role", "kv_both"),
+        "kv_load_failure_policy": overrides.pop("kv_load_failure_policy", "recompute"),
+        "kv_connector_extra_config": {"max_local_cpu_size": 0.25, **overrides.pop("extra", {})},
+    }
+    transfer.update(overrides.pop("transfer", {}))
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": 17 << 20,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "block_size": BLOCK,
+        "seed": 0,
+        **overrides,
+    }
+    if connector is not None:
+        options["kv_transfer_config"] = KVTransferConfig(kv_connector=connector, **transfer)
+    llm = LLM(model=str(model), **options)
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+class Engine:
+    """What the tests need of an `LLM`."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def run(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        max_tokens: int = 8,
+        salts: Sequence[str] | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Generate greedily for all prompts at once; vLLM's RequestOutputs in the order of the prompts."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"lmkv.report": True, **(params or {})}},
+        )
+        requests = [
+            {"prompt_token_ids": ids, **({"cache_salt": salts[index]} if salts else {})}
+            for index, ids in enumerate(prompts)
+        ]
+        outputs: list[Any] = self.llm.generate(requests, sampling, use_tqdm=False)
+        return outputs
+
+    def ids(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
+        """Only the generated token ids."""
+        return [list(output.outputs[0].token_ids) for output in self.run(prompts, **options)]
+
+    def forget_local(self) -> None:
+        """Empty vLLM's own prefix cache, so that hits can only come from the connector."""
+        assert self.llm.reset_prefix_cache()
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler side's connector."""
+        return self.scheduler.connector
+
+    @property
+    def store(self) -> Any:
+        return self.connector._scheduler._store
+
+    @property
+    def worker(self) -> Any:
+        """The worker side of the connector."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    def assert_nothing_leaked(self) -> None:
+        """No lease, reservation or job is left once no request is running."""
+        stats = self.store.stats()
+        assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
+        assert not self.connector._scheduler.busy
+        assert not self.connector._scheduler._requests
+
+
+def external_hits(output: Any) -> int:
+    """Tokens of a request that the connector loaded."""
+    return int(output.kv_transfer_params["lmkv"]["hit_tokens"])

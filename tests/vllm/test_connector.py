@@ -1,0 +1,166 @@
+"""The main path in real vLLM, on one engine: what is stored, what is hit, and that outputs never change."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.vllm.harness import CHUNK, Engine, external_hits, prompt
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 511, 512, 513, 1000, 1500])
+def test_a_repeated_prompt_hits_every_whole_chunk_below_its_last_token(shared: Engine, length: int) -> None:
+    ids = prompt(1000 + length, length)
+    cold = shared.run([ids])[0]
+    shared.forget_local()
+    warm = shared.run([ids])[0]
+
+    assert external_hits(cold) == 0
+    assert external_hits(warm) == warm.num_cached_tokens == (length - 1) // CHUNK * CHUNK
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    shared.assert_nothing_leaked()
+
+
+def test_outputs_equal_those_without_a_connector(shared: Engine, expected: dict[int, list[int]]) -> None:
+    prompts = [prompt(seed, 1500) for seed in expected]
+    cold = shared.ids(prompts)
+    shared.forget_local()
+    warm = shared.run(prompts)
+
+    assert cold == list(expected.values())
+    assert [list(output.outputs[0].token_ids) for output in warm] == list(expected.values())
+    assert all(external_hits(output) == 1280 for output in warm)
+
+
+def test_a_shared_prefix_hits_up_to_where_prompts_part(shared: Engine) -> None:
+    common = prompt(1, 700)
+    first, second = common + prompt(2, 400), common + prompt(3, 400)
+    shared.run([first])
+    shared.forget_local()
+    assert external_hits(shared.run([second])[0]) == 512
+
+
+def test_decoded_tokens_are_stored_when_their_chunk_completes(shared: Engine) -> None:
+    ids = prompt(8, 200)
+    answer = shared.ids([ids], max_tokens=120)[0]
+    shared.forget_local()
+    turn = ids + answer + prompt(9, 50)
+    assert external_hits(shared.run([turn])[0]) == CHUNK
+
+
+def test_two_salts_never_share(shared: Engine) -> None:
+    ids = prompt(10, 800)
+    for salt in ("tenant-a", "tenant-b"):
+        assert external_hits(shared.run([ids], salts=[salt])[0]) == 0
+        shared.forget_local()
+    assert external_hits(shared.run([ids])[0]) == 0
+    shared.forget_local()
+    for salt in ("tenant-a", "tenant-b"):
+        assert external_hits(shared.run([ids], salts=[salt])[0]) == 768
+        shared.forget_local()
+
+
+def test_a_request_can_skip_saving_and_loading(shared: Engine) -> None:
+    ids = prompt(11, 600)
+    shared.run([ids], params={"lmkv.skip_save": True})
+    shared.forget_local()
+    assert external_hits(shared.run([ids])[0]) == 0
+    shared.forget_local()
+    assert external_hits(shared.run([ids], params={"lmkv.skip_load": True})[0]) == 0
+    shared.forget_local()
+    assert external_hits(shared.run([ids])[0]) == 512
+
+
+def test_tags_separate_requests(shared: Engine) -> None:
+    ids = prompt(12, 600)
+    shared.run([ids], params={"lmkv.tag.team": "blue"})
+    shared.forget_local()
+    assert external_hits(shared.run([ids], params={"lmkv.tag.team": "red"})[0]) == 0
+    shared.forget_local()
+    assert external_hits(shared.run([ids], params={"lmkv.tag.team": "blue"})[0]) == 512
+
+
+def test_a_failed_load_is_recomputed_once_and_the_entry_is_dropped(
+    shared: Engine, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(3, 1500)
+    shared.run([ids])
+    shared.forget_local()
+
+    def broken(*_: object) -> None:
+        raise OSError("injected: the copy of this load breaks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.worker._copier, "load", broken)
+        failed = shared.run([ids])[0]
+    assert list(failed.outputs[0].token_ids) == expected[3]
+    shared.assert_nothing_leaked()
+
+    shared.forget_local()
+    again = shared.run([ids])[0]
+    assert external_hits(again) == 1280, "the recomputed chunks are stored anew"
+    assert list(again.outputs[0].token_ids) == expected[3]
+
+
+def test_a_failed_store_is_a_future_miss(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(13, 900)
+
+    def broken(*_: object) -> None:
+        raise OSError("injected: the copy of this store breaks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.worker._copier, "store", broken)
+        cold = shared.ids([ids])
+    shared.assert_nothing_leaked()
+    shared.forget_local()
+    missed = shared.run([ids])[0]
+    assert external_hits(missed) == 0
+    assert [list(missed.outputs[0].token_ids)] == cold
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_an_abort_in_the_middle_leaves_nothing_behind(shared: Engine, steps: int) -> None:
+    from vllm import SamplingParams
+
+    ids = prompt(14, 1500)
+    core = shared.llm.llm_engine
+    for round_, _ in enumerate(range(2)):
+        name = f"aborted-{steps}-{round_}"
+        request = core.add_request(
+            name, {"prompt_token_ids": ids}, SamplingParams(max_tokens=50, ignore_eos=True, detokenize=False)
+        )
+        for _ in range(steps):
+            core.step()
+        core.abort_request([request or name])
+        while core.has_unfinished_requests():
+            core.step()
+        shared.run([prompt(15, 40)])
+        shared.assert_nothing_leaked()
+        shared.forget_local()
+
+
+def test_reset_leaves_no_hit_in_any_tier(shared: Engine) -> None:
+    ids = prompt(16, 600)
+    shared.run([ids])
+    assert shared.llm.llm_engine.engine_core.reset_prefix_cache(reset_connector=True)
+    assert external_hits(shared.run([ids])[0]) == 0
+    shared.forget_local()
+    assert external_hits(shared.run([ids])[0]) == 512
+
+
+def test_one_line_for_a_lookup_and_one_for_each_steps_store(shared: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    ids = prompt(18, 600)
+    with caplog.at_level(logging.INFO, logger="lmkv"):
+        shared.run([ids])
+        shared.forget_local()
+        shared.run([ids])
+    lines = [
+        record.getMessage().split(": ", 2)[2] for record in caplog.records if "request" in record.getMessage()
+    ]
+    assert lines == [
+        "total tokens 600, hit tokens 0, to load 0",
+        "stored 256 of 256 tokens",
+        "stored 256 of 512 tokens",
+        "total tokens 600, hit tokens 512, to load 512",
+    ]

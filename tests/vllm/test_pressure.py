@@ -1,0 +1,64 @@
+"""Many requests in too little memory: preemption, eviction in vLLM and in lmkv, and no output changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.harness import Engine, engine, external_hits, prompt
+
+REQUESTS, PREFIXES = 64, 20
+TIGHT = {
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": 9 << 20,
+    "max_num_batched_tokens": 330,
+    "max_num_seqs": 16,
+}
+
+
+def _prompts() -> list[list[int]]:
+    """64 prompts over 20 prefixes of different lengths, each with a tail of its own."""
+    return [
+        prompt(100 + index % PREFIXES, 300 + 23 * (index % PREFIXES)) + prompt(500 + index, 20 + index % 7)
+        for index in range(REQUESTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def without(model: Path) -> list[list[int]]:
+    with engine(model, connector=None, **TIGHT) as plain:
+        return plain.ids(_prompts(), max_tokens=48)
+
+
+@pytest.fixture(scope="module", params=["roomy", "evicting"])
+def tight(model: Path, request: pytest.FixtureRequest, without: list[list[int]]) -> Iterator[Engine]:
+    """An engine whose KV space holds two to three requests; with room for all chunks here, or for few."""
+    assert without, "the engine without a connector comes first: only one can live at a time"
+    gigabytes = 0.25 if request.param == "roomy" else 10 * (1 << 20) / 2**30
+    with engine(model, extra={"max_local_cpu_size": gigabytes}, **TIGHT) as running:
+        yield running
+
+
+def test_64_requests_under_preemption_and_eviction(tight: Engine, without: list[list[int]]) -> None:
+    preemptions = 0
+    original = tight.scheduler._preempt_request
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal preemptions
+        preemptions += 1
+        return original(*args, **kwargs)
+
+    tight.scheduler._preempt_request = counted
+    hits = 0
+    for _ in range(3):
+        outputs = tight.run(_prompts(), max_tokens=48)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == without
+        hits += sum(map(external_hits, outputs))
+        tight.assert_nothing_leaked()
+    stats = tight.store.stats().primary
+    assert preemptions > 0, "the KV space was not tight enough to preempt"
+    assert hits > 0, "nothing was ever loaded"
+    if stats.capacity_bytes < 64 << 20:
+        assert stats.evictions > 0, "the tier was not small enough to evict"

@@ -1,0 +1,64 @@
+"""Ways to set up the connector, each in an engine of its own."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.harness import BLOCK, engine, external_hits, prompt
+
+
+def test_loads_start_where_the_local_prefix_cache_ends(model: Path) -> None:
+    ids = prompt(4, 1500)
+    # A small KV space: running other prompts leaves a part of the first one in vLLM's own cache.
+    with engine(model, max_num_batched_tokens=480) as running:
+        cold = running.ids([ids])
+        running.run([prompt(5, 1500), prompt(6, 1900)])
+        warm = running.run([ids])[0]
+        local = warm.num_cached_tokens - external_hits(warm)
+        assert local % BLOCK == 0
+        assert 0 < external_hits(warm) < 1280
+        assert warm.num_cached_tokens == 1280
+        assert [list(warm.outputs[0].token_ids)] == cold
+        running.assert_nothing_leaked()
+
+
+def test_without_prefix_caching_every_repetition_is_loaded(model: Path) -> None:
+    ids = prompt(7, 1500)
+    with engine(model, enable_prefix_caching=False) as running:
+        outputs = [running.run([ids])[0] for _ in range(3)]
+    assert [external_hits(output) for output in outputs] == [0, 1280, 1280]
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+
+
+def test_roles_switch_the_directions(model: Path) -> None:
+    ids = prompt(17, 600)
+    with engine(model, kv_role="kv_producer") as producer:
+        producer.run([ids])
+        producer.forget_local()
+        assert external_hits(producer.run([ids])[0]) == 0
+        assert producer.store.stats().primary.chunks == 2
+    with engine(model, kv_role="kv_consumer") as consumer:
+        consumer.run([ids])
+        assert consumer.store.stats().primary.chunks == 0
+
+
+def test_the_default_failure_policy_is_warned_about(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="lmkv"), engine(model, kv_load_failure_policy="fail"):
+        pass
+    assert any("kv_load_failure_policy" in record.getMessage() for record in caplog.records)
+
+
+def test_the_module_path_works_without_the_entry_point(model: Path) -> None:
+    ids = prompt(19, 300)
+    with engine(model, transfer={"kv_connector_module_path": "lmkv.vllm.connector"}) as running:
+        running.run([ids])
+        running.forget_local()
+        assert external_hits(running.run([ids])[0]) == 256
+
+
+def test_a_bad_option_names_key_and_value(model: Path) -> None:
+    with pytest.raises(Exception, match=r"chunk_sise"), engine(model, extra={"chunk_sise": 256}):
+        pass
