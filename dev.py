@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Set up this checkout and run things in it. Needs nothing but Python 3.11 or newer, with pip.
 
-    python3 dev.py demo [ARGS]      lmkv demo: a long prompt cold, then warm, on real vLLM
+    python3 dev.py demo [ARGS]      lmkv demo: long prompts cold, then warm, on real vLLM
     python3 dev.py test             the complete suite: unit tests, then the suite on real vLLM
     python3 dev.py test ARGS        pytest ARGS
     python3 dev.py unit [ARGS]      only what needs no vLLM

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from attrs import Attribute, field, fields, frozen
@@ -175,7 +175,7 @@ class Config:
     min_retrieve_tokens: int = _option(
         0, _integer(0), "Do not load a match that saves fewer tokens than this", "tokens"
     )
-    disk_sync: str = _option(
+    disk_sync: Literal["none", "data", "full"] = _option(
         "none",
         _one_of("none", "data", "full"),
         "What survives a power cut: none: nothing is promised; data: a file's bytes are flushed before it "
@@ -185,12 +185,12 @@ class Config:
         1.0, _number(0), "Free space to leave to other programs on the disk tier's file system", "GB"
     )
     disk_io_threads: int = _option(4, _integer(1), "Threads that read and write the disk tier")
-    disk_direct: str = _option(
+    disk_direct: Literal["auto", "on", "off"] = _option(
         "auto",
         _one_of("auto", "on", "off"),
         "Read and write past the page cache (O_DIRECT); auto: where the file system can",
     )
-    disk_write: str = _option(
+    disk_write: Literal["through", "back"] = _option(
         "through",
         _one_of("through", "back"),
         "When a chunk goes to disk: through: as it is stored; back: as it is evicted from host memory",

@@ -27,7 +27,7 @@ class PinnedSlab:
 
     def __init__(self, slab: SlabMap) -> None:
         self._pieces: list[int] = []
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()
         for offset in range(0, slab.nbytes, _REGISTER_PIECE):
             address = slab.address + offset
             status = runtime.cudaHostRegister(address, min(_REGISTER_PIECE, slab.nbytes - offset), 0)
@@ -43,7 +43,7 @@ class PinnedSlab:
             self._pieces.append(address)
 
     def close(self) -> None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()
         for address in self._pieces:
             runtime.cudaHostUnregister(address)
         self._pieces.clear()
@@ -57,7 +57,7 @@ class _StreamEvent:
         self._staging = staging
 
     def query(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self._event.query())
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -78,7 +78,7 @@ class CUDACopier:
         self._device = memory.device
         with torch.cuda.device(self._device):
             self._pinned = PinnedSlab(slab)
-            self._store_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._store_stream = torch.cuda.Stream()
 
     def _runs(self, copies: Sequence[ChunkCopy], group: int) -> list[tuple[int, int, list[int]]]:
         return [(copy.slot, copy.runs[group].first, copy.runs[group].blocks) for copy in copies]
@@ -112,7 +112,7 @@ class CUDACopier:
                 for part, count in self._slot_parts(index, pages.shape[1], self._runs(copies, group)):
                     part.copy_(pages[start : start + count].view(-1), non_blocking=True)
                     start += count
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record(self._store_stream)
         return _StreamEvent(event, staged)
 
@@ -126,7 +126,7 @@ class CUDACopier:
                 pages[start : start + count].view(-1).copy_(part, non_blocking=True)
                 start += count
             row.index_copy_(0, ids[group], pages)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return _StreamEvent(event, ids)
 

@@ -123,6 +123,16 @@ class TieredStore:
                 found += 1
             return ready, found
 
+    @property
+    def primary_name(self) -> str:
+        return self._primary.name
+
+    def tier_of(self, key: ChunkKey) -> str | None:
+        """Name of the fastest secondary tier that has the chunk, None when none has."""
+        with self._lock:
+            tier = self._find(key)
+            return tier.index.tier.name if tier else None
+
     def _count_ready(self, keys: Sequence[ChunkKey]) -> int:
         ready = 0
         for entry in map(self._entries.get, keys):

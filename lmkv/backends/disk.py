@@ -224,12 +224,18 @@ class LocalDiskBackend:
         return False
 
     def _store(self, chunk: Chunk, path: str) -> None:
+        """Write the file, making its folder if need be.
+
+        Twice anew, because two things may be missing: the folder, and then the temporary file, when another
+        process swept it in the moment between its making and its locking.
+        """
         header = self._blobs.describe(chunk)
-        try:
-            self._blobs.write(header, chunk.payload, path)
-        except FileNotFoundError:
-            self._make_folder(os.path.dirname(path))
-            self._blobs.write(header, chunk.payload, path)
+        for _ in range(2):
+            try:
+                return self._blobs.write(header, chunk.payload, path)
+            except FileNotFoundError:
+                self._make_folder(os.path.dirname(path))
+        return self._blobs.write(header, chunk.payload, path)
 
     def _make_folder(self, folder: str) -> None:
         self._folder.make(folder)

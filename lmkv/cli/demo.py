@@ -39,7 +39,7 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the model and vLLM's log.")] = False,
     connector: Annotated[str, typer.Option(hidden=True)] = CONNECTOR,
 ) -> None:
-    """Send a long prompt to real vLLM cold, drive it out of vLLM's own cache, and send it again."""
+    """Send long prompts to real vLLM cold, then again once its own cache has forgotten them."""
     if find_spec("vllm") is None:
         sys.exit('lmkv demo runs real vLLM, which is not installed: pip install "lmkv[vllm]"')
     model = SmallModel(layers=layers, hidden=hidden, max_position=2 * tokens)
@@ -119,6 +119,6 @@ def show(measured: Measurement) -> None:
     console = Console()
     console.print(table)
     if not measured.hit_as_expected:
-        console.print("[red]The second request did not hit what the first one left.")
+        console.print("[red]A repeated prompt did not hit what its first request left.")
     if not measured.outputs_equal:
-        console.print("[red]The warm output differs from the cold one.")
+        console.print("[red]A warm output differs from its cold one.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from attrs import define, field
 
@@ -115,5 +115,5 @@ class FIFO:
         return key
 
     def _rebuild(self) -> None:
+        # The dictionary is in order of insertion, and a sorted list is a heap.
         self._queue = [(entry.number, key) for key, entry in self._entries.items() if entry.queued]
-        heapify(self._queue)

@@ -25,6 +25,7 @@ from lmkv.config import Config
 from lmkv.pages import PagedMemory, block_rows
 from lmkv.vllm import compat
 from lmkv.stack import build_store
+from lmkv.vllm.loadcost import LoadCost
 from lmkv.vllm.metadata import StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel, describe
 from lmkv.vllm.scheduler import Scheduler
@@ -131,6 +132,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             stores=transfer.is_kv_producer,
             save_decode=config.save_decode_cache,
             min_retrieve_tokens=config.min_retrieve_tokens,
+            promotion_deadline=config.prefetch_deadline,
+            load_cost=LoadCost(enabled=config.load_or_recompute),
+            pin_ttl=config.pin_ttl,
         )
 
     # -- scheduler side -----------------------------------------------------------------------------------
@@ -151,7 +155,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens), False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     @_harmless(lambda: None)
     def update_state_after_alloc(
@@ -166,7 +170,11 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             return LMKVConnectorMetadata(StepPlan())
         state = scheduler_output.kv_connector_block_state
         assert state is not None
-        plan = self._scheduler.build_plan(compat.progress(scheduler_output), state.get_block_ids)
+        plan = self._scheduler.build_plan(
+            compat.progress(scheduler_output),
+            state.get_block_ids,
+            scheduler_output.total_num_scheduled_tokens,
+        )
         return LMKVConnectorMetadata(plan)
 
     @_harmless(lambda: None)

@@ -10,11 +10,19 @@ from attrs import define
 
 @define
 class RequestOptions:
-    """`lmkv.skip_save`, `lmkv.skip_load`, `lmkv.report`, and `lmkv.tag.<name>` which separates keys."""
+    """What the keys mean, each with the prefix `lmkv.`:
+
+    `skip_save`, `skip_load`: leave this request out. `report`: answer with what was loaded. `prefetch`: bring
+    up and hold this prompt's chunks. `prefetch_tokens`: token ids of another prompt to bring up.
+    `pin`: seconds to hold the request's chunks after it ends. `tag.<name>`: share only with equal tags.
+    """
 
     skip_save: bool = False
     skip_load: bool = False
     report: bool = False
+    prefetch: bool = False
+    prefetch_tokens: tuple[int, ...] = ()
+    pin_seconds: float = 0.0
     tags: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -27,6 +35,9 @@ class RequestOptions:
             skip_save=nameless or _is_true(params.get("lmkv.skip_save")),
             skip_load=nameless or _is_true(params.get("lmkv.skip_load")),
             report=_is_true(params.get("lmkv.report")),
+            prefetch=_is_true(params.get("lmkv.prefetch")),
+            prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),
+            pin_seconds=_seconds(params.get("lmkv.pin")),
             tags=tuple(
                 sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))
             ),
@@ -35,3 +46,15 @@ class RequestOptions:
 
 def _is_true(value: object) -> bool:
     return value is True or (isinstance(value, str) and value.lower() in ("1", "true", "yes", "on"))
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    """What is not a list of token ids is ignored: a client's mistake must not cost the request."""
+    if not isinstance(value, list | tuple):
+        return ()
+    valid = all(isinstance(token, int) and 0 <= token < 2**32 for token in value)
+    return tuple(value) if valid else ()
+
+
+def _seconds(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and 0 < value < 86_400 else 0.0

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from attrs import define
+from attrs import define, field
 
 from lmkv.claims import Lease, Reservation
 from lmkv.copier import ChunkCopy
-from lmkv.hashing import KeyChain, token_bytes
+from lmkv.hashing import KeyChain, chunk_keys, token_bytes
+from lmkv.iopool import Priority
 from lmkv.keys import Namespace
-from lmkv.protocols import ChunkKey
+from lmkv.promotion import Promotion
+from lmkv.protocols import ChunkKey, Clock
 from lmkv.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.identity import content_extras, request_root
+from lmkv.vllm.loadcost import LoadCost
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.options import RequestOptions
+from lmkv.vllm.stream import Stream
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -48,15 +52,23 @@ class _Tracked:
 
     `stored`: leading chunks that are stored or being stored. `offered`: tokens, from the prompt's start, that
     the last lookup found here. `lease`: what that lookup promised, until it is used or the step ends.
+    `promotion`: chunks that are being brought up for it while it waits, asked for since `waiting_since`.
     """
 
     request: Request
+    root: bytes
     chain: KeyChain
     options: RequestOptions
     stored: int = 0
     offered: int = 0
     computed: int = 0
     lease: Lease | None = None
+    promotion: Promotion | None = None
+    waiting_since: float | None = None
+    streamed: bool = False
+    stream: Stream | None = None
+    sources: dict[str, int] = field(factory=dict)
+    """Tokens to load, by the tier that had them."""
     logged: tuple[int, int] | None = None
     hit_tokens: int = 0
     load_bytes: int = 0
@@ -75,12 +87,18 @@ class _Tracked:
             self.lease.release()
             self.lease = None
 
+    def drop_promotion(self) -> None:
+        if self.promotion is not None:
+            self.promotion.release()
+            self.promotion = None
+
 
 @define(eq=False)
 class _LoadJob:
-    tracked: _Tracked
+    tracked: _Tracked | None
     lease: Lease
     first_chunk: int
+    stream: Stream | None = None
 
 
 @define(eq=False)
@@ -95,7 +113,8 @@ class Scheduler:
     """`namespace` roots every key; `geometry` says how block tables map to chunks; `ranks` workers answer.
 
     `loads` and `stores` switch the directions off (a pure producer loads nothing, a pure consumer stores
-    nothing). All calls come from the one thread that schedules.
+    nothing). `promotion_deadline`: seconds that a request waits for chunks of lower tiers. All calls come
+    from the one thread that schedules.
     """
 
     def __init__(
@@ -109,6 +128,10 @@ class Scheduler:
         stores: bool = True,
         save_decode: bool = True,
         min_retrieve_tokens: int = 0,
+        promotion_deadline: float = 1.0,
+        load_cost: LoadCost | None = None,
+        pin_ttl: float = 300.0,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._store = store
         self._namespace = namespace
@@ -119,6 +142,15 @@ class Scheduler:
         self._stores = stores
         self._save_decode = save_decode
         self._min_retrieve_tokens = min_retrieve_tokens
+        self._promotion_deadline = promotion_deadline
+        self._cost = load_cost or LoadCost()
+        self._pin_ttl = pin_ttl
+        self._clock = clock
+        # Half of the tier at most for one stream: the other half serves everybody else meanwhile.
+        self._window = max(1, store.slab.num_slots // 4)
+        self._synchronous = max(1, store.slab.num_slots // 2)
+        self._streams: dict[str, Stream] = {}
+        self._step: tuple[int, float] | None = None
         self._requests: dict[str, _Tracked] = {}
         self._leased: set[str] = set()
         self._load_jobs: dict[int, _LoadJob] = {}
@@ -133,19 +165,39 @@ class Scheduler:
     def on_new_request(self, request: Request) -> None:
         """Track the request and hash its prompt, once, before it is ever scheduled."""
         tracked = self._track(request)
-        tracked.keys(request.num_tokens // self._chunk_size)
+        keys = tracked.keys(request.num_tokens // self._chunk_size)
+        for wanted in (keys if tracked.options.prefetch else (), self._other_keys(tracked)):
+            if wanted:
+                self._store.promote(wanted, priority=Priority.PREFETCH, ttl=self._pin_ttl)
+        if self._loads and not tracked.options.skip_load:
+            self._promote_early(tracked, keys)
+
+    def _other_keys(self, tracked: _Tracked) -> list[ChunkKey]:
+        """Keys of another prompt that this request asks to prefetch, in its own salt and adapter."""
+        tokens = tracked.options.prefetch_tokens
+        return chunk_keys(tokens, tracked.root, self._chunk_size) if tokens else []
+
+    def _promote_early(self, tracked: _Tracked, keys: Sequence[ChunkKey]) -> None:
+        """Have what lower tiers hold brought up while the request queues."""
+        ready, found = self._store.match(keys)
+        if ready < found <= self._synchronous and self._is_worth(keys, ready, found):
+            tracked.promotion = self._store.promote(keys[:found], priority=Priority.PREFETCH)
+
+    def _is_worth(self, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
+        tier = self._store.tier_of(keys[ready])
+        chunks = found - ready
+        return tier is None or self._cost.worth_loading(
+            tier, chunks * self._chunk_size, chunks * self._store.slab.slot_bytes
+        )
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             self._forget(request.request_id)
             options = RequestOptions.of(request)
-            chain = KeyChain(
-                request_root(self._namespace, request, options),
-                self._chunk_size,
-                content_extras(request, self._chunk_size),
-            )
-            tracked = self._requests[request.request_id] = _Tracked(request, chain, options)
+            root = request_root(self._namespace, request, options)
+            chain = KeyChain(root, self._chunk_size, content_extras(request, self._chunk_size))
+            tracked = self._requests[request.request_id] = _Tracked(request, root, chain, options)
         return tracked
 
     def _forget(self, request_id: str) -> _Tracked | None:
@@ -153,6 +205,9 @@ class Scheduler:
         self._leased.discard(request_id)
         if tracked is not None:
             tracked.drop_lease()
+            tracked.drop_promotion()
+            if tracked.stream is not None:
+                tracked.stream.stop()
         return tracked
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
@@ -161,10 +216,13 @@ class Scheduler:
         if tracked is None:
             return None
         self._store.touch(tracked.chain.keys)
+        if tracked.options.pin_seconds:
+            self._store.pin(tracked.chain.keys, tracked.options.pin_seconds)
         if not tracked.options.report:
             return None
         report = {
             "hit_tokens": tracked.hit_tokens,
+            "sources": dict(tracked.sources),
             "load_bytes": tracked.load_bytes,
             "load_seconds": tracked.load_seconds,
         }
@@ -172,26 +230,91 @@ class Scheduler:
 
     # -- loading ------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens beyond `num_computed_tokens` that can be loaded now. Leases what it promises."""
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """`(tokens, asynchronous)`: what can be loaded beyond `num_computed_tokens`; leases what it promises.
+
+        None instead of tokens: chunks are on their way up from a lower tier, ask again in the next step.
+        """
         tracked = self._track(request)
         tracked.drop_lease()
-        tracked.offered, tracked.computed = 0, num_computed_tokens
+        tracked.offered, tracked.computed, tracked.streamed = 0, num_computed_tokens, False
         if not self._loads or tracked.bypass or tracked.options.skip_load:
-            return 0
+            return 0, False
         # The last token is always computed: vLLM needs its logits.
         keys = tracked.keys((request.num_tokens - 1) // self._chunk_size)
         first = num_computed_tokens // self._chunk_size
-        ready, _ = self._store.match(keys)
-        hit = ready * self._chunk_size
+        ready, found = self._store.match(keys)
+        if found > max(ready, first):
+            if self._must_wait(tracked, keys, ready, found):
+                return None, False
+            ready, found = self._store.match(keys)
+        streamed = self._offers_stream(tracked, keys, first, ready, found)
+        hit = (found if streamed else ready) * self._chunk_size
         need = max(0, hit - num_computed_tokens)
         self._log_lookup(tracked, hit, need)
-        if need <= max(0, self._min_retrieve_tokens - 1):
-            return 0
-        tracked.lease = self._store.lease(keys[first:ready])
+        if not need or need < self._min_retrieve_tokens:
+            tracked.drop_promotion()
+            return 0, False
+        tracked.sources = self._sources(tracked, need, (found - ready if streamed else 0) * self._chunk_size)
+        tracked.streamed = streamed
+        if not streamed:
+            tracked.lease = self._store.lease(keys[first:ready])
+            tracked.drop_promotion()
         self._leased.add(request.request_id)
         tracked.offered = hit
-        return need
+        return need, streamed
+
+    def _sources(self, tracked: _Tracked, need: int, streamed: int) -> dict[str, int]:
+        """Tokens to load by tier: what was just promoted counts for the tier that it came from."""
+        host = self._store.primary_name
+        chunks = tracked.promotion.sources if tracked.promotion is not None else {}
+        lower = {name: count * self._chunk_size for name, count in chunks.items() if name != host}
+        if streamed:
+            lower["streamed"] = streamed
+        lower = {name: min(tokens, need) for name, tokens in lower.items()}
+        return {host: max(0, need - sum(lower.values())), **lower}
+
+    def hit_sources(self, request_id: str) -> dict[str, int]:
+        """Of the tokens that were last promised to a request, how many come from which tier."""
+        tracked = self._requests.get(request_id)
+        return dict(tracked.sources) if tracked is not None else {}
+
+    def _must_wait(self, tracked: _Tracked, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
+        """Whether chunks of lower tiers, that fit host memory, are still worth waiting for."""
+        if found > self._synchronous:
+            return False
+        now = self._clock()
+        if tracked.waiting_since is None:
+            if tracked.promotion is None and not self._is_worth(keys, ready, found):
+                return False
+            tracked.waiting_since = now
+        if now - tracked.waiting_since > self._promotion_deadline:
+            tracked.drop_promotion()
+            return False
+        promotion = tracked.promotion
+        if promotion is None or (promotion.done and len(promotion) < found):
+            # Asked for anew with a demand's priority: a prefetch may have been cut short by its share.
+            demanded = self._store.promote(keys[:found])
+            tracked.drop_promotion()
+            promotion = tracked.promotion = demanded
+            if demanded.done and demanded.ready <= ready:
+                return False
+        return not promotion.done
+
+    def _offers_stream(
+        self, tracked: _Tracked, keys: Sequence[ChunkKey], first: int, ready: int, found: int
+    ) -> bool:
+        """Whether to load between steps: what is too long for host memory, and tables that a failed
+
+        synchronous load could not be reported for.
+        """
+        if max(found, ready) <= first:
+            return False
+        if found > self._synchronous and found > ready:
+            return tracked.waiting_since is None and self._is_worth(keys, ready, found)
+        return len(self._geometry.groups) > 1 and found == ready
 
     def _log_lookup(self, tracked: _Tracked, hit: int, need: int) -> None:
         # A request that waits is asked about in every step: only news is logged.
@@ -218,15 +341,53 @@ class Scheduler:
             return
         start = tracked.computed
         end = start + num_external_tokens
-        copies = self._geometry.load_copies(lease.slots if lease else [], block_ids, start, end)
+        tracked.hit_tokens = num_external_tokens
+        if tracked.streamed:
+            self._begin_stream(tracked, block_ids, start, end)
+        else:
+            self._order_load(tracked, lease or self._store.lease(()), block_ids, start, end)
+
+    def _order_load(
+        self, tracked: _Tracked, lease: Lease, block_ids: Sequence[Sequence[int]], start: int, end: int
+    ) -> None:
+        copies = self._geometry.load_copies(lease.slots, block_ids, start, end)
         covered = self._geometry.covers(copies, start, end)
         failed = [] if covered else self._geometry.blocks_between(block_ids, start, end)
         order = CopyOrder(self._new_job(), copies if covered else [], failed)
-        self._load_jobs[order.job] = _LoadJob(
-            tracked, lease or self._store.lease(()), start // self._chunk_size
-        )
+        self._load_jobs[order.job] = _LoadJob(tracked, lease, start // self._chunk_size)
         self._plan.loads.append(order)
-        tracked.hit_tokens = num_external_tokens
+
+    def _begin_stream(
+        self, tracked: _Tracked, block_ids: Sequence[Sequence[int]], start: int, end: int
+    ) -> None:
+        size = self._chunk_size
+        tracked.stream = self._streams[tracked.request.request_id] = Stream(
+            self._store,
+            self._geometry,
+            tracked.request.request_id,
+            tracked.keys(-(-end // size))[start // size :],
+            [list(table) for table in block_ids],
+            start,
+            end,
+            self._window,
+        )
+        self._advance_streams()
+
+    def _advance_streams(self) -> None:
+        for request_id, stream in list(self._streams.items()):
+            piece = stream.advance()
+            if piece is None:
+                continue
+            order = CopyOrder(
+                self._new_job(), piece.copies, piece.failed_blocks, request_id if piece.last else None
+            )
+            tracked = self._requests.get(request_id)
+            if piece.failed_blocks and tracked is not None:
+                tracked.bypass = True
+            self._load_jobs[order.job] = _LoadJob(tracked, piece.lease, stream.first_chunk, stream)
+            self._plan.loads.append(order)
+            if piece.last:
+                del self._streams[request_id]
 
     def _new_job(self) -> int:
         self._next_job += 1
@@ -237,13 +398,16 @@ class Scheduler:
     def build_plan(
         self,
         progress: Mapping[str, int],
-        blocks_of: Any,
+        blocks_of: Callable[[str], Sequence[Sequence[int]] | None],
+        scheduled_tokens: int = 0,
     ) -> StepPlan:
         """The orders of the step that was just scheduled.
 
         `progress`: for each request of the step, its tokens whose KV is valid after it, drafts excluded.
-        `blocks_of(request_id)`: its block tables, one list a group, or None.
+        `blocks_of(request_id)`: its block tables, one list a group, or None. `scheduled_tokens`: of the step.
         """
+        self._time_step(scheduled_tokens)
+        self._advance_streams()
         if self._stores:
             for request_id, computed in progress.items():
                 tracked = self._requests.get(request_id)
@@ -258,7 +422,14 @@ class Scheduler:
             plan = StepPlan(plan.loads, plan.stores, self._store.slab.ref)
         return plan
 
-    def _store_completed(self, tracked: _Tracked, computed: int, blocks_of: Any) -> None:
+    def _time_step(self, tokens: int) -> None:
+        """Steps follow each other without a pause while there is work: their distance is their duration."""
+        now = self._clock()
+        if self._step is not None:
+            self._cost.observe_step(self._step[0], now - self._step[1])
+        self._step = (tokens, now)
+
+    def _store_completed(self, tracked: _Tracked, computed: int, blocks_of: Callable[[str], Sequence[Sequence[int]] | None]) -> None:
         # With asynchronous scheduling the last sampled tokens are computed before they are known here.
         known = min(computed, tracked.request.num_tokens)
         if not self._save_decode:
@@ -333,6 +504,10 @@ class Scheduler:
         keys = job.lease.keys
         job.lease.release()
         tracked = job.tracked
+        if job.stream is not None:
+            job.stream.copied() if report.ok else job.stream.stop()
+        if tracked is None:
+            return
         if report.ok:
             tracked.load_bytes += report.nbytes
             tracked.load_seconds += report.seconds

@@ -1,6 +1,6 @@
 """Writes the hostile files beside it: `python tests/attacks/make_attacks.py`. The same bytes every time.
 
-Each is a file of format version 1 for chunk `KEY` of `NAMESPACE` with something wrong with it. Where the lie is
+Each is a file of format version 1 for chunk `KEY` of `NAMESPACE` with something wrong. Where the lie is
 in a field, the header's checksum is right all the same: an attacker would see to that, as bit rot would not.
 """
 

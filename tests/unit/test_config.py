@@ -217,6 +217,23 @@ def test_a_bad_value_is_refused_with_key_value_and_source(key: str, bad: Any) ->
         Config(**{key: bad})
 
 
+@pytest.mark.parametrize(
+    ("key", "bound"),
+    [
+        ("chunk_size", 1),
+        ("min_retrieve_tokens", 0),
+        ("disk_min_free", 0.0),
+        ("disk_io_threads", 1),
+        ("prefetch_share", 0.0),
+        ("prefetch_share", 1.0),
+        ("prefetch_deadline", 0.0),
+        ("max_local_cpu_size", 1e-3),
+    ],
+)
+def test_a_bound_itself_is_good(key: str, bound: float) -> None:
+    assert values(load(**{key: bound}))[key] == bound
+
+
 def test_a_bad_value_in_the_environment_names_the_variable() -> None:
     with pytest.raises(
         ConfigError, match=r"^environment LMKV_CHUNK_SIZE: chunk_size = 'abc' must be a whole"
@@ -377,7 +394,7 @@ def test_an_empty_file_sets_nothing(file: Path, text: str) -> None:
         b"\xff\xfe\xfa",
         b"chunk_siz: 1\n",
         b"5: 1\n",
-        b"!!python/object/apply:os.getcwd []\n",
+        b"!!python/object/apply:builtins.dict [[[chunk_size, 64]]]\n",
         b"lmkv.chunk_size: 1\n",
     ],
 )

@@ -102,6 +102,16 @@ def test_fifo_does_not_grow_with_what_was_discarded() -> None:
     assert len(policy._queue) < 200
 
 
+def test_fifo_keeps_order_and_held_keys_over_many_discards() -> None:
+    policy = filled(FIFO, A, B, C)
+    policy.set_evictable(B, False)
+    for number in range(1000):
+        policy.insert(number.to_bytes(32, "big"), 1)
+        policy.discard(number.to_bytes(32, "big"))
+    policy.set_evictable(B, True)
+    assert order(policy) == [A, B, C]
+
+
 def test_fifo_does_not_grow_with_holding_and_letting_go() -> None:
     policy = FIFO()
     policy.insert(A, 1)
@@ -231,6 +241,27 @@ def test_evict_costs_the_same_however_many_keys_are_held_or_resident(name: str) 
     assert 0 < base < 100 * 10
     assert cost_of_steady_state(make_policy(name), held=4096, evictable=100) == base
     assert cost_of_steady_state(make_policy(name), held=0, evictable=4096) == base
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_hopeless_evict_looks_at_no_key(name: str) -> None:
+    """So the policy counts its bytes exactly, held and discarded ones left out."""
+    policy = make_policy(name)
+    keys = [CountingKey(number.to_bytes(32, "big")) for number in range(100)]
+    for key in keys:
+        policy.insert(key, 10)
+    for key in keys[:50]:
+        policy.set_evictable(key, False)
+    for key in keys[:10]:
+        policy.set_evictable(key, True)
+    for key in keys[40:60]:
+        policy.discard(key)
+    assert policy.evict(100) is not None
+    CountingKey.hashed = 0
+    assert policy.evict(401) is None
+    assert CountingKey.hashed == 0
+    assert policy.evict(400) is not None
+    assert len(policy) == 30
 
 
 def test_policies_are_made_by_name() -> None:
