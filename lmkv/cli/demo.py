@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
-from lmkv.cli.measure import CONNECTOR, Measurement, Plan, Progress, measure
+from lmkv.cli.measure import CONNECTOR, PROMPTS, Measurement, Plan, Progress, measure
 from lmkv.cli.model import SmallModel, whole_heads
 
 LOG_LINES = 60
@@ -108,8 +108,8 @@ def show(measured: Measurement) -> None:
     rows = {
         "prompt": f"{measured.prompt_tokens:,} tokens",
         "hit": f"{measured.hit_tokens:,} tokens",
-        "time to first token, cold": f"{measured.cold_ttft_s:.3f} s",
-        "time to first token, warm": f"{measured.warm_ttft_s:.3f} s",
+        f"time to first token, cold (best of {PROMPTS})": f"{measured.cold_ttft_s:.3f} s",
+        f"time to first token, warm (best of {PROMPTS})": f"{measured.warm_ttft_s:.3f} s",
         "speed-up": f"{measured.speedup:.1f} x",
         "load": load,
         "outputs equal": "yes" if measured.outputs_equal else "NO",

@@ -6,6 +6,8 @@ Everything else reads plain facts. Only the modules imported by `lmkv.vllm.conne
 from __future__ import annotations
 
 import importlib.metadata
+import logging
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -42,6 +44,21 @@ def check_version(version: str) -> None:
             f"lmkv works with vLLM {low[0]}.{low[1]} up to, not including, {high[0]}.{high[1]}; found {version}. "
             f"Install a supported vLLM, or an lmkv that names yours."
         )
+
+
+def adopt_logging() -> None:
+    """Have lmkv's log lines appear as vLLM's do, where vLLM has set its logging up. Called in each process.
+
+    The level is vLLM's, or LMKV_LOG_LEVEL.
+    """
+    ours, theirs = logging.getLogger("lmkv"), logging.getLogger("vllm")
+    level = os.environ.get("LMKV_LOG_LEVEL", "").upper()
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.propagate = False
+        ours.setLevel(theirs.level)
+    if level in logging.getLevelNamesMapping():
+        ours.setLevel(level)
 
 
 @frozen

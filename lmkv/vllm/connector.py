@@ -21,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 from lmkv.config import Config
 from lmkv.pages import PagedMemory, block_rows
 from lmkv.vllm import compat
@@ -41,8 +43,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 compat.check_version(compat.vllm_version())
+compat.adopt_logging()
 
 logger = logging.getLogger("lmkv.vllm")
+
+_HIT_SOURCES = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
 class LMKVConnectorMetadata(KVConnectorMetadata):
@@ -163,6 +168,20 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """vLLM's own metrics tell the tiers apart; what does not add up is left unspecified."""
+        counts = {} if self._scheduler is None else self._scheduler.hit_sources(request.request_id)
+        sources: dict[CacheHitSource, int] = {}
+        for tier, tokens in counts.items():
+            source = _HIT_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            if tokens:
+                sources[source] = sources.get(source, 0) + tokens
+        if sum(sources.values()) != num_external_tokens:
+            return {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens} if num_external_tokens else {}
+        return sources
 
     @_harmless(lambda: LMKVConnectorMetadata(StepPlan()))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

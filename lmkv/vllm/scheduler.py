@@ -257,7 +257,8 @@ class Scheduler:
         if not need or need < self._min_retrieve_tokens:
             tracked.drop_promotion()
             return 0, False
-        tracked.sources = self._sources(tracked, need, (found - ready if streamed else 0) * self._chunk_size)
+        below = keys[max(first, ready) : found] if streamed else []
+        tracked.sources = self._sources(tracked, need, below)
         tracked.streamed = streamed
         if not streamed:
             tracked.lease = self._store.lease(keys[first:ready])
@@ -266,13 +267,13 @@ class Scheduler:
         tracked.offered = hit
         return need, streamed
 
-    def _sources(self, tracked: _Tracked, need: int, streamed: int) -> dict[str, int]:
+    def _sources(self, tracked: _Tracked, need: int, below: Sequence[ChunkKey]) -> dict[str, int]:
         """Tokens to load by tier: what was just promoted counts for the tier that it came from."""
         host = self._store.primary_name
         chunks = tracked.promotion.sources if tracked.promotion is not None else {}
         lower = {name: count * self._chunk_size for name, count in chunks.items() if name != host}
-        if streamed:
-            lower["streamed"] = streamed
+        if below:
+            lower[self._store.tier_of(below[0]) or host] = len(below) * self._chunk_size
         lower = {name: min(tokens, need) for name, tokens in lower.items()}
         return {host: max(0, need - sum(lower.values())), **lower}
 
@@ -429,7 +430,9 @@ class Scheduler:
             self._cost.observe_step(self._step[0], now - self._step[1])
         self._step = (tokens, now)
 
-    def _store_completed(self, tracked: _Tracked, computed: int, blocks_of: Callable[[str], Sequence[Sequence[int]] | None]) -> None:
+    def _store_completed(
+        self, tracked: _Tracked, computed: int, blocks_of: Callable[[str], Sequence[Sequence[int]] | None]
+    ) -> None:
         # With asynchronous scheduling the last sampled tokens are computed before they are known here.
         known = min(computed, tracked.request.num_tokens)
         if not self._save_decode:

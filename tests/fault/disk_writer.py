@@ -1,6 +1,6 @@
 """Child processes for the disk tests: `python disk_writer.py FOLDER DIRECT`, then commands on standard input.
 
-`write SEED` and `churn SEED SECONDS` fork a child and print its process id once it is at work; `wait PID` prints
+`write SEED` and `churn SEED SECONDS` fork a child and print its process id once it works; `wait PID` prints
 how it ended. The imports are paid for once, so that a test can have a thousand children. Not a test itself.
 """
 

@@ -149,7 +149,9 @@ def test_reset_leaves_no_hit_in_any_tier(shared: Engine) -> None:
     assert external_hits(shared.run([ids])[0]) == 512
 
 
-def test_one_line_for_a_lookup_and_one_for_each_steps_store(shared: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_for_a_lookup_and_one_for_each_steps_store(
+    shared: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     ids = prompt(18, 600)
     with caplog.at_level(logging.INFO, logger="lmkv"):
         shared.run([ids])

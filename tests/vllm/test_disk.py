@@ -1,0 +1,143 @@
+"""The disk tier under real vLLM: restarts, promotion while queued, and prompts longer than the RAM tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.harness import Engine, engine, external_hits, prompt
+
+CHUNK_BYTES = 256 * 4096
+"""Of the test model: 4 layers, 2 KV heads of 64, keys and values, float32."""
+
+
+def disk(folder: Path, *, ram_chunks: float = 64, **options: Any) -> dict[str, Any]:
+    return {
+        "local_disk": f"file://{folder}",
+        "max_local_disk_size": 1.0,
+        "max_local_cpu_size": ram_chunks * CHUNK_BYTES / 2**30,
+        "disk_min_free": 0.0,
+        "prefetch_deadline": 10.0,
+        **options,
+    }
+
+
+def settle(running: Engine) -> None:
+    assert running.store.drain(20)
+
+
+def sources(output: Any) -> dict[str, int]:
+    return dict(output.kv_transfer_params["lmkv"]["sources"])
+
+
+def test_a_prompt_hits_disk_after_a_restart(model: Path, tmp_path: Path) -> None:
+    ids = prompt(30, 1500)
+    with engine(model, extra=disk(tmp_path)) as first:
+        cold = first.run([ids])[0]
+        settle(first)
+    with engine(model, extra=disk(tmp_path)) as second:
+        assert second.store.wait_indexed(10)
+        warm = second.run([ids])[0]
+        assert external_hits(warm) == 1280
+        assert sources(warm) == {"cpu": 0, "disk": 1280}
+        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        second.forget_local()
+        again = second.run([ids])[0]
+        assert sources(again) == {"cpu": 1280}, "a hit on disk is promoted"
+        second.assert_nothing_leaked()
+
+
+def test_another_model_does_not_see_the_files(model: Path, tmp_path: Path) -> None:
+    from lmkv.cli.model import SmallModel
+
+    other = tmp_path / "other"
+    SmallModel(layers=4, hidden=256, max_position=8192, seed=1).write(other)
+    ids = prompt(31, 600)
+    with engine(model, extra=disk(tmp_path / "kv")) as first:
+        first.run([ids])
+        settle(first)
+    with engine(other, extra=disk(tmp_path / "kv")) as second:
+        assert second.store.wait_indexed(10)
+        assert external_hits(second.run([ids])[0]) == 0
+
+
+def test_a_prompt_four_times_the_ram_tier_is_streamed_from_disk(model: Path, tmp_path: Path) -> None:
+    ids = prompt(32, 16 * 256 + 40)
+    space = {"max_model_len": 4608, "kv_cache_memory_bytes": 20 << 20, "max_num_batched_tokens": 512}
+    with engine(model, extra=disk(tmp_path, ram_chunks=4), **space) as running:
+        cold = running.run([ids])[0]
+        settle(running)
+        # Back-pressure may have refused some copies: a second pass stores what is missing.
+        for _ in range(5):
+            running.forget_local()
+            running.run([ids])
+            settle(running)
+        running.forget_local()
+        warm = running.run([ids])[0]
+        assert external_hits(warm) == 16 * 256
+        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert sources(warm).get("disk", 0) >= 12 * 256
+        running.assert_nothing_leaked()
+
+
+def test_damaged_files_are_recomputed_with_equal_output(model: Path, tmp_path: Path) -> None:
+    ids = prompt(33, 1500)
+    with engine(model, extra=disk(tmp_path)) as first:
+        cold = first.run([ids])[0]
+        settle(first)
+    files = sorted(tmp_path.rglob("*.kv1"))
+    assert len(files) == 5
+    for index, path in enumerate(files):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2 + index] ^= 1
+        path.write_bytes(data)
+    with engine(model, extra=disk(tmp_path)) as second:
+        assert second.store.wait_indexed(10)
+        warm = second.run([ids])[0]
+        assert external_hits(warm) == 0
+        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert second.store.stats().tiers[1].read_failures > 0
+        second.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("length", [1500, 4136])
+def test_files_lost_after_the_promise_are_recomputed(model: Path, tmp_path: Path, length: int) -> None:
+    """Both ways of loading: promoted while queued, and streamed after the blocks are allocated."""
+    ids = prompt(34, length)
+    space = {"max_model_len": 4608, "kv_cache_memory_bytes": 20 << 20}
+    with engine(model, extra=disk(tmp_path, ram_chunks=8), **space) as first:
+        cold = first.run([ids])[0]
+        settle(first)
+    with engine(model, extra=disk(tmp_path, ram_chunks=8), **space) as second:
+        assert second.store.wait_indexed(10)
+        for path in sorted(tmp_path.rglob("*.kv1"))[::2]:
+            path.unlink()
+        warm = second.run([ids])[0]
+        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        second.assert_nothing_leaked()
+
+
+def test_a_running_server_prefetches_what_a_request_names(model: Path, tmp_path: Path) -> None:
+    coming = prompt(35, 1000)
+    with engine(model, extra=disk(tmp_path)) as first:
+        first.run([coming])
+        settle(first)
+    with engine(model, extra=disk(tmp_path)) as second:
+        assert second.store.wait_indexed(10)
+        second.run([prompt(36, 40)], params={"lmkv.prefetch_tokens": coming})
+        settle(second)
+        assert second.store.stats().primary.chunks == 3
+        assert sources(second.run([coming])[0]) == {"cpu": 768}
+
+
+def test_reset_empties_the_disk_too(model: Path, tmp_path: Path) -> None:
+    ids = prompt(37, 600)
+    with engine(model, extra=disk(tmp_path)) as running:
+        running.run([ids])
+        settle(running)
+        assert running.llm.llm_engine.engine_core.reset_prefix_cache(reset_connector=True)
+        settle(running)
+        assert not list(tmp_path.rglob("*.kv1"))
+        assert external_hits(running.run([ids])[0]) == 0
