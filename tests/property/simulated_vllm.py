@@ -1,0 +1,448 @@
+"""A small model of vLLM's scheduling around a KV connector, with an oracle for every byte of KV.
+
+It knows nothing of lmkv but the two sides' calls. The KV of a block is a hash of everything that decides it
+(salt and all tokens up to its end), so that one wrong, stale or missing byte shows in the step that reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from lmkv.backends.memory import CPUPinnedBackend
+from lmkv.keys import Namespace
+from lmkv.layout import KVLayout, LayerPages
+from lmkv.pages import PagedMemory
+from lmkv.policies import LRU
+from lmkv.tier import Tier
+from lmkv.tiered import TieredStore
+from lmkv.vllm.geometry import Geometry, Group
+from lmkv.vllm.scheduler import Scheduler
+from lmkv.vllm.worker import Worker
+
+PAGE = 32
+NULL = 0
+
+
+def page_of(salt: str, tokens: Sequence[int], layer: int) -> bytes:
+    """What a block of a layer holds once all of `tokens`, its own the last, are computed."""
+    return hashlib.sha256(repr((salt, layer, tuple(tokens))).encode()).digest()
+
+
+def next_token(salt: str, tokens: Sequence[int]) -> int:
+    return hashlib.sha256(repr((salt, "next", tuple(tokens))).encode()).digest()[0] % 50
+
+
+@define(eq=False)
+class SimulatedRequest:
+    """A vLLM Request as connectors see it, and the simulation's own notes."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens: int
+    cache_salt: str
+    kv_transfer_params: dict[str, Any] | None = None
+    blocks: list[list[int]] = field(factory=list)
+    computed: int = 0
+    status: str = "waiting"
+    in_flight: int = 0
+    """Tokens sampled on the device and not known to the scheduler yet."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def truth(self, upto: int) -> list[int]:
+        """All tokens, those the scheduler does not know yet included."""
+        tokens = list(self.all_token_ids)
+        while len(tokens) < upto:
+            tokens.append(next_token(self.cache_salt, tokens))
+        return tokens[:upto]
+
+
+@define(eq=False)
+class _Step:
+    sampled: list[SimulatedRequest]
+    report: Any
+    failed_blocks: set[int]
+    finished: set[str]
+    failed: set[str]
+    scheduled: dict[str, int]
+
+
+class SimulatedVLLM:
+    """One engine: block pool, waiting and running queues, `depth` steps between scheduling and knowing."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        num_blocks: int,
+        groups: Sequence[Group],
+        chunk_size: int,
+        ram_chunks: int,
+        lower_chunks: int = 0,
+        depth: int = 1,
+        drafts: bool = False,
+        load_faults: float = 0.0,
+        store_faults: float = 0.0,
+        ranks: int = 1,
+    ) -> None:
+        self.rng = rng
+        self.groups = tuple(groups)
+        self.depth = depth
+        self.drafts = drafts
+        self.load_faults, self.store_faults = load_faults, store_faults
+        self.free = list(range(1, num_blocks))
+        layers = [
+            LayerPages(PAGE, chunk_size // group.block_size, index)
+            for index, group in enumerate(self.groups)
+            for _ in range(2)
+        ]
+        layout = KVLayout(chunk_size, tuple(layers), ranks)
+        lower = []
+        if lower_chunks:
+            size = layout.slot_bytes * lower_chunks
+            backend = CPUPinnedBackend(size, layout.slot_bytes, populate=False)
+            backend.name = "lower"
+            lower = [Tier(backend, LRU(), capacity_bytes=size)]
+        host = CPUPinnedBackend(
+            layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False
+        )
+        self.store = TieredStore(Tier(host, LRU()), lower)
+        namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
+        self.scheduler = Scheduler(self.store, namespace, Geometry(chunk_size, self.groups), ranks=ranks)
+        self.memories = []
+        self.workers = []
+        for rank in range(ranks):
+            rows = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in layers]
+            worker = Worker(rank, layout, block_level_failures=len(self.groups) == 1)
+            worker.register(PagedMemory(rows, [layer.group for layer in layers], fuse=False))
+            self.memories.append(rows)
+            self.workers.append(worker)
+        self.waiting: list[SimulatedRequest] = []
+        self.running: list[SimulatedRequest] = []
+        self.loading: list[SimulatedRequest] = []
+        self.pipeline: list[_Step] = []
+        self.counts = dict.fromkeys(("hits", "preempted", "aborted", "recomputed", "streams", "finished"), 0)
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def add(self, request: SimulatedRequest) -> None:
+        self.waiting.append(request)
+        self.scheduler.on_new_request(request)
+
+    def abort(self, request: SimulatedRequest) -> None:
+        self.counts["aborted"] += 1
+        self._end(request)
+
+    def _end(self, request: SimulatedRequest) -> None:
+        self.scheduler.request_finished(request)
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        if request in self.loading:
+            request.status = "gone"  # its blocks stay until the load is reported
+        else:
+            request.status = "gone"
+            self._free(request)
+
+    def _free(self, request: SimulatedRequest) -> None:
+        for group, table in enumerate(request.blocks):
+            for block in table:
+                if block != NULL:
+                    self._poison(group, block)
+                    self.free.append(block)
+        request.blocks = []
+
+    def _poison(self, group: int, block: int) -> None:
+        """A freed block is soon somebody else's: whoever still reads it must be caught."""
+        for rows in self.memories:
+            for index in self._layers(group):
+                rows[index][block] = 0xEE
+
+    def _layers(self, group: int) -> range:
+        return range(2 * group, 2 * group + 2)
+
+    # -- block tables -------------------------------------------------------------------------------------
+
+    def _allocate(self, request: SimulatedRequest, upto: int, start: int) -> bool:
+        """Blocks for tokens [0, upto); of windowed tables only those that tokens from `start` on can see."""
+        tables = [list(table) for table in request.blocks] or [[] for _ in self.groups]
+        taken: list[int] = []
+        for group, table in zip(self.groups, tables, strict=True):
+            skipped = 0 if group.window is None else max(0, start - group.window + 1) // group.block_size
+            while len(table) * group.block_size < upto:
+                if len(table) < skipped:
+                    table.append(NULL)
+                elif self.free:
+                    taken.append(self.free.pop(0))
+                    table.append(taken[-1])
+                else:
+                    self.free += taken
+                    return False
+        request.blocks = tables
+        return True
+
+    def _trim(self, request: SimulatedRequest) -> None:
+        """Blocks behind the window become null, before the next tokens are scheduled."""
+        for index, (group, table) in enumerate(zip(self.groups, request.blocks, strict=False)):
+            if group.window is not None:
+                for place in range(max(0, request.computed - group.window + 1) // group.block_size):
+                    if table[place] != NULL:
+                        self._poison(index, table[place])
+                        self.free.append(table[place])
+                        table[place] = NULL
+
+    # -- one step -----------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Schedule, execute, and take in the output of the step that is `depth` - 1 steps back."""
+        scheduled: dict[SimulatedRequest, int] = {}
+        drafted: dict[str, int] = {}
+        self._schedule_running(scheduled, drafted)
+        self._schedule_waiting(scheduled)
+        progress = {
+            request.request_id: request.computed + count - drafted.get(request.request_id, 0)
+            for request, count in scheduled.items()
+        }
+        tables = {request.request_id: [list(table) for table in request.blocks] for request in scheduled}
+        plan = self.scheduler.build_plan(progress, tables.get, sum(scheduled.values()))
+        self.pipeline.append(self._execute(plan, scheduled, drafted))
+        for request, count in scheduled.items():
+            request.computed += count - drafted.get(request.request_id, 0)
+        while len(self.pipeline) >= self.depth:
+            self._take_output(self.pipeline.pop(0))
+
+    def _schedule_running(self, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> None:
+        for request in list(self.running):
+            if request not in self.running:
+                continue
+            self._trim(request)
+            left = request.num_tokens + request.in_flight - request.computed
+            if left <= 0:
+                continue
+            count = self.rng.randint(1, left)
+            extra = self.rng.randint(0, 3) if self.drafts and count == left and left == 1 else 0
+            while not self._allocate(request, request.computed + count + extra, request.computed):
+                victim = self.running[-1]
+                self._preempt(victim)
+                scheduled.pop(victim, None)
+                if victim is request:
+                    break
+            else:
+                scheduled[request] = count + extra
+                drafted[request.request_id] = extra
+
+    def _preempt(self, request: SimulatedRequest) -> None:
+        self.counts["preempted"] += 1
+        self.running.remove(request)
+        self._free(request)
+        request.computed, request.status, request.in_flight = 0, "waiting", 0
+        self.waiting.insert(0, request)
+
+    def _schedule_waiting(self, scheduled: dict[SimulatedRequest, int]) -> None:
+        for request in list(self.waiting):
+            local = self._local_hit(request)
+            external, asynchronous = self.scheduler.get_num_new_matched_tokens(request, local)
+            if external is None:
+                continue
+            assert local + external < request.num_tokens
+            start = local + external
+            count = 0 if asynchronous else self.rng.randint(1, request.num_tokens - start)
+            if not self._allocate(request, start + count, start):
+                return
+            self._fill(request, local)
+            self.scheduler.update_state_after_alloc(request, request.blocks, external)
+            self.waiting.remove(request)
+            request.computed = start
+            self.counts["hits"] += external > 0
+            if asynchronous:
+                self.counts["streams"] += 1
+                request.status = "loading"
+                self.loading.append(request)
+            else:
+                request.status = "running"
+                self.running.append(request)
+                scheduled[request] = count
+
+    def _local_hit(self, request: SimulatedRequest) -> int:
+        """Tokens that the engine's own prefix cache has, at times: whole blocks, below the last token."""
+        if self.rng.random() < 0.7 or len(self.groups) > 1:
+            return 0
+        size = self.groups[0].block_size
+        return self.rng.randint(0, (request.num_tokens - 1) // size) * size
+
+    def _fill(self, request: SimulatedRequest, upto: int) -> None:
+        for group in range(len(self.groups)):
+            self._compute(request, group, 0, upto)
+
+    def _compute(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
+        """Write the KV of tokens [low, high): blocks that are full after it, and rubbish in the last one."""
+        size = self.groups[group].block_size
+        truth = request.truth(high)
+        for place in range(low // size, -(-high // size)):
+            block = request.blocks[group][place]
+            if block == NULL:
+                continue
+            for rows in self.memories:
+                for layer in self._layers(group):
+                    page = page_of(request.cache_salt, truth[: (place + 1) * size], layer)
+                    whole = (place + 1) * size <= high
+                    rows[layer][block] = (
+                        torch.frombuffer(bytearray(page), dtype=torch.uint8) if whole else 0xDD
+                    )
+
+    def _check(self, request: SimulatedRequest, failed: set[int]) -> None:
+        """What this step reads of earlier tokens is what a prefill from scratch would have written."""
+        for index, group in enumerate(self.groups):
+            low = (
+                0 if group.window is None else max(0, request.computed - group.window + 1) // group.block_size
+            )
+            truth = request.truth(request.computed)
+            for place in range(low, request.computed // group.block_size):
+                block = request.blocks[index][place]
+                if block in failed:
+                    return
+                assert block != NULL, f"{request.request_id}: block {place} within the window is null"
+                for rows in self.memories:
+                    for layer in self._layers(index):
+                        page = page_of(request.cache_salt, truth[: (place + 1) * group.block_size], layer)
+                        assert bytes(rows[layer][block].tolist()) == page, (
+                            f"{request.request_id}: wrong KV in layer {layer}, block {place} of {request.computed} tokens"
+                        )
+
+    def _execute(self, plan: Any, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> _Step:
+        reports, failed_blocks = [], set()
+        finished: list[set[str]] = []
+        failed: set[str] = set()
+        for worker in self.workers:
+            worker.begin(plan)
+            self._maybe_break(worker)
+            worker.load()
+            failed_blocks |= worker.take_failed_blocks()
+        for request, count in scheduled.items():
+            self._check(request, failed_blocks)
+            for group in range(len(self.groups)):
+                self._compute(request, group, request.computed, request.computed + count)
+        for worker in self.workers:
+            worker.save()
+            worker.poll()
+            reports.append(worker.take_report())
+            done, bad = worker.take_finished()
+            finished.append(done)
+            failed |= bad
+        present = [report for report in reports if report is not None]
+        merged = None
+        for report in present:
+            merged = report if merged is None else merged.merge(report)
+        assert all(done == finished[0] for done in finished), "every rank reports the same requests"
+        sampled = []
+        for request, count in scheduled.items():
+            if (
+                request.computed + count - drafted.get(request.request_id, 0)
+                == request.num_tokens + request.in_flight
+            ):
+                request.in_flight += 1
+                sampled.append(request)
+        counts = {request.request_id: count for request, count in scheduled.items()}
+        return _Step(sampled, merged, failed_blocks, finished[0], failed, counts)
+
+    def _maybe_break(self, worker: Worker) -> None:
+        """Let single copies fail, as a broken mapping or device would."""
+        if not (self.load_faults or self.store_faults) or worker._slab is None:
+            return
+        copier = worker._ready_copier()
+        if not hasattr(copier, "broken"):
+            copier.broken = True  # type: ignore[attr-defined]
+            for name, rate in (("load", self.load_faults), ("store", self.store_faults)):
+                setattr(copier, name, self._failing(getattr(copier, name), rate))
+
+    def _failing(self, method: Any, rate: float) -> Any:
+        def call(copies: Any) -> Any:
+            if self.rng.random() < rate:
+                raise OSError("injected")
+            return method(copies)
+
+        return call
+
+    def _take_output(self, step: _Step) -> None:
+        for name in step.failed:
+            for request in self.loading:
+                if request.request_id == name:
+                    request.computed = 0
+        spoiled = self._truncate(step.failed_blocks)
+        if step.report is not None:
+            self.scheduler.on_report(step.report)
+        for request in step.sampled:
+            if request.status == "running" and request not in spoiled and request.in_flight:
+                request.in_flight -= 1
+                request.all_token_ids.append(next_token(request.cache_salt, request.all_token_ids))
+                if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
+                    self.counts["finished"] += 1
+                    self._end(request)
+        for request in [request for request in self.loading if request.request_id in step.finished]:
+            self.loading.remove(request)
+            if request.status == "gone":
+                self._free(request)
+            elif request.computed == 0:
+                self.counts["recomputed"] += 1
+                self._free(request)
+                request.status = "waiting"
+                self.waiting.insert(0, request)
+            else:
+                request.status = "running"
+                self.running.append(request)
+
+    def _truncate(self, failed: set[int]) -> list[SimulatedRequest]:
+        """Requests go back to their first bad block; what they sampled meanwhile is void."""
+        spoiled = []
+        for request in self.running + self.loading:
+            size = self.groups[0].block_size
+            table = request.blocks[0] if request.blocks else []
+            bad = [
+                place
+                for place, block in enumerate(table)
+                if block in failed and place * size < request.computed
+            ]
+            if bad:
+                self.counts["recomputed"] += 1
+                request.computed = bad[0] * size
+                request.in_flight = 0
+                spoiled.append(request)
+        return spoiled
+
+    def finish(self, limit: int = 3000) -> None:
+        """Step until every request has ended, then prove that nothing is held."""
+        for _ in range(limit):
+            if not (self.waiting or self.running or self.loading or self.pipeline):
+                break
+            if not self.running and not self.pipeline:
+                self.store.drain(10)
+            self.step()
+            if not (self.waiting or self.running or self.loading):
+                while self.pipeline:
+                    self._take_output(self.pipeline.pop(0))
+        else:
+            raise AssertionError(f"stuck: {self.waiting} {self.running} {self.loading}")
+        for _ in range(2):
+            self.step()
+            while self.pipeline:
+                self._take_output(self.pipeline.pop(0))
+        assert self.store.drain(10)
+        stats = self.store.stats()
+        assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
+        assert not self.scheduler.busy
+        assert self.store.slab.free_slots + stats.primary.chunks == self.store.slab.num_slots
+        assert len(set(self.free)) == len(self.free)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()

@@ -1,0 +1,95 @@
+"""For any schedule: every byte served is what a fresh prefill gives, every lease ends, every slot returns."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from lmkv.vllm.geometry import Group
+from tests.property.simulated_vllm import SimulatedRequest, SimulatedVLLM
+
+GROUPS = {
+    "full attention": [Group(4)],
+    "window of two blocks and full": [Group(4), Group(4, window=8)],
+    "window over several chunks, larger blocks": [Group(4), Group(8, window=40)],
+}
+
+engines = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(40, 90),
+        "chunk_size": st.sampled_from([8, 16]),
+        "ram_chunks": st.integers(2, 24),
+        "lower_chunks": st.sampled_from([0, 0, 40]),
+        "depth": st.sampled_from([1, 1, 2, 3]),
+        "drafts": st.booleans(),
+        "load_faults": st.sampled_from([0.0, 0.0, 0.2]),
+        "store_faults": st.sampled_from([0.0, 0.0, 0.2]),
+        "ranks": st.sampled_from([1, 1, 2]),
+    }
+)
+
+
+def _request(rng: random.Random, number: int) -> SimulatedRequest:
+    """One of a few conversations, cut anywhere, with a tail of its own now and then."""
+    story = random.Random(rng.randrange(3))
+    tokens = [story.randrange(50) for _ in range(rng.randint(1, 70))]
+    if rng.random() < 0.4:
+        tokens += [rng.randrange(50) for _ in range(rng.randint(1, 20))]
+    salt = rng.choice(["a", "a", "b"])
+    return SimulatedRequest(f"r{number}", tokens, len(tokens), rng.randint(1, 20), salt)
+
+
+def _drive(rng: random.Random, groups: list[Group], options: dict[str, Any]) -> Counter[str]:
+    engine = SimulatedVLLM(rng, groups=groups, **options)
+    try:
+        pending = [_request(rng, number) for number in range(rng.randint(2, 14))]
+        alive: list[SimulatedRequest] = []
+        for _ in range(rng.randint(10, 60)):
+            if pending and rng.random() < 0.5:
+                alive.append(pending.pop())
+                engine.add(alive[-1])
+            alive = [request for request in alive if request.status != "gone"]
+            if alive and rng.random() < 0.04:
+                engine.abort(rng.choice(alive))
+            if rng.random() < 0.01:
+                engine.scheduler.reset()
+            engine.step()
+        for request in pending:
+            engine.add(request)
+        engine.finish()
+        return Counter(engine.counts)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@given(seed=st.integers(0, 2**32), options=engines)
+def test_any_schedule(kind: str, seed: int, options: dict[str, Any]) -> None:
+    counts = _drive(random.Random(seed), GROUPS[kind], options)
+    for name in ("hits", "preempted", "aborted", "recomputed", "streams"):
+        if counts[name]:
+            event(name)
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_the_schedules_test_something(kind: str) -> None:
+    """Over fixed seeds, each of the situations that matter occurs."""
+    total: Counter[str] = Counter()
+    for seed in range(30):
+        rng = random.Random(seed)
+        options = {
+            "num_blocks": 70,
+            "chunk_size": 8,
+            "ram_chunks": 4 if seed % 2 else 20,
+            "lower_chunks": 40 if seed % 2 else 0,
+            "depth": 1 + seed % 2,
+            "load_faults": 0.3 * (seed % 3 == 0),
+        }
+        total += _drive(rng, GROUPS[kind], options)
+    missing = [name for name in ("hits", "preempted", "aborted", "recomputed", "streams") if not total[name]]
+    assert not missing, total
