@@ -2,10 +2,10 @@
 
     python benchmarks/disk.py [--path FOLDER] [--quick] [--json]
 
-Every case moves the same bytes once a round, each round is shuffled, and a ratio is the median over the rounds
-of a case against its reference in the same round: a disk's mood changes from minute to minute, and only
-neighbours compare. Reads are cold: the page cache drops the files first. With --json the last line is the
-result.
+Every case moves the same bytes once a round, each round is shuffled, and a ratio is the median over the
+rounds of a case against its reference in the same round: a disk's mood changes from minute to minute, and
+only neighbours compare. Reads are cold: the page cache drops the files first. With --json the last line is
+the result.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,20 @@ LMKV, LMKV_CACHED = "lmkv, 4 threads", "lmkv through the page cache, 4 threads"
 VLLM, AIO = "vLLM's file tier, 4 threads", "aiofiles, 4 at a time"
 
 Sync = Any
-Store = Callable[[Path, Sequence[memoryview]], None]
-Load = Callable[[Path, Sequence[memoryview]], None]
+Move = Callable[[Any, Sequence[memoryview]], None]
 
 
 @frozen
 class Way:
-    """One way to store and load a list of equal buffers as files of a folder."""
+    """One way to store and load a list of equal buffers as files of a folder.
+
+    `prepare` makes of the folder what the others are given, once and not on the clock.
+    """
 
     name: str
-    store: Store
-    load: Load
+    store: Move
+    load: Move
+    prepare: Callable[[Path], Any] = lambda folder: folder
 
 
 @frozen
@@ -89,7 +93,7 @@ def slots(count: int, nbytes: int) -> list[memoryview]:
 
 
 def key_of(index: int) -> bytes:
-    return index.to_bytes(32, "big")[::-1]
+    return index.to_bytes(32, "big")
 
 
 def check(right: object) -> None:
@@ -115,7 +119,7 @@ def raw(name: str, pool: ThreadPoolExecutor | None, sync: Sync) -> Way:
         check(os.preadv(fd, [buffer], 0) == len(buffer))
         os.close(fd)
 
-    def each(work: Callable[[Path, memoryview], None]) -> Store:
+    def each(work: Callable[[Path, memoryview], None]) -> Move:
         def run(folder: Path, buffers: Sequence[memoryview]) -> None:
             paths = [folder / str(index) for index in range(len(buffers))]
             list((pool.map if pool else map)(work, paths, buffers))
@@ -126,19 +130,17 @@ def raw(name: str, pool: ThreadPoolExecutor | None, sync: Sync) -> Way:
 
 
 def lmkv(name: str, pool: ThreadPoolExecutor, sync: Sync, direct: Any = "auto") -> Way:
-    def store(folder: Path, buffers: Sequence[memoryview]) -> None:
-        backend = LocalDiskBackend(folder, NAMESPACE, sync=sync, direct=direct)
+    def store(backend: LocalDiskBackend, buffers: Sequence[memoryview]) -> None:
         chunks = [Chunk(key_of(index), buffer) for index, buffer in enumerate(buffers)]
         results = list(pool.map(lambda chunk: backend.write([chunk])[0], chunks))
         check(all(result.status is WriteStatus.STORED for result in results))
 
-    def load(folder: Path, buffers: Sequence[memoryview]) -> None:
-        backend = LocalDiskBackend(folder, NAMESPACE, sync=sync, direct=direct)
+    def load(backend: LocalDiskBackend, buffers: Sequence[memoryview]) -> None:
         items = [(key_of(index), buffer) for index, buffer in enumerate(buffers)]
         results = list(pool.map(lambda item: backend.read([item])[0], items))
         check(all(result.status is ReadStatus.HIT for result in results))
 
-    return Way(name, store, load)
+    return Way(name, store, load, partial(LocalDiskBackend, namespace=NAMESPACE, sync=sync, direct=direct))
 
 
 def with_aiofiles(sync: Sync) -> Way:
@@ -238,7 +240,8 @@ def measure_writes(
     for _ in range(rounds):
         for way in random.sample(ways, len(ways)):
             with new_folder(root) as folder:
-                speed, cpu = timed(lambda: way.store(folder, buffers), nbytes)  # noqa: B023
+                prepared = way.prepare(folder)
+                speed, cpu = timed(partial(way.store, prepared, buffers), nbytes)
                 found[way.name].speeds.append(speed)
                 found[way.name].cpu.append(cpu)
                 # What a way left in the page cache is its own business, not the next one's.
@@ -253,13 +256,15 @@ def measure_reads(
     nbytes = sum(map(len, buffers))
     with new_folder(root) as top:
         folders = {way.name: top / str(index) for index, way in enumerate(ways)}
+        prepared = {}
         for way in ways:
             folders[way.name].mkdir()
-            way.store(folders[way.name], buffers)
+            prepared[way.name] = way.prepare(folders[way.name])
+            way.store(prepared[way.name], buffers)
         for _ in range(rounds):
             for way in random.sample(ways, len(ways)):
                 drop_caches(folders[way.name])
-                speed, cpu = timed(lambda: way.load(folders[way.name], buffers), nbytes)  # noqa: B023
+                speed, cpu = timed(partial(way.load, prepared[way.name], buffers), nbytes)
                 found[way.name].speeds.append(speed)
                 found[way.name].cpu.append(cpu)
     return found

@@ -29,6 +29,12 @@ from lmkv.protocols import Chunk, ChunkKey
 TOUCH_EVERY = 60.0
 """Seconds between two notes of a file's use, so that a hot chunk costs one inode update a minute."""
 
+PIECE = 2 << 20
+"""Bytes to move at once: enough for a disk, and while one thread checks its piece the others keep it busy."""
+
+SMALL = 2 * PIECE
+"""Up to this, one system call for everything beats an early start."""
+
 
 class WrongLengthError(Exception):
     """The file is sound, but its payload is not what the caller takes it for."""
@@ -54,35 +60,52 @@ class BlobFiles:
     def file_bytes(self, payload_bytes: int) -> int:
         return self.header_bytes(payload_bytes) + align_up(payload_bytes, PAGE)
 
-    def describe(self, chunk: Chunk) -> Header:
-        """The chunk's header, checksums computed. More token ids than there is room for are not recorded."""
-        return Header(
-            namespace=self.namespace,
-            key=chunk.key,
-            payload_bytes=len(chunk.payload),
-            checksums=codec.segment_checksums(chunk.payload, self.segment_bytes),
-            segment_bytes=self.segment_bytes,
-            header_bytes=self.header_bytes(len(chunk.payload)),
-            parent=chunk.parent,
-            tokens=chunk.tokens if len(chunk.tokens) <= 4 * self.token_room else b"",
-        )
+    def write(self, chunk: Chunk, path: str) -> None:
+        """Make the chunk's file at `path`, completely or not at all.
 
-    def write(self, header: Header, payload: memoryview, path: str) -> None:
-        """Make the file at `path`, completely or not at all.
-
-        Raises `FileExistsError` when it is there already, `FileNotFoundError` when its folder is not, and
-        `OSError` when the medium refuses.
+        More token ids than there is room for are not recorded. Raises `FileExistsError` when the file is
+        there already, `FileNotFoundError` when its folder is not, and `OSError` when the medium refuses.
         """
         folder = os.path.dirname(path)
-        start = self._scratch.take("header", header.header_bytes)
-        codec.pack_header(header, start)
-        with temporary(folder, self._direct_flag(address_of(payload))) as (fd, unfinished):
-            write_fully(fd, [start, *self._padded(payload)])
+        with temporary(folder, self._direct_flag(address_of(chunk.payload))) as (fd, unfinished):
+            if len(chunk.payload) <= SMALL:
+                self._write_at_once(fd, chunk)
+            else:
+                self._write_in_pieces(fd, chunk)
             if self.sync != "none":
                 os.fdatasync(fd)
             publish(unfinished, path)
         if self.sync == "full":
             _sync_or_undo(folder, path)
+
+    def _write_at_once(self, fd: int, chunk: Chunk) -> None:
+        checksums = codec.segment_checksums(chunk.payload, self.segment_bytes)
+        write_fully(fd, [self._packed(chunk, checksums), *self._padded(chunk.payload)])
+
+    def _write_in_pieces(self, fd: int, chunk: Chunk) -> None:
+        """The header comes last, each piece's checksums after the piece: the disk need not wait for them."""
+        begin, step = self.header_bytes(len(chunk.payload)), self._piece(self.segment_bytes)
+        checksums: tuple[int, ...] = ()
+        for at in range(0, len(chunk.payload), step):
+            piece = chunk.payload[at : at + step]
+            write_fully(fd, self._padded(piece), begin + at)
+            checksums += codec.segment_checksums(piece, self.segment_bytes)
+        write_fully(fd, [self._packed(chunk, checksums)])
+
+    def _packed(self, chunk: Chunk, checksums: tuple[int, ...]) -> memoryview:
+        header = Header(
+            namespace=self.namespace,
+            key=chunk.key,
+            payload_bytes=len(chunk.payload),
+            checksums=checksums,
+            segment_bytes=self.segment_bytes,
+            header_bytes=self.header_bytes(len(chunk.payload)),
+            parent=chunk.parent,
+            tokens=chunk.tokens if len(chunk.tokens) <= 4 * self.token_room else b"",
+        )
+        packed = self._scratch.take("header", header.header_bytes)
+        codec.pack_header(header, packed)
+        return packed
 
     def read(self, path: str, key: ChunkKey, into: memoryview) -> None:
         """Fill `into` with the payload.
@@ -91,20 +114,35 @@ class BlobFiles:
         `len(into)` long, and `OSError`.
         """
         with self._opened(path, address_of(into)) as (fd, status):
-            size = status.st_size
-            header_bytes = self.header_bytes(len(into))
-            if size != header_bytes + align_up(len(into), PAGE):
-                header = self._header_of(fd, size, key)
-                _check_length(header, len(into))
-                header_bytes = header.header_bytes
+            header, done = self._read_start(fd, status.st_size, key, into)
+            reader, step = RangeReader(fd, header, self._scratch), self._piece(header.segment_bytes)
+            for at in range(done, len(into), step):
+                reader.read(at, into[at : at + step])
+
+    def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
+        """The header, and how much of `into` is filled and verified already.
+
+        A file of the size that we would make has its payload where we would put it, so that a first piece can
+        come along with the header.
+        """
+        first = min(len(into) - len(into) % PAGE, self._piece(self.segment_bytes))
+        header_bytes = self.header_bytes(len(into))
+        if size != self.file_bytes(len(into)):
+            header, first = self._header_of(fd, size, key), 0
+        else:
             start = self._scratch.take("header", header_bytes)
-            whole = len(into) - len(into) % PAGE
-            tail = self._scratch.take("tail", PAGE if whole < len(into) else 0)
-            read_fully(fd, [start, into[:whole], tail])
+            read_fully(fd, [start, into[:first]])
             header = self._checked(codec.parse_header(start), size, key)
-            _check_length(header, len(into))
-            into[whole:] = tail[: len(into) - whole]
-            codec.verify_segments(header, into)
+        _check_length(header, len(into))
+        if header.header_bytes != header_bytes or (first % header.segment_bytes and first != len(into)):
+            return header, 0
+        codec.verify_segments(header, into[:first])
+        return header, first
+
+    @staticmethod
+    def _piece(segment_bytes: int) -> int:
+        """Bytes of payload to move between two looks at checksums: whole segments."""
+        return max(PIECE // segment_bytes, 1) * segment_bytes
 
     @contextlib.contextmanager
     def ranges(self, path: str, key: ChunkKey, misalignment: int) -> Iterator[RangeReader]:

@@ -229,13 +229,12 @@ class LocalDiskBackend:
         Twice anew, because two things may be missing: the folder, and then the temporary file, when another
         process swept it in the moment between its making and its locking.
         """
-        header = self._blobs.describe(chunk)
         for _ in range(2):
             try:
-                return self._blobs.write(header, chunk.payload, path)
+                return self._blobs.write(chunk, path)
             except FileNotFoundError:
                 self._make_folder(os.path.dirname(path))
-        return self._blobs.write(header, chunk.payload, path)
+        return self._blobs.write(chunk, path)
 
     def _make_folder(self, folder: str) -> None:
         self._folder.make(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import define, field
@@ -107,6 +107,8 @@ class _StoreJob:
     reservation: Reservation
     first_chunk: int
     upto: int
+    suspect: bool = False
+    """Ordered before it was known that a load had failed: it may hold what was computed on top of that."""
 
 
 class Scheduler:
@@ -250,14 +252,14 @@ class Scheduler:
             if self._must_wait(tracked, keys, ready, found):
                 return None, False
             ready, found = self._store.match(keys)
-        streamed = self._offers_stream(tracked, keys, first, ready, found)
-        hit = (found if streamed else ready) * self._chunk_size
+        chunks, streamed = self._offer(tracked, keys, ready, found)
+        hit = chunks * self._chunk_size
         need = max(0, hit - num_computed_tokens)
         self._log_lookup(tracked, hit, need)
         if not need or need < self._min_retrieve_tokens:
             tracked.drop_promotion()
             return 0, False
-        below = keys[max(first, ready) : found] if streamed else []
+        below = keys[max(first, ready) : chunks]
         tracked.sources = self._sources(tracked, need, below)
         tracked.streamed = streamed
         if not streamed:
@@ -304,18 +306,18 @@ class Scheduler:
                 return False
         return not promotion.done
 
-    def _offers_stream(
-        self, tracked: _Tracked, keys: Sequence[ChunkKey], first: int, ready: int, found: int
-    ) -> bool:
-        """Whether to load between steps: what is too long for host memory, and tables that a failed
+    def _offer(
+        self, tracked: _Tracked, keys: Sequence[ChunkKey], ready: int, found: int
+    ) -> tuple[int, bool]:
+        """`(chunks, streamed)`: how much to promise, and whether it is loaded between steps.
 
-        synchronous load could not be reported for.
+        Streamed is what is too long for host memory; and everything for models with several block tables,
+        because vLLM cannot be told that a load within the step failed there.
         """
-        if max(found, ready) <= first:
-            return False
-        if found > self._synchronous and found > ready:
-            return tracked.waiting_since is None and self._is_worth(keys, ready, found)
-        return len(self._geometry.groups) > 1 and found == ready
+        too_long = max(ready, self._synchronous) < found
+        if too_long and tracked.waiting_since is None and self._is_worth(keys, ready, found):
+            return found, True
+        return ready, len(self._geometry.groups) > 1
 
     def _log_lookup(self, tracked: _Tracked, hit: int, need: int) -> None:
         # A request that waits is asked about in every step: only news is logged.
@@ -493,15 +495,28 @@ class Scheduler:
     def on_report(self, report: WorkerReport) -> None:
         """Merge the workers' answers; a job ends when every rank has answered."""
         self._mapped = True
+        # Failed loads first, also when other ranks have yet to answer: they cast doubt on the same step's stores.
+        if any(not part.ok and job in self._load_jobs for job, part in report.jobs.items()):
+            self._suspect_stores()
+        for job, merged in self._merge(report):
+            if job in self._load_jobs:
+                self._end_load(self._load_jobs.pop(job), merged)
+            elif job in self._store_jobs:
+                self._end_store(self._store_jobs.pop(job), merged)
+
+    def _merge(self, report: WorkerReport) -> Iterator[tuple[int, JobReport]]:
         for job, part in report.jobs.items():
             known = self._pending_reports.pop(job, None)
             merged = part if known is None else known.merge(part)
             if merged.ranks < self._ranks:
                 self._pending_reports[job] = merged
-            elif job in self._load_jobs:
-                self._end_load(self._load_jobs.pop(job), merged)
-            elif job in self._store_jobs:
-                self._end_store(self._store_jobs.pop(job), merged)
+            else:
+                yield job, merged
+
+    def _suspect_stores(self) -> None:
+        """Not only of the request itself: others may share its blocks through vLLM's prefix cache."""
+        for job in self._store_jobs.values():
+            job.suspect = True
 
     def _end_load(self, job: _LoadJob, report: JobReport) -> None:
         keys = job.lease.keys
@@ -523,10 +538,11 @@ class Scheduler:
 
     def _end_store(self, job: _StoreJob, report: JobReport) -> None:
         count = len(job.reservation)
-        if not report.ok:
+        if job.suspect or not report.ok:
             job.reservation.abort()
             job.tracked.stored = min(job.tracked.stored, job.first_chunk)
-            job.tracked.options.skip_save = True
+            # What cannot be copied now will not be in the next step: no use in trying again and again.
+            job.tracked.options.skip_save |= not report.ok
             return
         job.reservation.commit()
         logger.info(

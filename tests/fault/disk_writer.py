@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from lmkv.backends import _blob
 from lmkv.backends.disk import LocalDiskBackend
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
@@ -96,6 +97,8 @@ def forked(work: Callable[..., None], *args: object) -> int:
 
 
 def main(folder: str, direct: str) -> None:
+    # Some of the chunks are thus written as large ones are: in pieces, the header last.
+    _blob.PIECE, _blob.SMALL = 64 << 10, 256 << 10
     for line in sys.stdin:
         command, *numbers = line.split()
         if command == "write":

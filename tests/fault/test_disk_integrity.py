@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from lmkv.backends import _blob
 from lmkv.backends.disk import LocalDiskBackend
 from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus
@@ -76,9 +77,18 @@ class Specimen:
             assert not self.path.exists()
 
 
-@pytest.fixture(params=["off", "auto"])
+@pytest.fixture(params=["off", "auto", "pieces"])
 def specimen(request: pytest.FixtureRequest, tmp_path: Path) -> Specimen:
-    return Specimen(tmp_path, request.param)
+    if request.param == "pieces":
+        request.getfixturevalue("in_pieces")
+    return Specimen(tmp_path, "off" if request.param == "pieces" else request.param)
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two pages are written and read as those of many megabytes are."""
+    monkeypatch.setattr(_blob, "PIECE", 4096)
+    monkeypatch.setattr(_blob, "SMALL", 0)
 
 
 # -- bytes that are not what they were ---------------------------------------------------------------------
@@ -182,6 +192,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: int = 
         yield
 
 
+@pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("code", ERRNOS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", WRITE_CALLS)
 def test_a_failing_write_leaves_nothing(

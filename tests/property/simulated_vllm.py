@@ -53,6 +53,10 @@ class SimulatedRequest:
     status: str = "waiting"
     in_flight: int = 0
     """Tokens sampled on the device and not known to the scheduler yet."""
+    epoch: int = 0
+    """Counts preemptions and rewinds: what was sampled before one is void."""
+    tainted: bool = False
+    """It has read blocks whose load failed: until that is known, all that it computes is rubbish."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +72,7 @@ class SimulatedRequest:
 
 @define(eq=False)
 class _Step:
-    sampled: list[SimulatedRequest]
+    sampled: list[tuple[SimulatedRequest, int]]
     report: Any
     failed_blocks: set[int]
     finished: set[str]
@@ -206,8 +210,10 @@ class SimulatedVLLM:
         """Schedule, execute, and take in the output of the step that is `depth` - 1 steps back."""
         scheduled: dict[SimulatedRequest, int] = {}
         drafted: dict[str, int] = {}
+        preempted = self.counts["preempted"]
         self._schedule_running(scheduled, drafted)
-        self._schedule_waiting(scheduled)
+        if self.counts["preempted"] == preempted:  # as vLLM: who was just preempted must not take it back
+            self._schedule_waiting(scheduled)
         progress = {
             request.request_id: request.computed + count - drafted.get(request.request_id, 0)
             for request, count in scheduled.items()
@@ -244,7 +250,8 @@ class SimulatedVLLM:
         self.counts["preempted"] += 1
         self.running.remove(request)
         self._free(request)
-        request.computed, request.status, request.in_flight = 0, "waiting", 0
+        request.epoch += 1
+        request.computed, request.status, request.in_flight, request.tainted = 0, "waiting", 0, False
         self.waiting.insert(0, request)
 
     def _schedule_waiting(self, scheduled: dict[SimulatedRequest, int]) -> None:
@@ -294,13 +301,15 @@ class SimulatedVLLM:
             for rows in self.memories:
                 for layer in self._layers(group):
                     page = page_of(request.cache_salt, truth[: (place + 1) * size], layer)
-                    whole = (place + 1) * size <= high
+                    whole = (place + 1) * size <= high and not request.tainted
                     rows[layer][block] = (
                         torch.frombuffer(bytearray(page), dtype=torch.uint8) if whole else 0xDD
                     )
 
     def _check(self, request: SimulatedRequest, failed: set[int]) -> None:
         """What this step reads of earlier tokens is what a prefill from scratch would have written."""
+        if request.tainted:
+            return
         for index, group in enumerate(self.groups):
             low = (
                 0 if group.window is None else max(0, request.computed - group.window + 1) // group.block_size
@@ -309,13 +318,14 @@ class SimulatedVLLM:
             for place in range(low, request.computed // group.block_size):
                 block = request.blocks[index][place]
                 if block in failed:
+                    request.tainted = True
                     return
                 assert block != NULL, f"{request.request_id}: block {place} within the window is null"
                 for rows in self.memories:
                     for layer in self._layers(index):
                         page = page_of(request.cache_salt, truth[: (place + 1) * group.block_size], layer)
                         assert bytes(rows[layer][block].tolist()) == page, (
-                            f"{request.request_id}: wrong KV in layer {layer}, block {place} of {request.computed} tokens"
+                            f"{request.request_id}: wrong KV in layer {layer}, block {place}, {request.computed} computed"
                         )
 
     def _execute(self, plan: Any, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> _Step:
@@ -350,7 +360,7 @@ class SimulatedVLLM:
                 == request.num_tokens + request.in_flight
             ):
                 request.in_flight += 1
-                sampled.append(request)
+                sampled.append((request, request.epoch))
         counts = {request.request_id: count for request, count in scheduled.items()}
         return _Step(sampled, merged, failed_blocks, finished[0], failed, counts)
 
@@ -377,11 +387,11 @@ class SimulatedVLLM:
             for request in self.loading:
                 if request.request_id == name:
                     request.computed = 0
-        spoiled = self._truncate(step.failed_blocks)
+        self._truncate(step.failed_blocks)
         if step.report is not None:
             self.scheduler.on_report(step.report)
-        for request in step.sampled:
-            if request.status == "running" and request not in spoiled and request.in_flight:
+        for request, epoch in step.sampled:
+            if request.status == "running" and request.epoch == epoch:
                 request.in_flight -= 1
                 request.all_token_ids.append(next_token(request.cache_salt, request.all_token_ids))
                 if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
@@ -400,9 +410,8 @@ class SimulatedVLLM:
                 request.status = "running"
                 self.running.append(request)
 
-    def _truncate(self, failed: set[int]) -> list[SimulatedRequest]:
+    def _truncate(self, failed: set[int]) -> None:
         """Requests go back to their first bad block; what they sampled meanwhile is void."""
-        spoiled = []
         for request in self.running + self.loading:
             size = self.groups[0].block_size
             table = request.blocks[0] if request.blocks else []
@@ -415,8 +424,8 @@ class SimulatedVLLM:
                 self.counts["recomputed"] += 1
                 request.computed = bad[0] * size
                 request.in_flight = 0
-                spoiled.append(request)
-        return spoiled
+                request.tainted = False
+                request.epoch += 1
 
     def finish(self, limit: int = 3000) -> None:
         """Step until every request has ended, then prove that nothing is held."""

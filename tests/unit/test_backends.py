@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lmkv.backends import _blob
 from lmkv.backends.aio import AsyncAdapter
 from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.memory import CPUPinnedBackend
@@ -64,6 +65,18 @@ class TestDiskDirect(BackendSuite):
 class TestDiskPageCache(BackendSuite):
     def make(self, folder: Path) -> Backend:
         return LocalDiskBackend(folder, NAMESPACE, direct="off", segment_bytes=8192)
+
+
+class TestDiskInPieces(BackendSuite):
+    """With chunks of more than one piece: what others do from 4 MiB on."""
+
+    @pytest.fixture(autouse=True)
+    def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_blob, "PIECE", 8192)
+        monkeypatch.setattr(_blob, "SMALL", 4096)
+
+    def make(self, folder: Path) -> Backend:
+        return LocalDiskBackend(folder, NAMESPACE, segment_bytes=4096)
 
 
 class TestDiskDurable(BackendSuite):
@@ -235,6 +248,19 @@ def test_more_tokens_than_there_is_room_for_are_left_out(tmp_path: Path) -> None
     assert statuses(backend, [chunk]) == [WriteStatus.STORED]
     assert only_file(tmp_path).stat().st_size == backend.stored_bytes(10)
     assert read_back(backend, chunk) == chunk.payload
+
+
+@pytest.mark.parametrize("nbytes", [4 << 20, 5 << 20, (9 << 20) + 12288, (9 << 20) + 777])
+def test_chunks_of_real_size(disk: LocalDiskBackend, nbytes: int) -> None:
+    chunk = Chunk(new_key(), page_aligned(nbytes, os.urandom(nbytes)))
+    assert statuses(disk, [chunk]) == [WriteStatus.STORED]
+    slot = page_aligned(nbytes)
+    assert disk.read([(chunk.key, slot)])[0].status is ReadStatus.HIT
+    assert slot == chunk.payload
+    part = slot[12288 : 12288 + (3 << 20)]
+    part[:] = bytes(len(part))
+    assert disk.read_ranges([(chunk.key, 12288, part)])[0].status is ReadStatus.HIT
+    assert slot == chunk.payload
 
 
 def test_settings_of_another_writer_do_not_matter(tmp_path: Path) -> None:
