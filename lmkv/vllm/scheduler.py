@@ -30,6 +30,8 @@ from lmkv.vllm.stream import Stream
 
 logger = logging.getLogger("lmkv.vllm")
 
+_MAX_STREAMS = 3
+
 
 class Request(Protocol):
     """What is read of a vLLM request."""
@@ -66,6 +68,7 @@ class _Tracked:
     promotion: Promotion | None = None
     waiting_since: float | None = None
     streamed: bool = False
+    streams: int = 0
     stream: Stream | None = None
     sources: dict[str, int] = field(factory=dict)
     """Tokens to load, by the tier that had them."""
@@ -314,10 +317,15 @@ class Scheduler:
         Streamed is what is too long for host memory; and everything for models with several block tables,
         because vLLM cannot be told that a load within the step failed there.
         """
+        single = len(self._geometry.groups) == 1
+        if tracked.streams >= _MAX_STREAMS:
+            # Preempted again and again. A loading request holds blocks that vLLM cannot take back: two of
+            # them could take turns for ever, where computing ones make progress.
+            return (ready, False) if single else (0, False)
         too_long = max(ready, self._synchronous) < found
         if too_long and tracked.waiting_since is None and self._is_worth(keys, ready, found):
             return found, True
-        return ready, len(self._geometry.groups) > 1
+        return ready, not single
 
     def _log_lookup(self, tracked: _Tracked, hit: int, need: int) -> None:
         # A request that waits is asked about in every step: only news is logged.
@@ -364,6 +372,7 @@ class Scheduler:
         self, tracked: _Tracked, block_ids: Sequence[Sequence[int]], start: int, end: int
     ) -> None:
         size = self._chunk_size
+        tracked.streams += 1
         tracked.stream = self._streams[tracked.request.request_id] = Stream(
             self._store,
             self._geometry,
