@@ -41,8 +41,8 @@ def check_version(version: str) -> None:
     # Development builds count as 0.0 or 0.1.dev: whoever builds vLLM knows what they are doing.
     if "dev" not in version and not low <= found < high:
         raise UnsupportedVLLMError(
-            f"lmkv works with vLLM {low[0]}.{low[1]} up to, not including, {high[0]}.{high[1]}; found {version}. "
-            f"Install a supported vLLM, or an lmkv that names yours."
+            f"lmkv works with vLLM from {low[0]}.{low[1]} up to, not including, {high[0]}.{high[1]}; this is "
+            f"{version}. Install a supported vLLM, or an lmkv that names yours."
         )
 
 
@@ -115,7 +115,7 @@ def progress(scheduler_output: Any) -> dict[str, int]:
 def tensors_by_layer(
     kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int
 ) -> list[tuple[str, Any]]:
-    """`(layer, tensor [num_blocks, ...])` in the given order; kernel blocks smaller than blocks are regrouped."""
+    """`(layer, tensor [num_blocks, ...])` in the given order; smaller kernel blocks are regrouped."""
     found = []
     for layer in layers:
         tensor = kv_caches[layer]

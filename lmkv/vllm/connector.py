@@ -20,13 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmkv.config import Config
 from lmkv.pages import PagedMemory, block_rows
-from lmkv.vllm import compat
 from lmkv.stack import build_store
+from lmkv.vllm import compat
 from lmkv.vllm.loadcost import LoadCost
 from lmkv.vllm.metadata import StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel, describe

@@ -37,7 +37,6 @@ class Stream:
 
     store: TieredStore
     geometry: Geometry
-    request_id: str
     keys: Sequence[ChunkKey]
     """Of the chunks from the one that holds `start`."""
     block_ids: Sequence[Sequence[int]]

@@ -325,7 +325,7 @@ class SimulatedVLLM:
                     for layer in self._layers(index):
                         page = page_of(request.cache_salt, truth[: (place + 1) * group.block_size], layer)
                         assert bytes(rows[layer][block].tolist()) == page, (
-                            f"{request.request_id}: wrong KV in layer {layer}, block {place}, {request.computed} computed"
+                            f"{request.request_id}: wrong KV in layer {layer}, block {place}"
                         )
 
     def _execute(self, plan: Any, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> _Step:
