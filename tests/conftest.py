@@ -1,9 +1,10 @@
-"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (default), ci, nightly."""
+"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (default), ci, nightly. And when the long tests run."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Wall-clock deadlines measure the machine's other load, not lmkv.
@@ -21,3 +22,13 @@ settings.register_profile(
     "nightly", settings.get_profile("dev"), max_examples=3000, stateful_step_count=100, print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `nightly`, unless NIGHTLY=1 or `-m` speaks of it."""
+    if os.environ.get("NIGHTLY") == "1" or "nightly" in config.option.markexpr:
+        return
+    long = [item for item in items if item.get_closest_marker("nightly")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]

@@ -11,10 +11,14 @@ from tests.vllm.harness import Engine, engine, prompt
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+HERE = Path(__file__).parent
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Every conftest sees the items of the whole run.
     for item in items:
-        item.add_marker(pytest.mark.vllm)
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.vllm)
 
 
 @pytest.fixture(scope="session")

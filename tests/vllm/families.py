@@ -1,0 +1,220 @@
+"""Small checkpoints of every kind of attention, with real random weights, made locally."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+WEIGHT_STD = 0.15
+VOCAB = 1024
+MAX_POSITION = 4096
+
+_SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": MAX_POSITION,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": False,
+}
+
+
+@frozen
+class Family:
+    """`make`: a model of transformers. `options`: of the engine. `block`, `groups`: what vLLM makes of it."""
+
+    make: Callable[[], Any]
+    options: dict[str, Any] = field(factory=dict)
+    chunk: int = 256
+    groups: int = 1
+
+    def write(self, folder: Path, *, seed: int = 0) -> Path:
+        """The checkpoint in `folder`; the same seed makes the same bytes."""
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.make()
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    torch.nn.init.normal_(parameter, std=WEIGHT_STD)
+        model.to(torch.float32).save_pretrained(folder)
+        return folder
+
+
+def llama(**changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**{**_SMALL, **changes}))
+
+
+def qwen3(**changes: Any) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**{**_SMALL, **changes}))
+
+
+def mistral(window: int) -> Any:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**_SMALL, sliding_window=window))
+
+
+def gemma3(window: int, **changes: Any) -> Any:
+    """Five layers with a window for one without, as Gemma 3 has them."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    settings = {**_SMALL, "num_hidden_layers": 6, "layer_types": kinds, "sliding_window": window, **changes}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**settings, query_pre_attn_scalar=32))
+
+
+def gemma3n() -> Any:
+    """The last two layers attend to the KV of layers before them."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    kinds = ["sliding_attention", "full_attention"] * 3
+    settings = {**_SMALL, "num_hidden_layers": 6, "intermediate_size": [256] * 6, "layer_types": kinds}
+    return Gemma3nForCausalLM(
+        Gemma3nTextConfig(
+            **settings,
+            sliding_window=64,
+            num_kv_shared_layers=2,
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=16,
+            laurel_rank=8,
+            activation_sparsity_pattern=[0.0] * 6,
+        )
+    )
+
+
+def deepseek_v2() -> Any:
+    """Multi-head latent attention; the latent has DeepSeek's own sizes, the only ones vLLM has on CPU."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**_latent()))
+
+
+def deepseek_v3() -> Any:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**_latent()))
+
+
+def _latent() -> dict[str, Any]:
+    return {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": MAX_POSITION,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 64,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "tie_word_embeddings": False,
+    }
+
+
+def falcon_h1() -> Any:
+    """Attention and a Mamba mixer in every layer."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    return FalconH1ForCausalLM(
+        FalconH1Config(
+            **_SMALL, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16
+        )
+    )
+
+
+def granite_hybrid() -> Any:
+    """Mamba layers and attention layers by turns."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    settings = {key: value for key, value in _SMALL.items() if key != "head_dim"}
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **settings,
+            layer_types=["mamba", "attention"] * 2,
+            mamba_n_heads=8,
+            mamba_d_head=32,
+            mamba_d_state=16,
+            mamba_n_groups=1,
+            num_local_experts=0,
+            shared_intermediate_size=256,
+        )
+    )
+
+
+def whisper() -> Any:
+    """Encoder and decoder."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    return WhisperForConditionalGeneration(
+        WhisperConfig(
+            vocab_size=VOCAB,
+            d_model=128,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=256,
+            decoder_ffn_dim=256,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=3,
+            suppress_tokens=[],
+            begin_suppress_tokens=[],
+        )
+    )
+
+
+FAMILIES = {
+    "GQA, Qwen3": Family(qwen3),
+    "GQA, Llama": Family(llama),
+    "MHA": Family(lambda: llama(num_key_value_heads=4)),
+    "MQA": Family(lambda: llama(num_key_value_heads=1)),
+    "MLA, DeepSeek-V2": Family(deepseek_v2),
+    "MLA, DeepSeek-V3": Family(deepseek_v3),
+    "window everywhere, smaller than a chunk": Family(lambda: mistral(96)),
+    "window everywhere, larger than a chunk": Family(lambda: mistral(700)),
+    "hybrid, window smaller than a chunk": Family(lambda: gemma3(96), groups=6),
+    "hybrid, window larger than a chunk": Family(lambda: gemma3(700), groups=6),
+    "layers that share KV": Family(gemma3n, groups=2),
+}
+
+
+def write_adapter(folder: Path, *, seed: int, hidden: int = 128, layers: int = 4, rank: int = 8) -> Path:
+    """A LoRA adapter of random weights for `llama()`, as PEFT lays it out."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(layers):
+        for name, width in (("q_proj", hidden), ("v_proj", hidden // 2)):
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{stem}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) * WEIGHT_STD
+            weights[f"{stem}.lora_B.weight"] = torch.randn(width, rank, generator=generator) * WEIGHT_STD
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "bias": "none"}))
+    return folder
