@@ -127,6 +127,21 @@ def tensors_by_layer(
     return found
 
 
+def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]:
+    """Tokens by `CacheHitSource` (vLLM 0.32); what does not add up to `total` is left unspecified."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    known = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+    sources: dict[Any, int] = {}
+    for tier, tokens in tokens_by_tier.items():
+        if tokens:
+            source = known.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            sources[source] = sources.get(source, 0) + tokens
+    if sum(sources.values()) != total:
+        return {CacheHitSource.EXTERNAL_UNSPECIFIED: total} if total else {}
+    return sources
+
+
 def tensor_parallel_rank() -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 

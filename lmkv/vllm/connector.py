@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmkv.config import Config
 from lmkv.pages import PagedMemory, block_rows
@@ -45,8 +44,6 @@ compat.check_version(compat.vllm_version())
 compat.adopt_logging()
 
 logger = logging.getLogger("lmkv.vllm")
-
-_HIT_SOURCES = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
 class LMKVConnectorMetadata(KVConnectorMetadata):
@@ -168,19 +165,10 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
-    def get_external_cache_hit_sources(
-        self, request: Request, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
-        """vLLM's own metrics tell the tiers apart; what does not add up is left unspecified."""
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """Tokens by vLLM's `CacheHitSource`, so that its own metrics tell the tiers apart."""
         counts = {} if self._scheduler is None else self._scheduler.hit_sources(request.request_id)
-        sources: dict[CacheHitSource, int] = {}
-        for tier, tokens in counts.items():
-            source = _HIT_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
-            if tokens:
-                sources[source] = sources.get(source, 0) + tokens
-        if sum(sources.values()) != num_external_tokens:
-            return {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens} if num_external_tokens else {}
-        return sources
+        return compat.hit_sources(counts, num_external_tokens)
 
     @_harmless(lambda: LMKVConnectorMetadata(StepPlan()))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

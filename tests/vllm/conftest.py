@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.vllm.harness import Engine, engine, prompt
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = find_spec("vllm") is None
     # Every conftest sees the items of the whole run.
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.vllm)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
 
 
 @pytest.fixture(scope="session")

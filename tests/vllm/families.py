@@ -81,10 +81,11 @@ def gemma3n() -> Any:
     from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
     kinds = ["sliding_attention", "full_attention"] * 3
-    settings = {**_SMALL, "num_hidden_layers": 6, "intermediate_size": [256] * 6, "layer_types": kinds}
+    changes = {"num_hidden_layers": 6, "intermediate_size": [256] * 6, "tie_word_embeddings": True}
     return Gemma3nForCausalLM(
         Gemma3nTextConfig(
-            **settings,
+            **{**_SMALL, **changes},
+            layer_types=kinds,
             sliding_window=64,
             num_kv_shared_layers=2,
             vocab_size_per_layer_input=VOCAB,
