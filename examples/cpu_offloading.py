@@ -25,7 +25,9 @@ SMALL = SmallModel()
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num-prompts", type=int, default=10)
     parser.add_argument("--prompt-tokens", type=int, default=2000, help="tokens of each prompt")
     parser.add_argument("--max-tokens", type=int, default=1, help="tokens to generate for each prompt")

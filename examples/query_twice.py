@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from openai import OpenAI
 
 TOKEN_IDS = range(100, 1000)
-"""Ordinary tokens of nearly every vocabulary. Given as ids, a context has exactly the length that is asked for."""
+"""Ordinary tokens of nearly every vocabulary; as ids, so that a context has exactly the length asked for."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Answer:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base-url", default="http://localhost:8000/v1")
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--model", help="default: the server's first")

@@ -1,4 +1,7 @@
-"""The threads that do lmkv's I/O: loads first, stores only in the room that is left."""
+"""The threads that do lmkv's I/O: loads first, stores only in the room that is left.
+
+Here is the one place of the core that catches broadly: whatever a backend raises becomes a value.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import TypeVar
+
+from attrs import define
 
 logger = logging.getLogger(__name__)
 
-Task = Callable[[], None]
+T = TypeVar("T")
 
 
 class Priority(IntEnum):
@@ -22,100 +28,140 @@ class Priority(IntEnum):
     STORE = 2
 
 
+def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
+    """The call's result; or what `failed` makes of whatever it raises."""
+    try:
+        return call()
+    except Exception as error:
+        return failed(error)
+
+
+@define(eq=False)
+class Job:
+    """`work` runs on an I/O thread and handles its own errors; `refused` is for whoever submits it in vain."""
+
+    work: Callable[[], None]
+    priority: Priority
+    refused: Callable[[], None]
+
+
+@define(eq=False)
+class Todo:
+    """What was decided under a lock, to be done once that is released: decide, then `act`."""
+
+    jobs: list[Job]
+    after: list[Callable[[], None]]
+    """Called last. They must not raise."""
+
+    def __init__(self) -> None:
+        self.jobs, self.after = [], []
+
+    def act(self, pool: IOPool) -> None:
+        if self.jobs:
+            for job in pool.submit(self.jobs):
+                job.refused()
+        for call in self.after:
+            call()
+
+
 class IOPool:
-    """`threads` daemon threads over one bounded, prioritised queue.
+    """`threads` daemon threads, two at least, over one bounded, prioritised queue. Thread-safe.
 
     One thread never takes stores, so that a load waits for no write. At most `max_stores` stores wait:
-    one more is refused, and its chunk is a future miss. Loads are never refused. Thread-safe.
+    more are refused, and their chunks are future misses. Loads are refused only once the pool is closed.
     """
 
     def __init__(self, threads: int = 4, max_stores: int = 64, name: str = "lmkv-io") -> None:
         self._size = max(threads, 2)
         self._max_stores = max_stores
         self._name = name
-        self._queues: dict[Priority, deque[Task]] = {priority: deque() for priority in Priority}
-        self._wakeup = threading.Condition()
+        self._queues: dict[Priority, deque[Job]] = {priority: deque() for priority in Priority}
+        self._lock = threading.Lock()
+        self._wakeup = threading.Condition(self._lock)
+        self._idle = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
         self._running = 0
         self._closed = False
 
-    def submit(self, task: Task, priority: Priority) -> bool:
-        """Queue a task; False when it is refused (stores beyond the bound, or the pool is closed).
-
-        A task handles its own errors; one that raises is logged and does not end its thread.
-        """
-        with self._wakeup:
-            queue = self._queues[priority]
-            if self._closed or (priority is Priority.STORE and len(queue) >= self._max_stores):
-                return False
-            queue.append(task)
-            if len(self._threads) < self._size:
-                self._start_thread()
+    def submit(self, jobs: Sequence[Job]) -> list[Job]:
+        """Queue jobs; returns those that were refused."""
+        with self._lock:
+            refused = [job for job in jobs if not self._queue(job)]
+            self._start_threads()
             self._wakeup.notify_all()
-            return True
+            return refused
 
-    def _start_thread(self) -> None:
-        index = len(self._threads)
-        thread = threading.Thread(
-            target=self._work, args=(index == 1,), name=f"{self._name}-{index}", daemon=True
-        )
-        self._threads.append(thread)
-        thread.start()
+    def _queue(self, job: Job) -> bool:
+        """Locked."""
+        queue = self._queues[job.priority]
+        full = job.priority is Priority.STORE and len(queue) >= self._max_stores
+        if not (self._closed or full):
+            queue.append(job)
+        return not (self._closed or full)
 
-    def _next(self, loads_only: bool) -> Task | None:
-        for priority in Priority:
-            if loads_only and priority is Priority.STORE:
-                break
+    def _start_threads(self) -> None:
+        """Locked. As many as there is work for."""
+        while len(self._threads) < min(self._size, self._running + sum(map(len, self._queues.values()))):
+            index = len(self._threads)
+            thread = threading.Thread(
+                target=self._work, args=(index == 1,), name=f"{self._name}-{index}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def _next(self, loads_only: bool) -> Job | None:
+        """Locked."""
+        for priority in (Priority.LOAD, Priority.PREFETCH) if loads_only else Priority:
             if self._queues[priority]:
                 return self._queues[priority].popleft()
         return None
 
     def _work(self, loads_only: bool) -> None:
         while True:
-            with self._wakeup:
-                while (task := self._next(loads_only)) is None:
+            with self._lock:
+                while (job := self._next(loads_only)) is None:
                     if self._closed:
                         return
                     self._wakeup.wait()
                 self._running += 1
             try:
-                task()
+                job.work()
             except Exception:
                 logger.exception("lmkv: an I/O task failed in a way that nobody expected")
-            del task
-            with self._wakeup:
+            del job
+            with self._lock:
                 self._running -= 1
-                self._wakeup.notify_all()
+                if not self._pending:
+                    self._idle.notify_all()
+
+    @property
+    def _pending(self) -> int:
+        """Locked."""
+        return self._running + sum(map(len, self._queues.values()))
 
     @property
     def pending(self) -> int:
-        """Tasks waiting or running."""
-        with self._wakeup:
-            return self._running + sum(map(len, self._queues.values()))
+        """Jobs waiting or running."""
+        with self._lock:
+            return self._pending
 
     def drain(self, timeout: float) -> bool:
         """Wait until nothing waits or runs, at most `timeout` seconds; True when that is so."""
-        deadline = time.monotonic() + timeout
-        with self._wakeup:
-            while self._running or any(self._queues.values()):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._wakeup.wait(left)
-            return True
+        with self._lock:
+            return self._idle.wait_for(lambda: not self._pending, timeout)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Finish what waits, at most `timeout` seconds, then end the threads. Idempotent.
 
-        False when a task hangs: its daemon thread is left behind, and what waited is dropped.
+        False when a job hangs: its daemon thread is left behind, and what waited is dropped.
         """
         deadline = time.monotonic() + timeout
-        drained = self.drain(timeout)
-        with self._wakeup:
+        self.drain(timeout)
+        with self._lock:
             self._closed = True
             for queue in self._queues.values():
                 queue.clear()
             self._wakeup.notify_all()
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
-        return drained and not any(thread.is_alive() for thread in self._threads)
+            thread.join(max(0.0, deadline - time.monotonic()) + 0.05)
+        return not any(thread.is_alive() for thread in self._threads)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from attrs import define, frozen
+
+BreakerState = Literal["closed", "open", "half-open"]
 
 
 @define
@@ -27,7 +31,11 @@ class TierCounters:
 
 @frozen
 class TierStats:
-    """A tier at one moment: chunks and bytes it holds, of how many, and its totals so far."""
+    """A tier at one moment: chunks and bytes it holds, of how many, and its totals so far.
+
+    `breaker`: "open" while the tier keeps failing and counts as empty, "half-open" when it is about to be
+    tried again; `write_breaker`: the same for writes alone, while what is there is still served.
+    """
 
     name: str
     chunks: int
@@ -45,11 +53,13 @@ class TierStats:
     write_failures: int = 0
     evictions: int = 0
     dropped: int = 0
+    breaker: BreakerState = "closed"
+    write_breaker: BreakerState = "closed"
 
 
 @frozen
 class StoreStats:
-    """A `TieredStore` at one moment. `leased` counts held slots, whoever holds them; pins are part of them."""
+    """A `TieredStore` at one moment. `leased` counts held slots, whoever holds them, pins among them."""
 
     tiers: tuple[TierStats, ...]
     leased: int

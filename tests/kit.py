@@ -46,7 +46,9 @@ def small_store(slots: int, *tiers: Tier, policy: str = "LRU", **options: Any) -
     return TieredStore(Tier(memory(slots), make_policy(policy)), tiers, **options)
 
 
-def put(store: TieredStore, keys: Sequence[ChunkKey], version: int = 0, protect: Iterable[ChunkKey] = ()) -> int:
+def put(
+    store: TieredStore, keys: Sequence[ChunkKey], version: int = 0, protect: Iterable[ChunkKey] = ()
+) -> int:
     """Store chunks as an engine does; returns how many, from the first, are taken care of."""
     with store.reserve(keys, protect=tuple(protect) or keys) as reservation:
         for key, slot in reservation.slots.items():

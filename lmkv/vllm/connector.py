@@ -158,30 +158,40 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    @_harmless(lambda: None)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if self._scheduler is not None:
-            self._scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+        if self._scheduler is None:
+            return
+        tables = blocks.get_block_ids()
+        try:
+            self._scheduler.update_state_after_alloc(request, tables, num_external_tokens)
+        except Exception:
+            # vLLM counts on the load by now: going on as if nothing were wrong would serve unfilled blocks.
+            logger.exception("lmkv: a load could not be ordered; its blocks are reported as failed")
+            if num_external_tokens > 0:
+                self._scheduler.give_up_load(request.request_id, tables)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Tokens by vLLM's `CacheHitSource`, so that its own metrics tell the tiers apart."""
         counts = {} if self._scheduler is None else self._scheduler.hit_sources(request.request_id)
         return compat.hit_sources(counts, num_external_tokens)
 
-    @_harmless(lambda: LMKVConnectorMetadata(StepPlan()))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return LMKVConnectorMetadata(StepPlan())
-        state = scheduler_output.kv_connector_block_state
+        try:
+            self._plan_stores(self._scheduler, scheduler_output)
+        except Exception:
+            logger.exception("lmkv: this step's stores could not be planned")
+        # The loads that were promised go out whatever happened to the rest.
+        return LMKVConnectorMetadata(self._scheduler.take_plan())
+
+    @staticmethod
+    def _plan_stores(scheduler: Scheduler, output: SchedulerOutput) -> None:
+        state = output.kv_connector_block_state
         assert state is not None
-        plan = self._scheduler.build_plan(
-            compat.progress(scheduler_output),
-            state.get_block_ids,
-            scheduler_output.total_num_scheduled_tokens,
-        )
-        return LMKVConnectorMetadata(plan)
+        scheduler.plan_step(compat.progress(output), state.get_block_ids, output.total_num_scheduled_tokens)
 
     @_harmless(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -21,7 +21,7 @@ from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.loadcost import LoadCost
 from lmkv.vllm.metadata import JobReport
 from lmkv.vllm.outbox import Outbox
-from lmkv.vllm.stream import Stream
+from lmkv.vllm.stream import Piece, Stream
 from lmkv.vllm.tracked import BlockTables, Tracked
 
 logger = logging.getLogger("lmkv.vllm")
@@ -239,7 +239,7 @@ class Loading:
     def end_step(self) -> None:
         """Order what streams have ready. Promises that were not taken up in this step end with it."""
         for request_id, (tracked, stream) in list(self._streams.items()):
-            piece = stream.advance()
+            piece = self._advance(stream)
             if piece is not None:
                 tracked.bypass |= bool(piece.failed_blocks)
                 finishes = request_id if piece.last else None
@@ -250,6 +250,15 @@ class Loading:
         for tracked in self._promised.values():
             tracked.drop_lease()
         self._promised.clear()
+
+    @staticmethod
+    def _advance(stream: Stream) -> Piece | None:
+        try:
+            return stream.advance()
+        except Exception:
+            # A request must not wait for ever for a load that nobody drives any more.
+            logger.exception("lmkv: a stream broke; the rest of it is recomputed")
+            return stream.give_up()
 
     # -- when it is done ----------------------------------------------------------------------------------
 

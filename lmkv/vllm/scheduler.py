@@ -141,13 +141,32 @@ class Scheduler:
         tracked = self._requests.get(request_id)
         return dict(tracked.sources) if tracked is not None else {}
 
+    def give_up_load(self, request_id: str, tables: BlockTables) -> None:
+        """A promised load cannot be ordered: have all of the request's blocks reported, so that it computes."""
+        tracked = self._requests.get(request_id)
+        streamed = tracked is not None and tracked.streamed
+        if tracked is not None:
+            tracked.bypass = True
+            tracked.drop_lease()
+        self._outbox.load([], [block for block in tables[0] if block], request_id if streamed else None)
+
     def build_plan(
         self,
         progress: Mapping[str, int],
         blocks_of: Callable[[str], BlockTables | None],
         scheduled_tokens: int = 0,
     ) -> StepPlan:
-        """The orders of the step that was just scheduled.
+        """`plan_step` and `take_plan` in one."""
+        self.plan_step(progress, blocks_of, scheduled_tokens)
+        return self.take_plan()
+
+    def plan_step(
+        self,
+        progress: Mapping[str, int],
+        blocks_of: Callable[[str], BlockTables | None],
+        scheduled_tokens: int = 0,
+    ) -> None:
+        """Order what follows from the step that was just scheduled.
 
         `progress`: for each request of the step, its tokens whose KV is valid after it, drafts excluded.
         `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: of the whole step.
@@ -157,6 +176,9 @@ class Scheduler:
         if self._stores:
             for request_id, computed in progress.items():
                 self._store_completed(request_id, computed, blocks_of)
+
+    def take_plan(self) -> StepPlan:
+        """All orders since the last call."""
         return self._outbox.take(None if self._mapped else self._store.slab.ref)
 
     def _store_completed(

@@ -58,7 +58,7 @@ class Stream:
     def advance(self) -> Piece | None:
         """The next piece that can be copied now, or None. Never waits."""
         if self.stopped and not self.ended:
-            return self._end()
+            return self.give_up()
         self._look_ahead()
         if self.ended or self.copying:
             return None
@@ -70,7 +70,7 @@ class Stream:
         lease = self.store.lease(promotion.keys)
         self._drop_promotion()
         if not lease:
-            return self._end()
+            return self.give_up()
         return self._piece(lease)
 
     def _look_ahead(self) -> None:
@@ -94,7 +94,8 @@ class Stream:
         low = max(self.start, (self.start // size + self._done) * size)
         return self.geometry.blocks_between(self.block_ids, low, self.end)
 
-    def _end(self) -> Piece:
+    def give_up(self) -> Piece:
+        """End here: a piece without copies, naming the blocks that were not filled."""
         self.ended = True
         self._drop_promotion()
         return Piece([], self.store.lease(()), self._unfilled(), last=True)

@@ -166,3 +166,34 @@ def test_one_line_for_a_lookup_and_one_for_each_steps_store(
         "stored 256 of 512 tokens",
         "total tokens 600, hit tokens 512, to load 512",
     ]
+
+
+def test_a_load_that_cannot_be_ordered_is_recomputed(
+    shared: Engine, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(5, 1500)
+    shared.run([ids])
+    shared.forget_local()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("injected: our own code fails after the promise")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.connector._scheduler._loading, "allocated", broken)
+        answer = shared.run([ids])[0]
+    assert list(answer.outputs[0].token_ids) == expected[5]
+    shared.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("method", ["on_new_request", "get_num_new_matched_tokens", "plan_step", "on_report"])
+def test_no_exception_of_ours_ends_the_engine(
+    shared: Engine, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.connector._scheduler, method, broken)
+        assert shared.ids([prompt(6, 1500)]) == [expected[6]]
+        shared.forget_local()
+    assert shared.ids([prompt(6, 1500)]) == [expected[6]]

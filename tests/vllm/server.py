@@ -1,0 +1,190 @@
+"""Real vLLM servers for tests: started, watched and stopped as process groups of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.harness import BLOCK, ENVIRONMENT
+
+START_TIMEOUT = 240.0
+STOP_TIMEOUT = 60.0
+LOG_LINES = 80
+SERVED_NAME = "small"
+
+
+def wait_until(true: Callable[[], bool], timeout: float, what: str) -> None:
+    """Raise TimeoutError, saying `what` did not come true, after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout:.0f} s: {what}")
+        time.sleep(0.1)
+
+
+def members(group: int) -> list[int]:
+    """Living processes of a process group; zombies, which only wait for their parent, do not count."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(pgrp) == group and state not in "ZX":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL for all of a process group that a test made; returns when they are gone.
+
+    vLLM's queues lie in shared memory that has a name, and whoever would have removed it dies too.
+    """
+    named = shared_files(members(group))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    wait_until(lambda: not members(group), 30, f"the end of process group {group}")
+    for path in named:
+        path.unlink(missing_ok=True)
+
+
+def shared_files(processes: Iterable[int]) -> set[Path]:
+    """Shared memory with a name that any of these processes maps."""
+    found = set()
+    for pid in processes:
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/maps").read_text().split()
+            found |= {Path(word) for word in words if word.startswith("/dev/shm/")}
+    return found
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """For vLLM's processes of their own: as in the harness, but logging as users see it."""
+    quiet = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_CONFIGURE_LOGGING"}
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "LMKV_"))}
+    return {**mine, **quiet, **more}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+class Server:
+    """vLLM's OpenAI API server in its default multi-process mode, on loopback.
+
+    `options` go to lmkv, as `kv_connector_extra_config`. What it prints is in `log`.
+    """
+
+    def __init__(self, model: Path, log: Path, options: Mapping[str, Any]) -> None:
+        self.log = log
+        self.port = free_port()
+        with log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                self._command(model, options),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=child_environment(),
+                start_new_session=True,
+            )
+
+    def _command(self, model: Path, options: Mapping[str, Any]) -> list[str]:
+        transfer = {
+            "kv_connector": "LMKVConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": dict(options),
+        }
+        flags = {
+            "--model": model,
+            "--served-model-name": SERVED_NAME,
+            "--host": "127.0.0.1",
+            "--port": self.port,
+            "--dtype": "float32",
+            "--max-model-len": 2048,
+            "--block-size": BLOCK,
+            "--kv-cache-memory-bytes": 17 << 20,
+            "--kv-transfer-config": json.dumps(transfer),
+        }
+        named = [str(word) for flag in flags.items() for word in flag]
+        switches = ["--enforce-eager", "--enable-prompt-tokens-details"]
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *named, *switches]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_ready(self) -> None:
+        """Raises with the end of the log when the server ends early or does not come up."""
+        try:
+            wait_until(self._answers, START_TIMEOUT, "an answer of the server")
+        except Exception as error:
+            raise RuntimeError(f"{error}\n{self.log_tail()}") from error
+
+    def _answers(self) -> bool:
+        if self.process.poll() is not None:
+            raise ChildProcessError(f"the server ended with {self.process.returncode}")
+        try:
+            return bool(self.get("/health", timeout=5) is not None)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def get(self, path: str, timeout: float = 30) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a Prometheus counter's samples that have these labels."""
+        total = 0.0
+        for line in self.get("/metrics").splitlines():
+            sample = re.match(rf"{re.escape(name)}\{{(.*)\}} (\S+)$", line)
+            if sample and all(f'{label}="{value}"' in sample[1] for label, value in labels.items()):
+                total += float(sample[2])
+        return total
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def log_tail(self) -> str:
+        return "\n".join(self.log_text().splitlines()[-LOG_LINES:])
+
+    def stop(self) -> None:
+        """As an operator would, with SIGTERM; an error if any process of it stays."""
+        group = self.process.pid
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(STOP_TIMEOUT)
+            wait_until(lambda: not members(group), 30, "the end of the server's processes")
+        except (subprocess.TimeoutExpired, TimeoutError) as error:
+            raise AssertionError(f"the server does not stop: {error}\n{self.log_tail()}") from error
+        finally:
+            kill_group(group)
+
+    def kill(self) -> None:
+        """SIGKILL for all its processes at once, as when the machine runs out of memory."""
+        kill_group(self.process.pid)
+        self.process.wait(10)
+
+
+@contextlib.contextmanager
+def serving(model: Path, log: Path, **options: Any) -> Iterator[Server]:
+    """A server that answers. If the block kills it, nothing more is done; if not, it is stopped."""
+    server = Server(model, log, options)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,183 @@
+"""vLLM's OpenAI server with lmkv, as users run it: processes, HTTP, metrics, logs; and a killed server."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.harness import prompt
+from tests.vllm.server import SERVED_NAME, Server, child_environment, serving, wait_until
+
+LENGTH, HIT = 1500, 1280
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LOOKUP = "lmkv: request {}: total tokens {}, hit tokens {}, to load {}"
+
+# Servers start slowly on a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def served_model(model: Path) -> Path:
+    from lmkv.cli.model import SmallModel
+
+    SmallModel(layers=4, hidden=256, max_position=8192).write_tokenizer(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+def options(disk: Path) -> dict[str, Any]:
+    return {
+        "max_local_cpu_size": 0.25,
+        "local_disk": f"file://{disk}",
+        "max_local_disk_size": 1.0,
+        "disk_min_free": 0.0,
+        "prefetch_deadline": 30.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def server(served_model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with serving(served_model, log, **options(disk)) as running:
+        yield running
+
+
+def ask(server: Server, ids: list[int], *, params: dict[str, Any] | None = None, **body: Any) -> Any:
+    """One completion, its report included."""
+    from openai import OpenAI
+
+    extra = {"kv_transfer_params": {"lmkv.report": True, **(params or {})}, **body}
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+        return client.completions.create(
+            model=SERVED_NAME, prompt=ids, max_tokens=8, temperature=0, extra_body=extra
+        )
+
+
+def report(answer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = answer.kv_transfer_params["lmkv"]
+    return found
+
+
+def overwrite(server: Server, seed: int) -> None:
+    """Fill vLLM's KV space, of little more than two prompts, with others."""
+    for number in range(4):
+        ask(server, prompt(10_000 + 10 * seed + number, 1900))
+
+
+def test_a_repeated_prompt_hits_when_vllm_has_forgotten_it(server: Server) -> None:
+    ids = prompt(60, LENGTH)
+    cold = ask(server, ids)
+    overwrite(server, 60)
+    before = (
+        server.metric("vllm:external_prefix_cache_hits_total"),
+        server.metric("vllm:prompt_tokens_cached_by_source_total", source="host"),
+    )
+    warm = ask(server, ids)
+
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0
+    assert warm.usage.prompt_tokens_details.cached_tokens == HIT
+    assert warm.choices[0].text == cold.choices[0].text
+    assert server.metric("vllm:external_prefix_cache_hits_total") == before[0] + HIT
+    assert server.metric("vllm:prompt_tokens_cached_by_source_total", source="host") == before[1] + HIT
+
+
+def test_the_body_asks_and_the_answer_reports(server: Server) -> None:
+    ids = prompt(61, LENGTH)
+    assert report(ask(server, ids))["hit_tokens"] == 0
+    overwrite(server, 61)
+    found = report(ask(server, ids))
+    assert (found["hit_tokens"], found["sources"]) == (HIT, {"cpu": HIT})
+    assert found["load_bytes"] == HIT * 4096
+    assert found["load_seconds"] > 0
+    overwrite(server, 62)
+    assert report(ask(server, ids, params={"lmkv.skip_load": True}))["hit_tokens"] == 0
+
+
+def test_salts_in_the_body_never_share(server: Server) -> None:
+    ids = prompt(62, LENGTH)
+    for salt in ("tenant-a", "tenant-b"):
+        assert report(ask(server, ids, cache_salt=salt))["hit_tokens"] == 0
+    overwrite(server, 63)
+    assert report(ask(server, ids))["hit_tokens"] == 0
+    assert report(ask(server, ids, cache_salt="tenant-b"))["hit_tokens"] == HIT
+
+
+def test_chats_hit_too(server: Server) -> None:
+    from openai import OpenAI
+
+    text = " ".join(map(str, prompt(63, LENGTH)))
+
+    def chat() -> Any:
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+            return client.chat.completions.create(
+                model=SERVED_NAME,
+                messages=[{"role": "user", "content": text}],
+                max_tokens=8,
+                temperature=0,
+                extra_body={"kv_transfer_params": {"lmkv.report": True}},
+            )
+
+    cold = chat()
+    overwrite(server, 64)
+    warm = chat()
+    assert (report(cold)["hit_tokens"], report(warm)["hit_tokens"]) == (0, HIT)
+    assert warm.choices[0].message.content == cold.choices[0].message.content
+
+
+def test_lookups_and_stores_are_in_the_servers_log(server: Server) -> None:
+    ids = prompt(64, LENGTH + 1)
+    ask(server, ids)
+    overwrite(server, 65)
+    ask(server, ids)
+    length = LENGTH + 1
+
+    def line(hit: int) -> str:
+        return LOOKUP.format(r"\S+", length, hit, hit)
+
+    wait_until(lambda: bool(re.search(line(HIT), server.log_text())), 10, line(HIT))
+    info = [line for line in server.log_text().splitlines() if "lmkv: request" in line]
+    assert all(" INFO " in line for line in info)
+    assert any(re.search(line(0), text) for text in info)
+    assert any(re.search(rf"request \S+: stored \d+ of {HIT} tokens", text) for text in info)
+
+
+def test_query_twice_runs_against_the_server(server: Server) -> None:
+    command = [sys.executable, EXAMPLES / "query_twice.py", "--base-url", f"{server.url}/v1"]
+    sizes = ["--context-tokens", str(LENGTH), "--between", "4", "--seed", "1"]
+    done = subprocess.run(
+        [*command, *sizes],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^Cold TTFT: \d+\.\d{3} s, 0 tokens not computed$", done.stdout, re.MULTILINE)
+    assert re.search(r"^Warm TTFT: \d+\.\d{3} s, 1,280 tokens not computed$", done.stdout, re.MULTILINE)
+    assert "Answers are equal: yes" in done.stdout
+
+
+def test_a_killed_server_hits_disk_when_it_is_started_again(
+    server: Server, served_model: Path, disk: Path, tmp_path: Path
+) -> None:
+    ids = prompt(65, LENGTH)
+    before = len(list(disk.rglob("*.kv1")))
+    cold = ask(server, ids)
+    wait_until(lambda: len(list(disk.rglob("*.kv1"))) >= before + 5, 60, "five new files")
+    server.kill()
+    with serving(served_model, tmp_path / "second.log", **options(disk)) as second:
+        warm = ask(second, ids)
+        assert report(warm)["sources"] == {"cpu": 0, "disk": HIT}
+        assert warm.choices[0].text == cold.choices[0].text
+        assert second.metric("vllm:prompt_tokens_cached_by_source_total", source="disk") == HIT
