@@ -10,6 +10,12 @@ the result.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+# Not this folder: its copy.py would stand in for the standard library's.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import argparse
 import asyncio
 import contextlib
@@ -21,19 +27,15 @@ import random
 import secrets
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import aiofiles
 from attrs import asdict, define, frozen
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lmkv.backends.disk import LocalDiskBackend
 from lmkv.outcomes import ReadStatus, WriteStatus

@@ -6,7 +6,7 @@ or give them to somebody who ends them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -16,8 +16,8 @@ from attrs import define, field
 from lmkv.protocols import ChunkKey
 
 if TYPE_CHECKING:
+    from lmkv.iopool import Job
     from lmkv.promotion import Promotion
-    from lmkv.tiered import TieredStore
 
 
 class State(Enum):
@@ -32,8 +32,10 @@ class State(Enum):
 class Entry:
     """One chunk of the primary tier. Changed only under the store's lock.
 
-    `refs`: leases, running I/O, promotions and pins that hold the slot. `gone`: removed from the index while
-    held; the slot is freed when the last holder lets go. `demoting`: being copied down before it goes.
+    `refs`: leases, reservations, running I/O, promotions and pins that hold the slot. `gone`: out of the
+    index, for good; the slot is freed when the last holder lets go. `demoting`: being copied down before it
+    goes. `ranked`: known to the policy. `prefetches`: of its holders, those that count as prefetches.
+    `load`: the read that will fill it, until that begins. `waiters`: promotions to tell when it is filled.
     """
 
     key: ChunkKey
@@ -41,18 +43,25 @@ class Entry:
     state: State
     parent: ChunkKey = b""
     tokens: bytes = b""
-    refs: int = 0
+    refs: int = 1
     gone: bool = False
     demoting: bool = False
+    ranked: bool = False
+    prefetches: int = 0
+    load: Job | None = None
     waiters: list[Promotion] = field(factory=list)
+
+    @property
+    def ready(self) -> bool:
+        return self.state is State.READY and not self.gone
 
 
 class Lease:
     """A read claim on the leading chunks of a request: their slots keep their bytes until `release`."""
 
-    def __init__(self, store: TieredStore, entries: Sequence[Entry]) -> None:
-        self._store = store
-        self._entries = tuple(entries)
+    def __init__(self, entries: Sequence[Entry], let_go: Callable[[Sequence[Entry]], None]) -> None:
+        self._entries = entries
+        self._let_go = let_go
         self._released = False
 
     def __len__(self) -> int:
@@ -70,7 +79,7 @@ class Lease:
         """Idempotent. Takes the store's lock."""
         if not self._released:
             self._released = True
-            self._store._let_go_all(self._entries)
+            self._let_go(self._entries)
 
     def __enter__(self) -> Self:
         return self
@@ -85,12 +94,18 @@ class Reservation:
     """A write claim on chunks that are about to be stored. What is not committed is aborted at the end.
 
     `handled`: how many of the wanted keys, from the first, are taken care of: reserved here, or already
-    stored or being stored by somebody. Fewer than wanted when the tier has no slot to give.
+    stored or being stored by somebody. Fewer than wanted when the tier has no slot to give. Not thread-safe.
     """
 
-    def __init__(self, store: TieredStore, entries: Sequence[Entry], handled: int) -> None:
-        self._store = store
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        handled: int,
+        commit: Callable[[Sequence[Entry]], None],
+        abort: Callable[[Sequence[Entry]], None],
+    ) -> None:
         self._open = {entry.key: entry for entry in entries}
+        self._commit, self._abort = commit, abort
         self.handled = handled
 
     @property
@@ -103,15 +118,17 @@ class Reservation:
 
     def commit(self, keys: Sequence[ChunkKey] | None = None) -> None:
         """The slots of `keys` (default: all) are filled: publish them. Takes the store's lock."""
-        self._store._commit(self._take(keys))
+        self._end(keys, self._commit)
 
     def abort(self, keys: Sequence[ChunkKey] | None = None) -> None:
         """Nothing usable is in the slots of `keys` (default: all): free them. Takes the store's lock."""
-        self._store._abort(self._take(keys))
+        self._end(keys, self._abort)
 
-    def _take(self, keys: Sequence[ChunkKey] | None) -> list[Entry]:
+    def _end(self, keys: Sequence[ChunkKey] | None, how: Callable[[Sequence[Entry]], None]) -> None:
         wanted = list(self._open) if keys is None else keys
-        return [self._open.pop(key) for key in wanted if key in self._open]
+        entries = [self._open.pop(key) for key in wanted if key in self._open]
+        if entries:
+            how(entries)
 
     def __enter__(self) -> Self:
         return self

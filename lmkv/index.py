@@ -26,7 +26,7 @@ class TierIndex:
         self.capacity = capacity
         self.used = 0
         self.wiping = False
-        """Everything is to be deleted, what was never indexed included: nothing is written until that is done."""
+        """All is to be deleted, what was never indexed included: nothing is written until that is done."""
         self._sizes: dict[ChunkKey, int] = {}
         self._writing: set[ChunkKey] = set()
         self._doomed: Victims = {}
@@ -123,13 +123,13 @@ class TierIndex:
         self._doomed |= held
         self.policy.clear()
         self.wiping = True
-        self._changed = None
+        self.end_listing()
         return held
 
     def take_doomed(self, *, linger: bool = True) -> Victims:
-        """What is to be deleted, for the caller to do it. `linger`: nothing is going to be written in its place,
+        """What is to be deleted, for the caller to do it.
 
-        so that until it is buried its room cannot be used.
+        `linger`: nothing will be written in its place, so that its room cannot be used until it is buried.
         """
         victims, self._doomed = self._doomed, {}
         self._burying.update(victims)
@@ -137,7 +137,7 @@ class TierIndex:
         return victims
 
     def buried(self, victims: Victims, ok: bool, *, linger: bool = True) -> None:
-        """The deletion of what `take_doomed` or `begin_write` gave out has ended; if not `ok` it is due again."""
+        """The deletion of what `take_doomed` or `begin_write` gave out ended; if not ok, it is due again."""
         self._burying.difference_update(victims)
         self._lingering -= sum(victims.values()) if linger else 0
         if not ok:
@@ -181,9 +181,9 @@ class TierIndex:
             self._doomed |= evicted
 
     def forget_unseen(self, most: int) -> bool:
-        """Drop up to `most` chunks that were here all the while and were not listed: somebody else has deleted
+        """Drop up to `most` chunks that were here all the while and not listed: others have deleted them.
 
-        them. True while there may be more.
+        True while there may be more.
         """
         for _ in range(min(most, len(self._unseen))):
             key, _ = self._unseen.popitem()

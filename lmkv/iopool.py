@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TypeVar
 
-from attrs import define
+from attrs import define, field
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 
 @define(eq=False)
 class Job:
-    """`work` runs on an I/O thread and handles its own errors; `refused` is for whoever submits it in vain."""
+    """`work` runs on an I/O thread and handles its own errors; `refused`, where it is submitted in vain."""
 
     work: Callable[[], None]
     priority: Priority
@@ -49,16 +49,14 @@ class Job:
 class Todo:
     """What was decided under a lock, to be done once that is released: decide, then `act`."""
 
-    jobs: list[Job]
-    after: list[Callable[[], None]]
+    jobs: list[Job] = field(factory=list)
+    after: list[Callable[[], None]] = field(factory=list)
     """Called last. They must not raise."""
-
-    def __init__(self) -> None:
-        self.jobs, self.after = [], []
 
     def act(self, pool: IOPool) -> None:
         if self.jobs:
-            for job in pool.submit(self.jobs):
+            # The tail of a chain is let go of before its head.
+            for job in reversed(pool.submit(self.jobs)):
                 job.refused()
         for call in self.after:
             call()
@@ -88,6 +86,9 @@ class IOPool:
         with self._lock:
             refused = [job for job in jobs if not self._queue(job)]
             self._start_threads()
+            if not self._threads:
+                self._drop_queues()
+                return list(jobs)
             self._wakeup.notify_all()
             return refused
 
@@ -100,13 +101,17 @@ class IOPool:
         return not (self._closed or full)
 
     def _start_threads(self) -> None:
-        """Locked. As many as there is work for."""
-        while len(self._threads) < min(self._size, self._running + sum(map(len, self._queues.values()))):
+        """Locked. As many as there is work for; the last one takes no stores."""
+        while len(self._threads) < min(self._size, self._pending):
             index = len(self._threads)
             thread = threading.Thread(
-                target=self._work, args=(index == 1,), name=f"{self._name}-{index}", daemon=True
+                target=self._work, args=(index == self._size - 1,), name=f"{self._name}-{index}", daemon=True
             )
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("lmkv: no thread for I/O: %s", error)
+                return
             self._threads.append(thread)
 
     def _next(self, loads_only: bool) -> Job | None:
@@ -134,6 +139,13 @@ class IOPool:
                 if not self._pending:
                     self._idle.notify_all()
 
+    def _drop_queues(self) -> None:
+        """Locked."""
+        for queue in self._queues.values():
+            queue.clear()
+        if not self._running:
+            self._idle.notify_all()
+
     @property
     def _pending(self) -> int:
         """Locked."""
@@ -159,8 +171,7 @@ class IOPool:
         self.drain(timeout)
         with self._lock:
             self._closed = True
-            for queue in self._queues.values():
-                queue.clear()
+            self._drop_queues()
             self._wakeup.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()) + 0.05)

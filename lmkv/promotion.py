@@ -1,16 +1,16 @@
-"""Promotions: chunks on their way from lower tiers into the primary one, and who waits for them."""
+"""A promotion: chunks on their way from lower tiers into the primary one, and who waits for them."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
+from lmkv.claims import Entry
+from lmkv.iopool import Priority, Todo
 from lmkv.protocols import ChunkKey
 
-if TYPE_CHECKING:
-    from lmkv.claims import Entry
-    from lmkv.tiered import TieredStore
+logger = logging.getLogger(__name__)
 
 
 class Promotion:
@@ -20,17 +20,21 @@ class Promotion:
     `ready` chunks from the first can be leased. Thread-safe.
     """
 
-    def __init__(self, store: TieredStore) -> None:
-        self._store = store
+    def __init__(
+        self, priority: Priority, lock: threading.Lock, release: Callable[[Promotion], None]
+    ) -> None:
+        self.priority = priority
+        self._lock = lock
+        self._release = release
         self._entries: list[Entry] = []
         self._sources: dict[str, int] = {}
-        self._pending = 0
+        self._unsettled = 0
         self._broken_at: int | None = None
-        self._event = threading.Event()
+        self._done = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
-        self._released = False
-        self.prefetched = 0
-        """Slots that this promotion fills as a prefetch: they count against the store's prefetch share."""
+        self.released = False
+        self.rest: Sequence[ChunkKey] = ()
+        """Locked. Keys that it has found no slots for yet, while other chunks are being copied down."""
 
     def __len__(self) -> int:
         """Chunks that were found, from the first; not all need arrive."""
@@ -42,37 +46,75 @@ class Promotion:
 
     @property
     def ready(self) -> int:
-        """Chunks, from the first, that are in the primary tier by now. Final once `done`."""
-        return self._store._leading_ready(self._entries[: len(self)])
+        """Chunks, from the first, that are in the primary tier by now."""
+        for count, entry in enumerate(self._entries[: len(self)]):
+            if not entry.ready:
+                return count
+        return len(self)
 
     @property
     def sources(self) -> dict[str, int]:
-        """Chunks by the name of the tier that has them, at the time of asking for the promotion."""
+        """Chunks by the name of the tier that had them, at the time of asking for the promotion."""
         return dict(self._sources)
 
     @property
     def done(self) -> bool:
-        return self._event.is_set()
+        return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until done, at most `timeout` seconds. Returns `done`."""
-        return self._event.wait(timeout)
+        return self._done.wait(timeout)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call back once done (at once if it is), on whichever thread finishes it. Must not block."""
-        with self._store._lock:
-            if not self._event.is_set():
+        with self._lock:
+            if not self._done.is_set():
                 self._callbacks.append(callback)
                 return
         callback()
 
     def release(self) -> None:
-        """Let go of the chunks; loads that nobody else waits for still end in the primary tier. Idempotent."""
-        self._store._end_promotion(self)
+        """Let go of the chunks. Reads that have not begun and nobody else wants are left out. Idempotent."""
+        self._release(self)
+
+    # -- for the promoter: all locked ---------------------------------------------------------------------
+
+    @property
+    def broken(self) -> bool:
+        """Whether one of its chunks will never come."""
+        return self._broken_at is not None
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        return self._entries
+
+    def add(self, entry: Entry, source: str) -> None:
+        """The next chunk of it, which is held for it."""
+        self._entries.append(entry)
+        self._sources[source] = self._sources.get(source, 0) + 1
+        if not entry.ready:
+            entry.waiters.append(self)
+            self._unsettled += 1
+
+    def settled(self, entry: Entry, todo: Todo) -> None:
+        """An entry that it waits for is READY, or will never be."""
+        self._unsettled -= 1
+        if not entry.ready:
+            self._broken_at = min(self._entries.index(entry), len(self))
+        self.finish_if_complete(todo)
+
+    def finish_if_complete(self, todo: Todo) -> None:
+        if not self._unsettled and not self.rest:
+            todo.after.append(self._finish)
+
+    # -- without the lock ---------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        with self._store._lock:
-            self._event.set()
+        with self._lock:
+            self._done.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:
+                logger.exception("lmkv: a callback of a promotion failed")

@@ -1,4 +1,4 @@
-"""Small stores and backends for the tests: chunks whose bytes say whose they are, backends that wait or fail."""
+"""Small stores for the tests, chunks whose bytes say whose they are, backends that wait or fail."""
 
 from __future__ import annotations
 
@@ -55,6 +55,14 @@ def put(
             store.slab.view(slot)[:] = payload(key, version)
         reservation.commit()
         return reservation.handled
+
+
+def put_below(store: TieredStore, keys: Sequence[ChunkKey], version: int = 0) -> None:
+    """Store chunks in every tier, one by one so that no copy down is refused; then drop them from memory."""
+    for key in keys:
+        assert put(store, [key], version, protect=keys) == 1
+        assert store.drain(LIMIT)
+    store.drop(keys)
 
 
 def versions(store: TieredStore, lease: Lease) -> list[int]:
@@ -136,7 +144,7 @@ class Failing(WrapperBackend):
 
 
 class Persistent(WrapperBackend):
-    """Memory that outlives its store, and can say what it holds. `shared`: other processes write to it too."""
+    """Memory that outlives its store and can say what it holds. `shared`: other processes write to it."""
 
     def __init__(self, inner: CPUPinnedBackend, *, shared: bool = False) -> None:
         super().__init__(inner)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from lmkv.errors import BackendError, ClosedError
+from lmkv.errors import BackendError, ClosedError, UsageError
 from lmkv.layout import align_up
 from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
@@ -19,7 +19,7 @@ class CPUPinnedBackend:
     one chunk, rounded up to whole pages. `shared`: other processes will map the slab.
 
     The verbs of `Backend` copy and take the backend's lock. A store that uses this backend as its primary
-    tier moves no bytes through them: it fills slots of `slab` itself and calls `publish` and `withdraw`.
+    tier moves no bytes through them: it takes the slots over with `take_slab`, and the verbs refuse.
     """
 
     name = "cpu"
@@ -28,21 +28,24 @@ class CPUPinnedBackend:
         self, capacity_bytes: int, slot_bytes: int, *, shared: bool = False, populate: bool = True
     ) -> None:
         slot_bytes = align_up(slot_bytes)
-        self.slab = Slab(slot_bytes, clamp_capacity(capacity_bytes, slot_bytes), shared=shared)
+        self._slab = Slab(slot_bytes, clamp_capacity(capacity_bytes, slot_bytes), shared=shared)
         self._slots: dict[ChunkKey, tuple[int, int]] = {}
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._taken = False
         if populate:
-            self.slab.populate()
+            self._slab.populate()
 
-    def publish(self, key: ChunkKey, slot: int) -> None:
-        """Name a filled slot. For the store that owns the slab's slots; takes no lock beyond a dict's."""
-        self._slots[key] = (slot, self.slab.slot_bytes)
+    def take_slab(self) -> Slab:
+        """Hand the slots over to a store, which fills, names and frees them from now on.
 
-    def withdraw(self, key: ChunkKey) -> None:
-        """Undo `publish`. Waits for a running `read`, so that the slot can be used again afterwards."""
+        Raises UsageError when somebody else has them, or chunks are in them.
+        """
         with self._lock:
-            self._slots.pop(key, None)
+            self._check_open()
+            if self._slots:
+                raise UsageError(f"{self.name!r} holds chunks: it cannot become a primary tier")
+            self._taken = True
+            return self._slab
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self._check_open()
@@ -58,10 +61,10 @@ class CPUPinnedBackend:
         if found is None:
             return MISS
         slot, nbytes = found
-        if nbytes != len(into) and nbytes != self.slab.slot_bytes or len(into) > nbytes:
+        if nbytes != len(into):
             reason = f"it has {nbytes} bytes, the buffer {len(into)}"
             return Read.failed(BackendError(self.name, "read", key.hex(), reason))
-        into[:] = self.slab.view(slot, len(into))
+        into[:] = self._slab.view(slot, len(into))
         return HIT
 
     def write(self, chunks: Sequence[Chunk]) -> list[Written]:
@@ -73,12 +76,12 @@ class CPUPinnedBackend:
         if chunk.key in self._slots:
             return PRESENT
         nbytes = len(chunk.payload)
-        if nbytes > self.slab.slot_bytes:
-            return Written.rejected(f"{nbytes} bytes do not fit a slot of {self.slab.slot_bytes}")
-        slot = self.slab.acquire()
+        if nbytes > self._slab.slot_bytes:
+            return Written.rejected(f"{nbytes} bytes do not fit a slot of {self._slab.slot_bytes}")
+        slot = self._slab.acquire()
         if slot is None:
             return Written.rejected("full")
-        self.slab.view(slot, nbytes)[:] = chunk.payload
+        self._slab.view(slot, nbytes)[:] = chunk.payload
         self._slots[chunk.key] = (slot, nbytes)
         return STORED
 
@@ -88,15 +91,17 @@ class CPUPinnedBackend:
             for key in keys:
                 found = self._slots.pop(key, None)
                 if found is not None:
-                    self.slab.release(found[0])
+                    self._slab.release(found[0])
 
     def close(self) -> None:
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._slots.clear()
-                self.slab.close()
+                self._slab.close()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("CPUPinnedBackend is closed")
+            raise ClosedError(f"backend {self.name!r} is closed")
+        if self._taken:
+            raise UsageError(f"the slots of {self.name!r} belong to a store")

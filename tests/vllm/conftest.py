@@ -25,11 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with random weights that make outputs depend on every byte of KV."""
+    """A small model with random weights that make outputs depend on every byte of KV; words are token ids."""
     from lmkv.cli.model import SmallModel
 
     folder = tmp_path_factory.mktemp("model")
-    SmallModel(layers=4, hidden=256, max_position=8192).write(folder)
+    small = SmallModel(layers=4, hidden=256, max_position=8192)
+    small.write(folder)
+    small.write_tokenizer(folder)
     return folder
 
 

@@ -129,6 +129,15 @@ def _latent() -> dict[str, Any]:
         "num_experts_per_tok": 2,
         "n_group": 1,
         "topk_group": 1,
+        # As DeepSeek has it. Without, vLLM 0.32 rotates through a CPU kernel whose results depend on the batch.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         "tie_word_embeddings": False,
     }
 
@@ -140,25 +149,6 @@ def falcon_h1() -> Any:
     return FalconH1ForCausalLM(
         FalconH1Config(
             **_SMALL, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16
-        )
-    )
-
-
-def granite_hybrid() -> Any:
-    """Mamba layers and attention layers by turns."""
-    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
-
-    settings = {key: value for key, value in _SMALL.items() if key != "head_dim"}
-    return GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(
-            **settings,
-            layer_types=["mamba", "attention"] * 2,
-            mamba_n_heads=8,
-            mamba_d_head=32,
-            mamba_d_state=16,
-            mamba_n_groups=1,
-            num_local_experts=0,
-            shared_intermediate_size=256,
         )
     )
 
@@ -185,6 +175,25 @@ def whisper() -> Any:
             begin_suppress_tokens=[],
         )
     )
+
+
+def write_whisper_processor(folder: Path) -> None:
+    """What vLLM wants beside Whisper's weights: a feature extractor, and a tokenizer with its special tokens."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
+
+    special = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+    words = {word: index for index, word in enumerate([*special, *map(str, range(VOCAB - len(special)))])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token=special[0])),
+        additional_special_tokens=special,
+        eos_token=special[0],
+        bos_token=special[0],
+        pad_token=special[0],
+    )
+    tokenizer.save_pretrained(folder)
+    WhisperFeatureExtractor().save_pretrained(folder)
 
 
 FAMILIES = {

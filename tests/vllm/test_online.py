@@ -23,14 +23,6 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def served_model(model: Path) -> Path:
-    from lmkv.cli.model import SmallModel
-
-    SmallModel(layers=4, hidden=256, max_position=8192).write_tokenizer(model)
-    return model
-
-
-@pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kv")
 
@@ -46,9 +38,9 @@ def options(disk: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(served_model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with serving(served_model, log, **options(disk)) as running:
+    with serving(model, log, **options(disk)) as running:
         yield running
 
 
@@ -169,14 +161,14 @@ def test_query_twice_runs_against_the_server(server: Server) -> None:
 
 
 def test_a_killed_server_hits_disk_when_it_is_started_again(
-    server: Server, served_model: Path, disk: Path, tmp_path: Path
+    server: Server, model: Path, disk: Path, tmp_path: Path
 ) -> None:
     ids = prompt(65, LENGTH)
     before = len(list(disk.rglob("*.kv1")))
     cold = ask(server, ids)
     wait_until(lambda: len(list(disk.rglob("*.kv1"))) >= before + 5, 60, "five new files")
     server.kill()
-    with serving(served_model, tmp_path / "second.log", **options(disk)) as second:
+    with serving(model, tmp_path / "second.log", **options(disk)) as second:
         warm = ask(second, ids)
         assert report(warm)["sources"] == {"cpu": 0, "disk": HIT}
         assert warm.choices[0].text == cold.choices[0].text

@@ -1,0 +1,164 @@
+"""The primary tier's bookkeeping: which chunk is in which slot, who holds it, and what may be evicted.
+
+Entries: absent -> WRITING (reserved) or LOADING (promoted) -> READY -> absent. docs/concurrency.md has the
+table. Nothing here locks, waits, copies or calls back: the store calls it all under its own lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+from lmkv.claims import Entry, State
+from lmkv.errors import UsageError
+from lmkv.observe import TierCounters, TierStats
+from lmkv.protocols import Backend, ChunkKey
+from lmkv.slab import Slab
+from lmkv.tier import Tier
+
+
+@runtime_checkable
+class HostBackend(Backend, Protocol):
+    """A backend whose chunks lie in slots of host memory that one store may take over."""
+
+    def take_slab(self) -> Slab: ...
+
+
+class PrimaryTier:
+    """`retain`: False makes the slots a mere passage: a chunk leaves with its last holder."""
+
+    def __init__(self, tier: Tier, *, retain: bool = True) -> None:
+        if not isinstance(tier.backend, HostBackend):
+            raise UsageError(f"the primary tier must be in host memory; {tier.name!r} has no slab")
+        if tier.admission is not None:
+            raise UsageError("the primary tier admits everything: what it does not keep, it passes on")
+        self.name = tier.name
+        self.backend: HostBackend = tier.backend
+        self.slab = tier.backend.take_slab()
+        self.policy = tier.policy
+        self.slot_bytes = self.slab.slot_bytes
+        self.entries: dict[ChunkKey, Entry] = {}
+        self.counters = TierCounters()
+        self.held = self.writing = self.loading = self.demoting = 0
+        self._retain = retain
+
+    def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
+        """The entries of the leading keys that are READY."""
+        found = []
+        ready = State.READY
+        for entry in map(self.entries.get, keys):
+            if entry is None or entry.state is not ready:
+                break
+            found.append(entry)
+        return found
+
+    # -- holding ------------------------------------------------------------------------------------------
+
+    def hold(self, entry: Entry) -> None:
+        if not entry.refs:
+            self.held += 1
+            self.policy.set_evictable(entry.key, False)
+        elif entry.demoting:
+            self._end_demotion(entry)
+        entry.refs += 1
+
+    def let_go(self, entry: Entry) -> None:
+        """Whoever lets go of a chain does so tail first: the head is then used last, and evicted last."""
+        entry.refs -= 1
+        if entry.refs:
+            return
+        self.held -= 1
+        if entry.gone:
+            self.slab.release(entry.slot)
+        elif entry.demoting or not self._retain:
+            self.remove(entry)
+        elif entry.ranked:
+            self.policy.set_evictable(entry.key, True)
+        else:
+            entry.ranked = True
+            self.policy.insert(entry.key, self.slot_bytes, entry.parent)
+
+    # -- coming and going ---------------------------------------------------------------------------------
+
+    def enter(
+        self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b""
+    ) -> Entry:
+        """A new entry whose only holder is the writer, or the load, that fills it."""
+        entry = self.entries[key] = Entry(key, slot, state, parent, tokens)
+        self.held += 1
+        if state is State.WRITING:
+            self.writing += 1
+        else:
+            self.loading += 1
+        return entry
+
+    def settle(self, entry: Entry) -> None:
+        """Its bytes are complete. Its filler still holds it."""
+        if not entry.gone:
+            self._uncount(entry)
+        entry.state = State.READY
+
+    def remove(self, entry: Entry) -> None:
+        """Out of the index, filled or not; the slot is freed now, or by the last who holds it."""
+        if entry.gone:
+            return
+        entry.gone = True
+        del self.entries[entry.key]
+        self._uncount(entry)
+        if entry.ranked:
+            self.policy.discard(entry.key)
+        if entry.demoting:
+            self._end_demotion(entry)
+        if not entry.refs:
+            self.slab.release(entry.slot)
+
+    def _uncount(self, entry: Entry) -> None:
+        if entry.state is State.WRITING:
+            self.writing -= 1
+        elif entry.state is State.LOADING:
+            self.loading -= 1
+
+    # -- eviction -----------------------------------------------------------------------------------------
+
+    def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> Sequence[Entry]:
+        """What the policy gives for one more slot, perhaps nothing; the caller removes or demotes it."""
+        evicted = self.policy.evict(self.slot_bytes, protect)
+        entries = [self.entries[key] for key in evicted or ()]
+        for entry in entries:
+            entry.ranked = False
+        self.counters.evictions += len(entries)
+        return entries
+
+    def demote(self, victim: Entry) -> None:
+        """Keep a victim until the copy down, its only holder, has ended; longer if it is leased by then."""
+        victim.demoting = True
+        victim.refs = 1
+        self.held += 1
+        self.demoting += 1
+
+    def _end_demotion(self, entry: Entry) -> None:
+        entry.demoting = False
+        self.demoting -= 1
+
+    # -- all of it ----------------------------------------------------------------------------------------
+
+    def clear(self) -> list[ChunkKey]:
+        """Remove everything; returns the keys. What is held stays readable for its holders."""
+        keys = list(self.entries)
+        for entry in list(self.entries.values()):
+            self.remove(entry)
+        return keys
+
+    def stats(self) -> TierStats:
+        counters = self.counters
+        return TierStats(
+            self.name,
+            len(self.entries) - self.writing - self.loading,
+            (self.slab.num_slots - self.slab.free_slots) * self.slot_bytes,
+            self.slab.num_slots * self.slot_bytes,
+            hits=counters.hits,
+            writes=counters.writes,
+            written_bytes=counters.written_bytes,
+            write_rejects=counters.write_rejects,
+            evictions=counters.evictions,
+        )

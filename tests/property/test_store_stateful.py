@@ -1,0 +1,344 @@
+"""TieredStore against an oracle of plain dictionaries, with its I/O stopped at every point.
+
+A key's *version* changes whenever it is deleted or everything is cleared: what is leased from then on must
+never be of an older one, however the store's writes, reads and deletions lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import define
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import lmkv.tiered
+from lmkv.backends.memory import CPUPinnedBackend
+from lmkv.claims import Lease, Reservation
+from lmkv.iopool import Priority
+from lmkv.outcomes import Presence
+from lmkv.policies import AdmitNone, SecondTouch
+from lmkv.promotion import Promotion
+from lmkv.protocols import ChunkKey
+from lmkv.testing.clocks import ManualClock
+from lmkv.testing.faults import FaultyBackend
+from tests.kit import SLOT, chain, lower, memory, payload, small_store
+from tests.stepped import Pausing, SteppedPool
+
+CHAINS = {name: chain(name, 5) for name in "ab"}
+ALL = [key for keys in CHAINS.values() for key in keys]
+
+spans = st.tuples(st.sampled_from("ab"), st.integers(0, 4), st.integers(1, 5))
+numbers = st.integers(0, 7)
+
+
+def keys_of(span: tuple[str, int, int]) -> list[ChunkKey]:
+    name, start, count = span
+    return CHAINS[name][start : start + count]
+
+
+@define
+class Held:
+    """A lease, and what each of its slots must hold until it ends."""
+
+    lease: Lease
+    contents: list[bytes]
+
+
+@define
+class Open:
+    reservation: Reservation
+    keys: list[ChunkKey]
+    """Those that it reserved."""
+
+
+class StoreMachine(RuleBasedStateMachine):
+    @initialize(
+        slots=st.integers(1, 7),
+        policy=st.sampled_from(["LRU", "FIFO"]),
+        tiers=st.lists(
+            st.fixed_dictionaries(
+                {
+                    "slots": st.integers(1, 8),
+                    "write": st.sampled_from(["through", "back"]),
+                    "policy": st.sampled_from(["LRU", "FIFO"]),
+                    "admission": st.sampled_from([None, None, SecondTouch, AdmitNone]),
+                }
+            ),
+            max_size=2,
+        ),
+        error_rate=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
+        retain=st.sampled_from([True, True, True, False]),
+        seed=st.integers(0, 3),
+    )
+    def start(
+        self, slots: int, policy: str, tiers: list[Any], error_rate: float, retain: bool, seed: int
+    ) -> None:
+        self.clock = ManualClock()
+        self.media: list[tuple[CPUPinnedBackend, int]] = []
+        self.faulty: list[FaultyBackend] = []
+        below = [self.make_tier(number, options, error_rate, seed) for number, options in enumerate(tiers)]
+        original, lmkv.tiered.IOPool = lmkv.tiered.IOPool, SteppedPool  # type: ignore[assignment,misc]
+        try:
+            self.store = small_store(
+                slots, *below, policy=policy, clock=self.clock, retain=retain, io_threads=3
+            )
+        finally:
+            lmkv.tiered.IOPool = original  # type: ignore[misc]
+        self.pool: Any = self.store._pool
+        self.retain = retain
+        self.version = dict.fromkeys(ALL, 0)
+        self.committed: set[ChunkKey] = set()
+        self.leases: list[Held] = []
+        self.reservations: list[Open] = []
+        self.promotions: list[Promotion] = []
+        self.pins: dict[ChunkKey, float] = {}
+
+    def make_tier(self, number: int, options: dict[str, Any], error_rate: float, seed: int) -> Any:
+        slots, admission = options.pop("slots"), options.pop("admission")
+        medium = memory(slots + 2, f"tier {number}")
+        self.media.append((medium, slots))
+        self.faulty.append(FaultyBackend(medium, seed=seed, error_rate=error_rate))
+        return lower(Pausing(self.faulty[-1]), slots, admission=admission and admission(), **options)
+
+    # -- storing ------------------------------------------------------------------------------------------
+
+    @rule(span=spans, protected=st.booleans())
+    def reserve(self, span: tuple[str, int, int], protected: bool) -> None:
+        keys = keys_of(span)
+        reservation = self.store.reserve(keys, protect=CHAINS[span[0]] if protected else ())
+        assert reservation.handled <= len(keys)
+        assert set(reservation.slots) <= set(keys[: reservation.handled])
+        for key, slot in reservation.slots.items():
+            self.store.slab.view(slot)[:] = payload(key, self.version[key])
+        self.reservations.append(Open(reservation, list(reservation.slots)))
+
+    @precondition(lambda self: self.reservations)
+    @rule(which=numbers, part=st.integers(0, 5))
+    def commit(self, which: int, part: int) -> None:
+        """The first `part` keys; the rest is aborted."""
+        opened = self.reservations.pop(which % len(self.reservations))
+        done = opened.keys[:part]
+        valid = [
+            key
+            for key in done
+            if bytes(self.store.slab.view(opened.reservation.slots[key])) == payload(key, self.version[key])
+        ]
+        with opened.reservation:
+            opened.reservation.commit(done)
+        # One that was deleted meanwhile is of an older version, and does not count.
+        self.committed.update(valid)
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    @rule(span=spans)
+    def lease(self, span: tuple[str, int, int]) -> None:
+        keys = keys_of(span)
+        lease = self.store.lease(keys)
+        assert lease.keys == keys[: len(lease)]
+        contents = [payload(key, self.version[key]) for key in lease.keys]
+        self.leases.append(Held(lease, contents))
+        self.check_lease(self.leases[-1])
+        assert set(lease.keys) <= self.committed
+
+    def check_lease(self, held: Held) -> None:
+        for slot, content in zip(held.lease.slots, held.contents, strict=True):
+            assert bytes(self.store.slab.view(slot)) == content
+
+    @precondition(lambda self: self.leases)
+    @rule(which=numbers)
+    def end_lease(self, which: int) -> None:
+        held = self.leases.pop(which % len(self.leases))
+        self.check_lease(held)
+        held.lease.release()
+        held.lease.release()
+
+    @rule(
+        span=spans,
+        prefetch=st.booleans(),
+        limit=st.sampled_from([None, 0, 2]),
+        ttl=st.sampled_from([None, 1.0]),
+    )
+    def promote(
+        self, span: tuple[str, int, int], prefetch: bool, limit: int | None, ttl: float | None
+    ) -> None:
+        keys = keys_of(span)
+        priority = Priority.PREFETCH if prefetch else Priority.LOAD
+        promotion = self.store.promote(keys, priority=priority, limit=limit, ttl=ttl)
+        assert promotion.keys == keys[:limit][: len(promotion)]
+        self.promotions.append(promotion)
+
+    @precondition(lambda self: self.promotions)
+    @rule(which=numbers)
+    def end_promotion(self, which: int) -> None:
+        promotion = self.promotions.pop(which % len(self.promotions))
+        if promotion.done and not promotion.released:
+            present = self.store.lookup(promotion.keys[: promotion.ready])
+            assert present == [Presence.READY] * promotion.ready
+        promotion.release()
+
+    @rule(span=spans)
+    def touch(self, span: tuple[str, int, int]) -> None:
+        self.store.touch(keys_of(span))
+
+    # -- pins and time ------------------------------------------------------------------------------------
+
+    @rule(span=spans, ttl=st.sampled_from([0.5, 3.0]))
+    def pin(self, span: tuple[str, int, int], ttl: float) -> None:
+        keys = keys_of(span)
+        count = self.store.pin(keys, ttl)
+        assert count == self.store.match(keys)[0]
+        self.pins.update(dict.fromkeys(keys[:count], self.clock() + ttl))
+
+    @rule(span=spans)
+    def unpin(self, span: tuple[str, int, int]) -> None:
+        keys = keys_of(span)
+        live = sum(self.pins.get(key, 0) > self.clock() for key in keys)
+        assert live <= self.store.unpin(keys) <= len(keys)
+        for key in keys:
+            self.pins.pop(key, None)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 70.0]), poll=st.booleans())
+    def time_passes(self, seconds: float, poll: bool) -> None:
+        self.clock.advance(seconds)
+        if poll:
+            self.store.poll()
+
+    # -- removing -----------------------------------------------------------------------------------------
+
+    def outdate(self, keys: list[ChunkKey]) -> None:
+        for key in keys:
+            self.version[key] += 1
+            self.committed.discard(key)
+            self.pins.pop(key, None)
+
+    @rule(span=spans)
+    def delete(self, span: tuple[str, int, int]) -> None:
+        keys = keys_of(span)
+        count = sum(presence is not Presence.MISS for presence in self.store.lookup(keys))
+        assert self.store.delete(keys) == count
+        self.outdate(keys)
+
+    @rule()
+    def clear(self) -> None:
+        self.store.clear()
+        self.outdate(ALL)
+        assert self.store.lookup(ALL) == [Presence.MISS] * len(ALL)
+
+    @rule(span=spans)
+    def drop(self, span: tuple[str, int, int]) -> None:
+        keys = keys_of(span)
+        self.store.drop(keys)
+        assert Presence.READY not in self.store.lookup(keys)
+        for key in keys:
+            self.pins.pop(key, None)
+
+    # -- I/O ----------------------------------------------------------------------------------------------
+
+    @rule()
+    def io_begins(self) -> None:
+        self.pool.begin()
+
+    @rule(which=numbers)
+    def io_moves(self, which: int) -> None:
+        self.pool.step(which)
+
+    @rule()
+    def io_ends(self) -> None:
+        self.pool.drain(0)
+
+    @precondition(lambda self: self.faulty)
+    @rule(which=numbers)
+    def io_fails_once(self, which: int) -> None:
+        self.faulty[which % len(self.faulty)].fail_call()
+
+    # -- always -------------------------------------------------------------------------------------------
+
+    @invariant()
+    def what_is_found_was_committed(self) -> None:
+        present = dict(zip(ALL, self.store.lookup(ALL), strict=True))
+        assert {key for key in ALL if present[key] in (Presence.READY, Presence.SECONDARY)} <= self.committed
+        for key, end in self.pins.items():
+            assert end <= self.clock() or present[key] is Presence.READY, "a pinned chunk is gone"
+
+    @invariant()
+    def every_slot_is_accounted_for(self) -> None:
+        store = self.store
+        entries = store._primary.entries.values()
+        slots = [entry.slot for entry in entries]
+        assert len(set(slots)) == len(slots), "two chunks in one slot"
+        claimed = {slot for held in self.leases for slot in held.lease.slots}
+        claimed |= {slot for opened in self.reservations for slot in opened.reservation.slots.values()}
+        used = {slot for slot, flag in enumerate(store.slab._used) if flag}
+        assert claimed | set(slots) <= used
+        assert len(used) == store.slab.num_slots - store.slab.free_slots
+        stats = store.stats()
+        assert stats.writing == store._primary.writing >= 0
+        assert stats.primary.chunks == sum(entry.ready for entry in entries)
+        assert len(store._primary.policy) == sum(entry.ranked for entry in entries)
+
+    @invariant()
+    def no_tier_takes_more_than_its_capacity(self) -> None:
+        for (medium, slots), stats in zip(self.media, self.store.stats().tiers[1:], strict=True):
+            assert len(medium._slots) <= slots
+            assert 0 <= stats.used_bytes <= slots * SLOT
+
+    @invariant()
+    def leased_bytes_stay(self) -> None:
+        for held in self.leases:
+            self.check_lease(held)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for faulty in self.faulty:
+            faulty.error_rate = 0.0
+        for held in self.leases:
+            held.lease.release()
+        for opened in self.reservations:
+            opened.reservation.abort()
+        self.pool.drain(0)
+        for promotion in self.promotions:
+            promotion.release()
+        self.pool.drain(0)
+        assert all(promotion.done for promotion in self.promotions), "somebody would wait for ever"
+        self.store.unpin(ALL)
+        self.clock.advance(1000)
+        self.store.poll()
+        self.pool.drain(0)
+        self.everything_is_let_go_of()
+        self.store.close()
+        assert self.store.match(ALL) == (0, 0)
+        assert self.store.slab.free_slots == 0 or not self.store.slab._used.count(1)
+
+    def everything_is_let_go_of(self) -> None:
+        store, stats = self.store, self.store.stats()
+        assert (stats.leased, stats.pinned, stats.writing, stats.loading) == (0, 0, 0, 0)
+        assert store.slab.free_slots + stats.primary.chunks == store.slab.num_slots
+        assert store._primary.demoting == store._promoter._prefetched == 0
+        assert stats.primary.chunks == 0 or self.retain
+        for tier in store._tiers:
+            assert not tier.index._burying
+            assert tier.index._lingering == 0
+            assert len(tier.index.policy) == len(tier.index)
+        for key in ALL:
+            self.check_below(key)
+
+    def check_below(self, key: ChunkKey) -> None:
+        """Whatever a tier promises, it has, unless a fault took it; and it is of the last version."""
+        promotion = self.store.promote([key])
+        self.pool.drain(0)
+        assert promotion.done
+        with self.store.lease(promotion.keys) as lease:
+            for slot in lease.slots:
+                assert bytes(self.store.slab.view(slot)) == payload(key, self.version[key])
+        promotion.release()
+
+
+TestStore = StoreMachine.TestCase
+
+
+@pytest.mark.nightly
+class TestStoreAtLength(StoreMachine.TestCase):
+    """The same, to be run with the nightly profile."""

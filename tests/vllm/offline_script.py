@@ -1,0 +1,63 @@
+"""What test_multiprocess runs: an offline `LLM` in vLLM's default mode, whose engine has its own processes.
+
+    python offline_script.py MODEL RESULT [stay]
+
+Writes what came out to RESULT. With `stay` it then waits to be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.harness import BLOCK, prompt
+
+LENGTH = 1500
+
+
+def main(model: str, result: str, stay: bool) -> None:
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.config import KVTransferConfig
+
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        kv_cache_memory_bytes=17 << 20,
+        block_size=BLOCK,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="LMKVConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"max_local_cpu_size": 0.25},
+        ),
+    )
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=8,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": {"lmkv.report": True}},
+    )
+
+    def ask(seed: int) -> dict[str, Any]:
+        tokens = TokensPrompt(prompt_token_ids=prompt(seed, LENGTH))
+        [output] = llm.generate(tokens, params, use_tqdm=False)
+        report = (output.kv_transfer_params or {})["lmkv"]
+        return {"ids": list(output.outputs[0].token_ids), "hit": report["hit_tokens"]}
+
+    answers = {"cold": ask(70), "others": [ask(71), ask(72), ask(73)], "warm": ask(70), "main": os.getpid()}
+    unfinished = Path(f"{result}.tmp")
+    unfinished.write_text(json.dumps(answers))
+    unfinished.rename(result)
+    while stay:
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], "stay" in sys.argv[3:])

@@ -1,0 +1,39 @@
+"""The examples that need vLLM, as a reader would run them, at a small size."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.server import child_environment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIZES = ["--num-prompts", "3", "--prompt-tokens", "600", "--max-local-cpu-size", "0.25"]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(name: str, *arguments: str) -> str:
+    """What the example prints on its standard output."""
+    command = [sys.executable, EXAMPLES / name, *arguments]
+    # In one process it starts sooner; test_multiprocess has the other mode.
+    environment = child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("flags", "loaded"), [([], "1,536"), (["--without-lmkv"], "0")])
+def test_cpu_offloading(flags: list[str], loaded: str) -> None:
+    printed = run("cpu_offloading.py", *SIZES, *flags)
+    assert re.search(
+        r"^First run: \d+\.\d\d s, 0 of 1,800 prompt tokens not computed$", printed, re.MULTILINE
+    )
+    assert re.search(
+        rf"^Second run: .* s, {loaded} of 1,800 prompt tokens not computed$", printed, re.MULTILINE
+    )
+    assert re.search(r"^Speedup \(first run / second run\): \d+\.\d\d$", printed, re.MULTILINE)
