@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,31 +23,45 @@ _REGISTER_PIECE = 1 << 30
 class PinnedSlab:
     """Registers a mapped slab with the device driver, so that copies run at full speed beside the CPU.
 
-    What cannot be registered stays pageable: slower, and just as correct.
+    In pieces and in the background: a large tier takes seconds, and until its turn comes, as when the driver
+    refuses, memory stays pageable: slower to copy, and just as correct.
     """
 
-    def __init__(self, slab: SlabMap) -> None:
+    def __init__(self, slab: SlabMap, device: torch.device) -> None:
+        self._slab = slab
+        self._device = device
         self._pieces: list[int] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._register, name="lmkv-pin", daemon=True)
+        self._thread.start()
+
+    def _register(self) -> None:
+        torch.cuda.set_device(self._device)
         runtime: Any = torch.cuda.cudart()
-        for offset in range(0, slab.nbytes, _REGISTER_PIECE):
-            address = slab.address + offset
-            status = runtime.cudaHostRegister(address, min(_REGISTER_PIECE, slab.nbytes - offset), 0)
-            if int(status):
+        for offset in range(0, self._slab.nbytes, _REGISTER_PIECE):
+            if self._stop.is_set():
+                return
+            address = self._slab.address + offset
+            nbytes = min(_REGISTER_PIECE, self._slab.nbytes - offset)
+            status = int(runtime.cudaHostRegister(address, nbytes, 0))
+            if status:
                 logger.warning(
                     "lmkv: the driver pinned %d of %d bytes of the CPU tier (error %d); the rest is copied "
                     "at pageable speed",
                     offset,
-                    slab.nbytes,
-                    int(status),
+                    self._slab.nbytes,
+                    status,
                 )
-                break
+                return
             self._pieces.append(address)
 
     def close(self) -> None:
+        """Unregister what is registered. No copy may be under way. Idempotent."""
+        self._stop.set()
+        self._thread.join()
         runtime: Any = torch.cuda.cudart()
-        for address in self._pieces:
-            runtime.cudaHostUnregister(address)
-        self._pieces.clear()
+        while self._pieces:
+            runtime.cudaHostUnregister(self._pieces.pop())
 
 
 class _StreamEvent:
@@ -76,9 +91,8 @@ class CUDACopier:
         self._spans = [layout.span(rank, index) for index in range(len(layout.layers))]
         self._slots = torch.from_numpy(slab.array)
         self._device = memory.device
-        with torch.cuda.device(self._device):
-            self._pinned = PinnedSlab(slab)
-            self._store_stream = torch.cuda.Stream()
+        self._pinned = PinnedSlab(slab, self._device)
+        self._store_stream = torch.cuda.Stream(self._device)
 
     def _runs(self, copies: Sequence[ChunkCopy], group: int) -> list[tuple[int, int, list[int]]]:
         return [(copy.slot, copy.runs[group].first, copy.runs[group].blocks) for copy in copies]

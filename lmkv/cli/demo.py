@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,21 +22,33 @@ from rich.table import Table
 
 from lmkv.cli.measure import CONNECTOR, PROMPTS, Measurement, Plan, Progress, measure
 from lmkv.cli.model import SmallModel, whole_heads
+from lmkv.cli.restart import RestartMeasurement, measure_restart
 
 LOG_LINES = 60
+
+Measured = Measurement | RestartMeasurement
 
 
 class Tier(StrEnum):
     RAM = "ram"
+    DISK = "disk"
 
 
 def demo(
     tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt.")] = 8000,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
     hidden: Annotated[int, typer.Option(callback=whole_heads, help="Its hidden size, in heads of 64.")] = 512,
-    tier: Annotated[Tier, typer.Option(help="Where the KV cache of the prompt is kept.")] = Tier.RAM,
+    tier: Annotated[
+        Tier, typer.Option(help="ram: send the prompts again; disk: kill vLLM and start it again before.")
+    ] = Tier.RAM,
+    disk: Annotated[
+        Path | None,
+        typer.Option(help="Where to put the disk tier's temporary folder.", show_default="TMPDIR"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the model and vLLM's log.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the model, the disk tier and vLLM's log.")
+    ] = False,
     connector: Annotated[str, typer.Option(hidden=True)] = CONNECTOR,
 ) -> None:
     """Send long prompts to real vLLM cold, then again once its own cache has forgotten them."""
@@ -44,14 +56,13 @@ def demo(
         sys.exit('lmkv demo runs real vLLM, which is not installed: pip install "lmkv[vllm]"')
     model = SmallModel(layers=layers, hidden=hidden, max_position=2 * tokens)
     plan = Plan(tokens=tokens, model=model, connector=None if connector == "none" else connector)
-    folder = Path(tempfile.mkdtemp(prefix="lmkv-demo-"))
-    try:
-        measured = measure_quietly(plan, folder)
-    finally:
-        if keep:
-            typer.echo(f"kept: {folder}", err=True)
+    with ExitStack() as stack:
+        folder = stack.enter_context(demo_folder(None, keep=keep))
+        if tier is Tier.DISK:
+            kv = stack.enter_context(demo_folder(disk, keep=keep))
+            measured: Measured = quietly(lambda say: measure_restart(plan, folder / "model", kv, say), folder)
         else:
-            shutil.rmtree(folder)
+            measured = quietly(lambda say: measure(plan, folder / "model", say), folder)
     if as_json:
         typer.echo(json.dumps(measured.as_dict()))
     else:
@@ -59,12 +70,27 @@ def demo(
     sys.exit(0 if measured.passed else 1)
 
 
-def measure_quietly(plan: Plan, folder: Path) -> Measurement:
-    """Measure with vLLM's output in a log, whose end is shown if something fails."""
+@contextmanager
+def demo_folder(parent: Path | None, *, keep: bool) -> Iterator[Path]:
+    """A temporary folder, in `parent` if given."""
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="lmkv-demo-", dir=parent))
+    try:
+        yield folder
+    finally:
+        if keep:
+            typer.echo(f"kept: {folder}", err=True)
+        else:
+            shutil.rmtree(folder)
+
+
+def quietly(run: Callable[[Progress], Measured], folder: Path) -> Measured:
+    """Run with vLLM's output in a log, whose end is shown if something fails."""
     log = folder / "vllm.log"
     try:
         with diverted_output(log) as terminal, progress_on(terminal) as say:
-            return measure(plan, folder / "model", say)
+            return run(say)
     except Exception:
         typer.echo("".join(log.read_text(errors="replace").splitlines(keepends=True)[-LOG_LINES:]), err=True)
         raise
@@ -100,25 +126,44 @@ def progress_on(stream: TextIO) -> Iterator[Progress]:
         yield lambda text: console.print(text, soft_wrap=True)
 
 
-def show(measured: Measurement) -> None:
+def show(measured: Measured) -> None:
     table = Table(title=f"{measured.engine} on {measured.device}", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    load = "" if measured.load_gb_s is None else f"{measured.load_gb_s:.1f} GB/s"
-    rows = {
-        "prompt": f"{measured.prompt_tokens:,} tokens",
-        "hit": f"{measured.hit_tokens:,} tokens",
-        f"time to first token, cold (best of {PROMPTS})": f"{measured.cold_ttft_s:.3f} s",
-        f"time to first token, warm (best of {PROMPTS})": f"{measured.warm_ttft_s:.3f} s",
-        "speed-up": f"{measured.speedup:.1f} x",
-        "load": load,
-        "outputs equal": "yes" if measured.outputs_equal else "NO",
-    }
+    table.add_row("prompt", f"{measured.prompt_tokens:,} tokens")
+    rows = disk_rows(measured) if isinstance(measured, RestartMeasurement) else ram_rows(measured)
     for name, value in rows.items():
         table.add_row(name, value)
+    table.add_row("outputs equal", "yes" if measured.outputs_equal else "NO")
     console = Console()
     console.print(table)
     if not measured.hit_as_expected:
         console.print("[red]A repeated prompt did not hit what its first request left.")
     if not measured.outputs_equal:
         console.print("[red]A warm output differs from its cold one.")
+
+
+def ram_rows(measured: Measurement) -> dict[str, str]:
+    return {
+        "hit": f"{measured.hit_tokens:,} tokens",
+        ttft("cold"): f"{measured.cold_ttft_s:.3f} s",
+        ttft("warm"): f"{measured.warm_ttft_s:.3f} s",
+        "speed-up": f"{measured.speedup:.1f} x",
+        "load": "" if measured.load_gb_s is None else f"{measured.load_gb_s:.1f} GB/s",
+    }
+
+
+def disk_rows(measured: RestartMeasurement) -> dict[str, str]:
+    return {
+        "hit after SIGKILL and restart": f"{measured.hit_tokens:,} tokens",
+        "hit where": measured.hit_tier,
+        ttft("cold"): f"{measured.cold_ttft_s:.3f} s",
+        ttft("from memory"): f"{measured.ram_ttft_s:.3f} s",
+        ttft("from disk"): f"{measured.disk_ttft_s:.3f} s",
+        "speed-up, disk": f"{measured.speedup:.1f} x",
+        "read past the page cache": "yes" if measured.direct_io else "no",
+    }
+
+
+def ttft(how: str) -> str:
+    return f"time to first token, {how} (best of {PROMPTS})"

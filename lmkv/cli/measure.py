@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,18 +80,35 @@ class Plan:
         """The last token is always computed, and hits are whole chunks."""
         return (self.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
 
+    @property
+    def expected_hit(self) -> float:
+        return min(0.98 * (self.tokens - 1), self.reachable_hit)
+
     def prompt(self, number: int) -> list[int]:
+        """Prompts 0 to PROMPTS - 1 are measured; higher numbers warm the engine up."""
         return random.Random(number).choices(range(self.model.vocab), k=self.tokens)
 
 
 @frozen(kw_only=True)
 class Answer:
-    """One request: what came out, how soon, and what did not have to be computed."""
+    """One request: what came out, how soon, and what did not have to be computed.
+
+    `sources`: tokens that were loaded, by the tier that had them.
+    """
 
     token_ids: tuple[int, ...]
     ttft_s: float
     hit_tokens: int
     load_gb_s: float | None
+    sources: Mapping[str, int]
+
+
+@frozen(kw_only=True)
+class Machine:
+    """What a figure was measured on."""
+
+    engine: str
+    device: str
 
 
 @frozen(kw_only=True)
@@ -122,11 +140,8 @@ def measure(plan: Plan, folder: Path, say: Progress = print) -> Measurement:
     say("writing a small model with random weights")
     plan.model.write(folder)
     say("starting vLLM")
-    llm = start_engine(plan, folder)
-    try:
+    with running_engine(plan, folder) as llm:
         return run_prompts(plan, llm, say)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 def prepare_environment() -> None:
@@ -135,10 +150,11 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def start_engine(plan: Plan, folder: Path) -> LLM:
+@contextmanager
+def running_engine(plan: Plan, folder: Path) -> Iterator[LLM]:
     from vllm import LLM
 
-    return LLM(
+    llm = LLM(
         model=str(folder),
         skip_tokenizer_init=True,
         dtype=plan.model.dtype,
@@ -149,6 +165,19 @@ def start_engine(plan: Plan, folder: Path) -> LLM:
         disable_log_stats=False,
         kv_transfer_config=transfer_config(plan),
     )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def describe_machine() -> Machine:
+    """To be called where vLLM runs."""
+    import torch
+    import vllm
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return Machine(engine=f"vllm {vllm.__version__}", device=device)
 
 
 def transfer_config(plan: Plan) -> Any:
@@ -167,17 +196,22 @@ def transfer_config(plan: Plan) -> Any:
 
 
 def run_prompts(plan: Plan, llm: LLM, say: Progress) -> Measurement:
-    def ask_in_turn(how: str) -> list[Answer]:
-        answers = []
-        for number in range(PROMPTS):
-            say(f"{how}: prompt {number + 1} of {PROMPTS}, {plan.tokens:,} tokens")
-            answers.append(ask(llm, plan.prompt(number)))
-        return answers
+    def send(number: int) -> Answer:
+        return ask(llm, plan.prompt(number))
 
     # As long as the others: what the first long prompt alone pays (buffers, kernels) would flatter lmkv.
     say(f"warm-up: {plan.tokens:,} tokens")
-    ask(llm, plan.prompt(PROMPTS))
-    return compare(plan, ask_in_turn("cold"), ask_in_turn("warm"))
+    send(PROMPTS)
+    cold = ask_in_turn("cold", plan, send, say)
+    return compare(plan, cold, ask_in_turn("warm", plan, send, say))
+
+
+def ask_in_turn(how: str, plan: Plan, send: Callable[[int], Answer], say: Progress) -> list[Answer]:
+    answers = []
+    for number in range(PROMPTS):
+        say(f"{how}: prompt {number + 1} of {PROMPTS}, {plan.tokens:,} tokens")
+        answers.append(send(number))
+    return answers
 
 
 def ask(llm: LLM, prompt: list[int]) -> Answer:
@@ -205,16 +239,13 @@ def ask(llm: LLM, prompt: list[int]) -> Answer:
         # `num_cached_tokens` alone would count what vLLM's own prefix cache still held.
         hit_tokens=report.get("hit_tokens", 0) if with_connector else output.num_cached_tokens,
         load_gb_s=report["load_bytes"] / load_seconds / 1e9 if load_seconds else None,
+        sources=report.get("sources", {}),
     )
 
 
 def compare(plan: Plan, cold: list[Answer], warm: list[Answer]) -> Measurement:
     """The best of times, cold as warm, since a disturbance only ever adds; the worst of everything else."""
-    import torch
-    import vllm
-
-    cold_ttft_s = min(answer.ttft_s for answer in cold)
-    warm_ttft_s = min(answer.ttft_s for answer in warm)
+    cold_ttft_s, warm_ttft_s = fastest(cold), fastest(warm)
     hit_tokens = min(answer.hit_tokens for answer in warm)
     rates = [answer.load_gb_s for answer in warm if answer.load_gb_s is not None]
     return Measurement(
@@ -223,11 +254,19 @@ def compare(plan: Plan, cold: list[Answer], warm: list[Answer]) -> Measurement:
         cold_ttft_s=cold_ttft_s,
         warm_ttft_s=warm_ttft_s,
         speedup=cold_ttft_s / warm_ttft_s,
-        outputs_equal=[answer.token_ids for answer in cold] == [answer.token_ids for answer in warm],
+        outputs_equal=same_outputs(cold, warm),
         load_gb_s=max(rates, default=None),
-        engine=f"vllm {vllm.__version__}",
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         layers=plan.model.layers,
         dtype=plan.model.dtype,
-        hit_as_expected=hit_tokens >= min(0.98 * (plan.tokens - 1), plan.reachable_hit),
+        hit_as_expected=hit_tokens >= plan.expected_hit,
+        **asdict(describe_machine()),
     )
+
+
+def fastest(answers: Iterable[Answer]) -> float:
+    return min(answer.ttft_s for answer in answers)
+
+
+def same_outputs(*runs: Sequence[Answer]) -> bool:
+    """Whether every run answered every prompt alike."""
+    return len({tuple(answer.token_ids for answer in run) for run in runs}) == 1

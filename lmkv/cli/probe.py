@@ -23,7 +23,7 @@ _PAYLOAD_PAGES = 16
 
 @frozen
 class FolderFacts:
-    """`tried`: the folder, or its nearest parent when it is not there yet. `direct_io`: O_DIRECT is in use."""
+    """`tried`: the folder, or its nearest parent if it is not there yet. `direct_io`: O_DIRECT is in use."""
 
     tried: str
     free_bytes: int

@@ -73,30 +73,44 @@ class GroupFacts:
 
 def kv_groups(kv_cache_config: Any) -> list[GroupFacts]:
     """The groups of a KVCacheConfig. Raises ValueError, with the reason, for what cannot be cached."""
-    return [_group(group) for group in kv_cache_config.kv_cache_groups]
+    strides = _strides(kv_cache_config)
+    return [_group(group, strides) for group in kv_cache_config.kv_cache_groups]
 
 
-def _group(group: Any) -> GroupFacts:
-    spec = group.kv_cache_spec
+def _strides(kv_cache_config: Any) -> dict[str, int]:
+    """Bytes from a layer's page to the next page in memory, by layer."""
+    return {
+        name: min(int(tensor.layer_stride), int(tensor.block_stride))
+        for tensor in getattr(kv_cache_config, "kv_cache_tensors", ())
+        for name in tensor.layers
+    }
+
+
+def _group(group: Any, strides: Mapping[str, int]) -> GroupFacts:
+    spec, names = group.kv_cache_spec, group.layer_names
     by_layer = getattr(spec, "kv_cache_specs", None)
-    specs = [by_layer[name] for name in group.layer_names] if by_layer else [spec] * len(group.layer_names)
+    specs = [by_layer[name] for name in names] if by_layer else [spec] * len(names)
     windows = {_window(one) for one in specs}
     if len(windows) > 1:
         raise ValueError(f"one block table for layers with different windows {windows}")
-    return GroupFacts(
-        tuple(group.layer_names),
-        tuple(int(one.page_size_bytes) for one in specs),
-        int(spec.block_size),
-        windows.pop(),
-    )
+    pages = [int(one.page_size_bytes) for one in specs]
+    if not by_layer and len({strides.get(name) for name in names}) > 1:
+        # vLLM's scheduler is told the specification of one layer, whichever comes first, for all of them.
+        pages = [strides[name] for name in names]
+    return GroupFacts(tuple(names), tuple(pages), int(spec.block_size), windows.pop())
+
+
+_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
+"""What keeps one block after the other for the tokens of a prefix, and nothing else."""
 
 
 def _window(spec: Any) -> int | None:
     kind = type(spec).__name__
-    if "Mamba" in kind or "Chunked" in kind or "CrossAttention" in kind or "Encoder" in kind:
+    if kind not in _KINDS or not getattr(spec, "prefix_cacheable", True):
         raise ValueError(f"{kind} layers keep state that chunks of a prefix do not hold")
-    window = getattr(spec, "sliding_window", None)
-    return int(window) if window is not None and "SlidingWindow" in kind else None
+    if "SlidingWindow" not in kind:
+        return None
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
 
 
 def progress(scheduler_output: Any) -> dict[str, int]:

@@ -142,7 +142,7 @@ class Scheduler:
         return dict(tracked.sources) if tracked is not None else {}
 
     def give_up_load(self, request_id: str, tables: BlockTables) -> None:
-        """A promised load cannot be ordered: have all of the request's blocks reported, so that it computes."""
+        """A promised load cannot be ordered: have the request's blocks reported, so that it computes."""
         tracked = self._requests.get(request_id)
         streamed = tracked is not None and tracked.streamed
         if tracked is not None:

@@ -10,6 +10,9 @@ from typing import Any
 from attrs import field, frozen
 
 WEIGHT_STD = 0.15
+EMBEDDING_STD = 0.05
+"""Smaller: where it is the output's matrix too, a token would only ever be followed by itself."""
+
 VOCAB = 1024
 MAX_POSITION = 4096
 
@@ -42,9 +45,9 @@ class Family:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.make()
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
-                    torch.nn.init.normal_(parameter, std=WEIGHT_STD)
+                    torch.nn.init.normal_(parameter, std=EMBEDDING_STD if "embed" in name else WEIGHT_STD)
         model.to(torch.float32).save_pretrained(folder)
         return folder
 
@@ -92,6 +95,23 @@ def gemma3n() -> Any:
             hidden_size_per_layer_input=16,
             laurel_rank=8,
             activation_sparsity_pattern=[0.0] * 6,
+        )
+    )
+
+
+def gemma4(window: int, shared: int = 0) -> Any:
+    """Layers with and without a window whose heads differ in size; the last `shared` have no KV of their own."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    return Gemma4ForCausalLM(
+        Gemma4TextConfig(
+            **{**_SMALL, "num_hidden_layers": 6, "tie_word_embeddings": True},
+            layer_types=kinds,
+            sliding_window=window,
+            global_head_dim=64,
+            hidden_size_per_layer_input=0,
+            num_kv_shared_layers=shared,
         )
     )
 
@@ -208,6 +228,10 @@ FAMILIES = {
     "hybrid, window smaller than a chunk": Family(lambda: gemma3(96), groups=6),
     "hybrid, window larger than a chunk": Family(lambda: gemma3(700), groups=6),
     "layers that share KV": Family(gemma3n, groups=2),
+    "pages of two sizes, hybrid": Family(lambda: gemma4(96, shared=1), groups=5),
+    "pages of two sizes, one table": Family(
+        lambda: gemma4(96), options={"disable_hybrid_kv_cache_manager": True}
+    ),
 }
 
 

@@ -1,0 +1,58 @@
+"""`lmkv demo` as a user runs it, at a small size: what it shows is what it exits with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.server import child_environment
+
+LMKV = Path(sys.executable).with_name("lmkv")
+SMALL = ["--tokens", "1500", "--layers", "4", "--hidden", "256"]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [LMKV, "demo", *SMALL, *arguments],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_from_memory() -> None:
+    shown = last_line(demo("--json"))
+    assert {"cold_ttft_s", "warm_ttft_s", "speedup", "engine", "device"} <= set(shown)
+    assert (shown["prompt_tokens"], shown["hit_tokens"], shown["outputs_equal"]) == (1500, 1280, True)
+
+
+def test_from_disk_after_a_kill(tmp_path: Path) -> None:
+    shown = last_line(demo("--json", "--tier", "disk", "--disk", str(tmp_path)))
+    times = ("cold_ttft_s", "ram_ttft_s", "disk_ttft_s", "speedup")
+    assert {*times, "direct_io", "engine", "device"} <= set(shown)
+    assert (shown["prompt_tokens"], shown["hit_tokens"], shown["outputs_equal"]) == (1500, 1280, True)
+    assert shown["hit_tier"] == "disk"
+    assert all(shown[time] > 0 for time in times)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_said_beforehand() -> None:
+    done = demo("--tier", "disk", "--layers", "100000")
+    assert done.returncode == 1
+    assert "GB are wanted" in done.stderr
+    assert done.stdout == ""
