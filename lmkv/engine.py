@@ -256,6 +256,10 @@ class Engine:
     def stats(self) -> EngineStats:
         return EngineStats(self._stored, self._retrieved, self._requested, self._store.stats())
 
+    def wait_indexed(self, timeout: float | None = None) -> bool:
+        """Wait until what persistent tiers hold is known, at most `timeout` seconds. Nothing has to wait."""
+        return self._store.wait_indexed(timeout)
+
     def drain(self, timeout: float = 10.0) -> bool:
         """Wait until what was stored is in every tier that takes it, at most `timeout` seconds."""
         return self._store.drain(timeout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lmkv.cli import demo, model
+from lmkv.cli import demo, doctor, model
 
 app = typer.Typer(
     name="lmkv",
@@ -13,4 +13,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 app.command("model")(model.model)

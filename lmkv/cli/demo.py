@@ -23,6 +23,7 @@ from rich.table import Table
 from lmkv.cli.measure import CONNECTOR, PROMPTS, Measurement, Plan, Progress, measure
 from lmkv.cli.model import SmallModel, whole_heads
 from lmkv.cli.restart import RestartMeasurement, measure_restart
+from lmkv.errors import LmkvError
 
 LOG_LINES = 60
 
@@ -91,6 +92,8 @@ def quietly(run: Callable[[Progress], Measured], folder: Path) -> Measured:
     try:
         with diverted_output(log) as terminal, progress_on(terminal) as say:
             return run(say)
+    except LmkvError as error:
+        sys.exit(f"lmkv demo: {error}")
     except Exception:
         typer.echo("".join(log.read_text(errors="replace").splitlines(keepends=True)[-LOG_LINES:]), err=True)
         raise

@@ -46,7 +46,7 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 
 
 def _existing(path: Path) -> Path:
-    return next(place for place in (path, *path.parents) if place.is_dir())
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def _round_trip(backend: LocalDiskBackend) -> None:

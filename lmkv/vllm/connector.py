@@ -108,7 +108,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             single = len(self._model.geometry.groups) == 1
             rank = compat.tensor_parallel_rank() if self._model.ranks > 1 else 0
-            self._worker = Worker(rank, self._model.layout, block_level_failures=single)
+            shard, copy = divmod(rank, self._model.replicas)
+            self._worker = Worker(shard, self._model.layout, block_level_failures=single, stores=copy == 0)
 
     @staticmethod
     def _make_scheduler(model: ServedModel, config: Config, transfer: Any) -> Scheduler:

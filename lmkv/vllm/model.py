@@ -4,32 +4,45 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import platform
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from lmkv.keys import Namespace
 from lmkv.layout import KVLayout, LayerPages
 from lmkv.vllm.compat import GroupFacts, kv_groups, vllm_version
 from lmkv.vllm.geometry import Geometry, Group
+from lmkv.vllm.weights import fingerprint
 
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
+logger = logging.getLogger("lmkv.vllm")
 
 
-@frozen
+# Without slots, because cached_property keeps its value in the instance's __dict__.
+@frozen(slots=False)
 class ServedModel:
-    """`layers[i]` names the layer that `layout.layers[i]` describes."""
+    """`layers[i]` names the layer that `layout.layers[i]` describes.
 
-    namespace: Namespace
+    `ranks` workers serve it. Each `replicas` of them in a row hold the same KV: one copy of it is kept.
+    """
+
     geometry: Geometry
     layout: KVLayout
     layers: tuple[str, ...]
     num_blocks: int
     ranks: int
+    replicas: int
+    _make_namespace: Callable[[], Namespace] = field(repr=False, eq=False)
+
+    @cached_property
+    def namespace(self) -> Namespace:
+        """Made on demand: the weights are sampled for it, which workers need not do."""
+        return self._make_namespace()
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedModel:
@@ -43,18 +56,20 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
     groups = kv_groups(kv_cache_config)
     size = _round_up(chunk_size, math.lcm(*(group.block_size for group in groups)))
     ranks = int(parallel.tensor_parallel_size)
+    replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
     layers = [
         (name, LayerPages(page, size // group.block_size, number))
         for number, group in enumerate(groups)
         for name, page in zip(group.layers, group.page_bytes, strict=True)
     ]
     return ServedModel(
-        namespace=_namespace(vllm_config, kv_cache_config, groups, size),
         geometry=Geometry(size, tuple(Group(group.block_size, group.window) for group in groups)),
-        layout=KVLayout(size, tuple(pages for _, pages in layers), ranks),
+        layout=KVLayout(size, tuple(pages for _, pages in layers), ranks // replicas),
         layers=tuple(name for name, _ in layers),
         num_blocks=int(kv_cache_config.num_blocks),
         ranks=ranks,
+        replicas=replicas,
+        make_namespace=partial(_namespace, vllm_config, kv_cache_config, groups, size),
     )
 
 
@@ -67,23 +82,31 @@ def _namespace(
 ) -> Namespace:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return Namespace(
-        model=str(model.model),
+        model=_source(model),
         revision=str(model.revision or ""),
         dtype=str(model.dtype),
         kv_cache_dtype=str(cache.cache_dtype),
         chunk_size=chunk_size,
         block_size=int(groups[0].block_size),
-        layout=str(getattr(kv_cache_config, "kv_cache_layout", None) or cache.kv_cache_layout or ""),
+        layout=str(
+            getattr(kv_cache_config, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None) or ""
+        ),
         ranks=f"tp{parallel.tensor_parallel_size}",
         extra={
             "vllm": ".".join(vllm_version().split(".")[:2]),
             "groups": repr(groups),
             "config": _config_digest(model),
-            "weights": _weights_digest(vllm_config),
+            "weights": _weights(model, vllm_config.load_config),
+            "draft": _draft(vllm_config),
             "quantization": str(model.quantization),
             "page_format": _page_format(vllm_config),
         },
     )
+
+
+def _source(model_config: Any) -> str:
+    """Where the weights come from; `model` is a temporary folder when they are streamed from elsewhere."""
+    return str(getattr(model_config, "model_weights", None) or model_config.model)
 
 
 def _config_digest(model_config: Any) -> str:
@@ -92,7 +115,44 @@ def _config_digest(model_config: Any) -> str:
     # Where the files lie does not change what they mean.
     described.pop("_name_or_path", None)
     text = json.dumps(described, sort_keys=True, default=str)
+    if "longrope" in text:
+        # vLLM chooses between its two sets of factors by the longest context that it is started for.
+        text += str(model_config.max_model_len)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _weights(model_config: Any, load_config: Any) -> str:
+    """Of the checkpoint: another fine-tune is another model."""
+    load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
+    if load_format == "dummy":
+        return f"dummy {model_config.seed}"
+    found = fingerprint(Path(_source(model_config))) or _commit(model_config)
+    if not found and not model_config.revision:
+        logger.warning(
+            "lmkv: the weights of %s cannot be told from others of that name; start vLLM with a revision",
+            _source(model_config),
+        )
+    return f"{load_format} {found}"
+
+
+def _commit(model_config: Any) -> str:
+    """The commit that a model's name on the Hub stood for when it was loaded; "" when that is not known."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(_source(model_config), "config.json", revision=model_config.revision)
+    except (ImportError, ValueError):
+        return ""
+    return Path(file).parent.name if isinstance(file, str) else ""
+
+
+def _draft(vllm_config: Any) -> str:
+    """Of a draft model with weights of its own: some keep their KV among the model's."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or _source(draft) == _source(vllm_config.model_config):
+        return ""
+    return f"{_source(draft)}@{draft.revision} {_weights(draft, vllm_config.load_config)}"
 
 
 def _page_format(vllm_config: Any) -> str:
@@ -112,32 +172,3 @@ def _amx() -> str:
         return "amx" if "amx_tile" in Path("/proc/cpuinfo").read_text() else ""
     except OSError:
         return ""
-
-
-def _weights_digest(vllm_config: Any) -> str:
-    """Of the checkpoint files' sizes and of samples of their bytes: another fine-tune is another model.
-
-    Empty where the model is not a local folder; then the revision has to tell.
-    """
-    load = vllm_config.load_config
-    digest = hashlib.sha256(f"{load.load_format}".encode())
-    folder = Path(str(vllm_config.model_config.model))
-    if str(load.load_format) == "dummy":
-        digest.update(str(vllm_config.model_config.seed).encode())
-    elif folder.is_dir():
-        for path in sorted(folder.iterdir()):
-            if path.suffix in (".safetensors", ".bin", ".pt", ".gguf"):
-                digest.update(path.name.encode() + _sampled(path))
-    else:
-        return ""
-    return digest.hexdigest()
-
-
-def _sampled(path: Path) -> bytes:
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for index in range(_SAMPLES):
-            file.seek(index * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.digest()

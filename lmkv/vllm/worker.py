@@ -33,12 +33,15 @@ class Worker:
     """One rank's executor of `StepPlan`s. All calls come from the thread that runs the model.
 
     `block_level_failures`: failed loads are reported by block ids; models with several block tables cannot
-    tell those apart and take request ids instead.
+    tell those apart and take request ids instead. `stores`: of ranks that hold the same KV one copies it out.
     """
 
-    def __init__(self, rank: int, layout: KVLayout, *, block_level_failures: bool = True) -> None:
+    def __init__(
+        self, rank: int, layout: KVLayout, *, block_level_failures: bool = True, stores: bool = True
+    ) -> None:
         self._rank = rank
         self._layout = layout
+        self._stores = stores
         self._block_level_failures = block_level_failures
         self._memory: PagedMemory | None = None
         self._slab: SlabMap | None = None
@@ -79,7 +82,11 @@ class Worker:
     def save(self) -> None:
         """Execute the step's stores, after the computation that writes their blocks was launched."""
         orders, self._plan = self._plan.stores, StepPlan()
-        self._execute(orders, lambda copier, order: copier.store(order.copies))
+        if self._stores:
+            self._execute(orders, lambda copier, order: copier.store(order.copies))
+        else:
+            for order in orders:
+                self._finish(order, time.monotonic(), ok=True)
 
     def _execute(self, orders: Sequence[CopyOrder], copy: Callable[[Copier, CopyOrder], Event]) -> None:
         for order in orders:

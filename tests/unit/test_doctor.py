@@ -1,0 +1,141 @@
+"""`lmkv doctor`: what it finds, and when it says that something will not work."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import typer
+
+from lmkv.cli import doctor
+from lmkv.cli.doctor import Finding
+from lmkv.config import Config
+
+NOT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+
+
+def by_name(findings: list[Finding]) -> Mapping[str, Finding]:
+    return {found.name: found for found in findings}
+
+
+def disk(folder: Path, **settings: object) -> Mapping[str, Finding]:
+    config = Config(local_disk=str(folder), **{"max_local_disk_size": 0.01, "disk_min_free": 0, **settings})  # type: ignore[arg-type]
+    return by_name(list(doctor.examine_disk(config)))
+
+
+class TestConfiguration:
+    def test_every_setting_says_where_it_comes_from(self) -> None:
+        config = Config.load(env={"LMKV_CHUNK_SIZE": "512"}, extra={"lmkv.pin_ttl": 60})
+        found = by_name(list(doctor.examine_configuration(config)))
+        assert list(found) == [setting.name for setting in config.describe()]
+        assert (found["chunk_size"].value, found["chunk_size"].note) == (
+            "512 tokens",
+            "environment LMKV_CHUNK_SIZE",
+        )
+        assert (found["pin_ttl"].value, found["pin_ttl"].note) == ("60.0 s", "kv_connector_extra_config")
+        assert (found["local_disk"].value, found["local_disk"].note) == ("none", "default")
+
+    def test_a_bad_setting_is_a_problem_and_the_rest_is_still_examined(self) -> None:
+        env = {"LMKV_CHUNK_SISE": "1", "VLLM_PLUGINS": "other"}
+        findings = list(doctor.examine(env, {}))
+        assert "LMKV_CHUNK_SISE" in findings[0].problem
+        assert "versions" in {found.area for found in findings}
+
+    @pytest.mark.parametrize("text", ["{", "[]", "3"])
+    def test_what_is_no_json_object_is_refused(self, text: str) -> None:
+        with pytest.raises(typer.BadParameter):
+            doctor.json_object(text)
+
+
+class TestMemory:
+    def test_limits_are_named(self) -> None:
+        found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=0.01))))
+        assert list(found) == ["available", "control group's limit", "RLIMIT_MEMLOCK", "CPU tier"]
+        assert (found["CPU tier"].value, found["CPU tier"].note) == ("0.01 GB", "as configured")
+        assert not any(item.problem for item in found.values())
+
+    def test_a_cut_is_said(self) -> None:
+        found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=1e6))))
+        assert found["CPU tier"].note == "cut from 1000000.00 GB"
+        assert not found["CPU tier"].problem
+
+    def test_less_than_a_page_is_a_problem(self) -> None:
+        found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=1e-9))))
+        assert "max_local_cpu_size" in found["CPU tier"].problem
+
+    def test_the_lock_limit_is_what_the_process_has(self) -> None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        found = by_name(list(doctor.examine_memory(Config())))
+        expected = "unlimited" if soft == resource.RLIM_INFINITY else doctor.gigabytes(soft)
+        assert found["RLIMIT_MEMLOCK"].value == expected
+
+
+class TestDisk:
+    def test_without_a_disk_tier_nothing_is_tried(self) -> None:
+        [found] = doctor.examine_disk(Config())
+        assert (found.value, found.problem) == ("none", "")
+
+    def test_a_good_folder_is_left_as_it_was(self, tmp_path: Path) -> None:
+        (tmp_path / "mine").write_text("mine")
+        found = disk(tmp_path)
+        assert found["reads and writes"].value in {"O_DIRECT", "through the page cache"}
+        assert not any(item.problem for item in found.values())
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+    def test_a_folder_that_is_not_there_is_tried_in_its_parent_and_not_made(self, tmp_path: Path) -> None:
+        found = disk(tmp_path / "a" / "b")
+        assert found["folder"].note == f"will be made; tried in {tmp_path}"
+        assert list(tmp_path.iterdir()) == []
+
+    def test_the_page_cache_is_named_when_it_is_asked_for(self, tmp_path: Path) -> None:
+        assert disk(tmp_path, disk_direct="off")["reads and writes"].value == "through the page cache"
+
+    def test_too_little_room_is_said(self, tmp_path: Path) -> None:
+        assert disk(tmp_path, max_local_disk_size=1e9)["free"].note == "less than max_local_disk_size"
+        assert "disk_min_free" in disk(tmp_path, disk_min_free=1e9)["free"].problem
+
+    def test_a_file_in_the_way_is_a_problem(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        assert str(tmp_path / "file") in disk(tmp_path / "file")["folder"].problem
+
+    def test_a_medium_without_files_is_a_problem(self) -> None:
+        assert "/proc" in disk(Path("/proc"))["folder"].problem
+
+    @NOT_ROOT
+    def test_a_folder_of_others_is_a_problem(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o500)
+        assert disk(tmp_path)["folder"].problem
+
+
+class TestPlugin:
+    def test_it_is_registered(self) -> None:
+        found = doctor.plugin_finding({})
+        assert (found.value, found.problem) == ("registered", "")
+        assert not doctor.plugin_finding({"VLLM_PLUGINS": "other,lmkv"}).problem
+
+    @pytest.mark.parametrize("chosen", ["", "other"])
+    def test_a_plugin_list_without_it_is_a_problem_with_a_way_out(self, chosen: str) -> None:
+        problem = doctor.plugin_finding({"VLLM_PLUGINS": chosen}).problem
+        assert "kv_connector_module_path" in problem
+
+
+def test_the_command_exits_with_what_it_found(tmp_path: Path) -> None:
+    """As a user runs it; a bad setting first, so that it need not import vLLM to fail."""
+    command = [Path(sys.executable).with_name("lmkv"), "doctor", "--json"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("LMKV_", "VLLM_"))}
+    extra = json.dumps({"local_disk": str(tmp_path), "max_local_disk_size": 0.01, "disk_min_free": 1e9})
+    done = subprocess.run(
+        [*command, "--extra", extra], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    answer = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, answer["ok"]) == (1, "", False)
+    assert any("disk_min_free" in problem for problem in answer["problems"])
+    assert {"configuration", "memory", "disk", "versions", "vllm"} == {
+        found["area"] for found in answer["findings"]
+    }
