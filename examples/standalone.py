@@ -44,9 +44,8 @@ def from_configuration(folder: str) -> bool:
 
     with Engine.open(kv, block_size=BLOCK_SIZE, model="standalone", config=config) as engine:
         engine.wait_indexed(10)
-        print(
-            f"looked up   {engine.lookup(prompt)} tokens on disk; another prompt: {engine.lookup(prompt[::-1])}"
-        )
+        known, unknown = engine.lookup(prompt), engine.lookup(prompt[::-1])
+        print(f"looked up   {known} tokens on disk; of another prompt {unknown}")
         handle = engine.prefetch(prompt)
         handle.wait(10)
         print(f"prefetched  {handle.tokens} tokens into host memory, from {dict(handle.sources)}")

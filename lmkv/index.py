@@ -72,7 +72,7 @@ class TierIndex:
         self._writing.add(key)
         self.used += nbytes
         self._doomed |= evicted
-        return self.take_doomed(linger=False)
+        return self.take_doomed(nbytes)
 
     def end_write(self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True) -> None:
         """What has been stored is held from now on, or doomed if nobody wants it any more."""
@@ -126,20 +126,20 @@ class TierIndex:
         self.end_listing()
         return held
 
-    def take_doomed(self, *, linger: bool = True) -> Victims:
-        """What is to be deleted, for the caller to do it.
+    def take_doomed(self, replaced_by: int = 0) -> Victims:
+        """What is to be deleted, for the caller to do it. `replaced_by`: bytes that he then writes instead.
 
-        `linger`: nothing will be written in its place, so that its room cannot be used until it is buried.
+        Until the rest of its room is really free, nobody else can use it.
         """
         victims, self._doomed = self._doomed, {}
         self._burying.update(victims)
-        self._lingering += sum(victims.values()) if linger else 0
+        self._lingering += max(0, sum(victims.values()) - replaced_by)
         return victims
 
-    def buried(self, victims: Victims, ok: bool, *, linger: bool = True) -> None:
+    def buried(self, victims: Victims, ok: bool, replaced_by: int = 0) -> None:
         """The deletion of what `take_doomed` or `begin_write` gave out ended; if not ok, it is due again."""
         self._burying.difference_update(victims)
-        self._lingering -= sum(victims.values()) if linger else 0
+        self._lingering -= max(0, sum(victims.values()) - replaced_by)
         if not ok:
             self._doomed |= victims
 

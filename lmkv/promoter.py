@@ -54,6 +54,7 @@ class Promoter:
         self._prefetched = 0
         self._clock = clock
         self._starved: list[Promotion] = []
+        self._extending: Promotion | None = None
         self._expiring: dict[Promotion, float] = {}
         self._next_end = float("inf")
 
@@ -71,6 +72,7 @@ class Promoter:
     def _extend(self, promotion: Promotion, keys: Sequence[ChunkKey], todo: Todo) -> None:
         """Add the leading chunks of `keys`; `rest` is what has to wait for slots. Finishes it if complete."""
         promotion.rest = ()
+        self._extending = promotion
         for index, key in enumerate(keys):
             if promotion.priority is Priority.PREFETCH and not self._may_prefetch(key, todo):
                 break
@@ -85,6 +87,7 @@ class Promoter:
             if entry is None:
                 break
             self._join(promotion, entry, tier, todo)
+        self._extending = None
         promotion.finish_if_complete(todo)
 
     def _may_prefetch(self, key: ChunkKey, todo: Todo) -> bool:
@@ -200,7 +203,11 @@ class Promoter:
         now = self._clock()
         if now < self._next_end:
             return False
-        over = [promotion for promotion, end in self._expiring.items() if end <= now]
+        over = [
+            promotion
+            for promotion, end in self._expiring.items()
+            if end <= now and promotion is not self._extending
+        ]
         for promotion in over:
             self._release(promotion, todo)
         self._next_end = min(self._expiring.values(), default=float("inf"))

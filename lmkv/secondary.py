@@ -158,7 +158,7 @@ class Secondary:
         with self._lock:
             self._writes.end(call, ok=result.status is not WriteStatus.FAILED)
             self._count_write(result)
-            self.index.buried(victims, gone is None, linger=False)
+            self.index.buried(victims, gone is None, self._cost)
             stored = result.status in (WriteStatus.STORED, WriteStatus.PRESENT)
             wanted = is_wanted()
             self.index.end_write(chunk.key, self._cost, stored=stored, wanted=wanted)

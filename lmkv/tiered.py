@@ -300,13 +300,14 @@ class TieredStore:
         """
         todo = Todo()
         with self._lock:
-            known = [key for key in keys if self._presence(key) is not Presence.MISS]
-            self._drop(known)
+            known = sum(self._presence(key) is not Presence.MISS for key in keys)
+            self._drop(keys)
             for tier in self._tiers:
-                tier.index.doom(known)
+                # Also where a tier that is away now would have served them again later.
+                tier.index.doom(keys)
                 todo.jobs.append(Job(tier.bury, Priority.LOAD, _nothing))
         todo.act(self._pool)
-        return len(known)
+        return known
 
     def clear(self) -> int:
         """Remove everything from every tier; returns how many chunks that were.
@@ -316,8 +317,8 @@ class TieredStore:
         """
         todo = Todo()
         with self._lock:
-            self._pins.clear()
             keys = set(self._primary.clear())
+            self._pins.clear()
             for tier in self._tiers:
                 keys.update(tier.index.clear())
                 todo.jobs.append(Job(tier.wipe, Priority.LOAD, _nothing))

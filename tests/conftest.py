@@ -1,4 +1,4 @@
-"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (default), ci, nightly. And when the long tests run."""
+"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (default), ci, nightly; and when long tests run."""
 
 from __future__ import annotations
 

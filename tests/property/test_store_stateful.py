@@ -241,7 +241,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.drop(keys)
             assert Presence.READY not in self.store.lookup(keys)
         else:
-            assert known == (self.store.clear() if how == "clear" else self.store.delete(keys))
+            # What a tier has that is away at the moment is removed as well, and clear() counts it.
+            assert known <= (self.store.clear() if how == "clear" else self.store.delete(keys))
             assert self.store.lookup(keys) == [Presence.MISS] * len(keys)
             self.outdate(keys)
         for key in keys:

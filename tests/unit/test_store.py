@@ -496,3 +496,15 @@ def test_a_miss_below_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     assert get(store, keys) == []
     assert store.stats().tiers[1].lost >= 1
     assert not caplog.records
+
+
+def test_a_promotion_whose_time_is_over_before_it_has_begun_leaks_nothing() -> None:
+    store = small_store(4, lower(memory(10, "low")))
+    keys = chain("a", 3)
+    put_below(store, keys)
+    put(store, chain("b", 3))
+    store.drain(LIMIT)
+    with store.lease(chain("b", 3)):
+        store.promote(keys, ttl=0)
+        store.poll()
+    assert_settled(store)

@@ -228,12 +228,12 @@ FAMILIES = {
     "MQA": Family(lambda: llama(num_key_value_heads=1)),
     "MLA, DeepSeek-V2": Family(deepseek_v2, blocks=120, own=3),
     "MLA, DeepSeek-V3": Family(deepseek_v3, blocks=120, own=3),
-    "window everywhere, smaller than a chunk": Family(lambda: mistral(96)),
+    "window everywhere, smaller than a chunk": Family(lambda: mistral(96), blocks=19),
     "window everywhere, larger than a chunk": Family(lambda: mistral(700)),
-    "hybrid, window smaller than a chunk": Family(lambda: gemma3(96), groups=6, blocks=170, own=6),
+    "hybrid, window smaller than a chunk": Family(lambda: gemma3(96), groups=6, blocks=128, own=6),
     "hybrid, window larger than a chunk": Family(lambda: gemma3(700), groups=6, blocks=320, own=6),
     "layers that share KV": Family(gemma3n, groups=2, blocks=90),
-    "pages of two sizes, hybrid": Family(lambda: gemma4(96, shared=1), groups=5, blocks=120, own=5),
+    "pages of two sizes, hybrid": Family(lambda: gemma4(96, shared=1), groups=5, blocks=84, own=5),
     "pages of two sizes, one table": Family(
         lambda: gemma4(96), options={"disable_hybrid_kv_cache_manager": True}, own=6
     ),

@@ -48,14 +48,25 @@ def members(group: int) -> list[int]:
 def kill_group(group: int) -> None:
     """SIGKILL for all of a process group that a test made; returns when they are gone.
 
-    vLLM's queues lie in shared memory that has a name, and whoever would have removed it dies too.
+    But for Python's resource trackers: they remove the names of vLLM's shared memory, and end by themselves.
     """
-    named = shared_files(members(group))
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-    wait_until(lambda: not members(group), 30, f"the end of process group {group}")
-    for path in named:
-        path.unlink(missing_ok=True)
+    wait_until(lambda: not kill_members(group), 30, f"the end of process group {group}")
+    try:
+        wait_until(lambda: not members(group), 30, f"the end of process group {group}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def kill_members(group: int) -> int:
+    """SIGKILL for all but the trackers; returns how many there were."""
+    killed = 0
+    for pid in members(group):
+        with contextlib.suppress(OSError):
+            if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+    return killed
 
 
 def shared_files(processes: Iterable[int]) -> set[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import extracted
 from tests.vllm.server import child_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -17,19 +18,25 @@ SIZES = ["--num-prompts", "3", "--prompt-tokens", "600", "--max-local-cpu-size",
 pytestmark = pytest.mark.timeout(600)
 
 
-def run(name: str, *arguments: str) -> str:
-    """What the example prints on its standard output."""
-    command = [sys.executable, EXAMPLES / name, *arguments]
-    # In one process it starts sooner; test_multiprocess has the other mode.
-    environment = child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+def run(script: Path, *arguments: str, folder: Path | None = None) -> str:
+    """What the script prints on its standard output."""
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        cwd=folder,
+        # In one process it starts sooner; test_multiprocess has the other mode.
+        env=child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR"),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(("flags", "loaded"), [([], "1,536"), (["--without-lmkv"], "0")])
 def test_cpu_offloading(flags: list[str], loaded: str) -> None:
-    printed = run("cpu_offloading.py", *SIZES, *flags)
+    printed = run(EXAMPLES / "cpu_offloading.py", *SIZES, *flags)
     assert re.search(
         r"^First run: \d+\.\d\d s, 0 of 1,800 prompt tokens not computed$", printed, re.MULTILINE
     )
@@ -37,3 +44,10 @@ def test_cpu_offloading(flags: list[str], loaded: str) -> None:
         rf"^Second run: .* s, {loaded} of 1,800 prompt tokens not computed$", printed, re.MULTILINE
     )
     assert re.search(r"^Speedup \(first run / second run\): \d+\.\d\d$", printed, re.MULTILINE)
+
+
+def test_the_tutorials_first_step(model: Path, tmp_path: Path) -> None:
+    extracted("tutorial.md", tmp_path)
+    (tmp_path / "small-model").symlink_to(model)
+    printed = run(tmp_path / "offline.py", folder=tmp_path)
+    assert printed.splitlines()[-2:] == ["first: 0 tokens loaded", "second: 1792 tokens loaded"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.pages import extracted
 from tests.vllm.harness import prompt
 from tests.vllm.server import SERVED_NAME, Server, child_environment, serving, wait_until
 
@@ -58,6 +59,19 @@ def ask(server: Server, ids: list[int], *, params: dict[str, Any] | None = None,
 def report(answer: Any) -> dict[str, Any]:
     found: dict[str, Any] = answer.kv_transfer_params["lmkv"]
     return found
+
+
+def printed_by(script: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 def overwrite(server: Server, seed: int) -> None:
@@ -144,31 +158,25 @@ def test_lookups_and_stores_are_in_the_servers_log(server: Server) -> None:
 
 
 def test_query_twice_runs_against_the_server(server: Server) -> None:
-    command = [sys.executable, EXAMPLES / "query_twice.py", "--base-url", f"{server.url}/v1"]
     sizes = ["--context-tokens", str(LENGTH), "--between", "4", "--seed", "1"]
-    done = subprocess.run(
-        [*command, *sizes],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"^Cold TTFT: \d+\.\d{3} s, 0 tokens not computed$", done.stdout, re.MULTILINE)
-    assert re.search(r"^Warm TTFT: \d+\.\d{3} s, 1,280 tokens not computed$", done.stdout, re.MULTILINE)
-    assert "Answers are equal: yes" in done.stdout
+    printed = printed_by(EXAMPLES / "query_twice.py", "--base-url", f"{server.url}/v1", *sizes)
+    assert re.search(r"^Cold TTFT: \d+\.\d{3} s, 0 tokens not computed$", printed, re.MULTILINE)
+    assert re.search(r"^Warm TTFT: \d+\.\d{3} s, 1,280 tokens not computed$", printed, re.MULTILINE)
+    assert "Answers are equal: yes" in printed
 
 
 def test_a_killed_server_hits_disk_when_it_is_started_again(
     server: Server, model: Path, disk: Path, tmp_path: Path
 ) -> None:
     ids = prompt(65, LENGTH)
+    extracted("tutorial.md", tmp_path)
     before = len(list(disk.rglob("*.kv1")))
     cold = ask(server, ids)
-    wait_until(lambda: len(list(disk.rglob("*.kv1"))) >= before + 5, 60, "five new files")
+    assert printed_by(tmp_path / "prefetch.py", server.url) == "loaded from {}\n"
+    wait_until(lambda: len(list(disk.rglob("*.kv1"))) >= before + 5 + 7, 60, "twelve new files")
     server.kill()
     with serving(model, tmp_path / "second.log", **options(disk)) as second:
+        assert printed_by(tmp_path / "prefetch.py", second.url) == "loaded from {'cpu': 1792}\n"
         warm = ask(second, ids)
         assert report(warm)["sources"] == {"cpu": 0, "disk": HIT}
         assert warm.choices[0].text == cold.choices[0].text
