@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,8 @@ from lmkv.errors import UsageError
 from lmkv.layout import KVLayout
 from lmkv.pages import PagedMemory
 from lmkv.slab import SlabMap
+
+Array = npt.NDArray[Any]
 
 
 @frozen
@@ -71,6 +73,26 @@ def _words(nbytes: int) -> np.dtype[np.generic]:
     return np.dtype(next(f"u{size}" for size in (8, 4, 2, 1) if nbytes % size == 0))
 
 
+def _take(pages: Array, blocks: list[int], out: Array) -> None:
+    np.take(pages, blocks, axis=0, out=out, mode="clip")
+
+
+def _take_apart(pages: Array, blocks: list[int], out: Array) -> None:
+    # np.take would first make a contiguous copy of all pages, as large as the whole KV memory.
+    for place, block in enumerate(blocks):
+        out[place] = pages[block]
+
+
+@frozen
+class _Plane:
+    """One layer's rows as words, its part of every slot `[slot, page, word]`, and how pages are gathered."""
+
+    pages: Array
+    slots: Array
+    group: int
+    take: Callable[[Array, list[int], Array], None]
+
+
 class CPUCopier:
     """Paged memory in host memory: one numpy call per chunk and plane, at the speed of memcpy.
 
@@ -80,36 +102,47 @@ class CPUCopier:
 
     def __init__(self, memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> None:
         check_fit(memory, layout, slab)
-        self._planes: list[tuple[npt.NDArray[np.generic], npt.NDArray[np.generic], int, int, int]] = []
+        self._planes: list[_Plane] = []
         for index, (row, group) in enumerate(zip(memory.rows, memory.groups, strict=True)):
             offset, nbytes = layout.span(rank, index)
             word = _words(np.gcd.reduce([row.shape[1], row.stride(0), offset, row.data_ptr()]))
-            pages = row.numpy().view(word)
-            slots = slab.array[:, offset : offset + nbytes].view(word)
-            self._planes.append((pages, slots, pages.shape[1], group, pages.shape[0]))
+            pages: Array = row.numpy().view(word)
+            part: Array = slab.array[:, offset : offset + nbytes].view(word)
+            slots = part.reshape(slab.num_slots, -1, pages.shape[1])
+            take = _take if pages.flags.c_contiguous else _take_apart
+            self._planes.append(_Plane(pages, slots, group, take))
+        self._num_slots = slab.num_slots
+        self._limits = {plane.group: len(plane.pages) for plane in reversed(self._planes)}
 
     def store(self, copies: Sequence[ChunkCopy]) -> Event:
-        for pages, slots, width, group, limit in self._planes:
+        self._check(copies)
+        for plane in self._planes:
             for copy in copies:
-                run = copy.runs[group]
+                run = copy.runs[plane.group]
                 if run.blocks:
-                    start = run.first * width
-                    out = slots[copy.slot, start : start + len(run.blocks) * width].reshape(-1, width)
-                    _check_blocks(run.blocks, limit)
-                    np.take(pages, run.blocks, axis=0, out=out, mode="clip")
+                    out = plane.slots[copy.slot, run.first : run.first + len(run.blocks)]
+                    plane.take(plane.pages, run.blocks, out)
         return DONE
 
     def load(self, copies: Sequence[ChunkCopy]) -> Event:
-        for pages, slots, width, group, limit in self._planes:
+        self._check(copies)
+        for plane in self._planes:
             for copy in copies:
-                run = copy.runs[group]
+                run = copy.runs[plane.group]
                 if run.blocks:
-                    start = run.first * width
-                    _check_blocks(run.blocks, limit)
-                    pages[run.blocks] = slots[copy.slot, start : start + len(run.blocks) * width].reshape(
-                        -1, width
-                    )
+                    filled = plane.slots[copy.slot, run.first : run.first + len(run.blocks)]
+                    plane.pages[run.blocks] = filled
         return DONE
+
+    def _check(self, copies: Sequence[ChunkCopy]) -> None:
+        """Before the first byte moves. Blocks and slots that do not exist would become copies of others."""
+        for copy in copies:
+            if not 0 <= copy.slot < self._num_slots:
+                raise UsageError(f"slot {copy.slot} is not within {self._num_slots} slots")
+            for group, limit in self._limits.items():
+                blocks = copy.runs[group].blocks
+                if blocks and (min(blocks) < 0 or max(blocks) >= limit):
+                    raise UsageError(f"block ids {min(blocks)}..{max(blocks)} are not within {limit} blocks")
 
     def close(self) -> None:
         self._planes.clear()
@@ -122,12 +155,6 @@ def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:
         raise UsageError("the registered KV tensors do not have the page sizes of the layout")
     if layout.chunk_bytes > slab.slot_bytes:
         raise UsageError(f"chunks of {layout.chunk_bytes} bytes do not fit slots of {slab.slot_bytes}")
-
-
-def _check_blocks(blocks: Sequence[int], limit: int) -> None:
-    # np.take clips silently: a block that does not exist must not become a copy of another one.
-    if min(blocks) < 0 or max(blocks) >= limit:
-        raise UsageError(f"block ids {min(blocks)}..{max(blocks)} are outside the registered {limit} blocks")
 
 
 def make_copier(memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> Copier:

@@ -5,8 +5,9 @@ Orchestration only: keys come from `hashing`, bytes move in `copier`, chunks liv
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -120,7 +121,11 @@ class Engine:
             layout=repr([tuple(tensor.shape[block_axis + 1 :]) for tensor in tensors]),
         )
         store = build_store(config, namespace, layout, shared=False)
-        return cls(store, namespace, layout=layout, memory=memory, pin_ttl=config.pin_ttl, name=name)
+        try:
+            return cls(store, namespace, layout=layout, memory=memory, pin_ttl=config.pin_ttl, name=name)
+        except BaseException:
+            store.close()
+            raise
 
     # -- keys ---------------------------------------------------------------------------------------------
 
@@ -146,18 +151,22 @@ class Engine:
         Only whole chunks that `blocks` covers are stored; those already here are not copied again. Returns
         how many leading tokens are in the store now: fewer than covered when the tier had no room.
         """
-        copier = self._usable_copier()
+        self._check_copies()
         keys = self.keys(tokens, variant)[: self._covered(blocks)]
         present, _ = self._store.match(keys)
         parent = keys[present - 1] if present else b""
         ids = token_bytes(tokens[present * self.chunk_size : len(keys) * self.chunk_size])
         with self._store.reserve(keys[present:], parent=parent, tokens=ids, protect=keys) as reservation:
             slots = reservation.slots
-            places = [(slots[key], index) for index, key in enumerate(keys) if key in slots]
-            with self._copying:
-                copier.store([self._copy(slot, blocks, index) for slot, index in places]).wait()
+            copies = [
+                self._copy(slots[key], blocks, index)
+                for index, key in enumerate(keys[present:], present)
+                if key in slots
+            ]
+            with self._copies() as copier:
+                copier.store(copies).wait()
+                self._stored += len(copies) * self.chunk_size
             reservation.commit()
-            self._stored += len(slots) * self.chunk_size
             return (present + reservation.handled) * self.chunk_size
 
     def retrieve(
@@ -175,19 +184,21 @@ class Engine:
         piece through host memory, so that the prefix may be longer than the host tier; a piece that is not
         there within `timeout` seconds ends the prefix.
         """
-        copier = self._usable_copier()
+        self._check_copies()
         keys = self.keys(tokens, variant)[: self._covered(blocks)]
-        self._requested += len(keys) * self.chunk_size
         start = done = min(skip_tokens // self.chunk_size, len(keys))
         while done < len(keys):
-            with self._next_piece(keys[done:], timeout) as lease:
-                copies = [self._copy(slot, blocks, done + i) for i, slot in enumerate(lease.slots)]
-                with self._copying:
+            with self._next_piece(keys[done:] if done else keys, timeout) as lease:
+                copies = [self._copy(slot, blocks, index) for index, slot in enumerate(lease.slots, done)]
+                with self._copies() as copier:
                     copier.load(copies).wait()
             if not copies:
                 break
             done += len(copies)
-        self._retrieved += (done - start) * self.chunk_size
+        self._store.touch(keys[:done])
+        with self._copying:
+            self._requested += len(keys) * self.chunk_size
+            self._retrieved += (done - start) * self.chunk_size
         return done * self.chunk_size
 
     def _next_piece(self, keys: Sequence[ChunkKey], timeout: float) -> Lease:
@@ -195,7 +206,8 @@ class Engine:
         lease = self._store.lease(keys)
         if lease:
             return lease
-        promotion = self._store.promote(keys)
+        # Half of the host tier at most: the rest serves everybody else meanwhile.
+        promotion = self._store.promote(keys, limit=max(1, self._store.slab.num_slots // 2))
         try:
             promotion.wait(timeout)
             return self._store.lease(promotion.keys)
@@ -209,19 +221,29 @@ class Engine:
         pages = self._layout.pages_per_chunk(0)
         return ChunkCopy(slot, (Run(0, list(blocks[index * pages : (index + 1) * pages])),))
 
-    def _usable_copier(self) -> Copier:
-        if self._closed:
-            raise ClosedError(f"engine {self.name!r} is closed")
+    def _check_copies(self) -> Copier:
+        self._check_open()
         if self._copier is None:
             raise UsageError(
                 f"engine {self.name!r} has no paged memory: give it `memory` to store and retrieve"
             )
         return self._copier
 
+    @contextlib.contextmanager
+    def _copies(self) -> Iterator[Copier]:
+        """Locks `_copying`. An engine that was closed meanwhile copies nothing, and must not say it did."""
+        with self._copying:
+            yield self._check_copies()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"engine {self.name!r} is closed")
+
     # -- looking ahead ------------------------------------------------------------------------------------
 
     def lookup(self, tokens: Tokens, *, variant: Variant = _PLAIN) -> int:
         """How many leading tokens are stored, in whichever tier. Changes nothing and promises nothing."""
+        self._check_open()
         _, found = self._store.match(self.keys(tokens, variant))
         return found * self.chunk_size
 
@@ -229,8 +251,9 @@ class Engine:
         """Start to bring a prompt's KV into host memory and return at once.
 
         Demanded loads go first. Prefetches share a bounded part of the host tier; what does not fit, or is
-        not stored, is left out. What has arrived is held for the configuration's `pin_ttl` seconds.
+        not stored, is left out. What has arrived is held for the engine's `pin_ttl` seconds.
         """
+        self._check_open()
         promotion: Promotion = self._store.promote(
             self.keys(tokens, variant), priority=Priority.PREFETCH, ttl=self._pin_ttl
         )
@@ -238,20 +261,27 @@ class Engine:
 
     def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = _PLAIN) -> int:
         """Keep what host memory has of a prompt there for `ttl` seconds; returns how many tokens that is."""
+        self._check_open()
         seconds = self._pin_ttl if ttl is None else ttl
         return self._store.pin(self.keys(tokens, variant), seconds) * self.chunk_size
 
     def unpin(self, tokens: Tokens, *, variant: Variant = _PLAIN) -> int:
         """End the pins of a prompt; returns how many tokens were pinned."""
+        self._check_open()
         return self._store.unpin(self.keys(tokens, variant)) * self.chunk_size
 
     # -- the rest -----------------------------------------------------------------------------------------
 
     def clear(self, tokens: Tokens | None = None, *, variant: Variant = _PLAIN) -> int:
         """Remove a prompt's chunks, or everything, from every tier; returns how many tokens that were."""
+        self._check_open()
         if tokens is None:
             return self._store.clear() * self.chunk_size
         return self._store.delete(self.keys(tokens, variant)) * self.chunk_size
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def stats(self) -> EngineStats:
         return EngineStats(self._stored, self._retrieved, self._requested, self._store.stats())
@@ -266,12 +296,13 @@ class Engine:
 
     def close(self) -> None:
         """Finish the I/O under way, bounded in time, and release memory and files. Idempotent."""
-        if not self._closed:
+        with self._copying:
+            if self._closed:
+                return
             self._closed = True
-            with self._copying:
-                if self._copier is not None:
-                    self._copier.close()
-            self._store.close()
+            if self._copier is not None:
+                self._copier.close()
+        self._store.close()
 
     def __enter__(self) -> Self:
         return self

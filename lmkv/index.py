@@ -139,6 +139,8 @@ class TierIndex:
     def buried(self, victims: Victims, ok: bool, replaced_by: int = 0) -> None:
         """The deletion of what `take_doomed` or `begin_write` gave out ended; if not ok, it is due again."""
         self._burying.difference_update(victims)
+        for key in victims:
+            self._note(key)
         self._lingering -= max(0, sum(victims.values()) - replaced_by)
         if not ok:
             self._doomed |= victims

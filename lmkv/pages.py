@@ -25,6 +25,8 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
         if size != 1 and stride != expected:
             raise UsageError(f"{name}: a block of shape {tuple(plane.shape[1:])} is not dense in memory")
         expected *= size
+    if plane.shape[0] > 1 and plane.stride(0) < expected:
+        raise UsageError(f"{name}: its blocks overlap in memory")
     item = plane.element_size()
     rows = torch.empty(0, dtype=torch.uint8, device=plane.device)
     return rows.set_(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Generator, Mapping
 from types import MappingProxyType
 
@@ -28,7 +29,7 @@ class Progress:
 class Prefetch:
     """A handle on chunks that are being brought up. Awaitable; thread-safe.
 
-    What has arrived is held for `ttl` seconds, or until `cancel`, so that it is there when it is needed.
+    What has arrived is held until `cancel`, or until its time is over, so that it is there when it is needed.
     """
 
     def __init__(self, promotion: Promotion, chunk_size: int, chunk_bytes: int) -> None:
@@ -66,7 +67,7 @@ class Prefetch:
         return self._promotion.wait(timeout)
 
     def cancel(self) -> None:
-        """Let go of the chunks. What is being read still arrives, but is nobody's. Idempotent."""
+        """Let go of the chunks, and leave out what has not begun to be read. Idempotent."""
         self._promotion.release()
 
     def __await__(self) -> Generator[object, None, int]:
@@ -79,7 +80,9 @@ class Prefetch:
                 finished.set_result(None)
 
         def wake_from_any_thread() -> None:
-            loop.call_soon_threadsafe(wake)
+            # A loop that was closed meanwhile has nobody left who waits.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(wake)
 
         self._promotion.add_done_callback(wake_from_any_thread)
         yield from finished

@@ -13,10 +13,13 @@ _lock = threading.Lock()
 
 
 def get_or_create(name: str, factory: Callable[[], Engine]) -> Engine:
-    """The engine called `name`; made by `factory`, once, if there is none. Locks the registry meanwhile."""
+    """The engine called `name`; made by `factory`, once, if there is none that is open.
+
+    Locks the registry meanwhile.
+    """
     with _lock:
         engine = _engines.get(name)
-        if engine is None:
+        if engine is None or engine.closed:
             engine = _engines[name] = factory()
         return engine
 

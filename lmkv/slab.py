@@ -41,17 +41,22 @@ class SlabRef:
     slot_bytes: int
 
 
-def available_ram() -> int:
+def available_ram(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that can still be taken: MemAvailable, or less where a control group says so."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    with contextlib.suppress(OSError, ValueError):
-        root = Path("/sys/fs/cgroup")
-        limit = int((root / "memory.max").read_text())
-        free = min(free, limit - int((root / "memory.current").read_text()))
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        free = 1024 * _numbers(meminfo)["MemAvailable:"]
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit, used = int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())
+        # The group's page cache counts as used, but goes when memory is wanted.
+        cache = _numbers(cgroup / "memory.stat")
+        free = min(free, limit - used + cache["inactive_file"] + cache["active_file"])
     return max(free, 0)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
 
 
 def clamp_capacity(wanted: int, slot_bytes: int, *, pinned: bool = False) -> int:
@@ -184,8 +189,8 @@ class Slab(SlabMap):
 
     def release(self, slot: int) -> None:
         """Give a slot back. Raises UsageError for one that is not in use: somebody's bytes are at stake."""
-        if not self._used[slot]:
-            raise UsageError(f"slot {slot} released twice")
+        if not (0 <= slot < len(self._used) and self._used[slot]):
+            raise UsageError(f"slot {slot} is not in use")
         self._used[slot] = 0
         self._free.append(slot)
 

@@ -34,6 +34,7 @@ from lmkv.vllm.worker import Worker
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -145,6 +146,10 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A cache owes nobody its stores: a preempted request need not wait for them."""
         return False
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.watch_free_blocks(gpu_block_pool.get_num_free_blocks)
 
     @_harmless(lambda: None)
     def on_new_request(self, request: Request) -> None:

@@ -73,6 +73,10 @@ class Geometry:
         skipped = _first_real(blocks) if group.window is not None else 0
         return Run(first + skipped - chunk * (self.chunk_size // group.block_size), blocks[skipped:])
 
+    def most_blocks(self, tokens: int) -> int:
+        """At most so many blocks hold a request of `tokens` tokens and what the next step adds to it."""
+        return sum(tokens // group.block_size + 2 for group in self.groups)
+
     def covers(self, copies: Sequence[ChunkCopy], start: int, end: int) -> bool:
         """Whether the copies reach from `start` to `end`, in chunks."""
         return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size

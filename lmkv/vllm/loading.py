@@ -18,6 +18,7 @@ from lmkv.promotion import Promotion
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry
+from lmkv.vllm.holding import Holding
 from lmkv.vllm.loadcost import LoadCost
 from lmkv.vllm.metadata import JobReport
 from lmkv.vllm.outbox import Outbox
@@ -67,6 +68,7 @@ class Loading:
         self._jobs: dict[int, _Job] = {}
         self._streams: dict[str, tuple[Tracked, Stream]] = {}
         self._promised: dict[str, Tracked] = {}
+        self.holding = Holding(geometry)
 
     # -- before the request is scheduled ------------------------------------------------------------------
 
@@ -95,9 +97,11 @@ class Loading:
     def match(self, tracked: Tracked, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`(tokens beyond those computed, whether they are loaded between steps)`, and a lease on them.
 
-        None instead of tokens: chunks are on their way up, ask again in the next step.
+        None instead of tokens: ask again in the next step. Chunks are on their way up, or the blocks that it
+        would hold while they are loaded might be missing elsewhere.
         """
         tracked.drop_lease()
+        self.holding.end(tracked)
         tracked.computed, tracked.streamed = num_computed_tokens, False
         # The last token is always computed: vLLM needs its logits.
         keys = tracked.keys((tracked.request.num_tokens - 1) // self._chunk_size)
@@ -108,6 +112,10 @@ class Loading:
                 return None, False
             ready, found = self._store.match(keys)
         chunks, streamed = self._offer(tracked, keys, ready, found)
+        if streamed and not self.holding.admits(tracked):
+            if self._has_time(tracked):
+                return None, False
+            chunks = 0
         need = max(0, chunks * self._chunk_size - num_computed_tokens)
         self._log(tracked, chunks * self._chunk_size, need)
         if not need or need < self._min_tokens:
@@ -120,10 +128,7 @@ class Loading:
         """Whether chunks of lower tiers, that fit host memory, are still worth waiting for."""
         if found > self._at_once or not self._is_worth(tracked, keys, ready, found):
             return False
-        now = self._clock()
-        if tracked.waiting_since is None:
-            tracked.waiting_since = now
-        if now - tracked.waiting_since > self._deadline:
+        if not self._has_time(tracked):
             tracked.drop_promotion()
             return False
         promotion = tracked.promotion
@@ -135,6 +140,13 @@ class Loading:
             if demanded.done and demanded.ready <= ready:
                 return False
         return not promotion.done
+
+    def _has_time(self, tracked: Tracked) -> bool:
+        """Whether the request has not waited for its deadline yet. The first time is when it begins to."""
+        now = self._clock()
+        if tracked.waiting_since is None:
+            tracked.waiting_since = now
+        return now - tracked.waiting_since <= self._deadline
 
     def _is_worth(self, tracked: Tracked, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
         """Whether loading what is below beats computing it; decided once for each request."""
@@ -204,6 +216,7 @@ class Loading:
         self._promised.pop(tracked.request_id, None)
         lease, tracked.lease = tracked.lease, None
         if tokens <= 0:
+            self.holding.end(tracked)
             if lease is not None:
                 lease.release()
             return
@@ -234,6 +247,7 @@ class Loading:
             self._piece,
         )
         tracked.stream, tracked.streams = stream, tracked.streams + 1
+        self.holding.begin(tracked)
         self._streams[tracked.request_id] = (tracked, stream)
 
     def end_step(self) -> None:
@@ -278,12 +292,14 @@ class Loading:
             return
         logger.warning("lmkv: a load for request %s failed; it is recomputed", tracked.request_id)
         self._store.drop(keys)
+        self.holding.end(tracked)
         tracked.bypass = True
         tracked.hit_tokens = 0
         tracked.stored = min(tracked.stored, job.first_chunk)
 
     def forget(self, tracked: Tracked) -> None:
         self._promised.pop(tracked.request_id, None)
+        self.holding.end(tracked)
         tracked.release()
 
     @property

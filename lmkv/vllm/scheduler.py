@@ -73,6 +73,10 @@ class Scheduler:
         self._last_step: tuple[int, float] | None = None
         self._mapped = False
 
+    def watch_free_blocks(self, count: Callable[[], int]) -> None:
+        """`count`: how many of vLLM's blocks are free."""
+        self._loading.holding.free_blocks = count
+
     # -- requests -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:

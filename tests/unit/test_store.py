@@ -152,6 +152,28 @@ def test_a_listing_from_before_clear_brings_nothing_back() -> None:
     assert [store.match([key]) for key in keys] == [(0, 0)] * 6
 
 
+def test_an_unlisted_chunk_is_not_taken_for_a_new_one_before_it_is_wiped() -> None:
+    disk = memory(10, "disk")
+    (key,) = keys = chain("a", 1)
+    disk.write([Chunk(key, memoryview(payload(key, 1)))])
+    gated = Gated(Persistent(disk))
+    gated.shut("list_keys")
+    store = small_store(4, lower(gated, 10))
+    store.clear()
+    gated.waiting("list_keys", 2)
+    put(store, keys, version=2)
+    eventually(lambda: store.stats().tiers[1].write_rejects == 1)
+    gated.open()
+    assert store.drain(LIMIT)
+    assert store.wait_indexed(LIMIT)
+    assert disk.contains(keys) == [False]
+    store.drop(keys)
+    put(store, keys, version=3)
+    assert store.drain(LIMIT)
+    store.drop(keys)
+    assert get(store, keys) == [3]
+
+
 def test_a_failed_deletion_never_turns_old_bytes_into_new_ones() -> None:
     below = memory(10, "low")
     failing = Failing(below)

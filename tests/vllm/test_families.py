@@ -1,4 +1,4 @@
-"""Kinds of attention and caches: expected hits, outputs as without a connector, nothing leaked under pressure.
+"""Kinds of attention: expected hits, outputs as without a connector, nothing leaked under pressure.
 
 Each family has one engine, whose KV space three to four requests fill, with prefill in steps of an odd size
 and room for few chunks in the CPU tier.
