@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -145,29 +146,52 @@ class Engine:
 
     # -- copying ------------------------------------------------------------------------------------------
 
-    def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = _PLAIN) -> int:
+    def store(
+        self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = _PLAIN, wait: float = 0.0
+    ) -> int:
         """Store the KV of a prompt that lies in `blocks`, the first of which holds its first token.
 
-        Only whole chunks that `blocks` covers are stored; those already here are not copied again. Returns
-        how many leading tokens are in the store now: fewer than covered when the tier had no room.
+        Only whole chunks that `blocks` covers are stored; those already in some tier are not copied again.
+        Returns how many leading tokens are in the store now: fewer than covered when there was no room.
+
+        Without `wait` it copies into host memory and returns; when lower tiers cannot follow, they miss some
+        chunks. With it, it goes at their pace for at most so many seconds: then every tier gets every chunk
+        that it takes, and a prompt may be longer than the host tier.
         """
         self._check_copies()
         keys = self.keys(tokens, variant)[: self._covered(blocks)]
-        present, _ = self._store.match(keys)
-        parent = keys[present - 1] if present else b""
-        ids = token_bytes(tokens[present * self.chunk_size : len(keys) * self.chunk_size])
-        with self._store.reserve(keys[present:], parent=parent, tokens=ids, protect=keys) as reservation:
+        deadline = time.monotonic() + wait
+        window = self._store.store_window if wait else len(keys)
+        done = self._store.match(keys)[1]
+        idle = False
+        while done < len(keys):
+            handled = self._store_piece(tokens, blocks, keys, done, done + window)
+            done += handled
+            # Once nothing was under way and there still was no slot, there will be none.
+            stuck, idle = idle and not handled, not handled
+            if stuck or done == len(keys) or not self._store.drain(deadline - time.monotonic()):
+                break
+        return done * self.chunk_size
+
+    def _store_piece(
+        self, tokens: Tokens, blocks: Sequence[int], keys: Sequence[ChunkKey], first: int, end: int
+    ) -> int:
+        """Store chunks [first, end) as far as there are slots; how many are taken care of."""
+        wanted = keys[first:end]
+        parent = keys[first - 1] if first else b""
+        ids = token_bytes(tokens[first * self.chunk_size : (first + len(wanted)) * self.chunk_size])
+        with self._store.reserve(wanted, parent=parent, tokens=ids, protect=keys) as reservation:
             slots = reservation.slots
             copies = [
                 self._copy(slots[key], blocks, index)
-                for index, key in enumerate(keys[present:], present)
+                for index, key in enumerate(wanted, first)
                 if key in slots
             ]
             with self._copies() as copier:
                 copier.store(copies).wait()
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
-            return (present + reservation.handled) * self.chunk_size
+            return reservation.handled
 
     def retrieve(
         self,

@@ -30,6 +30,8 @@ from lmkv.tier import Tier
 
 logger = logging.getLogger(__name__)
 
+_MAX_STORES = 64
+
 
 class TieredStore:
     """A primary tier in host memory over any number of secondary tiers, fastest first.
@@ -55,15 +57,16 @@ class TieredStore:
         slots = self._primary.slab.num_slots
         self._tiers = [Secondary(tier, self._primary.slot_bytes, self._lock, clock) for tier in secondaries]
         # A store must not hold so many slots for its writes that loads find none.
-        max_stores = max(1, min(64, slots // 2))
-        self._pool = IOPool(io_threads, max_stores)
+        self.store_window = max(1, min(_MAX_STORES, slots // 2)) if secondaries else slots
+        """Chunks that can be stored at a time without a copy down being refused, when no other is waiting."""
+        self._pool = IOPool(io_threads, self.store_window)
         self._pins = Pins(self._primary, clock)
         self._descents = Descents(self._lock, self._primary, self._tiers, self._pool, self._resume)
         self._evictor = Evictor(
             self._primary,
             self._descents,
             self._expire,
-            max_demotions=max_stores if any(tier.write == "back" for tier in secondaries) else 0,
+            max_demotions=self.store_window if any(tier.write == "back" for tier in secondaries) else 0,
         )
         prefetched = max(1, int(slots * prefetch_share))
         self._promoter = Promoter(

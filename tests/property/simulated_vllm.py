@@ -121,7 +121,11 @@ class SimulatedVLLM:
         )
         self.store = TieredStore(Tier(host, LRU()), lower)
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
-        self.scheduler = Scheduler(self.store, namespace, Geometry(chunk_size, self.groups), ranks=ranks)
+        self.now = 0.0
+        self.scheduler = Scheduler(
+            self.store, namespace, Geometry(chunk_size, self.groups), ranks=ranks, clock=lambda: self.now
+        )
+        self.scheduler.watch_free_blocks(lambda: len(self.free))
         self.memories = []
         self.workers = []
         for rank in range(ranks):
@@ -208,6 +212,7 @@ class SimulatedVLLM:
 
     def step(self) -> None:
         """Schedule, execute, and take in the output of the step that is `depth` - 1 steps back."""
+        self.now += 0.01
         scheduled: dict[SimulatedRequest, int] = {}
         drafted: dict[str, int] = {}
         preempted = self.counts["preempted"]

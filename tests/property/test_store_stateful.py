@@ -6,6 +6,7 @@ never be of an older one, however the store's writes, reads and deletions lie.
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections import Counter
@@ -20,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import lmkv.tiered
 from lmkv.backends.memory import CPUPinnedBackend
-from lmkv.claims import Lease, Reservation
+from lmkv.claims import Lease, Reservation, State
 from lmkv.iopool import Priority
 from lmkv.outcomes import Presence
 from lmkv.policies import AdmitNone, SecondTouch
@@ -314,6 +315,13 @@ class StoreMachine(RuleBasedStateMachine):
                 assert bytes(medium._slab.view(slot)) == payload(key, self.version[key])
 
     @invariant()
+    def what_is_done_is_settled(self) -> None:
+        for promotion in self.promotions:
+            if promotion.done and not promotion.released:
+                assert not promotion.rest
+                assert all(entry.state is State.READY for entry in promotion.entries[: len(promotion)])
+
+    @invariant()
     def leased_bytes_stay(self) -> None:
         for held in self.leases:
             self.check_lease(held)
@@ -351,6 +359,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert not tier.index._burying
             assert tier.index._lingering == 0
             assert len(tier.index.policy) == len(tier.index)
+            evictable = copy.deepcopy(tier.index.policy).evict(len(tier.index) * SLOT)
+            assert evictable is not None, "nobody reads it, and yet it is held"
         for key in ALL:
             self.check_below(key)
 
@@ -426,6 +436,7 @@ def drive(seed: int, steps: int) -> Counter[str]:
         machine.every_slot_is_accounted_for()
         machine.no_tier_takes_more_than_its_capacity()
         machine.what_a_lower_tier_promises_it_has()
+        machine.what_is_done_is_settled()
         machine.leased_bytes_stay()
     seen: Counter[str] = Counter()
     for tier in machine.store.stats().tiers:

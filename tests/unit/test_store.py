@@ -174,6 +174,26 @@ def test_an_unlisted_chunk_is_not_taken_for_a_new_one_before_it_is_wiped() -> No
     assert get(store, keys) == [3]
 
 
+def test_nothing_is_written_until_a_failed_wipe_has_been_made_up_for() -> None:
+    disk = memory(10, "disk")
+    (key,) = keys = chain("a", 1)
+    failing = Failing(Persistent(disk), "list_keys")
+    store = small_store(4, lower(failing, 10))
+    disk.write([Chunk(key, memoryview(payload(key, 1)))])
+    store.clear()
+    assert store.drain(LIMIT)
+    for version in (2, 3):
+        put(store, keys, version)
+        assert store.drain(LIMIT)
+        store.drop(keys)
+        assert store.match(keys) == (0, 0)
+    failing.broken = set()
+    put(store, keys, version=4)
+    assert store.drain(LIMIT)
+    store.drop(keys)
+    assert get(store, keys) == [4]
+
+
 def test_a_failed_deletion_never_turns_old_bytes_into_new_ones() -> None:
     below = memory(10, "low")
     failing = Failing(below)
@@ -396,6 +416,58 @@ def test_a_prefetch_that_is_cancelled_reads_no_more() -> None:
     assert [verb for verb, _ in gated.calls].count("read") == 2
 
 
+def test_a_load_that_somebody_else_wants_too_is_not_left_out() -> None:
+    gated = Gated(memory(40, "low"))
+    store = small_store(16, lower(gated), io_threads=2)
+    keys = chain("a", 6)
+    put_below(store, keys)
+    gated.shut("read")
+    first, second = store.promote(keys), store.promote(keys)
+    gated.waiting("read", 2)
+    first.release()
+    gated.open()
+    assert second.wait(LIMIT)
+    assert (len(second), second.ready) == (6, 6)
+    second.release()
+    assert [verb for verb, _ in gated.calls].count("read") == 6, "one load serves all who wait"
+    assert_settled(store)
+
+
+def test_a_promotion_ends_before_the_chunk_that_is_lost() -> None:
+    below = memory(40, "low")
+    store = small_store(16, lower(below))
+    keys = chain("a", 6)
+    put_below(store, keys)
+    below.delete([keys[3]])
+    promotion = store.promote(keys)
+    assert promotion.wait(LIMIT)
+    assert (promotion.keys, promotion.ready) == (keys[:3], 3)
+    promotion.release()
+    assert store.stats().tiers[1].lost == 1
+    assert store.match(keys[3:]) == (0, 0)
+    assert_settled(store)
+
+
+def test_a_promotion_waits_for_a_chunk_that_is_just_being_stored() -> None:
+    store = small_store(8)
+    keys = chain("a", 3)
+    put(store, keys[:1])
+    for commits in (True, False):
+        reservation = store.reserve(keys[1:])
+        promotion = store.promote(keys)
+        assert (len(promotion), promotion.done) == (3, False)
+        assert store.lookup(keys) == [Presence.READY, Presence.PENDING, Presence.PENDING]
+        if commits:
+            reservation.commit()
+        else:
+            reservation.abort()
+        assert promotion.done
+        assert promotion.ready == (3 if commits else 1)
+        promotion.release()
+        store.drop(keys[1:])
+    assert_settled(store)
+
+
 # -- waking and ending -----------------------------------------------------------------------------------
 
 
@@ -429,7 +501,7 @@ def test_closing_while_a_backend_hangs_is_bounded_and_ends_every_wait() -> None:
     gated.waiting("read", 2)
     started = time.monotonic()
     store.close(timeout=0.3)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < LIMIT / 2
     assert promotion.wait(1), "whoever waits for a load must hear that it never comes"
     assert promotion.ready == 0
     promotion.release()

@@ -233,7 +233,7 @@ FAMILIES = {
     "hybrid, window smaller than a chunk": Family(lambda: gemma3(96), groups=6, blocks=128, own=6),
     "hybrid, window larger than a chunk": Family(lambda: gemma3(700), groups=6, blocks=320, own=6),
     "layers that share KV": Family(gemma3n, groups=2, blocks=90),
-    "pages of two sizes, hybrid": Family(lambda: gemma4(96, shared=1), groups=5, blocks=84, own=5),
+    "pages of two sizes, hybrid": Family(lambda: gemma4(700, shared=1), groups=5, blocks=130, own=5),
     "pages of two sizes, one table": Family(
         lambda: gemma4(96), options={"disable_hybrid_kv_cache_manager": True}, own=6
     ),
