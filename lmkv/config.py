@@ -209,6 +209,18 @@ class Config:
     load_or_recompute: bool = _option(
         True, _boolean, "Recompute what is measured to load slower than it computes; off: always load"
     )
+    load_mode: Literal["auto", "sync", "async"] = _option(
+        "auto",
+        _one_of("auto", "sync", "async"),
+        "Load from host memory within the step that reads it (sync) or between steps (async); auto: between "
+        "steps what would hold up others for longer than 5 ms, on devices that copy while they compute",
+    )
+    use_layerwise: bool = _option(
+        False, _boolean, "Copy a layer while the others compute; vLLM then cuts its CUDA graphs at each layer"
+    )
+    block_major: bool = _option(
+        True, _boolean, "On CUDA devices, ask vLLM to keep all layers of a block in one run of bytes"
+    )
     pin_ttl: float = _option(300.0, _number(0, above=True), "How long a pin lasts that nobody releases", "s")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
     """Where values came from, by name; `load` fills it in."""
@@ -362,6 +374,6 @@ pd_peer_init_port pd_peer_query_port pd_proxy_host pd_proxy_port pd_role pd_shut
 pd_skip_proxy_notification pin_check_interval_sec pre_caching_hash_algorithm priority_limit py_enable_gc
 remote_config_url remote_serde remote_storage_plugins remote_url reserve_local_cpu_size retrieve_locations
 run_script_api_enabled runtime_plugin_locations save_unfull_chunk script_allowed_imports skip_last_n_tokens
-storage_plugins store_location transfer_channel use_gds use_gpu_connector_v3 use_layerwise
+storage_plugins store_location transfer_channel use_gds use_gpu_connector_v3
 """
 """The settings of LMCache 0.5.6 that lmkv does not have."""

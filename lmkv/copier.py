@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from lmkv.pages import PagedMemory
 from lmkv.slab import SlabMap
 
 Array = npt.NDArray[Any]
+_P = TypeVar("_P")
 
 
 @frozen
@@ -55,14 +56,29 @@ DONE = Done()
 
 
 class Copier(Protocol):
-    """Copies between one rank's paged memory and its segment of the slots. Not thread-safe."""
+    """Copies between one rank's paged memory and its segment of the slots. Not thread-safe.
+
+    All calls come from the thread that launches the computation, and are ordered with it: stores come after
+    what was launched before, loads before what is launched next.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
 
     def store(self, copies: Sequence[ChunkCopy]) -> Event:
-        """Blocks into slots, ordered after the computation that writes the blocks."""
+        """Blocks into slots. The blocks may be used again as soon as the call returns."""
         ...
 
-    def load(self, copies: Sequence[ChunkCopy]) -> Event:
-        """Slots into blocks, ordered before the computation that reads the blocks."""
+    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
+        """Slots into blocks. With `overlap` beside the computation, which reads them after the event only."""
+        ...
+
+    def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        """`store`, a layer with each `next`, which comes once the layer's computation was launched."""
+        ...
+
+    def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        """`load`, a layer with each `next`; following layers may be on their way already."""
         ...
 
     def close(self) -> None: ...
@@ -90,6 +106,7 @@ class _Plane:
     pages: Array
     slots: Array
     group: int
+    layers: range
     take: Callable[[Array, list[int], Array], None]
 
 
@@ -102,21 +119,41 @@ class CPUCopier:
 
     def __init__(self, memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> None:
         check_fit(memory, layout, slab)
+        self.num_layers = memory.num_layers
         self._planes: list[_Plane] = []
-        for index, (row, group) in enumerate(zip(memory.rows, memory.groups, strict=True)):
+        planes = zip(memory.rows, memory.groups, memory.layers, strict=True)
+        for index, (row, group, layers) in enumerate(planes):
             offset, nbytes = layout.span(rank, index)
             word = _words(np.gcd.reduce([row.shape[1], row.stride(0), offset, row.data_ptr()]))
             pages: Array = row.numpy().view(word)
             part: Array = slab.array[:, offset : offset + nbytes].view(word)
             slots = part.reshape(slab.num_slots, -1, pages.shape[1])
             take = _take if pages.flags.c_contiguous else _take_apart
-            self._planes.append(_Plane(pages, slots, group, take))
+            self._planes.append(_Plane(pages, slots, group, layers, take))
         self._num_slots = slab.num_slots
         self._limits = {plane.group: len(plane.pages) for plane in reversed(self._planes)}
 
     def store(self, copies: Sequence[ChunkCopy]) -> Event:
         self._check(copies)
-        for plane in self._planes:
+        return self._store(copies, self._planes)
+
+    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
+        self._check(copies)
+        return self._load(copies, self._planes)
+
+    def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        self._check(copies)
+        planes = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.stop - 1)
+        return (self._store(copies, part) for part in planes)
+
+    def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        self._check(copies)
+        planes = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.start)
+        return (self._load(copies, part) for part in planes)
+
+    @staticmethod
+    def _store(copies: Sequence[ChunkCopy], planes: Sequence[_Plane]) -> Event:
+        for plane in planes:
             for copy in copies:
                 run = copy.runs[plane.group]
                 if run.blocks:
@@ -124,9 +161,9 @@ class CPUCopier:
                     plane.take(plane.pages, run.blocks, out)
         return DONE
 
-    def load(self, copies: Sequence[ChunkCopy]) -> Event:
-        self._check(copies)
-        for plane in self._planes:
+    @staticmethod
+    def _load(copies: Sequence[ChunkCopy], planes: Sequence[_Plane]) -> Event:
+        for plane in planes:
             for copy in copies:
                 run = copy.runs[plane.group]
                 if run.blocks:
@@ -135,17 +172,32 @@ class CPUCopier:
         return DONE
 
     def _check(self, copies: Sequence[ChunkCopy]) -> None:
-        """Before the first byte moves. Blocks and slots that do not exist would become copies of others."""
-        for copy in copies:
-            if not 0 <= copy.slot < self._num_slots:
-                raise UsageError(f"slot {copy.slot} is not within {self._num_slots} slots")
-            for group, limit in self._limits.items():
-                blocks = copy.runs[group].blocks
-                if blocks and (min(blocks) < 0 or max(blocks) >= limit):
-                    raise UsageError(f"block ids {min(blocks)}..{max(blocks)} are not within {limit} blocks")
+        check_copies(copies, self._num_slots, self._limits)
 
     def close(self) -> None:
         self._planes.clear()
+
+
+def by_layer(planes: Sequence[_P], num_layers: int, layer_of: Callable[[_P], int]) -> list[list[_P]]:
+    """The planes due with each layer: of several fused layers, the first to load and the last to store."""
+    due: list[list[_P]] = [[] for _ in range(num_layers)]
+    for plane in planes:
+        due[layer_of(plane)].append(plane)
+    return due
+
+
+def check_copies(copies: Sequence[ChunkCopy], num_slots: int, limits: Mapping[int, int]) -> None:
+    """Before the first byte moves: raise UsageError for slots and blocks that do not exist.
+
+    They would become copies of others. `limits`: how many blocks there are, by block table.
+    """
+    for copy in copies:
+        if not 0 <= copy.slot < num_slots:
+            raise UsageError(f"slot {copy.slot} is not within {num_slots} slots")
+        for group, limit in limits.items():
+            blocks = copy.runs[group].blocks
+            if blocks and (min(blocks) < 0 or max(blocks) >= limit):
+                raise UsageError(f"block ids {min(blocks)}..{max(blocks)} are not within {limit} blocks")
 
 
 def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:
@@ -161,6 +213,6 @@ def make_copier(memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int 
     """The copier for where the memory is."""
     if memory.device.type == "cpu":
         return CPUCopier(memory, layout, slab, rank)
-    from lmkv.cuda import CUDACopier
+    from lmkv.cuda import make_cuda_copier
 
-    return CUDACopier(memory, layout, slab, rank)
+    return make_cuda_copier(memory, layout, slab, rank)

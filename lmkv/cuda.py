@@ -1,15 +1,20 @@
-"""Copies between a CUDA device and the slab, on streams of their own."""
+"""CUDA as a `Device`: torch's streams and memory, the driver's transfers, and one Triton kernel."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import threading
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from attrs import frozen
 
-from lmkv.copier import ChunkCopy, Event, check_fit
+from lmkv.copier import DONE, Event
+from lmkv.device import Addresses, DeviceCopier, Spans, Stream
+from lmkv.errors import LmkvError
 from lmkv.layout import KVLayout
 from lmkv.pages import PagedMemory
 from lmkv.slab import SlabMap
@@ -19,9 +24,19 @@ logger = logging.getLogger(__name__)
 _REGISTER_PIECE = 1 << 30
 """One registration of hundreds of GiB fails; pieces do not."""
 
+_BATCH = 32
+"""From so many transfers on, one call for all of them is tried."""
+
+_IN_STREAM_ORDER = 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream gets there."""
+
+
+class CUDAError(LmkvError):
+    """The driver refused a call."""
+
 
 class PinnedSlab:
-    """Registers a mapped slab with the device driver, so that copies run at full speed beside the CPU.
+    """Registers a mapped slab with the driver, so that copies run at full speed beside the CPU.
 
     In pieces and in the background: a large tier takes seconds, and until its turn comes, as when the driver
     refuses, memory stays pageable: slower to copy, and just as correct.
@@ -64,86 +79,148 @@ class PinnedSlab:
             runtime.cudaHostUnregister(self._pieces.pop())
 
 
-class _StreamEvent:
-    """A recorded event that keeps the staging memory alive until the copy is done."""
-
-    def __init__(self, event: torch.cuda.Event, staging: object) -> None:
-        self._event = event
-        self._staging = staging
+@frozen
+class _CUDAEvent:
+    event: torch.cuda.Event
 
     def query(self) -> bool:
-        return bool(self._event.query())
+        return bool(self.event.query())
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
 
-class CUDACopier:
-    """Stores gather on the compute stream and leave the device on a stream of their own.
+@frozen
+class _CUDAStream:
+    stream: torch.cuda.Stream
 
-    Gathering in stream order means that the source blocks may be reused as soon as the call returns. Loads
-    run on the compute stream, so that whatever is launched next sees the blocks filled.
-    """
-
-    def __init__(self, memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> None:
-        check_fit(memory, layout, slab)
-        self._memory = memory
-        self._spans = [layout.span(rank, index) for index in range(len(layout.layers))]
-        self._slots = torch.from_numpy(slab.array)
-        self._device = memory.device
-        self._pinned = PinnedSlab(slab, self._device)
-        self._store_stream = torch.cuda.Stream(self._device)
-
-    def _runs(self, copies: Sequence[ChunkCopy], group: int) -> list[tuple[int, int, list[int]]]:
-        return [(copy.slot, copy.runs[group].first, copy.runs[group].blocks) for copy in copies]
-
-    def _ids(self, runs: Sequence[tuple[int, int, list[int]]]) -> torch.Tensor:
-        blocks = [block for _, _, run in runs for block in run]
-        return torch.tensor(blocks, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
-
-    def _slot_parts(
-        self, index: int, width: int, runs: Sequence[tuple[int, int, list[int]]]
-    ) -> list[tuple[torch.Tensor, int]]:
-        """For each run, the flat bytes of its pages in its slot, and how many pages."""
-        offset, _ = self._spans[index]
-        parts = []
-        for slot, first, blocks in runs:
-            start = offset + first * width
-            parts.append((self._slots[slot, start : start + len(blocks) * width], len(blocks)))
-        return parts
-
-    def store(self, copies: Sequence[ChunkCopy]) -> Event:
-        staged = []
-        compute = torch.cuda.current_stream(self._device)
-        ids = {group: self._ids(self._runs(copies, group)) for group in set(self._memory.groups)}
-        for row, group in zip(self._memory.rows, self._memory.groups, strict=True):
-            staged.append(row.index_select(0, ids[group]))
-        self._store_stream.wait_stream(compute)
-        with torch.cuda.stream(self._store_stream):
-            for index, (pages, group) in enumerate(zip(staged, self._memory.groups, strict=True)):
-                pages.record_stream(self._store_stream)
-                start = 0
-                for part, count in self._slot_parts(index, pages.shape[1], self._runs(copies, group)):
-                    part.copy_(pages[start : start + count].view(-1), non_blocking=True)
-                    start += count
-            event = torch.cuda.Event()
-            event.record(self._store_stream)
-        return _StreamEvent(event, staged)
-
-    def load(self, copies: Sequence[ChunkCopy]) -> Event:
-        ids = {group: self._ids(self._runs(copies, group)) for group in set(self._memory.groups)}
-        for index, (row, group) in enumerate(zip(self._memory.rows, self._memory.groups, strict=True)):
-            width = row.shape[1]
-            pages = torch.empty((len(ids[group]), width), dtype=torch.uint8, device=self._device)
-            start = 0
-            for part, count in self._slot_parts(index, width, self._runs(copies, group)):
-                pages[start : start + count].view(-1).copy_(part, non_blocking=True)
-                start += count
-            row.index_copy_(0, ids[group], pages)
+    def mark(self) -> Event:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return _StreamEvent(event, ids)
+        event.record(self.stream)
+        return _CUDAEvent(event)
+
+    def wait_for(self, event: Event) -> None:
+        if event is not DONE:
+            assert isinstance(event, _CUDAEvent)
+            self.stream.wait_event(event.event)
+
+
+class CUDADevice:
+    """One CUDA device. `pinned`: the slab's registration, ended with the device's use."""
+
+    def __init__(self, device: torch.device, slab: SlabMap) -> None:
+        self._device = device
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._driver.cuMemcpyAsync.argtypes = (
+            ctypes.c_uint64,
+            ctypes.c_uint64,
+            ctypes.c_size_t,
+            ctypes.c_void_p,
+        )
+        self._pinned = PinnedSlab(slab, device)
+
+    def compute(self) -> Stream:
+        return _CUDAStream(torch.cuda.current_stream(self._device))
+
+    def stream(self) -> Stream:
+        return _CUDAStream(torch.cuda.Stream(self._device))
+
+    def allocate(self, nbytes: int) -> tuple[int, object]:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        # Made on the compute stream, and used on others for as long as it lives.
+        torch.cuda.current_stream(self._device).synchronize()
+        return memory.data_ptr(), memory
+
+    def move(self, spans: Spans, stream: Stream) -> None:
+        from lmkv.kernels import launch_move
+
+        assert isinstance(stream, _CUDAStream)
+        with torch.cuda.stream(stream.stream):
+            sources, targets = self._uploaded(spans.sources), self._uploaded(spans.targets)
+            launch_move(sources, targets, spans.nbytes, spans.word)
+
+    def _uploaded(self, addresses: Addresses) -> torch.Tensor:
+        pinned = torch.from_numpy(np.ascontiguousarray(addresses)).pin_memory()
+        return pinned.to(self._device, non_blocking=True)
+
+    def transfer(self, spans: Spans, stream: Stream) -> None:
+        assert isinstance(stream, _CUDAStream)
+        queue = stream.stream.cuda_stream
+        batched = _batched_copy() if len(spans.sources) >= _BATCH else None
+        if batched is not None:
+            batched(spans, queue)
+            return
+        for source, target in zip(spans.sources.tolist(), spans.targets.tolist(), strict=True):
+            _check("cuMemcpyAsync", self._driver.cuMemcpyAsync(target, source, spans.nbytes, queue))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
         self._pinned.close()
+
+
+def _check(call: str, status: int) -> None:
+    if status:
+        raise CUDAError(f"{call} failed with error {status} of the CUDA driver")
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_uint),
+        ("source", _Location),
+        ("target", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class _BatchedCopy:
+    """`cuMemcpyBatchAsync` as CUDA 12.8 defined it: any number of copies for one call."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, spans: Spans, queue: int) -> None:
+        sources, targets = np.ascontiguousarray(spans.sources), np.ascontiguousarray(spans.targets)
+        sizes = np.full(len(sources), spans.nbytes, np.uint64)
+        attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
+        status = self._function(
+            targets.ctypes.data,
+            sources.ctypes.data,
+            sizes.ctypes.data,
+            len(sizes),
+            ctypes.addressof(attributes),
+            ctypes.addressof(first),
+            1,
+            ctypes.addressof(failed),
+            queue,
+        )
+        _check("cuMemcpyBatchAsync", status)
+
+
+@functools.cache
+def _batched_copy() -> _BatchedCopy | None:
+    """None where the driver is older than CUDA 12.8."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    function, found = ctypes.c_void_p(), ctypes.c_int()
+    status = driver.cuGetProcAddress_v2(
+        b"cuMemcpyBatchAsync", ctypes.byref(function), 12080, ctypes.c_uint64(0), ctypes.byref(found)
+    )
+    if status or not function.value:
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    kind = ctypes.CFUNCTYPE(
+        ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
+    )
+    return _BatchedCopy(kind(function.value))
+
+
+def make_cuda_copier(memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> DeviceCopier:
+    """Raises what torch raises where there is no such device."""
+    return DeviceCopier(CUDADevice(memory.device, slab), memory, layout, slab, rank)

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from attrs import field, frozen
 
-from lmkv.claims import Lease
+from lmkv.claims import Lease, Reservation
 from lmkv.config import Config
 from lmkv.copier import ChunkCopy, Copier, Run, make_copier
 from lmkv.errors import ClosedError, UsageError
@@ -25,6 +25,7 @@ from lmkv.keys import Namespace
 from lmkv.layout import KVLayout
 from lmkv.observe import StoreStats
 from lmkv.pages import PagedMemory
+from lmkv.pipeline import LayerReader, LayerWriter
 from lmkv.prefetch import Prefetch
 from lmkv.promotion import Promotion
 from lmkv.protocols import ChunkKey
@@ -121,7 +122,8 @@ class Engine:
             block_size=block_size,
             layout=repr([tuple(tensor.shape[block_axis + 1 :]) for tensor in tensors]),
         )
-        store = build_store(config, namespace, layout, shared=False)
+        pinned = memory.device.type != "cpu"
+        store = build_store(config, namespace, layout, shared=False, pinned=pinned)
         try:
             return cls(store, namespace, layout=layout, memory=memory, pin_ttl=config.pin_ttl, name=name)
         except BaseException:
@@ -177,21 +179,28 @@ class Engine:
         self, tokens: Tokens, blocks: Sequence[int], keys: Sequence[ChunkKey], first: int, end: int
     ) -> int:
         """Store chunks [first, end) as far as there are slots; how many are taken care of."""
-        wanted = keys[first:end]
-        parent = keys[first - 1] if first else b""
-        ids = token_bytes(tokens[first * self.chunk_size : (first + len(wanted)) * self.chunk_size])
-        with self._store.reserve(wanted, parent=parent, tokens=ids, protect=keys) as reservation:
-            slots = reservation.slots
-            copies = [
-                self._copy(slots[key], blocks, index)
-                for index, key in enumerate(wanted, first)
-                if key in slots
-            ]
+        with self._reserve(tokens, keys, first, end) as reservation:
+            copies = self._copies_of(reservation, keys[first:end], blocks, first)
             with self._copies() as copier:
                 copier.store(copies).wait()
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
             return reservation.handled
+
+    def _reserve(self, tokens: Tokens, keys: Sequence[ChunkKey], first: int, end: int) -> Reservation:
+        wanted = keys[first:end]
+        parent = keys[first - 1] if first else b""
+        ids = token_bytes(tokens[first * self.chunk_size : (first + len(wanted)) * self.chunk_size])
+        return self._store.reserve(wanted, parent=parent, tokens=ids, protect=keys)
+
+    def _copies_of(
+        self, reservation: Reservation, keys: Sequence[ChunkKey], blocks: Sequence[int], first: int
+    ) -> list[ChunkCopy]:
+        """What fills the reserved slots. `keys`: of the chunks from number `first`."""
+        slots = reservation.slots
+        return [
+            self._copy(slots[key], blocks, index) for index, key in enumerate(keys, first) if key in slots
+        ]
 
     def retrieve(
         self,
@@ -224,6 +233,63 @@ class Engine:
             self._requested += len(keys) * self.chunk_size
             self._retrieved += (done - start) * self.chunk_size
         return done * self.chunk_size
+
+    @contextlib.contextmanager
+    def retrieve_layers(
+        self,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        skip_tokens: int = 0,
+        variant: Variant = _PLAIN,
+        timeout: float = _READ_TIMEOUT,
+    ) -> Iterator[LayerReader]:
+        """`retrieve` layer by layer, for a model that computes meanwhile: `with ... as reader`.
+
+        `reader.tokens` is what `retrieve` returns, and is true of a layer after `reader.wait(layer)`. At most
+        what host memory holds at once. Leaving the context finishes all layers and waits for the copies.
+        """
+        copier = self._check_copies()
+        keys = self.keys(tokens, variant)[: self._covered(blocks)]
+        first = min(skip_tokens // self.chunk_size, len(keys))
+        with self._next_piece(keys[first:], timeout) as lease:
+            copies = [self._copy(slot, blocks, index) for index, slot in enumerate(lease.slots, first)]
+            done = (first + len(copies)) * self.chunk_size
+            reader = LayerReader(copier, copies, tokens=done, guard=self._copies)
+            try:
+                yield reader
+            finally:
+                reader.finish().wait()
+        self._store.touch(keys[: first + len(copies)])
+        with self._copying:
+            self._requested += len(keys) * self.chunk_size
+            self._retrieved += len(copies) * self.chunk_size
+
+    @contextlib.contextmanager
+    def store_layers(
+        self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = _PLAIN
+    ) -> Iterator[LayerWriter]:
+        """`store` layer by layer, for a model that is computing: `with ... as writer`.
+
+        `writer.save(layer)` takes a layer once it is computed. Leaving the context takes the rest and
+        publishes `writer.tokens` leading tokens; after an exception it publishes nothing.
+        """
+        copier = self._check_copies()
+        keys = self.keys(tokens, variant)[: self._covered(blocks)]
+        first = self._store.match(keys)[1]
+        with self._reserve(tokens, keys, first, len(keys)) as reservation:
+            copies = self._copies_of(reservation, keys[first:], blocks, first)
+            tokens_stored = (first + reservation.handled) * self.chunk_size
+            writer = LayerWriter(copier, copies, tokens=tokens_stored, guard=self._copies)
+            try:
+                yield writer
+                writer.finish()
+            finally:
+                # Before the slots are anybody else's.
+                writer.last.wait()
+            with self._copying:
+                self._stored += len(copies) * self.chunk_size
+            reservation.commit()
 
     def _next_piece(self, keys: Sequence[ChunkKey], timeout: float) -> Lease:
         """A lease on the leading chunks that are here, or if the first is not, on what can be brought up."""

@@ -49,27 +49,43 @@ def planes(tensor: torch.Tensor, block_axis: int) -> list[torch.Tensor]:
 class PagedMemory:
     """The registered KV tensors of one rank. `rows`: per plane, uint8 [num_blocks, page_bytes].
 
-    `groups`: for each plane the block table that addresses it. Planes whose blocks lie next to each other
-    (all layers of a block in one run) are fused, so that a block moves in one piece.
+    `groups`: for each plane the block table that addresses it. `layers`: for each plane the model's layers
+    that it holds, each plane's own by default. Planes whose blocks lie next to each other (all layers of a
+    block in one run) are fused, so that a block moves in one piece.
     """
 
     def __init__(
-        self, rows: Sequence[torch.Tensor], groups: Sequence[int] | None = None, *, fuse: bool = True
+        self,
+        rows: Sequence[torch.Tensor],
+        groups: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None,
+        *,
+        fuse: bool = True,
     ) -> None:
         if not rows:
             raise UsageError("no KV tensors to register")
         self.rows, self.groups = list(rows), list(groups or [0] * len(rows))
+        self.layers = [range(layer, layer + 1) for layer in layers or range(len(rows))]
         if fuse:
-            self.rows, self.groups = _fuse(self.rows, self.groups)
+            self._fuse()
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor], *, block_axis: int = 0) -> PagedMemory:
         """Tensors that one block table addresses; `block_axis` is where their blocks are."""
-        return cls([block_rows(plane) for tensor in tensors for plane in planes(tensor, block_axis)])
+        rows = [
+            (layer, block_rows(plane))
+            for layer, tensor in enumerate(tensors)
+            for plane in planes(tensor, block_axis)
+        ]
+        return cls([row for _, row in rows], layers=[layer for layer, _ in rows])
 
     @property
     def device(self) -> torch.device:
         return self.rows[0].device
+
+    @property
+    def num_layers(self) -> int:
+        return max(layers.stop for layers in self.layers)
 
     def layout(self, chunk_size: int, block_sizes: Sequence[int], num_ranks: int = 1) -> KVLayout:
         """How a chunk of this memory lies in a slot. `block_sizes`: tokens a block, by group."""
@@ -82,18 +98,18 @@ class PagedMemory:
             layers.append(LayerPages(row.shape[1], chunk_size // block_sizes[group], group))
         return KVLayout(chunk_size, tuple(layers), num_ranks)
 
-
-def _fuse(rows: list[torch.Tensor], groups: list[int]) -> tuple[list[torch.Tensor], list[int]]:
-    fused, fused_groups = [rows[0]], [groups[0]]
-    for row, group in zip(rows[1:], groups[1:], strict=True):
-        last = fused[-1]
-        if group == fused_groups[-1] and _adjoin(last, row):
-            width = last.shape[1] + row.shape[1]
-            fused[-1] = last.as_strided((last.shape[0], width), (last.stride(0), 1))
-        else:
-            fused.append(row)
-            fused_groups.append(group)
-    return fused, fused_groups
+    def _fuse(self) -> None:
+        planes = list(zip(self.rows, self.groups, self.layers, strict=True))
+        fused = planes[:1]
+        for row, group, layers in planes[1:]:
+            last, last_group, last_layers = fused[-1]
+            if group == last_group and _adjoin(last, row):
+                width = last.shape[1] + row.shape[1]
+                wide = last.as_strided((last.shape[0], width), (last.stride(0), 1))
+                fused[-1] = (wide, group, range(last_layers.start, layers.stop))
+            else:
+                fused.append((row, group, layers))
+        self.rows, self.groups, self.layers = map(list, zip(*fused, strict=True))
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -13,11 +13,12 @@ from lmkv.tiered import TieredStore
 
 
 def build_store(
-    config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True
+    config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, pinned: bool = False
 ) -> TieredStore:
-    """`shared`: other processes will map the CPU tier; they also populate its pages."""
-    capacity = config.max_local_cpu_bytes
-    host = CPUPinnedBackend(capacity, layout.slot_bytes, shared=shared, populate=not shared)
+    """`shared`: other processes map the CPU tier and populate it. `pinned`: a device's driver pins it."""
+    host = CPUPinnedBackend(
+        config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=not shared, pinned=pinned
+    )
     return TieredStore(
         Tier(host, make_policy(config.cache_policy)),
         [_disk_tier(config, config.local_disk, namespace)] if config.local_disk else [],

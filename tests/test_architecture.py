@@ -22,14 +22,14 @@ PACKAGE = Path(lmkv.errors.__file__).parent
 
 VALUES = frozenset({"errors", "keys", "outcomes", "layout"})
 TYPES = VALUES | {"hashing", "codec", "protocols"}
-MEMORY = frozenset({"slab", "pages", "copier", "cuda"})
+MEMORY = frozenset({"slab", "pages", "copier", "pipeline", "device", "cuda", "kernels"})
 STORE = frozenset(
     {
         *("iopool", "tiered", "tier", "claims", "promotion", "promoter", "prefetch", "primary", "pins"),
         *("eviction", "descent", "secondary", "index", "listing", "breaker"),
     }
 )
-ENGINE = frozenset({"pipeline", "engine", "stack", "registry"})
+ENGINE = frozenset({"engine", "stack", "registry"})
 CORE = TYPES | MEMORY | STORE | ENGINE | {"observe", "policies", "backends"}
 
 ALLOWED: dict[str, frozenset[str]] = {

@@ -16,7 +16,8 @@ class CPUPinnedBackend:
     """Chunks in the slots of a slab; pinned by whoever maps the slab next to a device.
 
     `capacity_bytes`: at most this much host memory, clamped to what the machine has. `slot_bytes`: room for
-    one chunk, rounded up to whole pages. `shared`: other processes will map the slab.
+    one chunk, rounded up to whole pages. `shared`: other processes will map the slab. `pinned`: a device's
+    driver will be asked to pin it, so RLIMIT_MEMLOCK limits it too.
 
     The verbs of `Backend` copy and take the backend's lock. A store that uses this backend as its primary
     tier moves no bytes through them: it takes the slots over with `take_slab`, and the verbs refuse.
@@ -25,10 +26,17 @@ class CPUPinnedBackend:
     name = "cpu"
 
     def __init__(
-        self, capacity_bytes: int, slot_bytes: int, *, shared: bool = False, populate: bool = True
+        self,
+        capacity_bytes: int,
+        slot_bytes: int,
+        *,
+        shared: bool = False,
+        populate: bool = True,
+        pinned: bool = False,
     ) -> None:
         slot_bytes = align_up(slot_bytes)
-        self._slab = Slab(slot_bytes, clamp_capacity(capacity_bytes, slot_bytes), shared=shared)
+        capacity = clamp_capacity(capacity_bytes, slot_bytes, pinned=pinned)
+        self._slab = Slab(slot_bytes, capacity, shared=shared)
         self._slots: dict[ChunkKey, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._closed = self._taken = False

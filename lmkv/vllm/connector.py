@@ -22,10 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmkv.config import Config
-from lmkv.pages import PagedMemory, block_rows
+from lmkv.pages import block_rows
 from lmkv.stack import build_store
 from lmkv.vllm import compat
 from lmkv.vllm.loadcost import LoadCost
+from lmkv.vllm.loadmode import LoadMode
 from lmkv.vllm.metadata import StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel, describe
 from lmkv.vllm.scheduler import Scheduler
@@ -99,21 +100,31 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._model: ServedModel | None = None
+        self._layer_numbers: dict[str, int] = {}
         try:
             self._model = describe(vllm_config, kv_cache_config, config.chunk_size)
         except ValueError as error:
             logger.warning("lmkv: this model is not cached: %s", error)
             return
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler(self._model, config, transfer)
+            on_cpu = vllm_config.device_config.device_type == "cpu"
+            self._scheduler = self._make_scheduler(self._model, config, transfer, on_cpu)
         else:
             single = len(self._model.geometry.groups) == 1
             rank = compat.tensor_parallel_rank() if self._model.ranks > 1 else 0
             shard, copy = divmod(rank, self._model.replicas)
-            self._worker = Worker(shard, self._model.layout, block_level_failures=single, stores=copy == 0)
+            self._worker = Worker(
+                shard,
+                self._model.layout,
+                block_level_failures=single,
+                stores=copy == 0,
+                # Several block tables always load between steps.
+                layerwise=config.use_layerwise and single,
+            )
+            self._layer_numbers = {name: number for number, name in enumerate(self._model.layers)}
 
     @staticmethod
-    def _make_scheduler(model: ServedModel, config: Config, transfer: Any) -> Scheduler:
+    def _make_scheduler(model: ServedModel, config: Config, transfer: Any, on_cpu: bool) -> Scheduler:
         if transfer.kv_load_failure_policy != "recompute":
             logger.warning(
                 "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; "
@@ -127,7 +138,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 model.geometry.chunk_size,
             )
         return Scheduler(
-            build_store(config, model.namespace, model.layout),
+            build_store(config, model.namespace, model.layout, pinned=not on_cpu),
             model.namespace,
             model.geometry,
             ranks=model.ranks,
@@ -137,8 +148,25 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             min_retrieve_tokens=config.min_retrieve_tokens,
             promotion_deadline=config.prefetch_deadline,
             load_cost=LoadCost(enabled=config.load_or_recompute),
+            load_mode=LoadMode(config.load_mode, concurrent=not on_cpu),
             pin_ttl=config.pin_ttl,
         )
+
+    # -- what vLLM asks before there is an instance -------------------------------------------------------
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whole CUDA graphs skip the calls between layers."""
+        return Config.load(extra=extra_config).use_layerwise
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """All layers of a block in one run of bytes, where the device can have it so."""
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        config = Config.load(extra=dict(transfer.kv_connector_extra_config or {}))
+        wanted = config.block_major and not config.use_layerwise
+        return "BLHNC" if wanted and vllm_config.device_config.device_type == "cuda" else None
 
     # -- scheduler side -----------------------------------------------------------------------------------
 
@@ -233,10 +261,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         model = self._model
         try:
             named = compat.tensors_by_layer(kv_caches, model.layers, model.num_blocks)
-            rows = [block_rows(tensor, name) for name, tensor in named]
-            self._worker.register(
-                PagedMemory(rows, [pages.group for pages in model.layout.layers], fuse=False)
-            )
+            self._worker.register(model.paged_memory([block_rows(tensor, name) for name, tensor in named]))
         except Exception:
             logger.exception("lmkv: the KV tensors cannot be used; nothing is cached")
 
@@ -250,10 +275,14 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole by the time the model starts."""
+        number = self._layer_numbers.get(layer_name)
+        if self._worker is not None and number is not None:
+            self._worker.wait_for_layer(number)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Stores are taken when the step ends, in `wait_for_save`."""
+        number = self._layer_numbers.get(layer_name)
+        if self._worker is not None and number is not None:
+            self._worker.save_layer(number)
 
     def wait_for_save(self) -> None:
         if self._worker is not None:

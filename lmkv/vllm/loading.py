@@ -20,6 +20,7 @@ from lmkv.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.holding import Holding
 from lmkv.vllm.loadcost import LoadCost
+from lmkv.vllm.loadmode import LoadMode
 from lmkv.vllm.metadata import JobReport
 from lmkv.vllm.outbox import Outbox
 from lmkv.vllm.stream import Piece, Stream
@@ -49,6 +50,7 @@ class Loading:
         geometry: Geometry,
         outbox: Outbox,
         cost: LoadCost,
+        mode: LoadMode,
         *,
         deadline: float,
         min_tokens: int,
@@ -59,6 +61,7 @@ class Loading:
         self._chunk_size = geometry.chunk_size
         self._outbox = outbox
         self._cost = cost
+        self._mode = mode
         self._deadline = deadline
         self._min_tokens = min_tokens
         self._clock = clock
@@ -170,7 +173,9 @@ class Loading:
         too_long = max(ready, self._at_once) < found
         if too_long and self._is_worth(tracked, keys, ready, found):
             return found, True
-        return ready, not single
+        first = tracked.computed // self._chunk_size
+        nbytes = max(0, ready - first) * self._store.slab.slot_bytes
+        return ready, not single or (nbytes > 0 and self._mode.between_steps(nbytes))
 
     def _promise(
         self,
@@ -257,7 +262,9 @@ class Loading:
             if piece is not None:
                 tracked.bypass |= bool(piece.failed_blocks)
                 finishes = request_id if piece.last else None
-                order = self._outbox.load(piece.copies, piece.failed_blocks, finishes)
+                order = self._outbox.load(
+                    piece.copies, piece.failed_blocks, between_steps=True, finishes=finishes
+                )
                 self._jobs[order.job] = _Job(tracked, piece.lease, stream.first_chunk, stream)
             if stream.ended:
                 del self._streams[request_id]
@@ -289,6 +296,7 @@ class Loading:
         if report.ok:
             tracked.load_bytes += report.nbytes
             tracked.load_seconds += report.seconds
+            self._mode.observe(report.nbytes, report.seconds)
             return
         logger.warning("lmkv: a load for request %s failed; it is recomputed", tracked.request_id)
         self._store.drop(keys)

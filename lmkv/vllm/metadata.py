@@ -10,15 +10,18 @@ from lmkv.slab import SlabRef
 
 @frozen
 class CopyOrder:
-    """Copies that succeed or fail together.
+    """Copies that succeed or fail together: loads, or with `stores` what is stored.
 
-    `failed_blocks`: blocks that cannot be filled, to be reported with the order. `finishes`: the request
-    whose asynchronous load is complete with this order.
+    `failed_blocks`: blocks that cannot be filled, to be reported with the order. `between_steps`: nothing
+    that is computed in this step reads the blocks. `finishes`: the request whose load between steps is
+    complete with this order.
     """
 
     job: int
     copies: list[ChunkCopy]
+    stores: bool = False
     failed_blocks: list[int] = field(factory=list)
+    between_steps: bool = False
     finishes: str | None = None
 
 

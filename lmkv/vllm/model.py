@@ -7,18 +7,22 @@ import json
 import logging
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
 from lmkv.keys import Namespace
 from lmkv.layout import KVLayout, LayerPages
+from lmkv.pages import PagedMemory
 from lmkv.vllm.compat import GroupFacts, kv_groups, vllm_version
 from lmkv.vllm.geometry import Geometry, Group
 from lmkv.vllm.weights import fingerprint
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -26,7 +30,8 @@ logger = logging.getLogger("lmkv.vllm")
 # Without slots, because cached_property keeps its value in the instance's __dict__.
 @frozen(slots=False)
 class ServedModel:
-    """`layers[i]` names the layer that `layout.layers[i]` describes.
+    """`layers` names the layers that `layout` describes, one by one or, with `fused`, all as one: pages that
+    hold every layer of a block.
 
     `ranks` workers serve it. Each `replicas` of them in a row hold the same KV: one copy of it is kept.
     """
@@ -34,6 +39,7 @@ class ServedModel:
     geometry: Geometry
     layout: KVLayout
     layers: tuple[str, ...]
+    fused: bool
     num_blocks: int
     ranks: int
     replicas: int
@@ -43,6 +49,20 @@ class ServedModel:
     def namespace(self) -> Namespace:
         """Made on demand: the weights are sampled for it, which workers need not do."""
         return self._make_namespace()
+
+    def paged_memory(self, rows: Sequence[torch.Tensor]) -> PagedMemory:
+        """The registered tensors, seen as `block_rows`, in the order of `layers`.
+
+        Raises ValueError when they are not as the layout says.
+        """
+        if self.fused:
+            memory = PagedMemory(sorted(rows, key=lambda row: row.storage_offset()))
+        else:
+            memory = PagedMemory(rows, [pages.group for pages in self.layout.layers], fuse=False)
+        found = [row.shape[1] for row in memory.rows]
+        if found != [pages.page_bytes for pages in self.layout.layers]:
+            raise ValueError(f"pages of {found} bytes instead of {self.layout.layers}")
+        return memory
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedModel:
@@ -57,15 +77,20 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
     size = _round_up(chunk_size, math.lcm(*(group.block_size for group in groups)))
     ranks = int(parallel.tensor_parallel_size)
     replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
-    layers = [
+    layers: list[tuple[str, LayerPages]] = [
         (name, LayerPages(page, size // group.block_size, number))
         for number, group in enumerate(groups)
         for name, page in zip(group.layers, group.page_bytes, strict=True)
     ]
+    fused = _layout_name(vllm_config, kv_cache_config).startswith("BL") and len(groups) == 1
+    pages = tuple(pages for _, pages in layers)
+    if fused:
+        pages = (LayerPages(sum(layer.page_bytes for layer in pages), pages[0].pages_per_chunk),)
     return ServedModel(
         geometry=Geometry(size, tuple(Group(group.block_size, group.window) for group in groups)),
-        layout=KVLayout(size, tuple(pages for _, pages in layers), ranks // replicas),
+        layout=KVLayout(size, pages, ranks // replicas),
         layers=tuple(name for name, _ in layers),
+        fused=fused,
         num_blocks=int(kv_cache_config.num_blocks),
         ranks=ranks,
         replicas=replicas,
@@ -88,9 +113,7 @@ def _namespace(
         kv_cache_dtype=str(cache.cache_dtype),
         chunk_size=chunk_size,
         block_size=int(groups[0].block_size),
-        layout=str(
-            getattr(kv_cache_config, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None) or ""
-        ),
+        layout=_layout_name(vllm_config, kv_cache_config),
         ranks=f"tp{parallel.tensor_parallel_size}",
         extra={
             "vllm": ".".join(vllm_version().split(".")[:2]),
@@ -102,6 +125,12 @@ def _namespace(
             "page_format": _page_format(vllm_config),
         },
     )
+
+
+def _layout_name(vllm_config: Any, kv_cache_config: Any) -> str:
+    """vLLM's name for the order of blocks (B), layers (L), heads (H) and tokens (N) in memory."""
+    chosen = getattr(kv_cache_config, "kv_cache_layout", None)
+    return str(chosen or getattr(vllm_config.cache_config, "kv_cache_layout", None) or "")
 
 
 def _source(model_config: Any) -> str:

@@ -15,14 +15,25 @@ class Outbox:
         self._plan = StepPlan()
 
     def load(
-        self, copies: list[ChunkCopy], failed_blocks: list[int], finishes: str | None = None
+        self,
+        copies: list[ChunkCopy],
+        failed_blocks: list[int],
+        *,
+        between_steps: bool = False,
+        finishes: str | None = None,
     ) -> CopyOrder:
-        order = CopyOrder(self._new_job(), copies, failed_blocks, finishes)
+        order = CopyOrder(
+            self._new_job(),
+            copies,
+            failed_blocks=failed_blocks,
+            between_steps=between_steps,
+            finishes=finishes,
+        )
         self._plan.loads.append(order)
         return order
 
     def store(self, copies: list[ChunkCopy]) -> CopyOrder:
-        order = CopyOrder(self._new_job(), copies)
+        order = CopyOrder(self._new_job(), copies, stores=True)
         self._plan.stores.append(order)
         return order
 

@@ -19,6 +19,7 @@ from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.identity import content_extras, request_root
 from lmkv.vllm.loadcost import LoadCost
 from lmkv.vllm.loading import Loading
+from lmkv.vllm.loadmode import LoadMode
 from lmkv.vllm.metadata import JobReport, StepPlan, WorkerReport
 from lmkv.vllm.options import RequestOptions
 from lmkv.vllm.outbox import Outbox
@@ -46,6 +47,7 @@ class Scheduler:
         min_retrieve_tokens: int = 0,
         promotion_deadline: float = 1.0,
         load_cost: LoadCost | None = None,
+        load_mode: LoadMode | None = None,
         pin_ttl: float = 300.0,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -56,6 +58,7 @@ class Scheduler:
         self._pin_ttl = pin_ttl
         self._clock = clock
         self._cost = load_cost or LoadCost()
+        self._mode = load_mode or LoadMode()
         self._outbox = Outbox()
         self._loads, self._stores = loads, stores
         self._loading = Loading(
@@ -63,6 +66,7 @@ class Scheduler:
             geometry,
             self._outbox,
             self._cost,
+            self._mode,
             deadline=promotion_deadline,
             min_tokens=min_retrieve_tokens,
             clock=clock,
@@ -152,7 +156,8 @@ class Scheduler:
         if tracked is not None:
             tracked.bypass = True
             tracked.drop_lease()
-        self._outbox.load([], [block for block in tables[0] if block], request_id if streamed else None)
+        unfilled = [block for block in tables[0] if block]
+        self._outbox.load([], unfilled, between_steps=streamed, finishes=request_id if streamed else None)
 
     def build_plan(
         self,
@@ -176,6 +181,7 @@ class Scheduler:
         `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: of the whole step.
         """
         self._time_step(scheduled_tokens)
+        self._mode.computing = len(progress)
         self._loading.end_step()
         if self._stores:
             for request_id, computed in progress.items():

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 
 from attrs import define
 
-from lmkv.copier import Copier, Event, make_copier
+from lmkv.copier import DONE, Copier, Event, make_copier
 from lmkv.errors import UsageError
 from lmkv.layout import KVLayout
 from lmkv.pages import PagedMemory
 from lmkv.slab import SlabMap, SlabRef, attach
+from lmkv.vllm.layered import Layered
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -34,15 +35,26 @@ class Worker:
 
     `block_level_failures`: failed loads are reported by block ids; models with several block tables cannot
     tell those apart and take request ids instead. `stores`: of ranks that hold the same KV one copies it out.
+    `layerwise`: copies that belong to a step overlap it, for a model that calls `wait_for_layer` and
+    `save_layer`.
     """
 
     def __init__(
-        self, rank: int, layout: KVLayout, *, block_level_failures: bool = True, stores: bool = True
+        self,
+        rank: int,
+        layout: KVLayout,
+        *,
+        block_level_failures: bool = True,
+        stores: bool = True,
+        layerwise: bool = False,
     ) -> None:
         self._rank = rank
         self._layout = layout
         self._stores = stores
         self._block_level_failures = block_level_failures
+        self._layerwise = layerwise
+        self._reading: Layered | None = None
+        self._writing: Layered | None = None
         self._memory: PagedMemory | None = None
         self._slab: SlabMap | None = None
         self._slab_ref: SlabRef | None = None
@@ -77,10 +89,30 @@ class Worker:
     def load(self) -> None:
         """Execute the step's loads. Before the model runs, for those that this step reads."""
         orders, self._plan = self._plan.loads, StepPlan(stores=self._plan.stores)
-        self._execute(orders, lambda copier, order: copier.load(order.copies))
+        layered = [order for order in orders if self._layerwise and order.copies and not order.between_steps]
+        if layered:
+            self._reading = Layered(layered, self._ready_copier, loads=True)
+            orders = [order for order in orders if order not in layered]
+        self._execute(orders, lambda copier, order: copier.load(order.copies, overlap=order.between_steps))
+
+    def wait_for_layer(self, layer: int) -> None:
+        """The model is about to read this layer: its loads come first."""
+        if self._reading is not None:
+            self._reading.step(layer)
+
+    def save_layer(self, layer: int) -> None:
+        """The model has written this layer: its stores may begin."""
+        if self._writing is None and self._layerwise and self._stores and self._plan.stores:
+            orders, self._plan = self._plan.stores, StepPlan(self._plan.loads)
+            self._writing = Layered(orders, self._ready_copier, loads=False)
+        if self._writing is not None:
+            self._writing.step(layer)
 
     def save(self) -> None:
         """Execute the step's stores, after the computation that writes their blocks was launched."""
+        reading, writing, self._reading, self._writing = self._reading, self._writing, None, None
+        self._end(reading)
+        self._end(writing)
         orders, self._plan = self._plan.stores, StepPlan()
         if self._stores:
             self._execute(orders, lambda copier, order: copier.store(order.copies))
@@ -92,14 +124,28 @@ class Worker:
         for order in orders:
             started = time.monotonic()
             try:
-                event = copy(self._ready_copier(), order) if order.copies else None
-                if event is not None and not event.query():
-                    self._running.append(_Running(order, event, started))
-                else:
-                    self._finish(order, started, ok=not order.failed_blocks)
+                event = copy(self._ready_copier(), order) if order.copies else DONE
             except Exception:
                 logger.exception("lmkv: a copy of %d chunks failed", len(order.copies))
                 self._finish(order, started, ok=False)
+            else:
+                self._follow(order, event, started)
+
+    def _follow(self, order: CopyOrder, event: Event, started: float) -> None:
+        if event.query():
+            self._finish(order, started, ok=not order.failed_blocks)
+        else:
+            self._running.append(_Running(order, event, started))
+
+    def _end(self, layered: Layered | None) -> None:
+        if layered is None:
+            return
+        event = layered.finish()
+        for order in layered.orders:
+            if event is None:
+                self._finish(order, layered.started, ok=False)
+            else:
+                self._follow(order, event, layered.started)
 
     def _ready_copier(self) -> Copier:
         if self._copier is None:
@@ -111,7 +157,7 @@ class Worker:
     def _finish(self, order: CopyOrder, started: float, *, ok: bool) -> None:
         nbytes = self._layout.rank_bytes * len(order.copies)
         self._report.jobs[order.job] = JobReport(1, ok, nbytes, time.monotonic() - started)
-        if not ok:
+        if not ok and not order.stores:
             self._fail(order)
         if order.finishes is not None:
             self._finished_requests.add(order.finishes)

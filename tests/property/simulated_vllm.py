@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from attrs import define, field
@@ -22,6 +22,7 @@ from lmkv.policies import LRU
 from lmkv.tier import Tier
 from lmkv.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry, Group
+from lmkv.vllm.loadmode import LoadMode
 from lmkv.vllm.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 
@@ -97,6 +98,8 @@ class SimulatedVLLM:
         load_faults: float = 0.0,
         store_faults: float = 0.0,
         ranks: int = 1,
+        layerwise: bool = False,
+        load_mode: Literal["auto", "sync", "async"] = "auto",
     ) -> None:
         self.rng = rng
         self.groups = tuple(groups)
@@ -123,14 +126,20 @@ class SimulatedVLLM:
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
         self.now = 0.0
         self.scheduler = Scheduler(
-            self.store, namespace, Geometry(chunk_size, self.groups), ranks=ranks, clock=lambda: self.now
+            self.store,
+            namespace,
+            Geometry(chunk_size, self.groups),
+            ranks=ranks,
+            load_mode=LoadMode(load_mode),
+            clock=lambda: self.now,
         )
         self.scheduler.watch_free_blocks(lambda: len(self.free))
         self.memories = []
         self.workers = []
         for rank in range(ranks):
             rows = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in layers]
-            worker = Worker(rank, layout, block_level_failures=len(self.groups) == 1)
+            single = len(self.groups) == 1
+            worker = Worker(rank, layout, block_level_failures=single, layerwise=layerwise and single)
             worker.register(PagedMemory(rows, [layer.group for layer in layers], fuse=False))
             self.memories.append(rows)
             self.workers.append(worker)
@@ -341,13 +350,18 @@ class SimulatedVLLM:
             worker.begin(plan)
             self._maybe_break(worker)
             worker.load()
-            failed_blocks |= worker.take_failed_blocks()
+            for layer in range(len(self.memories[0]) if scheduled else 0):
+                worker.wait_for_layer(layer)
+            failed_blocks |= worker.take_failed_blocks() | _broken(worker)
         for request, count in scheduled.items():
             self._check(request, failed_blocks)
             for group in range(len(self.groups)):
                 self._compute(request, group, request.computed, request.computed + count)
         for worker in self.workers:
+            for layer in range(len(self.memories[0]) if scheduled else 0):
+                worker.save_layer(layer)
             worker.save()
+            failed_blocks |= worker.take_failed_blocks()
             worker.poll()
             reports.append(worker.take_report())
             done, bad = worker.take_finished()
@@ -378,12 +392,23 @@ class SimulatedVLLM:
             copier.broken = True  # type: ignore[attr-defined]
             for name, rate in (("load", self.load_faults), ("store", self.store_faults)):
                 setattr(copier, name, self._failing(getattr(copier, name), rate))
+                by_layer = f"{name}_layers"
+                setattr(copier, by_layer, self._failing_between(getattr(copier, by_layer), rate))
 
     def _failing(self, method: Any, rate: float) -> Any:
-        def call(copies: Any) -> Any:
+        def call(copies: Any, **options: Any) -> Any:
             if self.rng.random() < rate:
                 raise OSError("injected")
-            return method(copies)
+            return method(copies, **options)
+
+        return call
+
+    def _failing_between(self, method: Any, rate: float) -> Any:
+        def call(copies: Any) -> Iterator[Any]:
+            for event in method(copies):
+                if self.rng.random() < rate:
+                    raise OSError("injected")
+                yield event
 
         return call
 
@@ -437,7 +462,7 @@ class SimulatedVLLM:
         for _ in range(limit):
             if not (self.waiting or self.running or self.loading or self.pipeline):
                 break
-            if not self.running and not self.pipeline:
+            if not self.running:
                 self.store.drain(10)
             self.step()
             if not (self.waiting or self.running or self.loading):
@@ -460,3 +485,12 @@ class SimulatedVLLM:
         for worker in self.workers:
             worker.close()
         self.scheduler.close()
+
+
+def _broken(worker: Worker) -> set[int]:
+    """Blocks of loads by layers that have failed, which vLLM is told once the step has ended."""
+    reading = worker._reading
+    if reading is None or reading._pipeline is not None:
+        return set()
+    copies = [copy for order in reading.orders for copy in order.copies]
+    return {block for copy in copies for run in copy.runs for block in run.blocks}

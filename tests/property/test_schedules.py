@@ -30,6 +30,8 @@ engines = st.fixed_dictionaries(
         "load_faults": st.sampled_from([0.0, 0.0, 0.2]),
         "store_faults": st.sampled_from([0.0, 0.0, 0.2]),
         "ranks": st.sampled_from([1, 1, 2]),
+        "layerwise": st.booleans(),
+        "load_mode": st.sampled_from(["auto", "auto", "async"]),
     }
 )
 

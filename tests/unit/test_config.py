@@ -35,6 +35,9 @@ DEFAULTS: dict[str, object] = {
     "prefetch_share": 0.5,
     "prefetch_deadline": 1.0,
     "load_or_recompute": True,
+    "load_mode": "auto",
+    "use_layerwise": False,
+    "block_major": True,
     "pin_ttl": 300.0,
 }
 
@@ -272,7 +275,7 @@ def test_an_unknown_key_that_resembles_nothing_gets_no_suggestion() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["use_layerwise", "remote_url", "save_unfull_chunk", "reserve_local_cpu_size", "extra_config"]
+    "key", ["use_gds", "remote_url", "save_unfull_chunk", "reserve_local_cpu_size", "extra_config"]
 )
 def test_a_key_of_lmcache_gets_a_hint(key: str) -> None:
     for name in (key, f"lmcache.{key}"):

@@ -18,6 +18,7 @@ from lmkv.vllm import compat
 from lmkv.vllm.geometry import Geometry, Group
 from lmkv.vllm.identity import content_extras, request_root
 from lmkv.vllm.loadcost import LoadCost
+from lmkv.vllm.loadmode import LoadMode
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.options import RequestOptions
 from lmkv.vllm.worker import Worker
@@ -213,11 +214,12 @@ class TestWorker:
     def test_a_block_that_does_not_exist_is_refused(self) -> None:
         slab = Slab(4096, 8192, shared=True)
         worker = self._worker(slab)
-        worker.begin(StepPlan(stores=[CopyOrder(1, [ChunkCopy(0, (Run(0, [2, 6]),))])]))
+        worker.begin(StepPlan(stores=[CopyOrder(1, [ChunkCopy(0, (Run(0, [2, 6]),))], stores=True)]))
         worker.save()
         report = worker.take_report()
         assert report is not None
         assert not report.jobs[1].ok
+        assert not worker.take_failed_blocks(), "what could not be stored is sound where it is"
         worker.close()
         slab.close()
 
@@ -235,6 +237,73 @@ class TestWorker:
         worker.close()
         slab.close()
 
+    def _layered(self, slab: Slab, **orders: Any) -> tuple[Worker, list[torch.Tensor]]:
+        worker = Worker(0, self.LAYOUT, layerwise=True)
+        rows = [torch.zeros((6, 64), dtype=torch.uint8) for _ in range(2)]
+        worker.register(PagedMemory(rows, fuse=False))
+        worker.begin(StepPlan(slab=slab.ref, **orders))
+        return worker, rows
+
+    def test_layers_are_loaded_when_the_model_comes_to_them(self) -> None:
+        slab = Slab(4096, 8192, shared=True)
+        slab.view(1)[:256] = bytes([1] * 128 + [2] * 128)
+        worker, rows = self._layered(slab, loads=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
+        worker.load()
+        assert not any(bool(row.any()) for row in rows)
+        worker.wait_for_layer(0)
+        assert bool((rows[0][2:4] == 1).all())
+        assert not bool(rows[1].any())
+        worker.wait_for_layer(1)
+        assert bool((rows[1][2:4] == 2).all())
+        assert worker.take_report() is None, "reported when the step ends"
+        worker.save()
+        report = worker.take_report()
+        assert report is not None
+        assert report.jobs[1].ok
+        assert not worker.take_failed_blocks()
+        worker.close()
+        slab.close()
+
+    def test_a_layer_that_the_model_did_not_wait_for_fails_the_load(self) -> None:
+        """It was read before it was there: whole CUDA graphs would do that."""
+        slab = Slab(4096, 8192, shared=True)
+        worker, _ = self._layered(slab, loads=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
+        worker.load()
+        worker.wait_for_layer(0)
+        worker.save()
+        report = worker.take_report()
+        assert report is not None
+        assert not report.jobs[1].ok
+        assert worker.take_failed_blocks() == {2, 3}
+        worker.close()
+        slab.close()
+
+    def test_layers_are_stored_once_saved_and_the_rest_when_the_step_ends(self) -> None:
+        slab = Slab(4096, 8192, shared=True)
+        worker, rows = self._layered(slab, stores=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
+        worker.load()
+        rows[0].fill_(5)
+        worker.save_layer(0)
+        rows[0].fill_(6)
+        rows[1].fill_(7)
+        worker.save()
+        assert bytes(slab.view(1)[:256]) == bytes([5] * 128 + [7] * 128)
+        report = worker.take_report()
+        assert report is not None
+        assert report.jobs[1].ok
+        worker.close()
+        slab.close()
+
+    def test_what_is_loaded_between_steps_needs_no_layers(self) -> None:
+        slab = Slab(4096, 8192, shared=True)
+        order = CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))], between_steps=True, finishes="r")
+        worker, _ = self._layered(slab, loads=[order])
+        worker.load()
+        worker.save()
+        assert worker.take_finished() == ({"r"}, set())
+        worker.close()
+        slab.close()
+
     def test_reports_merge_in_any_order(self) -> None:
         parts = [
             WorkerReport({1: JobReport(1, True, 10, 0.1), 2: JobReport(1, True, 5, 0.1)}),
@@ -245,3 +314,23 @@ class TestWorker:
         backward = parts[2].merge(parts[1]).merge(parts[0])
         assert forward == backward
         assert forward.jobs[1] == JobReport(2, False, 20, 0.3)
+
+
+class TestLoadMode:
+    def test_a_cpu_gains_nothing_between_steps(self) -> None:
+        mode = LoadMode(computing=5)
+        mode.observe(1 << 20, 1.0)
+        assert not mode.between_steps(1 << 30)
+
+    def test_a_device_loads_between_steps_what_would_hold_up_others(self) -> None:
+        mode = LoadMode(concurrent=True, computing=1)
+        assert not mode.between_steps(1 << 40), "no speed is known yet"
+        mode.observe(10 << 30, 1.0)
+        assert not mode.between_steps(40 << 20)
+        assert mode.between_steps(60 << 20)
+        mode.computing = 0
+        assert not mode.between_steps(60 << 20), "nobody is held up"
+
+    @pytest.mark.parametrize(("mode", "answer"), [("sync", False), ("async", True)])
+    def test_users_may_decide(self, mode: Any, answer: bool) -> None:
+        assert LoadMode(mode).between_steps(1) is answer

@@ -1,0 +1,31 @@
+"""The one kernel: many equally long runs of bytes, each from one address to another, on the device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+@triton.jit
+def _move(sources, targets, length, WORD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Program [i, j] moves words j * BLOCK and following of run i."""
+    run = tl.program_id(0)
+    words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(sources + run).to(tl.pointer_type(WORD))
+    target = tl.load(targets + run).to(tl.pointer_type(WORD))
+    inside = words < length
+    tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
+
+
+def launch_move(sources: torch.Tensor, targets: torch.Tensor, nbytes: int, word: int) -> None:
+    """On the current stream, `nbytes` from each address in `sources` to the one in `targets`, int64 [n] both.
+
+    `word`: 1, 2, 4 or 8 bytes, that all addresses and `nbytes` are multiples of.
+    """
+    length = nbytes // word
+    grid = (len(sources), triton.cdiv(length, _BLOCK))
+    _move[grid](sources, targets, length, WORD=_WORDS[word], BLOCK=_BLOCK)
