@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lmkv.vllm.layered import Layered
 from tests.vllm.harness import BLOCK, engine, external_hits, prompt
 
 
@@ -62,3 +64,40 @@ def test_the_module_path_works_without_the_entry_point(model: Path) -> None:
 def test_a_bad_option_names_key_and_value(model: Path) -> None:
     with pytest.raises(Exception, match=r"chunk_sise"), engine(model, extra={"chunk_sise": 256}):
         pass
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_layer_by_layer(model: Path, monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
+    """Equal outputs; loads and stores really go by layers; and no load failed for a layer not waited for."""
+    ids = [prompt(23, 1500), prompt(24, 700)]
+    with engine(model, None, max_num_batched_tokens=480) as plain:
+        expected = plain.ids(ids)
+    steps: list[bool] = []
+    begin = Layered.__init__
+
+    def noted(self: Layered, *args: Any, loads: bool) -> None:
+        steps.append(loads)
+        begin(self, *args, loads=loads)
+
+    monkeypatch.setattr(Layered, "__init__", noted)
+    options = {"extra": {"use_layerwise": True}, "enforce_eager": eager, "max_num_batched_tokens": 480}
+    with engine(model, **options) as running:
+        assert running.ids(ids) == expected
+        assert set(steps) == {False}
+        running.forget_local()
+        again = running.run(ids)
+        assert [list(output.outputs[0].token_ids) for output in again] == expected
+        assert [external_hits(output) for output in again] == [1280, 512]
+        assert set(steps) == {False, True}
+        running.assert_nothing_leaked()
+
+
+def test_loads_between_steps(model: Path) -> None:
+    ids = [prompt(25, 1500), prompt(26, 700)]
+    with engine(model, extra={"load_mode": "async"}) as running:
+        cold = running.ids(ids)
+        running.forget_local()
+        warm = running.run(ids)
+        assert [list(output.outputs[0].token_ids) for output in warm] == cold
+        assert [external_hits(output) for output in warm] == [1280, 512]
+        running.assert_nothing_leaked()
