@@ -147,8 +147,8 @@ class CUDADevice:
         assert isinstance(stream, _CUDAStream)
         queue = stream.stream.cuda_stream
         batched = _batched_copy() if len(spans.sources) >= _BATCH else None
-        if batched is not None:
-            batched(spans, queue)
+        # It may refuse memory that is not pinned yet, which single copies take.
+        if batched is not None and batched(spans, queue):
             return
         for source, target in zip(spans.sources.tolist(), spans.targets.tolist(), strict=True):
             _check("cuMemcpyAsync", self._driver.cuMemcpyAsync(target, source, spans.nbytes, queue))
@@ -186,11 +186,12 @@ class _BatchedCopy:
     def __init__(self, function: Any) -> None:
         self._function = function
 
-    def __call__(self, spans: Spans, queue: int) -> None:
+    def __call__(self, spans: Spans, queue: int) -> bool:
+        """Whether the driver took them, which it does all or none."""
         sources, targets = np.ascontiguousarray(spans.sources), np.ascontiguousarray(spans.targets)
         sizes = np.full(len(sources), spans.nbytes, np.uint64)
         attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
-        status = self._function(
+        status: int = self._function(
             targets.ctypes.data,
             sources.ctypes.data,
             sizes.ctypes.data,
@@ -201,7 +202,7 @@ class _BatchedCopy:
             ctypes.addressof(failed),
             queue,
         )
-        _check("cuMemcpyBatchAsync", status)
+        return status == 0
 
 
 @functools.cache
