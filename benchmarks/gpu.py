@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--quick] [--json]
 
-Seconds on the device and of the calling thread; pages of several sizes, staged or loaded directly. Figures that
-decide: `DIRECT_BYTES` in lmkv/device.py. Needs a CUDA device; not run yet on one.
+Seconds on the device and of the calling thread; pages of several sizes, staged or loaded directly, which
+is what decides `DIRECT_BYTES` in lmkv/device.py. Needs a CUDA device; not run yet on one.
 """
 
 from __future__ import annotations
