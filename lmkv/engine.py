@@ -17,7 +17,8 @@ from attrs import field, frozen
 
 from lmkv.claims import Lease, Reservation
 from lmkv.config import Config
-from lmkv.copier import ChunkCopy, Copier, Run, make_copier
+from lmkv.copier import ChunkCopy, Copier, Run
+from lmkv.copiers import make_copier
 from lmkv.errors import ClosedError, UsageError
 from lmkv.hashing import Tokens, chunk_keys, token_bytes
 from lmkv.iopool import Priority

@@ -22,7 +22,7 @@ PACKAGE = Path(lmkv.errors.__file__).parent
 
 VALUES = frozenset({"errors", "keys", "outcomes", "layout"})
 TYPES = VALUES | {"hashing", "codec", "protocols"}
-MEMORY = frozenset({"slab", "pages", "copier", "pipeline", "device", "cuda", "kernels"})
+MEMORY = frozenset({"slab", "pages", "copier", "copiers", "cpu", "cuda", "device", "kernels", "pipeline"})
 STORE = frozenset(
     {
         *("iopool", "tiered", "tier", "claims", "promotion", "promoter", "prefetch", "primary", "pins"),

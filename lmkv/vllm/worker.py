@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 from attrs import define
 
-from lmkv.copier import DONE, Copier, Event, make_copier
+from lmkv.copier import DONE, Copier, Event
+from lmkv.copiers import make_copier
 from lmkv.errors import UsageError
 from lmkv.layout import KVLayout
 from lmkv.pages import PagedMemory

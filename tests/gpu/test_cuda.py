@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lmkv import Config, Engine
-from lmkv.copier import ChunkCopy, CPUCopier, Run
+from lmkv.copier import ChunkCopy, Run
+from lmkv.cpu import CPUCopier
 from lmkv.pages import PagedMemory
 from lmkv.slab import Slab
 

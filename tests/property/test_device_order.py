@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv.copier import ChunkCopy, CPUCopier, Event, Run
+from lmkv.copier import ChunkCopy, Event, Run
+from lmkv.cpu import CPUCopier
 from lmkv.device import DeviceCopier
 from lmkv.errors import UsageError
 from lmkv.pages import PagedMemory

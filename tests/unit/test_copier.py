@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv.copier import ChunkCopy, CPUCopier, Run, make_copier
+from lmkv.copier import ChunkCopy, Run
+from lmkv.copiers import make_copier
+from lmkv.cpu import CPUCopier
 from lmkv.errors import UsageError
 from lmkv.layout import KVLayout, LayerPages
 from lmkv.pages import PagedMemory
