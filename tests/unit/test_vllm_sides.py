@@ -11,8 +11,8 @@ import torch
 
 from lmkv.copier import ChunkCopy, Run
 from lmkv.keys import Namespace
-from lmkv.layout import KVLayout
-from lmkv.pages import PagedMemory
+from lmkv.layout import KVLayout, LayerPages
+from lmkv.pages import PagedMemory, block_rows
 from lmkv.slab import Slab, SlabRef
 from lmkv.vllm import compat
 from lmkv.vllm.geometry import Geometry, Group
@@ -20,10 +20,12 @@ from lmkv.vllm.identity import content_extras, request_root
 from lmkv.vllm.loadcost import LoadCost
 from lmkv.vllm.loadmode import LoadMode
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
+from lmkv.vllm.model import ServedModel
 from lmkv.vllm.options import RequestOptions
 from lmkv.vllm.worker import Worker
 
 MIB = 1 << 20
+NAMESPACE = Namespace(model="m", dtype="u8", chunk_size=8, block_size=4)
 
 
 class TestLoadCost:
@@ -334,3 +336,25 @@ class TestLoadMode:
     @pytest.mark.parametrize(("mode", "answer"), [("sync", False), ("async", True)])
     def test_users_may_decide(self, mode: Any, answer: bool) -> None:
         assert LoadMode(mode).between_steps(1) is answer
+
+
+class TestServedModel:
+    """Whether the tensors that vLLM registers are what the layout was made for."""
+
+    def _model(self, *, fused: bool) -> ServedModel:
+        pages = (LayerPages(192, 2),) if fused else (LayerPages(64, 2),) * 3
+        geometry = Geometry(8, (Group(4),))
+        return ServedModel(geometry, KVLayout(8, pages), ("a", "b", "c"), fused, 6, 1, 1, lambda: NAMESPACE)
+
+    def test_layers_of_a_block_that_lie_together_are_one_page(self) -> None:
+        whole = torch.arange(6 * 192).to(torch.uint8).view(6, 3, 64)
+        rows = [block_rows(layer) for layer in whole.unbind(1)]
+        memory = self._model(fused=True).paged_memory([rows[2], rows[0], rows[1]])
+        assert torch.equal(memory.rows[0], whole.view(6, 192)), "in the order of memory"
+        assert (memory.num_layers, memory.layers) == (3, [range(3)])
+
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_anything_else_is_refused(self, fused: bool) -> None:
+        apart = [torch.zeros((6, 64 if fused else 60), dtype=torch.uint8) for _ in range(3)]
+        with pytest.raises(ValueError, match="instead of"):
+            self._model(fused=fused).paged_memory(apart)

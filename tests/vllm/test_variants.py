@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,3 +102,25 @@ def test_loads_between_steps(model: Path) -> None:
         assert [list(output.outputs[0].token_ids) for output in warm] == cold
         assert [external_hits(output) for output in warm] == [1280, 512]
         running.assert_nothing_leaked()
+
+
+def test_what_vllm_asks_the_class() -> None:
+    """Pieces of CUDA graphs only for layers, one run of bytes for a block only on CUDA."""
+    from vllm.config import KVTransferConfig
+
+    from lmkv.vllm.connector import LMKVConnector
+
+    def layout(device: str, **extra: Any) -> str | None:
+        transfer = KVTransferConfig(
+            kv_connector="LMKVConnector", kv_role="kv_both", kv_connector_extra_config=extra
+        )
+        device_config = SimpleNamespace(device_type=device)
+        asked = SimpleNamespace(kv_transfer_config=transfer, device_config=device_config)
+        return LMKVConnector.get_required_kvcache_layout(asked)
+
+    assert not LMKVConnector.requires_piecewise_for_cudagraph({})
+    assert LMKVConnector.requires_piecewise_for_cudagraph({"use_layerwise": True})
+    assert layout("cpu") is None
+    assert layout("cuda") == "BLHNC"
+    assert layout("cuda", block_major=False) is None
+    assert layout("cuda", use_layerwise=True) is None
