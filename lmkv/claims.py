@@ -11,7 +11,7 @@ from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from attrs import define, field
+from attrs import define
 
 from lmkv.protocols import ChunkKey
 
@@ -49,7 +49,7 @@ class Entry:
     ranked: bool = False
     prefetches: int = 0
     load: Job | None = None
-    waiters: list[Promotion] = field(factory=list)
+    waiters: tuple[Promotion, ...] = ()
 
     @property
     def ready(self) -> bool:

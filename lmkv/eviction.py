@@ -44,6 +44,16 @@ class Evictor:
                 return None
         return slot
 
+    def make_room(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
+        """Evict for `count` slots at once where that is possible: one by one costs twice as much.
+
+        What is to be copied down first is left to `acquire`, which counts how much of that is under way.
+        """
+        missing = count - self._primary.slab.free_slots
+        if missing > 1 and not self._write_back:
+            for victim in self._primary.victims(protect, missing):
+                self._primary.remove(victim)
+
     def _evict(self, todo: Todo, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
         """Evict for one slot, at once or after copying down; False when the policy gives nothing."""
         victims = self._primary.victims(protect)

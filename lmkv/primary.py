@@ -16,6 +16,9 @@ from lmkv.protocols import Backend, ChunkKey
 from lmkv.slab import Slab
 from lmkv.tier import Tier
 
+# Looking a member up in its enum takes as long as everything else that is done with it here.
+_WRITING, _LOADING, _READY = State.WRITING, State.LOADING, State.READY
+
 
 @runtime_checkable
 class HostBackend(Backend, Protocol):
@@ -45,9 +48,8 @@ class PrimaryTier:
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
         """The entries of the leading keys that are READY."""
         found = []
-        ready = State.READY
         for entry in map(self.entries.get, keys):
-            if entry is None or entry.state is not ready:
+            if entry is None or entry.state is not _READY:
                 break
             found.append(entry)
         return found
@@ -86,7 +88,7 @@ class PrimaryTier:
         """A new entry whose only holder is the writer, or the load, that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens)
         self.held += 1
-        if state is State.WRITING:
+        if state is _WRITING:
             self.writing += 1
         else:
             self.loading += 1
@@ -96,7 +98,7 @@ class PrimaryTier:
         """Its bytes are complete. Its filler still holds it."""
         if not entry.gone:
             self._uncount(entry)
-        entry.state = State.READY
+        entry.state = _READY
 
     def remove(self, entry: Entry) -> None:
         """Out of the index, filled or not; the slot is freed now, or by the last who holds it."""
@@ -104,7 +106,8 @@ class PrimaryTier:
             return
         entry.gone = True
         del self.entries[entry.key]
-        self._uncount(entry)
+        if entry.state is not _READY:
+            self._uncount(entry)
         if entry.ranked:
             self.policy.discard(entry.key)
         if entry.demoting:
@@ -113,16 +116,18 @@ class PrimaryTier:
             self.slab.release(entry.slot)
 
     def _uncount(self, entry: Entry) -> None:
-        if entry.state is State.WRITING:
+        if entry.state is _WRITING:
             self.writing -= 1
-        elif entry.state is State.LOADING:
+        elif entry.state is _LOADING:
             self.loading -= 1
 
     # -- eviction -----------------------------------------------------------------------------------------
 
-    def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> Sequence[Entry]:
-        """What the policy gives for one more slot, perhaps nothing; the caller removes or demotes it."""
-        evicted = self.policy.evict(self.slot_bytes, protect)
+    def victims(
+        self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1
+    ) -> Sequence[Entry]:
+        """What the policy gives for so many slots, perhaps nothing; the caller removes or demotes it."""
+        evicted = self.policy.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
         for entry in entries:
             entry.ranked = False

@@ -24,7 +24,7 @@ class _Load(Job):
 
 def wake(entry: Entry, todo: Todo) -> None:
     """Locked. Tell those who wait for an entry that it is READY, or will never be."""
-    waiters, entry.waiters = entry.waiters, []
+    waiters, entry.waiters = entry.waiters, ()
     for promotion in waiters:
         promotion.settled(entry, todo)
 

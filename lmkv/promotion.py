@@ -93,7 +93,7 @@ class Promotion:
         self._entries.append(entry)
         self._sources[source] = self._sources.get(source, 0) + 1
         if not entry.ready:
-            entry.waiters.append(self)
+            entry.waiters += (self,)
             self._unsettled += 1
 
     def settled(self, entry: Entry, todo: Todo) -> None:

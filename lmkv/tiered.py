@@ -162,6 +162,8 @@ class TieredStore:
         width = len(tokens) // len(keys) if keys else 0
         with self._lock:
             kept = self._only_copies(keys, protect)
+            if kept is not None and not self._closed:
+                self._make_room(keys, kept)
             for key in () if self._closed else keys:
                 known = self._primary.entries.get(key)
                 if known is None:
@@ -190,6 +192,12 @@ class TieredStore:
             if first_with(self._tiers, key) is None:
                 kept.add(key)
         return kept
+
+    def _make_room(self, keys: Sequence[ChunkKey], kept: set[ChunkKey]) -> None:
+        """Locked. Slots for those of `keys` that are not here; nothing that is wanted goes for it."""
+        entries = self._primary.entries
+        here = {key for key in keys if key in entries}
+        self._evictor.make_room(len(keys) - len(here), kept | here)
 
     def _commit(self, entries: Sequence[Entry], chain: Sequence[ChunkKey]) -> None:
         todo = Todo()

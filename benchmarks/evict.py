@@ -1,0 +1,144 @@
+"""The primary tier's bookkeeping a key: evicting and inserting, pinning, and slots. No bytes move.
+
+    python benchmarks/evict.py [--quick] [--json]
+
+CPU time over 32,768 chunks. "evict and insert" is what a store does for each chunk once the tier is full:
+reserve, which evicts and takes the slot, and commit, which publishes; 64 chunks at a time, under each policy,
+with nothing pinned and with 4,096 of the oldest chunks pinned.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Not this folder: its copy.py would stand in for the standard library's.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+
+from benchmarks._rounds import Row, finish, interleaved, median_ratio
+from lmkv.backends.memory import CPUPinnedBackend
+from lmkv.policies import POLICIES, make_policy
+from lmkv.slab import Slab
+from lmkv.tier import Tier
+from lmkv.tiered import TieredStore
+
+SLOTS, PINNED, BATCH = 32_768, 4096, 64
+SLOT_BYTES = 4096
+EVICT_TARGET, PIN_TARGET, SLOT_TARGET, NOISE = 2.0, 0.8, 0.5, 1.2
+
+_numbers = itertools.count()
+
+
+def new_keys(count: int) -> list[bytes]:
+    return [next(_numbers).to_bytes(32, "little") for _ in range(count)]
+
+
+def full_store(policy: str, pinned: int) -> tuple[TieredStore, list[bytes]]:
+    """Every slot taken; the oldest chunks are pinned. Returns their keys, too."""
+    host = CPUPinnedBackend(SLOTS * SLOT_BYTES, SLOT_BYTES, populate=False)
+    store = TieredStore(Tier(host, make_policy(policy)))
+    keys = new_keys(SLOTS)
+    for start in range(0, SLOTS, BATCH):
+        store.reserve(keys[start : start + BATCH]).commit()
+    assert store.slab.free_slots == 0
+    assert store.pin(keys[:pinned], 3600.0) == pinned
+    return store, keys
+
+
+def storing(store: TieredStore) -> Callable[[], None]:
+    """Store a request's chunks; their keys are made beforehand."""
+    keys = iter(lambda: new_keys(BATCH), None)
+    ready = [next(keys)]
+
+    def run() -> None:
+        store.reserve(ready[0]).commit()
+
+    def prepare() -> None:
+        ready[0] = next(keys)
+
+    run.prepare = prepare  # type: ignore[attr-defined]
+    return run
+
+
+def eviction(rounds: int) -> Iterator[Row]:
+    for policy in POLICIES:
+        stores = {f"{pinned:,} pinned": full_store(policy, pinned)[0] for pinned in (0, PINNED)}
+        cases = {name: storing(store) for name, store in stores.items()}
+        times = interleaved(cases, rounds, before=lambda name, cases=cases: cases[name].prepare())
+        for name, found in times.items():
+            micros = statistics.median(found) / BATCH * 1e6
+            yield Row(
+                f"evict and insert a chunk, {policy}, {name}",
+                micros,
+                "us",
+                target=EVICT_TARGET,
+                met=micros <= EVICT_TARGET,
+            )
+        nothing, many = cases
+        ratio = median_ratio(times, many, nothing)
+        name = f"evict and insert, {policy}, what pins cost"
+        yield Row(name, ratio, "x", nothing, ratio, NOISE, ratio <= NOISE)
+        for store in stores.values():
+            store.close()
+
+
+def pins(rounds: int) -> Iterator[Row]:
+    for policy in POLICIES:
+        store, keys = full_store(policy, 0)
+        batches = [keys[start : start + 8 * BATCH] for start in range(0, SLOTS, 8 * BATCH)]
+        turn = itertools.cycle(batches)
+        wanted = [next(turn)]
+
+        def pin(store: TieredStore = store, wanted: list[list[bytes]] = wanted) -> None:
+            store.pin(wanted[0], 3600.0)
+
+        def unpin(store: TieredStore = store, wanted: list[list[bytes]] = wanted) -> None:
+            store.unpin(wanted[0])
+
+        def before(
+            name: str, store: TieredStore = store, wanted: list[list[bytes]] = wanted, turn: Iterator = turn
+        ) -> None:
+            store.unpin(wanted[0])
+            wanted[0] = next(turn)
+            if name == "unpin":
+                store.pin(wanted[0], 3600.0)
+
+        times = interleaved({"pin": pin, "unpin": unpin}, rounds, before=before)
+        for name, found in times.items():
+            micros = statistics.median(found) / (8 * BATCH) * 1e6
+            yield Row(f"{name} a chunk, {policy}", micros, "us", target=PIN_TARGET, met=micros <= PIN_TARGET)
+        store.close()
+
+
+def slots(rounds: int) -> Row:
+    slab = Slab(SLOT_BYTES, SLOTS * SLOT_BYTES)
+    count = 8 * BATCH
+
+    def take_and_give_back() -> None:
+        for slot in [slab.acquire() for _ in range(count)]:
+            slab.release(slot)
+
+    times = interleaved({"slots": take_and_give_back}, rounds)
+    slab.close()
+    micros = statistics.median(times["slots"]) / count * 1e6
+    return Row("take and free a slot", micros, "us", target=SLOT_TARGET, met=micros <= SLOT_TARGET)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rounds = 50 if options.quick else 500
+    return finish([*eviction(rounds), *pins(rounds), slots(rounds)], options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

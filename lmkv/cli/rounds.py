@@ -1,0 +1,80 @@
+"""Measuring side by side: interleaved rounds, ratios within a round, and one way to report."""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, frozen
+
+
+@frozen
+class Row:
+    """One figure: `value` in `unit`; `ratio` to what `of` names; `met` says whether that reached `target`."""
+
+    name: str
+    value: float
+    unit: str
+    of: str | None = None
+    ratio: float | None = None
+    target: float | None = None
+    met: bool | None = None
+
+
+def interleaved(
+    cases: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    clock: Callable[[], float] = time.process_time,
+    before: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Seconds of each case in each round, all cases in every round, in shuffled order.
+
+    CPU time by default: other programs' turns do not count. `before` runs off the clock.
+    """
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for case in cases.values():
+        case()
+    for _ in range(rounds):
+        for name in random.sample(list(cases), len(cases)):
+            before(name)
+            start = clock()
+            cases[name]()
+            found[name].append(clock() - start)
+    return found
+
+
+def median_ratio(times: Mapping[str, Sequence[float]], case: str, of: str) -> float:
+    """Median over the rounds of `case` divided by `of` in the same round."""
+    return statistics.median(one / other for one, other in zip(times[case], times[of], strict=True))
+
+
+def machine() -> str:
+    """Processor, cores and system, in words."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        cores = sum(line.startswith("processor") for line in lines)
+    except (OSError, StopIteration):
+        cores = 0
+    system = f"{platform.system()} {platform.release()}"
+    return f"{model}, {cores} cores, {system}, Python {platform.python_version()}"
+
+
+def finish(rows: Sequence[Row], as_json: bool) -> int:
+    """Print the rows, with `as_json` as one JSON object on the last line; 0, whatever was met."""
+    print(machine())
+    for row in rows:
+        of = f"   {row.ratio:.3f} of {row.of}" if row.ratio is not None else ""
+        goal = "" if row.target is None else f"   target {row.target:g}: {'met' if row.met else 'MISSED'}"
+        print(f"{row.name:<55} {row.value:>12.5g} {row.unit}{of}{goal}")
+    if as_json:
+        print(json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}))
+    return 0
