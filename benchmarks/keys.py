@@ -12,24 +12,13 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-import hashlib
 import random
-from array import array
 
 from benchmarks._rounds import Row, finish, interleaved, median_ratio
+from lmkv.cli.limits import bare_chain
 from lmkv.hashing import chunk_keys
 
 TOKENS, CHUNK, TARGET = 131_072, 256, 1.15
-
-
-def limit(tokens: list[int]) -> list[bytes]:
-    """One array conversion and one streaming hash, with a digest for each chunk."""
-    data = memoryview(array("I", tokens)).cast("B")
-    stream, keys = hashlib.sha256(bytes(32)), []
-    for start in range(0, len(data), 4 * CHUNK):
-        stream.update(data[start : start + 4 * CHUNK])
-        keys.append(stream.digest())
-    return keys
 
 
 def main() -> int:
@@ -40,8 +29,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     tokens = random.Random(0).choices(range(150_000), k=TOKENS)
-    assert limit(tokens) == chunk_keys(tokens, bytes(32), CHUNK)
-    cases = {"limit": lambda: limit(tokens), "lmkv": lambda: chunk_keys(tokens, bytes(32), CHUNK)}
+    assert bare_chain(tokens) == chunk_keys(tokens, bytes(32), CHUNK)
+    cases = {"limit": lambda: bare_chain(tokens), "lmkv": lambda: chunk_keys(tokens, bytes(32), CHUNK)}
     times = interleaved(cases, rounds=15 if options.quick else 101)
     ratio = median_ratio(times, "lmkv", "limit")
     value = sorted(times["lmkv"])[len(times["lmkv"]) // 2] * 1e3

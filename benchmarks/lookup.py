@@ -29,8 +29,8 @@ from typing import Any
 from attrs import define, field, frozen
 
 from benchmarks._rounds import Row, finish, interleaved, median_ratio
-from benchmarks.keys import limit
 from lmkv.backends.memory import CPUPinnedBackend
+from lmkv.cli.limits import bare_chain
 from lmkv.keys import Namespace
 from lmkv.policies import LRU
 from lmkv.tier import Tier
@@ -164,7 +164,7 @@ def lookup(bench: Bench, name: str, make: Callable[[], Request], rounds: int) ->
         bench.scheduler.request_finished(request)
         request = make()
 
-    cases = {"limit": lambda: limit(request.all_token_ids), "lookup": lambda: bench.lookup(request)}
+    cases = {"limit": lambda: bare_chain(request.all_token_ids), "lookup": lambda: bench.lookup(request)}
     times = interleaved(cases, rounds, before=fresh)
     bench.scheduler.request_finished(request)
     value = statistics.median(times["lookup"]) * 1e3

@@ -18,19 +18,19 @@ import argparse
 import math
 import random
 import statistics
+import tempfile
+import time
 from typing import Any
 
-from benchmarks._engines import answer, arms, cpu_seconds, in_child, scratch, start
 from benchmarks._rounds import Row, finish
+from lmkv.cli.arms import answer, arms, in_child, start
 
 TARGET = 1.01
 REQUESTS, PROMPT, ANSWER = 12, 1500, 48
 STUDENT = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 12: 2.20}
 
 
-def run_arm(folder: Path, name: str) -> dict[str, Any]:
-    import time
-
+def run_arm(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
     from vllm import SamplingParams
 
     llm = start(folder, arms(folder)[name], PROMPT + ANSWER, requests=REQUESTS)
@@ -43,14 +43,14 @@ def run_arm(folder: Path, name: str) -> dict[str, Any]:
         return outputs
 
     batch(0)
-    cpu, wall = cpu_seconds(), time.perf_counter()
+    cpu, wall = time.process_time(), time.perf_counter()
     outputs = batch(1) + batch(2)
-    cpu, wall = cpu_seconds() - cpu, time.perf_counter() - wall
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     gaps = [
         (output.metrics.last_token_ts - output.metrics.first_token_ts) / (ANSWER - 1) for output in outputs
     ]
     assert not any(output.num_cached_tokens for output in outputs), "something was reused"
-    return {"cpu": cpu, "wall": wall, "itl": statistics.median(gaps)}
+    return {"cpu": cpu, "wall": wall, "itl": statistics.median(gaps)}, llm
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -72,12 +72,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:
-        answer(run_arm(options.folder, options.arm))
+        answer(*run_arm(options.folder, options.arm))
     found: list[dict[str, dict[str, Any]]] = []
-    with scratch(prefix="lmkv-miss-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lmkv-miss-") as folder:
         for number in range(2 if options.quick else options.pairs):
             names = ["nothing", "lmkv ram"] if number % 2 else ["lmkv ram", "nothing"]
-            found.append({name: in_child(__file__, Path(folder), name) for name in names})
+            found.append({name: in_child([__file__], Path(folder), name) for name in names})
             print(f"pair {number + 1}: {found[-1]}", flush=True)
     return finish(rows(found), options.json)
 

@@ -1,9 +1,10 @@
 """Time to first token of a repeated prompt: vLLM's own prefix cache beside lmkv's RAM and disk tiers.
 
-    python benchmarks/ttft.py [--tokens 8000] [--rounds 3] [--quick] [--json]
+    python benchmarks/ttft.py [--tokens 8000] [--rounds 3] [--one-process] [--quick] [--json]
 
-Each arm of each round is an engine in a process of its own, in shuffled order: one cold prompt, then the same
-again and again. With --json the last line is the result.
+Each arm of each round is an engine in processes of its own, in shuffled order: one cold prompt, then the same
+again and again. The engine core runs in a process of its own, as vLLM does by default, or with --one-process
+in that of the API. With --json the last line is the result.
 """
 
 from __future__ import annotations
@@ -16,31 +17,13 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
 import random
-from typing import Any
+import statistics
+import tempfile
 
-from benchmarks._engines import answer, arms, in_child, median, scratch, settle, start
 from benchmarks._rounds import Row, finish
+from lmkv.cli.ttft import NAMES, ONE, OWN, SEVERAL, Timed, run_in_child
 
 RAM_TARGET = 1.10
-REPEATS = 7
-
-
-def run_arm(folder: Path, name: str, tokens: int) -> dict[str, Any]:
-    from vllm import SamplingParams
-
-    llm = start(folder, arms(folder)[name], tokens + 16)
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-
-    def ask(seed: int) -> tuple[float, int]:
-        ids = random.Random(seed).choices(range(1000), k=tokens)
-        [output] = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
-        settle(llm)
-        return output.metrics.first_token_latency, output.num_cached_tokens or 0
-
-    ask(1)  # what only the first long prompt pays: buffers, kernels
-    cold, _ = ask(2)
-    warm = [ask(2) for _ in range(REPEATS)]
-    return {"cold": cold, "warm": median(seconds for seconds, _ in warm), "hit": min(hit for _, hit in warm)}
 
 
 def main() -> int:
@@ -49,36 +32,33 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one-process", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.arm:
-        answer(run_arm(options.folder, options.arm, options.tokens))
-    names = [name for name in arms(Path()) if name != "nothing"]
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with scratch(prefix="lmkv-ttft-") as folder:
-        for number in range(1 if options.quick else options.rounds):
-            for name in random.sample(names, len(names)):
-                print(f"round {number + 1}: {name}", flush=True)
-                result = in_child(__file__, Path(folder), name, "--tokens", str(options.tokens))
-                results[name].append(result)
-                print(f"    cold {result['cold']:.3f} s, warm {result['warm']:.4f} s, hit {result['hit']}")
-    return finish(rows(results), options.json)
+    results: dict[str, list[Timed]] = {name: [] for name in NAMES}
+    for number in range(1 if options.quick else options.rounds):
+        for name in random.sample(NAMES, len(NAMES)):
+            print(f"round {number + 1}: {name}", flush=True)
+            with tempfile.TemporaryDirectory(prefix="lmkv-ttft-") as folder:
+                env = ONE if options.one_process else SEVERAL
+                timed = run_in_child(Path(folder), name, options.tokens, env=env)
+            results[name].append(timed)
+            print(f"    cold {timed.cold:.3f} s, warm {timed.warm:.4f} s, hit {timed.hit}", flush=True)
+    return finish(rows(results, "one process" if options.one_process else "as by default"), options.json)
 
 
-def rows(results: dict[str, list[dict[str, Any]]]) -> list[Row]:
-    own = "vllm prefix cache"
+def rows(results: dict[str, list[Timed]], how: str) -> list[Row]:
+    median = statistics.median
     found = []
     for name, rounds in results.items():
-        warm = median(one["warm"] for one in rounds)
-        ratio = median(one["warm"] / other["warm"] for one, other in zip(rounds, results[own], strict=True))
+        warm = median(one.warm for one in rounds)
+        ratio = median(one.warm / other.warm for one, other in zip(rounds, results[OWN], strict=True))
         target = RAM_TARGET if name == "lmkv ram" else None
         met = None if target is None else ratio <= target
-        found.append(Row(f"warm TTFT, {name}", warm, "s", own, ratio, target, met))
-        cold = median(one["cold"] for one in rounds)
-        found.append(Row(f"speed-up over cold, {name}", cold / warm, "x"))
+        found.append(Row(f"warm TTFT, {name}, {how}", warm, "s", OWN, ratio, target, met))
+        cold = median(one.cold for one in rounds)
+        found.append(Row(f"speed-up over cold, {name}, {how}", cold / warm, "x"))
     return found
 
 

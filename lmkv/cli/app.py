@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lmkv.cli import demo, doctor, model
+from lmkv.cli import bench, demo, doctor, model
 
 app = typer.Typer(
     name="lmkv",
@@ -12,6 +12,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("model")(model.model)

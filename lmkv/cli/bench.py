@@ -1,0 +1,95 @@
+"""`lmkv bench`: what this machine can do at most, and how near lmkv comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from attrs import asdict
+from rich.console import Console
+from rich.table import Table
+
+from lmkv.cli.limits import measure_copies, measure_disk, measure_keys
+from lmkv.cli.panels import Panel
+from lmkv.cli.rounds import machine
+from lmkv.cli.ttft import measure_ttft
+
+
+def bench(
+    model: Annotated[
+        str | None, typer.Option(help="Model for vLLM.", show_default="a small one with random weights")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt for vLLM.")] = 8000,
+    host_gb: Annotated[float, typer.Option(help="Host memory of lmkv's tier beside vLLM, in GB.")] = 4.0,
+    engine: Annotated[
+        bool, typer.Option("--engine/--no-engine", help="Whether to measure vLLM, if installed.")
+    ] = True,
+    disk: Annotated[
+        Path | None, typer.Option(help="Folder on the disk to measure.", show_default="TMPDIR")
+    ] = None,
+    plot: Annotated[Path, typer.Option(help="Where to draw the comparison.")] = Path("lmkv-bench.png"),
+    quick: Annotated[bool, typer.Option("--quick", help="Rough figures in a fraction of the time.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The result as JSON too, in the last line.")
+    ] = False,
+) -> None:
+    """Measure copies, disk, hashing and vLLM's time to first token with lmkv beside the limit of each."""
+    parent = disk or Path(tempfile.gettempdir())
+    parent.mkdir(parents=True, exist_ok=True)
+    panels = list(measured(model, min(tokens, 2048) if quick else tokens, host_gb, engine, parent, quick))
+    show(panels)
+    drawn(panels, plot)
+    if as_json:
+        rows = [asdict(row) for panel in panels for row in panel.rows()]
+        typer.echo(json.dumps({"machine": machine(), "rows": rows}))
+
+
+def measured(
+    model: str | None, tokens: int, host_gb: float, engine: bool, parent: Path, quick: bool
+) -> Iterator[Panel]:
+    say("copies in host memory")
+    yield measure_copies(quick=quick)
+    say("hashing")
+    yield measure_keys(quick=quick)
+    say(f"disk, in {parent}")
+    yield from measure_disk(parent, quick=quick)
+    if engine and find_spec("vllm") is None:
+        say("vLLM is not installed: no times to the first token")
+    elif engine:
+        yield measure_ttft(tokens, model, parent, host_gb, say)
+
+
+def say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def show(panels: Sequence[Panel]) -> None:
+    table = Table(title=f"lmkv on {machine()}")
+    for name in ("", "", "beside the limit"):
+        table.add_column(name, justify="right" if name else "left")
+    table.columns[1].justify = "right"
+    for panel in panels:
+        title = f"{panel.title} ({panel.note})" if panel.note else panel.title
+        table.add_row(f"[bold]{title}")
+        for (name, value), row in zip(panel.bars.items(), panel.rows(), strict=True):
+            beside = "" if row.ratio is None else f"{row.ratio:.2f} x {row.of}"
+            table.add_row(f"  {name}", f"{value:.3g} {panel.unit}", beside)
+    # A pipe has no width; a table that is wrapped at 80 columns could not be read.
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def drawn(panels: Sequence[Panel], path: Path) -> None:
+    if find_spec("matplotlib") is None:
+        say('no picture without matplotlib: pip install "lmkv[plot]"')
+        return
+    from lmkv.cli.plot import draw
+
+    draw(panels, machine(), path)
+    say(f"drawn: {os.path.relpath(path)}")

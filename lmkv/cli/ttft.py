@@ -1,0 +1,102 @@
+"""Time to first token of a prompt that comes again: cold, from vLLM's own prefix cache, from lmkv's tiers.
+
+`python -m lmkv.cli.ttft --arm NAME ...` is one arm, in its own process; `measure_ttft` runs them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, frozen
+
+from lmkv.cli.arms import answer, arms, in_child, settle, start
+from lmkv.cli.panels import Panel
+
+SCRIPT = ("-m", "lmkv.cli.ttft")
+REPEATS = 7
+OWN = "vllm prefix cache"
+NAMES = (OWN, "lmkv ram", "lmkv disk")
+COLD = "computed"
+# What vLLM does by default, an engine core in a process of its own, or everything in one process.
+SEVERAL = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+ONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@frozen
+class Timed:
+    """Seconds to the first token, cold and (median of `REPEATS`) repeated; the smallest hit in tokens."""
+
+    cold: float
+    warm: float
+    hit: int
+
+
+def run_arm(folder: Path, name: str, tokens: int, model: str | None, host_gb: float) -> tuple[Timed, Any]:
+    """Also the engine, for who has to end it."""
+    from vllm import SamplingParams
+
+    llm = start(folder, arms(folder, host_gb)[name], tokens + 16, model=model)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+
+    def ask(seed: int) -> tuple[float, int]:
+        ids = random.Random(seed).choices(range(1000), k=tokens)
+        [output] = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+        settle(folder)
+        return output.metrics.first_token_latency, output.num_cached_tokens or 0
+
+    ask(1)  # what only the first long prompt pays: buffers, kernels
+    cold, _ = ask(2)
+    warm = [ask(2) for _ in range(REPEATS)]
+    seconds = statistics.median(seconds for seconds, _ in warm)
+    return Timed(cold, seconds, min(hit for _, hit in warm)), llm
+
+
+def run_in_child(
+    folder: Path,
+    name: str,
+    tokens: int,
+    *,
+    model: str | None = None,
+    host_gb: float = 4.0,
+    env: Mapping[str, str] = SEVERAL,
+) -> Timed:
+    own = () if model is None else ("--model", model)
+    args = ("--tokens", str(tokens), "--host-gb", str(host_gb), *own)
+    return Timed(**in_child(SCRIPT, folder, name, *args, env=env))
+
+
+def measure_ttft(
+    tokens: int, model: str | None, parent: Path, host_gb: float, say: Callable[[str], None]
+) -> Panel:
+    """One engine after the other, as vLLM runs by default."""
+    found: dict[str, Timed] = {}
+    for name in NAMES:
+        say(f"vLLM: {name}, a prompt of {tokens:,} tokens")
+        with tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as folder:
+            found[name] = run_in_child(Path(folder), name, tokens, model=model, host_gb=host_gb)
+    missed = [name for name, timed in found.items() if timed.hit < tokens // 2]
+    bars = {COLD: found[OWN].cold, **{name: timed.warm for name, timed in found.items()}}
+    note = f"no hits: {', '.join(missed)}" if missed else ""
+    return Panel(f"First token, {tokens:,} tokens", "s", bars, OWN, log=True, note=note)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--arm", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--host-gb", type=float, default=4.0)
+    options = parser.parse_args()
+    timed, llm = run_arm(options.folder, options.arm, options.tokens, options.model, options.host_gb)
+    answer(asdict(timed), llm)
+
+
+if __name__ == "__main__":
+    main()
