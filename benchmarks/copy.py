@@ -1,9 +1,11 @@
 """Storing and retrieving through the engine beside a contiguous copy of the same bytes.
 
-    python benchmarks/copy.py [--quick] [--json]
+    python benchmarks/copy.py [--lmcache PYTHON] [--quick] [--json]
 
 CPU seconds of store and retrieve of 8 chunks a request, paged tensors of 16-token blocks, against numpy
-copying as many bytes between two plain arrays; the control path alone is the same with the copies left out.
+copying as many bytes between two plain arrays; the control path alone is the same with the copies left out,
+also for requests of 1 and 2 chunks. With --lmcache, the interpreter of an environment that has torch and
+lmcache, LMCache does the same in every round (see _lmcache.py).
 """
 
 from __future__ import annotations
@@ -15,8 +17,14 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import json
+import os
 import random
-from typing import Any
+import statistics
+import subprocess
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,36 +36,88 @@ from lmkv.copier import DONE
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
 SHAPES = {"32 MiB chunks": (32, 0.92, 0.90), "4 MiB chunks": (4, 0.90, 0.87)}
 CONTROL = {"store": 15.0, "retrieve": 8.0}
+PEER_TARGET = 3.0
+HOST_GB = 2.5
+
+
+class LMCache:
+    """The peer in a child process that does one thing at a time; its times are its own CPU seconds."""
+
+    def __init__(self, python: str, layers: int, blocks: list[int], tokens: list[int]) -> None:
+        script = Path(__file__).with_name("_lmcache.py")
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._child = subprocess.Popen(
+            [python, "-P", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**environment, "LMCACHE_LOG_LEVEL": "ERROR"},
+        )
+        self._ask({"layers": layers, "blocks": blocks, "tokens": tokens, "gb": HOST_GB})
+        self.do("check")
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, float]:
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        print(json.dumps(request), file=self._child.stdin, flush=True)
+        answer: dict[str, Any] = json.loads(self._child.stdout.readline() or '{"error": "it ended"}')
+        if "error" in answer:
+            raise RuntimeError(f"LMCache: {answer['error']}")
+        return answer
+
+    def do(self, what: str) -> float:
+        return self._ask({"do": what}).get("cpu", 0.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._child.kill()
+        self._child.wait()
 
 
 def engine_of(layers: int) -> tuple[Engine, list[int]]:
     """An engine over bf16 tensors of 8 KV heads of 128, and scattered blocks for one request."""
     blocks = CHUNKS * CHUNK // BLOCK
     tensors = [torch.randn((2 * blocks, 8, BLOCK, 256)).to(torch.bfloat16) for _ in range(layers)]
-    config = Config.load(max_local_cpu_size=2.5, chunk_size=CHUNK, env={})
+    config = Config.load(max_local_cpu_size=HOST_GB, chunk_size=CHUNK, env={})
     engine = Engine.open(tensors, block_size=BLOCK, model="copy", config=config)
     return engine, random.Random(0).sample(range(2 * blocks), blocks)
 
 
-def measure(label: str, layers: int, rounds: int) -> list[Row]:
+def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[Row]:
     engine, blocks = engine_of(layers)
     tokens = random.Random(1).choices(range(50_000), k=CHUNK * CHUNKS)
     nbytes = CHUNKS * layers * 2**20
     source, target = np.ones(nbytes // 8, np.int64), np.zeros(nbytes // 8, np.int64)
 
-    def before(name: str) -> None:
-        if name == "store":
-            engine.clear()
+    peer_times: dict[str, list[float]] = {"store": [], "retrieve": []}
 
-    cases = {
-        "limit": lambda: np.copyto(target, source),
-        "store": lambda: engine.store(tokens, blocks),
-        "retrieve": lambda: engine.retrieve(tokens, blocks),
-    }
-    for _ in range(3):  # every slot that will be used has been touched
-        engine.clear()
-        engine.store(tokens, blocks)
-    times = interleaved(cases, rounds, before=before)
+    with ExitStack() as stack:
+        peer = stack.enter_context(LMCache(lmcache, layers, blocks, tokens)) if lmcache else None
+
+        def before(name: str) -> None:
+            if name == "store":
+                engine.clear()
+            if peer is not None and name in peer_times:
+                if name == "store":
+                    peer.do("clear")
+                peer_times[name].append(peer.do(name))
+
+        cases = {
+            "limit": lambda: np.copyto(target, source),
+            "store": lambda: engine.store(tokens, blocks),
+            "retrieve": lambda: engine.retrieve(tokens, blocks),
+        }
+        for _ in range(3):  # every slot that will be used has been touched
+            engine.clear()
+            engine.store(tokens, blocks)
+            if peer is not None:
+                peer.do("clear")
+                peer.do("store")
+        times = interleaved(cases, rounds, before=before)
     _, store_target, retrieve_target = SHAPES[label]
     rows = []
     for name, goal in (("store", store_target), ("retrieve", retrieve_target)):
@@ -66,8 +126,29 @@ def measure(label: str, layers: int, rounds: int) -> list[Row]:
         rows.append(
             Row(f"{name}, {label}", speed, "GB/s of CPU", "contiguous copy", ratio, goal, ratio >= goal)
         )
+        if peer is not None:
+            gain = statistics.median(map(lambda theirs, ours: theirs / ours, peer_times[name], times[name]))
+            rows.append(
+                Row(
+                    f"{name}, {label}, LMCache",
+                    nbytes / statistics.median(peer_times[name]) / 1e9,
+                    "GB/s of CPU",
+                    "contiguous copy",
+                    statistics.median(map(lambda limit, own: limit / own, times["limit"], peer_times[name])),
+                )
+            )
+            rows.append(
+                Row(
+                    f"{name}, {label}, lmkv beside LMCache",
+                    gain,
+                    "x",
+                    target=PEER_TARGET,
+                    met=gain >= PEER_TARGET,
+                )
+            )
     if label == "4 MiB chunks":
-        rows += control(engine, tokens, blocks, rounds)
+        for chunks in (1, 2, CHUNKS):
+            rows += control(engine, tokens[: chunks * CHUNK], blocks[: chunks * CHUNK // BLOCK], rounds)
     engine.close()
     return rows
 
@@ -86,6 +167,7 @@ class _NoCopies:
 
 def control(engine: Engine, tokens: list[int], blocks: list[int], rounds: int) -> list[Row]:
     engine._copier = _NoCopies()
+    chunks = len(tokens) // CHUNK
     cases = {
         "store": lambda: engine.store(tokens, blocks),
         "retrieve": lambda: engine.retrieve(tokens, blocks),
@@ -95,8 +177,11 @@ def control(engine: Engine, tokens: list[int], blocks: list[int], rounds: int) -
     )
     rows = []
     for name, goal in CONTROL.items():
-        micros = sorted(times[name])[len(times[name]) // 2] / CHUNKS * 1e6
-        rows.append(Row(f"control path a chunk, {name}", micros, "us", None, None, goal, micros <= goal))
+        micros = statistics.median(times[name]) / chunks * 1e6
+        wanted = goal if chunks == CHUNKS else None
+        met = None if wanted is None else micros <= wanted
+        title = f"control path a chunk, {name}, {chunks} chunk{'s'[: chunks > 1]}"
+        rows.append(Row(title, micros, "us", None, None, wanted, met))
     return rows
 
 
@@ -104,12 +189,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has torch and lmcache")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
     for label, (layers, _, _) in SHAPES.items():
-        rows += measure(label, layers, 7 if options.quick else 31)
+        rows += measure(label, layers, 7 if options.quick else 31, options.lmcache)
     return finish(rows, options.json)
 
 
