@@ -65,6 +65,13 @@ def refuse_what_vllm_cannot(error: Exception) -> None:
     pytest.skip(f"vLLM does not run it here: {reason}")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine cost such small models far more than they bring."""
+    with families.one_thread():
+        yield
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     family = FAMILIES[request.param]
@@ -80,7 +87,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             ram = CHUNKS_IN_RAM * chunk_bytes(plain)
     except NotImplementedError as error:
         refuse_what_vllm_cannot(error)
-    with engine(folder, extra={"max_local_cpu_size": ram / 2**30}, **options) as running:
+    extra = {"max_local_cpu_size": ram / 2**30, "prefetch_deadline": 60.0}
+    with engine(folder, extra=extra, **options) as running:
         yield Case(family, running, answers)
 
 
