@@ -1,4 +1,4 @@
-"""`FaultyBackend`: any backend, made slow, unreliable or silent, and the same way again for the same seed."""
+"""Backends and copiers made slow, unreliable or silent, and the same way again for the same seed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from errno import EIO
+from functools import partial
 from typing import TypeVar
 
 from lmkv.backends.wrapper import WrapperBackend
+from lmkv.copier import ChunkCopy, Copier, Event
 from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.outcomes import Read, Written
 from lmkv.protocols import Backend, Chunk, ChunkKey, ReadsRanges
@@ -132,3 +134,74 @@ class FaultyBackend(WrapperBackend):
     def _counted(self) -> int:
         """Locked."""
         return sum(self.calls.values())
+
+
+class FaultyCopier:
+    """A copier of which calls fail, with the chance of `error_rate`, when half of their chunks are copied.
+
+    With the chance of `late_rate` a call that did its work is reported as still running, a few times over.
+    `faults` counts the failures. Not thread-safe, as no copier is.
+    """
+
+    def __init__(
+        self, inner: Copier, *, seed: int = 0, error_rate: float = 0.0, late_rate: float = 0.0
+    ) -> None:
+        self.error_rate = error_rate
+        self.late_rate = late_rate
+        self.faults = 0
+        self._inner = inner
+        self._random = random.Random(seed)
+
+    @property
+    def num_layers(self) -> int:
+        return self._inner.num_layers
+
+    def store(self, copies: Sequence[ChunkCopy]) -> Event:
+        return self._copy(self._inner.store, copies)
+
+    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
+        return self._copy(partial(self._inner.load, overlap=overlap), copies)
+
+    def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        return self._between_layers(self._inner.store_layers(copies))
+
+    def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        return self._between_layers(self._inner.load_layers(copies))
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _copy(self, copy: Callable[[Sequence[ChunkCopy]], Event], copies: Sequence[ChunkCopy]) -> Event:
+        if self._random.random() < self.error_rate:
+            copy(copies[: len(copies) // 2])
+            raise self._fault()
+        event = copy(copies)
+        return _Late(event, self._random.randint(1, 5)) if self._random.random() < self.late_rate else event
+
+    def _between_layers(self, events: Iterator[Event]) -> Iterator[Event]:
+        unlucky = self._random.random() < self.error_rate
+        fatal = self._random.randrange(self.num_layers) if unlucky else None
+        for layer, event in enumerate(events):
+            if layer == fatal:
+                raise self._fault()
+            yield event
+
+    def _fault(self) -> OSError:
+        self.faults += 1
+        return OSError(EIO, "an injected error")
+
+
+class _Late:
+    """Says for a while that it has not happened yet."""
+
+    def __init__(self, event: Event, times: int) -> None:
+        self._event = event
+        self._times = times
+
+    def query(self) -> bool:
+        self._times -= 1
+        return self._times < 0 and self._event.query()
+
+    def wait(self) -> None:
+        self._times = 0
+        self._event.wait()

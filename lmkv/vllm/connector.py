@@ -107,8 +107,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("lmkv: this model is not cached: %s", error)
             return
         if role is KVConnectorRole.SCHEDULER:
-            on_cpu = vllm_config.device_config.device_type == "cpu"
-            self._scheduler = self._make_scheduler(self._model, config, transfer, on_cpu)
+            self._scheduler = self._make_scheduler(self._model, config, vllm_config)
         else:
             single = len(self._model.geometry.groups) == 1
             rank = compat.tensor_parallel_rank() if self._model.ranks > 1 else 0
@@ -124,7 +123,10 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._layer_numbers = {name: number for number, name in enumerate(self._model.layers)}
 
     @staticmethod
-    def _make_scheduler(model: ServedModel, config: Config, transfer: Any, on_cpu: bool) -> Scheduler:
+    def _make_scheduler(model: ServedModel, config: Config, vllm_config: VllmConfig) -> Scheduler:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        on_cpu = vllm_config.device_config.device_type == "cpu"
         if transfer.kv_load_failure_policy != "recompute":
             logger.warning(
                 "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; "
@@ -144,6 +146,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=model.ranks,
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
+            pipelined=bool(vllm_config.scheduler_config.async_scheduling),
             save_decode=config.save_decode_cache,
             min_retrieve_tokens=config.min_retrieve_tokens,
             promotion_deadline=config.prefetch_deadline,

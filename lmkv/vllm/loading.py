@@ -1,8 +1,8 @@
 """Loading: what is promised to vLLM, how chunks of lower tiers come up in time, and what is ordered.
 
-Chunks in host memory are loaded within the step that needs them. Chunks below are brought up while the
-request waits in vLLM's queue, so that they cost the batch nothing. What host memory cannot hold at once is
-streamed through it between steps.
+Chunks in host memory are loaded within the step that needs them, where vLLM can be told that such a load
+failed. Chunks below are brought up while the request waits in vLLM's queue, so that they cost the batch
+nothing. What host memory cannot hold at once is streamed through it between steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class _Job:
 
 class Loading:
     """`deadline`: seconds that a request waits for chunks of lower tiers. `min_tokens`: smaller hits are
-    left to the model. Called on the scheduling thread only; waits for nothing.
+    left to the model. `pipelined`: steps are scheduled before the step before them has ended. Called on the
+    scheduling thread only; waits for nothing.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Loading:
         *,
         deadline: float,
         min_tokens: int,
+        pipelined: bool,
         clock: Clock,
     ) -> None:
         self._store = store
@@ -68,6 +70,9 @@ class Loading:
         # One stream holds two pieces at most: half of the tier, the other half serves everybody else.
         self._piece = max(1, store.slab.num_slots // 4)
         self._at_once = max(1, store.slab.num_slots // 2)
+        # Of a load that fails within a step vLLM 0.32 hears by block ids, which name no table where there are
+        # several; and of a request with a step under way it keeps what that step makes of unfilled blocks.
+        self._within_step = len(geometry.groups) == 1 and not pipelined
         self._jobs: dict[int, _Job] = {}
         self._streams: dict[str, tuple[Tracked, Stream]] = {}
         self._promised: dict[str, Tracked] = {}
@@ -162,20 +167,18 @@ class Loading:
     def _offer(self, tracked: Tracked, keys: Sequence[ChunkKey], ready: int, found: int) -> tuple[int, bool]:
         """`(chunks, streamed)`: how much to promise, and whether it is loaded between steps.
 
-        Streamed is what is too long for host memory; and everything for models with several block tables,
-        because vLLM cannot be told that a load within the step failed there.
+        Streamed is what is too long for host memory; and everything where no load within a step may fail.
         """
-        single = len(self._geometry.groups) == 1
         if tracked.streams >= _MAX_STREAMS:
             # Preempted again and again. A loading request holds blocks that vLLM cannot take back: two of
             # them could take turns for ever, where computing ones make progress.
-            return (ready, False) if single else (0, False)
+            return (ready, False) if self._within_step else (0, False)
         too_long = max(ready, self._at_once) < found
         if too_long and self._is_worth(tracked, keys, ready, found):
             return found, True
         first = tracked.computed // self._chunk_size
         nbytes = max(0, ready - first) * self._store.slab.slot_bytes
-        return ready, not single or (nbytes > 0 and self._mode.between_steps(nbytes))
+        return ready, nbytes > 0 and (not self._within_step or self._mode.between_steps(nbytes))
 
     def _promise(
         self,

@@ -84,8 +84,8 @@ class Worker:
             self._slab.populate()
             self._slab_ref = ref
             self._copier = None
-        except OSError as error:
-            logger.error("lmkv: cannot map the CPU tier at %s: %s; nothing is cached", ref.path, error)
+        except Exception:
+            logger.exception("lmkv: cannot map the CPU tier at %s; nothing is cached", ref.path)
 
     def load(self) -> None:
         """Execute the step's loads. Before the model runs, for those that this step reads."""
@@ -133,7 +133,14 @@ class Worker:
                 self._follow(order, event, started)
 
     def _follow(self, order: CopyOrder, event: Event, started: float) -> None:
-        if event.query():
+        """Note the end of a copy, or that it is still running."""
+        try:
+            ended = event.query()
+        except Exception:
+            logger.exception("lmkv: a copy of %d chunks failed on its way", len(order.copies))
+            self._finish(order, started, ok=False)
+            return
+        if ended:
             self._finish(order, started, ok=not order.failed_blocks)
         else:
             self._running.append(_Running(order, event, started))
@@ -176,10 +183,7 @@ class Worker:
         """Note which copies have ended meanwhile. Never blocks."""
         running, self._running = self._running, []
         for item in running:
-            if item.event.query():
-                self._finish(item.order, item.started, ok=not item.order.failed_blocks)
-            else:
-                self._running.append(item)
+            self._follow(item.order, item.event, item.started)
 
     def take_report(self) -> WorkerReport | None:
         """What finished since the last call, or None."""

@@ -131,6 +131,7 @@ class SimulatedVLLM:
             Geometry(chunk_size, self.groups),
             ranks=ranks,
             load_mode=LoadMode(load_mode),
+            pipelined=depth > 1,
             clock=lambda: self.now,
         )
         self.scheduler.watch_free_blocks(lambda: len(self.free))
@@ -451,6 +452,8 @@ class SimulatedVLLM:
                 if block in failed and place * size < request.computed
             ]
             if bad:
+                # vLLM keeps what later steps, already scheduled, make of blocks that were never filled.
+                assert self.depth == 1 or request in self.loading, "a load failed within a pipelined step"
                 self.counts["recomputed"] += 1
                 request.computed = bad[0] * size
                 request.in_flight = 0

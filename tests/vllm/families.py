@@ -123,11 +123,11 @@ def gemma4(window: int, shared: int = 0) -> Any:
     )
 
 
-def deepseek_v2() -> Any:
+def deepseek_v2(**changes: Any) -> Any:
     """Multi-head latent attention; the latent has DeepSeek's own sizes, the only ones vLLM has on CPU."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    return DeepseekV2ForCausalLM(DeepseekV2Config(**_latent()))
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**{**_latent(), **changes}))
 
 
 def deepseek_v3() -> Any:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -62,6 +64,25 @@ def engine(model: Path, connector: str | None = "LMKVConnector", **overrides: An
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+@contextlib.contextmanager
+def pipelining() -> Iterator[None]:
+    """Engines made in here schedule each step before the one before it has ended, as on devices.
+
+    vLLM switches its asynchronous scheduler off on CPUs, as not required; their workers can do with it.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def switched_on(platform: type, config: Any) -> None:
+        update(platform, config)
+        config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(switched_on))
+        yield
 
 
 class Engine:

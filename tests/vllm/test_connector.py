@@ -112,6 +112,7 @@ def test_a_failed_store_is_a_future_miss(shared: Engine, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(shared.worker._copier, "store", broken)
         cold = shared.ids([ids])
+        assert not shared.worker.take_failed_blocks(), "the blocks are good: nothing is to be recomputed"
     shared.assert_nothing_leaked()
     shared.forget_local()
     missed = shared.run([ids])[0]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
+from tests.vllm import families
 from tests.vllm.families import FAMILIES, Family
 from tests.vllm.harness import CHUNK, Engine, engine, external_hits, prompt
 

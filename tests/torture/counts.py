@@ -1,0 +1,49 @@
+"""What a run has done so far, and what that is worth."""
+
+from __future__ import annotations
+
+import attrs
+from attrs import define, field
+
+MUST_HAPPEN = ("requests", "faults", "preemptions", "evictions", "external_hit_tokens")
+MUST_NOT_HAPPEN = ("differences", "leaks", "hangs")
+
+
+@define
+class Counts:
+    """`problems` says in words what `differences`, `leaks` and `hangs` count."""
+
+    requests: int = 0
+    differences: int = 0
+    leaks: int = 0
+    hangs: int = 0
+    faults: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    external_hit_tokens: int = 0
+    aborted: int = 0
+    resets: int = 0
+    engines: int = 0
+    steps: int = 0
+    problems: list[str] = field(factory=list)
+
+    def differ(self, what: str) -> None:
+        self.differences += 1
+        self.problems.append(f"difference: {what}")
+
+    def leak(self, what: str) -> None:
+        self.leaks += 1
+        self.problems.append(f"leak: {what}")
+
+    def hang(self, what: str) -> None:
+        self.hangs += 1
+        self.problems.append(f"hang: {what}")
+
+    def as_dict(self) -> dict[str, int]:
+        return attrs.asdict(self, filter=attrs.filters.exclude("problems"))
+
+    def verdict(self) -> list[str]:
+        """Why the run failed; empty when it did not. Who tested nothing has failed, too."""
+        counted = self.as_dict()
+        wrong = [f"{counted[name]} {name}" for name in MUST_NOT_HAPPEN if counted[name]]
+        return wrong + [f"no {name}: nothing was tested" for name in MUST_HAPPEN if not counted[name]]

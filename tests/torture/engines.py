@@ -1,0 +1,108 @@
+"""The engines that a run goes through: small models of several kinds, all too tight, each another way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from tests.torture.conversations import VOCAB
+from tests.vllm import families
+from tests.vllm.families import Family
+from tests.vllm.harness import Engine, engine, pipelining
+
+CHUNK = 64
+_SMALL = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": VOCAB, "max_position_embeddings": 1024}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
+_KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+
+MODELS = {
+    "gqa": Family(lambda: families.qwen3(**_SMALL, **_HEADS)),
+    "hybrid": Family(
+        lambda: families.gemma3(48, **_SMALL, **{**_HEADS, "num_hidden_layers": 3}, layer_types=_KINDS)
+    ),
+    "mla": Family(lambda: families.deepseek_v2(**_SMALL, num_hidden_layers=2, first_k_dense_replace=2)),
+}
+
+
+@frozen
+class Variant:
+    """`ram`, `disk`: chunks that the tiers hold. `pipelined`: see `harness.pipelining`.
+
+    `alone`: only used where it is asked for by name: vLLM 0.32 starts no other engine after one with drafts.
+    """
+
+    model: str
+    options: dict[str, Any]
+    extra: dict[str, Any] = field(factory=dict)
+    ram: float = 12.5
+    disk: float = 60.5
+    pipelined: bool = False
+    alone: bool = False
+
+
+def _tight(blocks: int, step_tokens: int, **options: Any) -> dict[str, Any]:
+    return {"num_gpu_blocks_override": blocks, "max_num_batched_tokens": step_tokens, **options}
+
+
+_DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+VARIANTS = {
+    "plain": Variant("gqa", _tight(32, 96)),
+    "pipelined, tiny steps": Variant("gqa", _tight(36, 40), pipelined=True),
+    "no prefix cache, pipelined": Variant(
+        "gqa", _tight(40, 200, enable_prefix_caching=False), pipelined=True, ram=20.5
+    ),
+    "layer by layer": Variant("gqa", _tight(32, 96), {"use_layerwise": True}),
+    "hybrid": Variant("hybrid", _tight(90, 70)),
+    "streams": Variant("gqa", _tight(40, 128), {"prefetch_deadline": 2.0}, ram=4.5, disk=100.5),
+    "latent": Variant("mla", _tight(66, 90), {"disk_write": "back"}),
+    "drafts": Variant("gqa", _tight(40, 96, speculative_config=_DRAFTS), alone=True),
+    "hybrid, pipelined": Variant("hybrid", _tight(100, 130), ram=20.5, pipelined=True),
+    "no CPU tier, second touch": Variant(
+        "gqa", _tight(32, 64), {"local_cpu": False, "disk_admission": "second_touch"}, pipelined=True
+    ),
+}
+
+
+def write_models(folder: Path) -> dict[str, Path]:
+    return {name: family.write(folder / name) for name, family in MODELS.items()}
+
+
+@contextlib.contextmanager
+def reference(model: Path) -> Iterator[Engine]:
+    """Without a connector, with room for everything."""
+    options = {"max_model_len": 640, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    with engine(model, connector=None, **options) as plain:
+        yield plain
+
+
+@contextlib.contextmanager
+def tortured(variant: Variant, model: Path, disk: Path, slot_bytes: int) -> Iterator[Engine]:
+    """An engine of this variant over the disk tier in `disk`."""
+    extra = {
+        "chunk_size": CHUNK,
+        "max_local_cpu_size": variant.ram * slot_bytes / 2**30,
+        "local_disk": str(disk),
+        "max_local_disk_size": variant.disk * slot_bytes / 2**30,
+        "disk_min_free": 0.0,
+        "prefetch_deadline": 0.3,
+        "pin_ttl": 0.5,
+        **variant.extra,
+    }
+    with (
+        pipelining() if variant.pipelined else contextlib.nullcontext(),
+        engine(model, extra=extra, **{"max_model_len": 640, "max_num_seqs": 8, **variant.options}) as running,
+    ):
+        yield running
+
+
+def slot_bytes(running: Engine) -> int:
+    """Of one chunk, in any engine of the same model."""
+    from lmkv.vllm.model import describe
+
+    scheduler = running.scheduler
+    return describe(scheduler.vllm_config, scheduler.kv_cache_config, CHUNK).layout.slot_bytes

@@ -1,0 +1,104 @@
+"""A run: engine after engine, over folders that outlive them, until enough was asked."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.torture.conversations import Turn, converse
+from tests.torture.counts import Counts
+from tests.torture.drive import Drive
+from tests.torture.engines import VARIANTS, Variant, reference, slot_bytes, tortured, write_models
+from tests.torture.sabotage import Saboteur
+from tests.vllm.families import one_thread
+from tests.vllm.harness import ENVIRONMENT
+
+_CONVERSATIONS = 60
+_A_LIFE = 400
+_REPORT_EVERY = 3.0
+
+
+class Run:
+    """`folder`: for models and disk tiers. `only`: a part of the names of the engines to use."""
+
+    def __init__(self, folder: Path, rng: random.Random, seed: int, only: str = "") -> None:
+        self.counts = Counts()
+        self._folder = folder
+        self._rng = rng
+        self._seed = seed
+        self._variants = {
+            name: variant
+            for name, variant in VARIANTS.items()
+            if only in name and (only or not variant.alone)
+        }
+        self._turns: dict[str, list[Turn]] = {}
+        self._slot_bytes: dict[str, int] = {}
+        self._started = self._reported = time.monotonic()
+        self._faults = 0
+
+    def go(self, deadline: float, requests: int | None, alive: Callable[[], None]) -> None:
+        os.environ.update(ENVIRONMENT, VLLM_CPU_CI_ENV="1")
+        # Both say a line or a stack for each of thousands of faults.
+        for quiet in ("lmkv", "vllm"):
+            logging.getLogger(quiet).setLevel(logging.CRITICAL)
+        # A short run still sees several engines.
+        life = _A_LIFE if requests is None else min(_A_LIFE, -(-requests // min(4, len(self._variants))))
+        with one_thread():
+            models = write_models(self._folder / "models")
+            for name in itertools.cycle(self._variants):
+                left = life if requests is None else min(life, requests - self.counts.requests)
+                if left <= 0 or time.monotonic() > deadline:
+                    return
+                variant = self._variants[name]
+                self._prepare(variant, models)
+                self._live(name, variant, models[variant.model], left, alive)
+                alive()
+
+    def _prepare(self, variant: Variant, models: dict[str, Path]) -> None:
+        if variant.model not in self._turns:
+            with reference(models[variant.model]) as plain:
+                self._turns[variant.model] = converse(plain, self._rng, _CONVERSATIONS)
+                self._slot_bytes[variant.model] = slot_bytes(plain)
+
+    def _live(
+        self, name: str, variant: Variant, model: Path, requests: int, alive: Callable[[], None]
+    ) -> None:
+        threads = set(threading.enumerate())
+        disk = self._folder / "disk" / name
+        saboteur = Saboteur(disk, self._rng)
+        before = self.counts.faults
+
+        def stepped() -> None:
+            alive()
+            self.counts.faults = before + saboteur.faults
+            self._report(name)
+
+        capacity = variant.disk * self._slot_bytes[variant.model]
+        with saboteur.at_work(), tortured(variant, model, disk, self._slot_bytes[variant.model]) as running:
+            Drive(running, self._turns[variant.model], self._rng, self.counts, saboteur, stepped).run(
+                requests
+            )
+        self.counts.engines += 1
+        self._report(name, now=True)
+        for thread in set(threading.enumerate()) - threads:
+            if "lmkv" in thread.name and thread.is_alive():
+                self.counts.leak(f"thread {thread.name} outlives its engine")
+        files = [path for path in disk.rglob("*") if path.is_file()]
+        nbytes = sum(path.stat().st_size for path in files)
+        if nbytes > capacity + 65536:
+            self.counts.leak(f"{nbytes} bytes on a disk tier of {capacity:.0f}")
+
+    def _report(self, name: str, *, now: bool = False) -> None:
+        if not now and time.monotonic() - self._reported < _REPORT_EVERY:
+            return
+        self._reported = time.monotonic()
+        counted = " ".join(f"{key}={value}" for key, value in self.counts.as_dict().items())
+        print(
+            f"torture: seed={self._seed} {self._reported - self._started:.0f}s [{name}] {counted}", flush=True
+        )
