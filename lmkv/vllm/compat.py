@@ -63,10 +63,11 @@ def adopt_logging() -> None:
 
 @frozen
 class GroupFacts:
-    """One KV cache group as vLLM configured it."""
+    """One KV cache group as vLLM configured it. `forms`: of each layer, what its pages hold."""
 
     layers: tuple[str, ...]
     page_bytes: tuple[int, ...]
+    forms: tuple[str, ...]
     block_size: int
     window: int | None
 
@@ -88,6 +89,8 @@ def _strides(kv_cache_config: Any) -> dict[str, int]:
 
 def _group(group: Any, strides: Mapping[str, int]) -> GroupFacts:
     spec, names = group.kv_cache_spec, group.layer_names
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        raise ValueError(f"the blocks of {', '.join(names)} are kept outside the device's block tables")
     by_layer = getattr(spec, "kv_cache_specs", None)
     specs = [by_layer[name] for name in names] if by_layer else [spec] * len(names)
     windows = {_window(one) for one in specs}
@@ -97,7 +100,15 @@ def _group(group: Any, strides: Mapping[str, int]) -> GroupFacts:
     if not by_layer and len({strides.get(name) for name in names}) > 1:
         # vLLM's scheduler is told the specification of one layer, whichever comes first, for all of them.
         pages = [strides[name] for name in names]
-    return GroupFacts(tuple(names), tuple(pages), int(spec.block_size), windows.pop())
+    forms = tuple(map(_form, specs))
+    return GroupFacts(tuple(names), tuple(pages), forms, int(spec.block_size), windows.pop())
+
+
+_FORM = ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "tokens_per_state")
+
+
+def _form(spec: Any) -> str:
+    return " ".join([type(spec).__name__, *(f"{name}={getattr(spec, name, None)}" for name in _FORM)])
 
 
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")

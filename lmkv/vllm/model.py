@@ -121,7 +121,9 @@ def _namespace(
             "config": _config_digest(model),
             "weights": _weights(model, vllm_config.load_config),
             "draft": _draft(vllm_config),
-            "quantization": str(model.quantization),
+            "quantization": f"{model.quantization} {getattr(model, 'quantization_config', None)}",
+            "code": _code(model),
+            "inputs": _inputs(model),
             "page_format": _page_format(vllm_config),
         },
     )
@@ -175,6 +177,19 @@ def _commit(model_config: Any) -> str:
     return Path(file).parent.name if isinstance(file, str) else ""
 
 
+def _code(model_config: Any) -> str:
+    """Which implementation computes the model, where vLLM has several."""
+    names = ("model_impl", "trust_remote_code", "code_revision", "model_class_overrides")
+    return " ".join(f"{name}={getattr(model_config, name, None)}" for name in names)
+
+
+def _inputs(model_config: Any) -> str:
+    """How images and sounds are prepared: whoever names them keeps the name when this changes."""
+    multimodal = getattr(model_config, "multimodal_config", None)
+    names = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
+    return " ".join(f"{name}={getattr(multimodal, name, None)}" for name in names) if multimodal else ""
+
+
 def _draft(vllm_config: Any) -> str:
     """Of a draft model with weights of its own: some keep their KV among the model's."""
     speculative = getattr(vllm_config, "speculative_config", None)
@@ -187,7 +202,12 @@ def _draft(vllm_config: Any) -> str:
 def _page_format(vllm_config: Any) -> str:
     """What else decides the bytes inside a page: device, attention backend if chosen, and on CPU the ISA."""
     device = str(getattr(vllm_config.device_config, "device_type", ""))
-    backend = str(getattr(getattr(vllm_config, "attention_config", None), "backend", None))
+    attention = getattr(vllm_config, "attention_config", None)
+    chosen = [
+        str(getattr(attention, name, None)) for name in ("backend", "backend_per_kind", "indexer_kv_dtype")
+    ]
+    skipped = sorted(getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", ()))
+    backend = " ".join((*chosen, *skipped))
     isa = ""
     if device == "cpu":
         import torch

@@ -1,0 +1,55 @@
+"""What must hit and what must miss, over a restart: one process stores, another one looks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmkv.vllm.options import RequestOptions
+from tests.requests_kept_apart import REQUESTS, image, last_key, request
+
+ROOT = Path(__file__).parents[2]
+
+
+def in_a_process(hash_seed: int, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.requests_kept_apart", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(hash_seed)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Whose chunk each request finds after a restart, with other hashes of strings."""
+    folder = str(tmp_path_factory.mktemp("disk"))
+    in_a_process(1, "store", folder)
+    answer: dict[str, list[str]] = json.loads(in_a_process(2, "look", folder))
+    return answer
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_finds_its_own_chunk_and_no_other(name: str, found: dict[str, list[str]]) -> None:
+    assert found[name] == [name]
+
+
+def test_an_image_further_on_does_not_mark_what_is_before_it() -> None:
+    late = request(mm_features=[image("one", offset=900)])
+    assert last_key(late) == last_key(REQUESTS["plain"])
+
+
+def test_prompts_given_as_embeddings_are_refused() -> None:
+    options = RequestOptions.of(request(prompt_embeds=object()))
+    assert options.skip_save
+    assert options.skip_load

@@ -1,0 +1,218 @@
+"""Which engines share what is stored: vLLM's real configurations, changed in one place at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import field, frozen
+
+from lmkv.vllm.model import describe
+from tests.vllm import families
+from tests.vllm.harness import BLOCK, ENVIRONMENT
+
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048}
+
+
+@frozen
+class Engine:
+    """Arguments of vLLM's engine, and what is changed in the configurations that it makes of them."""
+
+    model: Callable[[], Any] = families.qwen3
+    seed: int = 0
+    options: dict[str, Any] = field(factory=dict)
+    change: Callable[[Any, Any], None] = lambda vllm_config, kv_cache_config: None
+    chunk_size: int = 256
+
+
+def namespace_of(engine: Engine, folder: Path) -> bytes:
+    """The digest that chunk keys of such an engine grow from."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.engine.arg_utils import EngineArgs
+
+    if not folder.exists():
+        families.Family(engine.model).write(folder, seed=engine.seed)
+    options = {"dtype": "float32", "block_size": BLOCK, "max_model_len": 2048, **engine.options}
+    vllm_config = EngineArgs(model=str(folder), skip_tokenizer_init=True, **options).create_engine_config()
+    kv_cache_config = kv_cache_of(vllm_config)
+    engine.change(vllm_config, kv_cache_config)
+    return describe(vllm_config, kv_cache_config, engine.chunk_size).namespace.digest
+
+
+def kv_cache_of(vllm_config: Any) -> Any:
+    """What vLLM makes of a model whose layers are all alike."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    spec = FullAttentionSpec(
+        block_size=cache.block_size,
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        head_size=model.get_head_size(),
+        dtype=torch.uint8 if "fp8" in cache.cache_dtype else model.dtype,
+    )
+    layers = [f"model.layers.{number}.self_attn.attn" for number in range(model.get_num_layers(parallel))]
+    return KVCacheConfig(100, [], [KVCacheGroupSpec(layers, spec)], kv_cache_layout="LBHNC")
+
+
+def on_model(**values: Any) -> Callable[[Any, Any], None]:
+    def change(vllm_config: Any, kv_cache_config: Any) -> None:
+        for name, value in values.items():
+            setattr(vllm_config.model_config, name, value)
+
+    return change
+
+
+def on_parallel(**values: Any) -> Callable[[Any, Any], None]:
+    def change(vllm_config: Any, kv_cache_config: Any) -> None:
+        for name, value in values.items():
+            setattr(vllm_config.parallel_config, name, value)
+
+    return change
+
+
+def on_attention(**values: Any) -> Callable[[Any, Any], None]:
+    def change(vllm_config: Any, kv_cache_config: Any) -> None:
+        for name, value in values.items():
+            setattr(vllm_config.attention_config, name, value)
+
+    return change
+
+
+def on_pages(**values: Any) -> Callable[[Any, Any], None]:
+    def change(vllm_config: Any, kv_cache_config: Any) -> None:
+        (group,) = kv_cache_config.kv_cache_groups
+        group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, **values)
+
+    return change
+
+
+def on_layout(name: str) -> Callable[[Any, Any], None]:
+    def change(vllm_config: Any, kv_cache_config: Any) -> None:
+        kv_cache_config.kv_cache_layout = name
+
+    return change
+
+
+def shaped(**changes: Any) -> Callable[[], Any]:
+    return lambda: families.qwen3(**changes)
+
+
+HIT = {
+    "nothing": Engine(),
+    "more requests at once": Engine(options={"max_num_seqs": 3}),
+    "other prefill steps": Engine(options={"max_num_batched_tokens": 2048, "enable_chunked_prefill": True}),
+    "a shorter context": Engine(options={"max_model_len": 1024}),
+    "more KV space": Engine(options={"num_gpu_blocks_override": 777}),
+    "no prefix cache": Engine(options={"enable_prefix_caching": False}),
+    "eager": Engine(options={"enforce_eager": True}),
+    "another seed for sampling": Engine(options={"seed": 5}),
+    "another name to clients": Engine(options={"served_model_name": "x"}),
+    "pages in more blocks": Engine(change=lambda _, kv_cache: setattr(kv_cache, "num_blocks", 7)),
+}
+MISS = {
+    "weights": Engine(seed=1),
+    "revision": Engine(options={"revision": "other"}),
+    "code revision": Engine(options={"code_revision": "other"}),
+    "implementation": Engine(change=on_model(model_impl="transformers")),
+    "dtype": Engine(options={"dtype": "bfloat16"}),
+    "kv_cache_dtype": Engine(options={"kv_cache_dtype": "fp8"}),
+    "quantization": Engine(change=on_model(quantization="awq")),
+    "quantization's settings": Engine(change=on_model(quantization_config={"bits": 4})),
+    "rope scaling": Engine(options={"hf_overrides": {"rope_parameters": _YARN}}),
+    "rope theta": Engine(
+        options={"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}}
+    ),
+    "any override": Engine(options={"hf_overrides": {"rms_norm_eps": 0.001}}),
+    "layout": Engine(change=on_layout("LBNHC")),
+    "attention backend": Engine(change=on_attention(backend="TRITON_ATTN")),
+    "backend of one kind": Engine(change=on_attention(backend_per_kind={"full": "TRITON_ATTN"})),
+    "layers": Engine(shaped(num_hidden_layers=3)),
+    "KV heads": Engine(shaped(num_key_value_heads=4)),
+    "head size": Engine(shaped(head_dim=64)),
+    "heads and their size, in as many bytes": Engine(
+        change=on_pages(num_kv_heads=4, head_size=16, head_size_v=16)
+    ),
+    "data type of pages, in as many bytes": Engine(change=on_pages(dtype=torch.int32)),
+    "block size": Engine(options={"block_size": 2 * BLOCK}),
+    "chunk size": Engine(chunk_size=512),
+    "sliding window": Engine(shaped(sliding_window=96, use_sliding_window=True, max_window_layers=0)),
+    "tensor parallel split": Engine(change=on_parallel(tensor_parallel_size=2)),
+    "random weights of vLLM's own": Engine(options={"load_format": "dummy"}),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints: Path) -> bytes:
+    return namespace_of(Engine(), checkpoints / "model")
+
+
+def in_its_place(engine: Engine, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Under the path of the plain engine's checkpoint, so that the path alone separates nothing."""
+    if (engine.model, engine.seed) == (Engine().model, 0):
+        return namespace_of(engine, checkpoints / "model")
+    monkeypatch.setattr("lmkv.vllm.model._source", lambda model_config: str(checkpoints / "model"))
+    monkeypatch.setattr("lmkv.vllm.model.fingerprint", _fingerprint_of(tmp_path / "model"))
+    return namespace_of(engine, tmp_path / "model")
+
+
+def _fingerprint_of(folder: Path) -> Callable[[Path], str]:
+    from lmkv.vllm.weights import fingerprint
+
+    return lambda path: fingerprint(folder)
+
+
+@pytest.mark.parametrize("name", HIT)
+def test_engines_that_share(name: str, plain: bytes, checkpoints: Path) -> None:
+    assert namespace_of(HIT[name], checkpoints / "model") == plain
+
+
+@pytest.mark.parametrize("name", MISS)
+def test_engines_that_do_not_share(
+    name: str, plain: bytes, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert in_its_place(MISS[name], checkpoints, tmp_path, monkeypatch) != plain
+
+
+def test_another_model_id_does_not_share(plain: bytes, tmp_path: Path) -> None:
+    assert namespace_of(Engine(), tmp_path / "a copy") != plain
+
+
+def test_another_instruction_set_does_not_share(
+    plain: bytes, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "another")
+    assert namespace_of(Engine(), checkpoints / "model") != plain
+
+
+def test_another_version_of_vllm_does_not_share(
+    plain: bytes, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmkv.vllm.model.vllm_version", lambda: "0.99.0")
+    assert namespace_of(Engine(), checkpoints / "model") != plain
+
+
+def test_another_format_of_keys_does_not_share(
+    plain: bytes, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmkv.keys.FORMAT_VERSION", 99)
+    assert namespace_of(Engine(), checkpoints / "model") != plain
+
+
+@pytest.mark.parametrize("flag", [{"host_resident": True}, {"enable_kv_transfer": False}], ids=str)
+def test_blocks_that_are_not_the_devices_own_are_refused(flag: dict[str, bool], checkpoints: Path) -> None:
+    def change(vllm_config: Any, kv_cache_config: Any) -> None:
+        for name, value in flag.items():
+            setattr(kv_cache_config.kv_cache_groups[0], name, value)
+
+    with pytest.raises(ValueError, match="outside the device"):
+        namespace_of(Engine(change=change), checkpoints / "model")
