@@ -212,8 +212,9 @@ class Config:
     load_mode: Literal["auto", "sync", "async"] = _option(
         "auto",
         _one_of("auto", "sync", "async"),
-        "Load from host memory within the step that reads it (sync) or between steps (async); auto: between "
-        "steps what would hold up others for longer than 5 ms, on devices that copy while they compute",
+        "Load from host memory within the step that reads it (sync) or between steps (async); auto: within "
+        "it where vLLM can undo a load that fails (no prefix cache, no asynchronous scheduling) and others "
+        "are not held up for longer than 5 ms",
     )
     use_layerwise: bool = _option(
         False, _boolean, "Copy a layer while the others compute; vLLM then cuts its CUDA graphs at each layer"

@@ -146,13 +146,22 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=model.ranks,
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
-            pipelined=bool(vllm_config.scheduler_config.async_scheduling),
             save_decode=config.save_decode_cache,
             min_retrieve_tokens=config.min_retrieve_tokens,
             promotion_deadline=config.prefetch_deadline,
             load_cost=LoadCost(enabled=config.load_or_recompute),
-            load_mode=LoadMode(config.load_mode, concurrent=not on_cpu),
+            load_mode=LMKVConnector._load_mode(config, vllm_config),
             pin_ttl=config.pin_ttl,
+        )
+
+    @staticmethod
+    def _load_mode(config: Config, vllm_config: VllmConfig) -> LoadMode:
+        pipelined = bool(vllm_config.scheduler_config.async_scheduling)
+        mode = "sync" if config.use_layerwise and config.load_mode == "auto" else config.load_mode
+        return LoadMode(
+            "async" if pipelined else mode,
+            concurrent=vllm_config.device_config.device_type != "cpu",
+            undone=not vllm_config.cache_config.enable_prefix_caching,
         )
 
     # -- what vLLM asks before there is an instance -------------------------------------------------------

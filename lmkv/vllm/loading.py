@@ -41,8 +41,7 @@ class _Job:
 
 class Loading:
     """`deadline`: seconds that a request waits for chunks of lower tiers. `min_tokens`: smaller hits are
-    left to the model. `pipelined`: steps are scheduled before the step before them has ended. Called on the
-    scheduling thread only; waits for nothing.
+    left to the model. Called on the scheduling thread only; waits for nothing.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Loading:
         *,
         deadline: float,
         min_tokens: int,
-        pipelined: bool,
         clock: Clock,
     ) -> None:
         self._store = store
@@ -70,9 +68,8 @@ class Loading:
         # One stream holds two pieces at most: half of the tier, the other half serves everybody else.
         self._piece = max(1, store.slab.num_slots // 4)
         self._at_once = max(1, store.slab.num_slots // 2)
-        # Of a load that fails within a step vLLM 0.32 hears by block ids, which name no table where there are
-        # several; and of a request with a step under way it keeps what that step makes of unfilled blocks.
-        self._within_step = len(geometry.groups) == 1 and not pipelined
+        # Of a load that fails within a step vLLM hears by block ids, not unique where tables are several.
+        self._within_step = len(geometry.groups) == 1 and not mode.never_within
         self._jobs: dict[int, _Job] = {}
         self._streams: dict[str, tuple[Tracked, Stream]] = {}
         self._promised: dict[str, Tracked] = {}

@@ -31,8 +31,7 @@ class Scheduler:
     """`namespace` roots every key; `geometry` says how block tables map to chunks; `ranks` workers answer.
 
     `loads` and `stores` switch the directions off (a pure producer loads nothing, a pure consumer stores
-    nothing). `pipelined`: a step is scheduled before the answers to the one before it are here. All calls
-    come from the one thread that schedules.
+    nothing). All calls come from the one thread that schedules.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class Scheduler:
         ranks: int = 1,
         loads: bool = True,
         stores: bool = True,
-        pipelined: bool = False,
         save_decode: bool = True,
         min_retrieve_tokens: int = 0,
         promotion_deadline: float = 1.0,
@@ -71,7 +69,6 @@ class Scheduler:
             self._mode,
             deadline=promotion_deadline,
             min_tokens=min_retrieve_tokens,
-            pipelined=pipelined,
             clock=clock,
         )
         self._storing = Storing(store, geometry, self._outbox, save_decode=save_decode)

@@ -130,8 +130,7 @@ class SimulatedVLLM:
             namespace,
             Geometry(chunk_size, self.groups),
             ranks=ranks,
-            load_mode=LoadMode(load_mode),
-            pipelined=depth > 1,
+            load_mode=LoadMode(load_mode, undone=depth == 1),
             clock=lambda: self.now,
         )
         self.scheduler.watch_free_blocks(lambda: len(self.free))

@@ -56,7 +56,7 @@ VARIANTS = {
     "no prefix cache, pipelined": Variant(
         "gqa", _tight(40, 200, enable_prefix_caching=False), pipelined=True, ram=20.5
     ),
-    "layer by layer": Variant("gqa", _tight(32, 96), {"use_layerwise": True}),
+    "layer by layer": Variant("gqa", _tight(32, 96, enable_prefix_caching=False), {"use_layerwise": True}),
     "hybrid": Variant("hybrid", _tight(90, 70)),
     "streams": Variant("gqa", _tight(40, 128), {"prefetch_deadline": 2.0}, ram=4.5, disk=100.5),
     "latent": Variant("mla", _tight(66, 90), {"disk_write": "back"}),

@@ -1,0 +1,61 @@
+"""Requests that share blocks through vLLM's own cache, when a load into these blocks fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.harness import engine, pipelining, prompt
+
+FIRST = prompt(70, 1300)
+SECOND = FIRST[:1290] + prompt(71, 30)
+
+
+@pytest.mark.parametrize("abort_after", [1, 2, 3])
+def test_the_one_that_was_to_recompute_them_is_aborted(
+    model: Path, monkeypatch: pytest.MonkeyPatch, abort_after: int
+) -> None:
+    from vllm import SamplingParams
+
+    with engine(model, max_num_batched_tokens=200) as running:
+        expected = running.ids([SECOND], params={"lmkv.skip_save": True})[0]
+        running.run([FIRST])
+        running.forget_local()
+
+        def broken(*_: Any, **__: Any) -> None:
+            raise OSError("injected: the copy of this load breaks")
+
+        core = running.llm.llm_engine
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        answers = {}
+        with monkeypatch.context() as patch:
+            patch.setattr(running.worker._copier, "load", broken)
+            for name, ids in (("first", FIRST), ("second", SECOND)):
+                core.add_request(name, {"prompt_token_ids": ids}, params)
+            for step in range(100):
+                if step == abort_after:
+                    core.abort_request(["first"])
+                for output in core.step():
+                    answers[output.request_id] = list(output.outputs[0].token_ids)
+                if not core.has_unfinished_requests():
+                    break
+        assert answers["second"] == expected
+        running.assert_nothing_leaked()
+
+
+def test_a_load_fails_while_the_next_step_is_scheduled_already(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pipelining(), engine(model, max_num_batched_tokens=480) as running:
+        expected = running.ids([FIRST, SECOND], max_tokens=20)
+        running.forget_local()
+
+        def broken(*_: Any, **__: Any) -> None:
+            raise OSError("injected: the copy of this load breaks")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(running.worker._copier, "load", broken)
+            assert running.ids([FIRST, SECOND], max_tokens=20) == expected
+        running.assert_nothing_leaked()
