@@ -164,6 +164,20 @@ def test_every_request_option_is_explained() -> None:
     assert explained == known
 
 
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::([\w:]+)`")
+
+
+def test_every_test_that_proves_a_row_exists() -> None:
+    named = NAMED_TEST.findall((ROOT / "docs" / "vllm.md").read_text())
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not re.search(rf"^ *def {name.split('::')[-1]}\(", (ROOT / path).read_text(), re.MULTILINE)
+    ]
+    assert named
+    assert missing == []
+
+
 def section(page: str, heading: str) -> str:
     text = (ROOT / "docs" / page).read_text()
     return re.split(r"^#+ ", text.split(f"# {heading}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]

@@ -1,0 +1,104 @@
+"""What fails outside of copies: the disk is gone or silent, the engine sleeps, weights change."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.backends.disk import LocalDiskBackend
+from lmkv.testing.faults import FaultyBackend
+from tests.vllm.harness import Engine, engine, external_hits, prompt
+
+CHUNK_BYTES = 256 * 4096
+DEADLINE = 1.0
+
+
+@contextlib.contextmanager
+def over_faulty_disk(model: Path, folder: Path, **options: Any) -> Iterator[tuple[Engine, FaultyBackend]]:
+    disks: list[FaultyBackend] = []
+
+    def make(*args: Any, **more: Any) -> FaultyBackend:
+        disks.append(FaultyBackend(LocalDiskBackend(*args, **more)))
+        return disks[-1]
+
+    extra = {
+        "local_disk": str(folder),
+        "max_local_disk_size": 1.0,
+        "max_local_cpu_size": 64 * CHUNK_BYTES / 2**30,
+        "disk_min_free": 0.0,
+        "prefetch_deadline": DEADLINE,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmkv.stack.LocalDiskBackend", make)
+        with engine(model, extra=extra, **options) as running:
+            yield running, disks[0]
+
+
+def filled(model: Path, folder: Path, ids: list[int]) -> list[int]:
+    with over_faulty_disk(model, folder) as (running, _):
+        answer = running.ids([ids])[0]
+        assert running.store.drain(20)
+    return answer
+
+
+def test_a_disk_that_hangs_adds_a_bounded_wait(model: Path, tmp_path: Path) -> None:
+    ids = prompt(60, 1500)
+    answer = filled(model, tmp_path, ids)
+    with over_faulty_disk(model, tmp_path) as (running, disk):
+        assert running.store.wait_indexed(10)
+        started = time.monotonic()
+        running.run([prompt(61, 1500)])
+        alone = time.monotonic() - started
+        disk.black_hole()
+        try:
+            started = time.monotonic()
+            assert running.ids([ids]) == [answer]
+            assert time.monotonic() - started < DEADLINE + 2 * alone + 0.5
+        finally:
+            disk.release()
+        assert running.store.drain(20)
+        running.assert_nothing_leaked()
+
+
+def test_a_disk_that_fails_opens_its_breaker_and_comes_back(model: Path, tmp_path: Path) -> None:
+    ids = prompt(62, 1500)
+    answer = filled(model, tmp_path, ids)
+    with over_faulty_disk(model, tmp_path) as (running, disk):
+        assert running.store.wait_indexed(10)
+        disk.error_rate = 1.0
+        for _ in range(3):
+            assert running.ids([ids], params={"lmkv.skip_save": True}) == [answer]
+            running.forget_local()
+            assert running.store.drain(20)
+        assert running.store.stats().tiers[1].breaker != "closed"
+        disk.error_rate = 0.0
+        time.sleep(1.1)
+        again = running.run([ids])[0]
+        assert external_hits(again) > 0
+        assert running.store.stats().tiers[1].breaker == "closed"
+
+
+def test_weights_that_changed_in_place_leave_no_hit_in_any_tier(model: Path, tmp_path: Path) -> None:
+    ids = prompt(63, 600)
+    with over_faulty_disk(model, tmp_path) as (running, _):
+        before = running.ids([ids])[0]
+        assert running.store.drain(20)
+        running.llm.apply_model(_negate_values)
+        assert running.llm.llm_engine.engine_core.reset_prefix_cache(reset_connector=True)
+        changed = running.run([ids])[0]
+        assert external_hits(changed) == 0
+        assert list(changed.outputs[0].token_ids) != before
+        running.forget_local()
+        again = running.run([ids])[0]
+        assert external_hits(again) == 512
+        assert again.outputs[0].token_ids == changed.outputs[0].token_ids
+
+
+def _negate_values(network: Any) -> None:
+    for layer in network.model.layers:
+        layer.self_attn.o_proj.weight.data.neg_()
