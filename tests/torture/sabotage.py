@@ -14,7 +14,7 @@ import pytest
 from attrs import define, field
 
 from lmkv.backends.disk import LocalDiskBackend
-from lmkv.copier import make_copier
+from lmkv.copiers import make_copier
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 
 RATE = 0.05
