@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lmkv.backends.disk import LocalDiskBackend
 from lmkv.testing.faults import FaultyBackend
@@ -88,7 +89,7 @@ def test_weights_that_changed_in_place_leave_no_hit_in_any_tier(model: Path, tmp
     with over_faulty_disk(model, tmp_path) as (running, _):
         before = running.ids([ids])[0]
         assert running.store.drain(20)
-        running.llm.apply_model(_negate_values)
+        running.llm.apply_model(_change)
         assert running.llm.llm_engine.engine_core.reset_prefix_cache(reset_connector=True)
         changed = running.run([ids])[0]
         assert external_hits(changed) == 0
@@ -99,6 +100,6 @@ def test_weights_that_changed_in_place_leave_no_hit_in_any_tier(model: Path, tmp
         assert again.outputs[0].token_ids == changed.outputs[0].token_ids
 
 
-def _negate_values(network: Any) -> None:
+def _change(network: Any) -> None:
     for layer in network.model.layers:
-        layer.self_attn.o_proj.weight.data.neg_()
+        layer.input_layernorm.weight.data.mul_(torch.linspace(-2, 2, layer.input_layernorm.weight.numel()))

@@ -3,25 +3,60 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from tests.vllm import families
-from tests.vllm.harness import engine, prompt
+from tests.vllm.harness import ENVIRONMENT
+
+FORM = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 
 
-def test_a_model_with_recurrent_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = families.Family(families.falcon_h1).write(tmp_path / "model")
-    ids = prompt(80, 700)
-    options = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "block_size": None}
-    try:
-        with engine(folder, connector=None, **options) as plain:
-            expected = plain.ids([ids])
-    except Exception as error:  # noqa: BLE001 - whatever this build of vLLM says
-        pytest.skip(f"vLLM does not run it here: {error!r}"[:300])
-    with caplog.at_level(logging.WARNING, logger="lmkv"), engine(folder, **options) as running:
-        assert running.ids([ids]) == expected
-        assert running.ids([ids]) == expected
-        assert running.connector._scheduler is None
+def mamba() -> Any:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+
+
+def chunked_local() -> Any:
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    return ChunkedLocalAttentionSpec(**FORM, attention_chunk_size=64)
+
+
+def cross_attention() -> Any:
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec
+
+    return CrossAttentionSpec(**FORM)
+
+
+@pytest.mark.parametrize("make", [mamba, chunked_local, cross_attention])
+def test_a_layer_that_keeps_no_prefix(
+    model: Path, make: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside a layer of full attention, as in mixtures."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from lmkv.vllm.connector import LMKVConnector
+
+    transfer = KVTransferConfig(kv_connector="LMKVConnector", kv_role="kv_both")
+    vllm_config = EngineArgs(
+        model=str(model), skip_tokenizer_init=True, kv_transfer_config=transfer
+    ).create_engine_config()
+    groups = [KVCacheGroupSpec(["attention"], FullAttentionSpec(**FORM)), KVCacheGroupSpec(["odd"], make())]
+    with caplog.at_level(logging.WARNING, logger="lmkv"):
+        connector = LMKVConnector(vllm_config, KVConnectorRole.SCHEDULER, KVCacheConfig(100, [], groups))
     assert any("this model is not cached" in record.getMessage() for record in caplog.records)
+    request: Any = SimpleNamespace(request_id="r", num_tokens=1000, all_token_ids=list(range(1000)))
+    connector.on_new_request(request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    connector.shutdown()
