@@ -59,6 +59,8 @@ class Run:
                 self._prepare(variant, models)
                 self._live(name, variant, models[variant.model], left, alive)
                 alive()
+                if variant.alone:
+                    return
 
     def _prepare(self, variant: Variant, models: dict[str, Path]) -> None:
         if variant.model not in self._turns:
