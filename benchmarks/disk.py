@@ -4,8 +4,9 @@
 
 Every case moves the same bytes once a round, each round is shuffled, and a ratio is the median over the
 rounds of a case against its reference in the same round: a disk's mood changes from minute to minute, and
-only neighbours compare. Reads are cold: the page cache drops the files first. With --json the last line is
-the result.
+only neighbours compare. Reads are cold: the page cache drops the files first. lmkv's threads also compute
+checksums, so at equal numbers fewer of them wait for the disk: its default number is there, too. With --json
+the last line is the result.
 """
 
 from __future__ import annotations
@@ -19,37 +20,42 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import argparse
 import asyncio
 import contextlib
-import json
 import mmap
 import os
-import platform
-import random
 import secrets
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import aiofiles
-from attrs import asdict, define, frozen
+from attrs import frozen
 
+from benchmarks._rounds import Row, finish, interleaved, median_ratio
 from lmkv.backends.disk import LocalDiskBackend
+from lmkv.backends.memory import CPUPinnedBackend
+from lmkv.config import Config
 from lmkv.outcomes import ReadStatus, WriteStatus
+from lmkv.policies import make_policy
 from lmkv.protocols import Chunk
+from lmkv.tier import Tier
+from lmkv.tiered import TieredStore
 
 MIB = 1 << 20
 NAMESPACE = bytes(32)
-THREADS = 4
+THREADS, DEFAULT = 4, Config().disk_io_threads
 RAW1, RAW4 = "raw O_DIRECT, 1 thread", "raw O_DIRECT, 4 threads"
-LMKV, LMKV_CACHED = "lmkv, 4 threads", "lmkv through the page cache, 4 threads"
+LMKV, LMKV4 = f"lmkv, {DEFAULT} threads, the default", "lmkv, 4 threads"
+LMKV_CACHED = "lmkv through the page cache, 4 threads"
 VLLM, AIO = "vLLM's file tier, 4 threads", "aiofiles, 4 at a time"
 
 Sync = Any
 Move = Callable[[Any, Sequence[memoryview]], None]
+Times = dict[str, list[float]]
 
 
 @frozen
@@ -63,27 +69,6 @@ class Way:
     store: Move
     load: Move
     prepare: Callable[[Path], Any] = lambda folder: folder
-
-
-@frozen
-class Row:
-    """One line of the result."""
-
-    name: str
-    value: float
-    unit: str
-    of: str | None = None
-    ratio: float | None = None
-    target: float | None = None
-    met: bool | None = None
-
-
-@define
-class Measured:
-    """GB/s and CPU seconds per GB of one case, one item a round."""
-
-    speeds: list[float]
-    cpu: list[float]
 
 
 def slots(count: int, nbytes: int) -> list[memoryview]:
@@ -193,12 +178,13 @@ def vllm_tier(pool: ThreadPoolExecutor) -> Way | None:
     return Way(VLLM, store, load)
 
 
-def ways_of(pool: ThreadPoolExecutor, sync: Sync) -> list[Way]:
+def ways_of(pool: ThreadPoolExecutor, default: ThreadPoolExecutor, sync: Sync) -> list[Way]:
     peer = vllm_tier(pool) if sync == "none" else None
     return [
         raw(RAW1, None, sync),
         raw(RAW4, pool, sync),
-        lmkv(LMKV, pool, sync),
+        lmkv(LMKV, default, sync),
+        lmkv(LMKV4, pool, sync),
         lmkv(LMKV_CACHED, pool, sync, "off"),
         with_aiofiles(sync),
         *([peer] if peer else []),
@@ -206,14 +192,6 @@ def ways_of(pool: ThreadPoolExecutor, sync: Sync) -> list[Way]:
 
 
 # -- measuring --------------------------------------------------------------------------------------------
-
-
-def timed(work: Callable[[], None], nbytes: int) -> tuple[float, float]:
-    """GB/s, and CPU seconds of the process per GB."""
-    cpu, started = time.process_time(), time.perf_counter()
-    work()
-    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-    return nbytes / seconds / 1e9, cpu / nbytes * 1e9
 
 
 def drop_caches(folder: Path) -> None:
@@ -234,61 +212,58 @@ def new_folder(root: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def measure_writes(
-    root: Path, ways: Sequence[Way], buffers: list[memoryview], rounds: int
-) -> dict[str, Measured]:
-    found = {way.name: Measured([], []) for way in ways}
-    nbytes = sum(map(len, buffers))
-    for _ in range(rounds):
-        for way in random.sample(ways, len(ways)):
-            with new_folder(root) as folder:
-                prepared = way.prepare(folder)
-                speed, cpu = timed(partial(way.store, prepared, buffers), nbytes)
-                found[way.name].speeds.append(speed)
-                found[way.name].cpu.append(cpu)
-                # What a way left in the page cache is its own business, not the next one's.
-                drop_caches(folder)
-    return found
+class Folders:
+    """A folder for each of the ways, and what each makes of its own."""
+
+    def __init__(self, top: Path, ways: Sequence[Way]) -> None:
+        self._ways = {way.name: way for way in ways}
+        self._folders = {name: top / str(index) for index, name in enumerate(self._ways)}
+        self.prepared: dict[str, Any] = {}
+
+    def renew(self, name: str) -> None:
+        """An empty one. What the last way left in the page cache is written first, off the clock."""
+        os.sync()
+        shutil.rmtree(self._folders[name], ignore_errors=True)
+        self._folders[name].mkdir()
+        self.prepared[name] = self._ways[name].prepare(self._folders[name])
+
+    def cool(self, name: str) -> None:
+        drop_caches(self._folders[name])
 
 
-def measure_reads(
-    root: Path, ways: Sequence[Way], buffers: list[memoryview], rounds: int
-) -> dict[str, Measured]:
-    found = {way.name: Measured([], []) for way in ways}
-    nbytes = sum(map(len, buffers))
+def measure_writes(root: Path, ways: Sequence[Way], buffers: list[memoryview], rounds: int) -> Times:
     with new_folder(root) as top:
-        folders = {way.name: top / str(index) for index, way in enumerate(ways)}
-        prepared = {}
+        folders = Folders(top, ways)
         for way in ways:
-            folders[way.name].mkdir()
-            prepared[way.name] = way.prepare(folders[way.name])
-            way.store(prepared[way.name], buffers)
-        for _ in range(rounds):
-            for way in random.sample(ways, len(ways)):
-                drop_caches(folders[way.name])
-                speed, cpu = timed(partial(way.load, prepared[way.name], buffers), nbytes)
-                found[way.name].speeds.append(speed)
-                found[way.name].cpu.append(cpu)
-    return found
+            folders.renew(way.name)
+        cases = {way.name: partial(_move, folders, way.name, way.store, buffers) for way in ways}
+        return interleaved(cases, rounds, clock=time.perf_counter, before=folders.renew)
 
 
-def ratio(found: dict[str, Measured], name: str, of: str) -> float:
-    pairs = zip(found[name].speeds, found[of].speeds, strict=True)
-    return statistics.median(mine / its for mine, its in pairs)
+def measure_reads(root: Path, ways: Sequence[Way], buffers: list[memoryview], rounds: int) -> Times:
+    with new_folder(root) as top:
+        folders = Folders(top, ways)
+        for way in ways:
+            folders.renew(way.name)
+            way.store(folders.prepared[way.name], buffers)
+        cases = {way.name: partial(_move, folders, way.name, way.load, buffers) for way in ways}
+        return interleaved(cases, rounds, clock=time.perf_counter, before=folders.cool)
 
 
-def rows_of(what: str, found: dict[str, Measured], targets: dict[tuple[str, str], float]) -> Iterator[Row]:
+def _move(folders: Folders, name: str, move: Move, buffers: Sequence[memoryview]) -> None:
+    move(folders.prepared[name], buffers)
+
+
+def rows_of(what: str, times: Times, nbytes: int, targets: Mapping[tuple[str, str], float]) -> Iterator[Row]:
     """The targets first, then every way against one raw thread."""
-    pairs = {**targets, **{(name, RAW1): None for name in found if (name, RAW1) not in targets}}
-    for (name, of), target in pairs.items():
-        if name not in found or of not in found:
+    others = {(name, RAW1): None for name in times if (name, RAW1) not in targets}
+    for (name, of), target in {**targets, **others}.items():
+        if of not in times:
             continue
-        value = round(statistics.median(found[name].speeds), 3)
-        share = ratio(found, name, of)
+        speed = nbytes / statistics.median(times[name]) / 1e9
+        share = median_ratio(times, of, name)
         met = None if target is None else share >= target
-        yield Row(f"{what}: {name}", value, "GB/s", of, round(share, 3), target, met)
-    for name, measured in found.items():
-        yield Row(f"{what}: {name}: CPU", round(statistics.median(measured.cpu), 3), "s/GB")
+        yield Row(f"{what}: {name}", round(speed, 3), "GB/s", of, round(share, 3), target, met)
 
 
 def listing(root: Path) -> Row:
@@ -298,52 +273,74 @@ def listing(root: Path) -> Row:
         payload = memoryview(b"x")
         for _ in range(10_000):
             backend.write([Chunk(secrets.token_bytes(32), payload)])
-        seconds = []
-        for _ in range(5):
-            started = time.perf_counter()
-            check(sum(map(len, backend.list_keys())) == 10_000)
-            seconds.append(time.perf_counter() - started)
-    best = statistics.median(seconds)
-    return Row("list 10,000 chunks, warm", round(best, 4), "s", target=0.3, met=best <= 0.3)
+        times = interleaved(
+            {"list": lambda: check(sum(map(len, backend.list_keys())) == 10_000)}, 5, clock=time.perf_counter
+        )
+    seconds = statistics.median(times["list"])
+    return Row("list 10,000 chunks, warm", round(seconds, 4), "s", target=0.3, met=seconds <= 0.3)
 
 
-def machine(root: Path) -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "?")
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-        "direct_io": LocalDiskBackend(root, NAMESPACE).direct_io,
-    }
+# -- what the caller waits for ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def new_store(root: Path, *, disk: bool) -> Iterator[TieredStore]:
+    """Of twice as many slots as the largest batch, so that nothing is refused, and chunks of 1 MiB."""
+    with new_folder(root) as folder:
+        below = [Tier(LocalDiskBackend(folder, NAMESPACE), make_policy("LRU"))] if disk else []
+        host = CPUPinnedBackend(128 * MIB, MIB, populate=True)
+        store = TieredStore(Tier(host, make_policy("LRU")), below)
+        try:
+            store.wait_indexed(10)
+            yield store
+        finally:
+            store.close(30)
+
+
+def submit(store: TieredStore, count: int, parent: bytes) -> None:
+    keys = [secrets.token_bytes(32) for _ in range(count)]
+    with store.reserve(keys, parent=parent) as reservation:
+        check(len(reservation) == count)
+        reservation.commit()
+
+
+def submitting(root: Path, rounds: int) -> Iterator[Row]:
+    """How long `reserve` and `commit` keep the caller, while the disk's threads take what he hands down."""
+    with new_store(root, disk=True) as with_disk, new_store(root, disk=False) as without:
+        for count in (8, 64):
+            name, alone = f"submit {count} chunks of 1 MiB, with a disk tier", "without a disk tier"
+            times = interleaved(
+                {
+                    name: partial(submit, with_disk, count, NAMESPACE),
+                    alone: partial(submit, without, count, NAMESPACE),
+                },
+                rounds,
+                clock=time.perf_counter,
+                before=lambda name: check(with_disk.drain(60)),
+            )
+            check(with_disk.stats().tiers[1].dropped == 0)
+            each = statistics.median(times[name]) / count * 1e3
+            share = round(median_ratio(times, name, alone), 2)
+            yield Row(name, round(each, 4), "ms/chunk", alone, share, 0.02, each <= 0.02)
 
 
 def run(root: Path, quick: bool) -> Iterator[Row]:
     rounds = 5 if quick else 11
-    with ThreadPoolExecutor(THREADS) as pool:
-        for mib, count in ((32, 6), (4, 32)) if quick else ((32, 16), (4, 128)):
-            buffers = slots(count, mib * MIB)
+    with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(DEFAULT) as default:
+        for mib, count in ((32, 8), (4, 64)) if quick else ((32, 16), (4, 128)):
+            buffers, nbytes = slots(count, mib * MIB), count * mib * MIB
             for sync in ("none", "data"):
-                found = measure_writes(root, ways_of(pool, sync), buffers, rounds)
-                yield from rows_of(
-                    f"write {mib} MiB, sync {sync}",
-                    found,
-                    {(LMKV, RAW1): 0.9, (LMKV, RAW4): 0.9, (LMKV, VLLM): 1.0},
-                )
-            found = measure_reads(root, ways_of(pool, "none"), buffers, rounds)
-            yield from rows_of(f"cold read {mib} MiB", found, {(LMKV, RAW1): 1.0, (LMKV, VLLM): 1.0})
+                times = measure_writes(root, ways_of(pool, default, sync), buffers, rounds)
+                goals = {(LMKV, RAW1): 0.9, (LMKV, RAW4): 0.9, (LMKV, VLLM): 1.0, (LMKV4, VLLM): 1.0}
+                yield from rows_of(f"write {mib} MiB, sync {sync}", times, nbytes, goals)
+            times = measure_reads(root, ways_of(pool, default, "none"), buffers, rounds)
+            goals = {(LMKV, RAW1): 1.0, (LMKV, VLLM): 1.0, (LMKV4, VLLM): 1.0}
+            yield from rows_of(f"cold read {mib} MiB", times, nbytes, goals)
+    yield from submitting(root, 4 * rounds)
     yield listing(root)
 
 
-def printed(row: Row) -> str:
-    against = f"{row.ratio:6.2f} of {row.of}" if row.ratio is not None else ""
-    verdict = "" if row.met is None else f"  (target {row.target}: {'met' if row.met else 'MISSED'})"
-    return f"{row.name:70} {row.value:8.3f} {row.unit:5} {against}{verdict}"
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -351,15 +348,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    rows: list[Row] = []
     with new_folder(arguments.path) as root:
-        about = machine(root)
-        for row in run(root, arguments.quick):
-            rows.append(row)
-            print(printed(row), flush=True)
-    if arguments.json:
-        print(json.dumps({"machine": about, "rows": [asdict(row) for row in rows]}))
+        return finish(list(run(root, arguments.quick)), arguments.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

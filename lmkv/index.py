@@ -6,8 +6,10 @@ A key is absent, being written, held, doomed (nobody is served it, its bytes are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from lmkv.keys import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed, Policy
 
 Victims = dict[ChunkKey, int]
@@ -19,12 +21,14 @@ class TierIndex:
 
     `used`: bytes of the chunks that are held and being written, never more than `capacity`. What is doomed is
     deleted before anything is written in its place, so the medium holds no more than that either.
+
+    `foreign`: how many of the chunks are others' (`SharesRoom`): they are evicted in turn with the rest.
     """
 
     def __init__(self, policy: Policy, capacity: int | None) -> None:
         self.policy = policy
         self.capacity = capacity
-        self.used = 0
+        self.used = self.foreign = 0
         self.wiping = False
         """All is to be deleted, what was never indexed included: nothing is written until that is done."""
         self._sizes: dict[ChunkKey, int] = {}
@@ -34,6 +38,7 @@ class TierIndex:
         self._lingering = 0
         self._changed: set[ChunkKey] | None = None
         self._unseen: Victims = {}
+        self._last_used, self._newest = math.inf, 0.0
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._sizes
@@ -74,6 +79,14 @@ class TierIndex:
         self._doomed |= evicted
         return self.take_doomed(nbytes)
 
+    def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
+        """Victims beyond what the index itself has use for; None when there are not that many."""
+        evicted = self._evict_bytes(nbytes, protect)
+        if evicted is None:
+            return None
+        self._doomed |= evicted
+        return self.take_doomed()
+
     def end_write(self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True) -> None:
         """What has been stored is held from now on, or doomed if nobody wants it any more."""
         self._writing.discard(key)
@@ -87,18 +100,23 @@ class TierIndex:
     def _evict(self, needed: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
         if self.capacity is None or needed <= self.capacity:
             return {}
-        victims = self.policy.evict(needed - self.capacity, protect())
+        return self._evict_bytes(needed - self.capacity, protect)
+
+    def _evict_bytes(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
+        victims = self.policy.evict(nbytes, protect())
         return None if victims is None else {key: self._drop(key) for key in victims}
 
     def _add(self, key: ChunkKey, nbytes: int) -> None:
         self._sizes[key] = nbytes
         self.used += nbytes
+        self.foreign += _is_foreign(key)
         self.policy.insert(key, nbytes)
 
     def _drop(self, key: ChunkKey) -> int:
         self._note(key)
         nbytes = self._sizes.pop(key)
         self.used -= nbytes
+        self.foreign -= _is_foreign(key)
         return nbytes
 
     # -- removing -----------------------------------------------------------------------------------------
@@ -117,11 +135,12 @@ class TierIndex:
                 self.policy.discard(key)
 
     def clear(self) -> Collection[ChunkKey]:
-        """Doom everything, what is not indexed included; returns what was held. Ends a listing under way."""
-        held, self._sizes = self._sizes, {}
-        self.used -= sum(held.values())
-        self._doomed |= held
-        self.policy.clear()
+        """Doom everything but others' chunks, what is not indexed included; returns what was held.
+
+        Ends a listing under way.
+        """
+        held = {key: nbytes for key, nbytes in self._sizes.items() if not _is_foreign(key)}
+        self.doom(held)
         self.wiping = True
         self.end_listing()
         return held
@@ -152,6 +171,7 @@ class TierIndex:
         if self.wiping:
             return False
         self._changed, self._unseen = set(), self._sizes.copy()
+        self._last_used = self._newest or math.inf
         return True
 
     def _note(self, key: ChunkKey) -> None:
@@ -167,6 +187,10 @@ class TierIndex:
             return False
         for item in found:
             self._unseen.pop(item.key, None)
+            self._newest = max(self._newest, item.last_used)
+            if item.key in self._sizes and item.last_used > self._last_used:
+                # Used since the last listing, perhaps by another process.
+                self.policy.touch([item.key])
             if not (self.knows(item.key) or item.key in self._changed or self._is_dying(item.key)):
                 self._adopt(item)
         return True
@@ -195,3 +219,7 @@ class TierIndex:
 
     def end_listing(self) -> None:
         self._changed, self._unseen = None, {}
+
+
+def _is_foreign(key: ChunkKey) -> bool:
+    return len(key) > KEY_BYTES

@@ -69,7 +69,7 @@ class IOPool:
     more are refused, and their chunks are future misses. Loads are refused only once the pool is closed.
     """
 
-    def __init__(self, threads: int = 4, max_stores: int = 64, name: str = "lmkv-io") -> None:
+    def __init__(self, threads: int = 8, max_stores: int = 64, name: str = "lmkv-io") -> None:
         self._size = max(threads, 2)
         self._max_stores = max_stores
         self._name = name

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TypeVar
 
 from lmkv.iopool import attempt
-from lmkv.protocols import ListsKeys, Shared
+from lmkv.protocols import ListsKeys, Shared, SharesRoom
 from lmkv.secondary import Secondary
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Lister:
         with self._lock:
             if not index.begin_listing():
                 return False
-        for batch in backend.list_keys():
+        for batch in backend.list_all() if isinstance(backend, SharesRoom) else backend.list_keys():
             for part in _parts(batch):
                 with self._lock:
                     if not index.adopt(part):

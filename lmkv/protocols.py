@@ -88,6 +88,31 @@ class ListsKeys(Protocol):
 
 
 @runtime_checkable
+class SharesRoom(Protocol):
+    """A backend whose medium others fill, too, and that keeps count for all of them.
+
+    Others are other processes, and other namespaces, whose chunks take up room without ever being served.
+    Their keys are longer than 32 bytes.
+    """
+
+    def claim(self, nbytes: int) -> int:
+        """Count bytes that are about to be written; returns the bytes of everybody, these included."""
+        ...
+
+    def unclaim(self, nbytes: int) -> None:
+        """They were not written."""
+        ...
+
+    def evict(self, keys: Sequence[ChunkKey]) -> int:
+        """`delete`, of others' chunks too; returns the bytes that this freed: none for what was gone."""
+        ...
+
+    def list_all(self) -> Iterator[list[Listed]]:
+        """`list_keys`, of others' chunks too."""
+        ...
+
+
+@runtime_checkable
 class SizesChunks(Protocol):
     """A backend whose chunks take more of its capacity than their payload (headers, padding)."""
 

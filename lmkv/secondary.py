@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import attrs
@@ -19,7 +19,7 @@ from lmkv.index import TierIndex, Victims
 from lmkv.iopool import attempt
 from lmkv.observe import TierCounters, TierStats
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
-from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, SizesChunks
+from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, SharesRoom, SizesChunks
 from lmkv.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Secondary:
         """Locked."""
         return TierStats(
             self.name,
-            len(self.index),
+            len(self.index) - self.index.foreign,
             self.index.used,
             self.index.capacity,
             **attrs.asdict(self._counters),
@@ -122,7 +122,7 @@ class Secondary:
             return False
         self._suspects.discard(key)
         self._counters.lost += key in self.index
-        if result.status is ReadStatus.MISS or isinstance(result.error, CorruptChunkError):
+        if result.status is ReadStatus.MISS:
             self.index.discard(key)
             return False
         self.index.doom([key])
@@ -153,12 +153,15 @@ class Secondary:
         if begun is None:
             return
         victims, call = begun
-        gone = self._delete(victims)
-        result = self._write(chunk) if gone is None else Written.failed(gone)
+        result = attempt(
+            lambda: self._make_room(victims, protect) or self._write(chunk),
+            lambda error: Written.failed(_as_backend_error(self.name, "write", chunk.key, error)),
+        )
+        if result.status is not WriteStatus.STORED:
+            self._unclaim()
         with self._lock:
             self._writes.end(call, ok=result.status is not WriteStatus.FAILED)
             self._count_write(result)
-            self.index.buried(victims, gone is None, self._cost)
             stored = result.status in (WriteStatus.STORED, WriteStatus.PRESENT)
             wanted = is_wanted()
             self.index.end_write(chunk.key, self._cost, stored=stored, wanted=wanted)
@@ -184,11 +187,42 @@ class Secondary:
         self._counters.write_rejects += 1
         return None
 
+    def _make_room(self, victims: Victims, protect: Callable[[], frozenset[ChunkKey]]) -> Written | None:
+        """Delete the victims, and more where others fill the medium, too; else why nothing can be written.
+
+        Whoever claims room beyond the capacity first frees as much as he claims. So all of them together keep
+        within it, although what one frees the others have perhaps deleted before.
+        """
+        owed = self._claim()
+        freed = self._bury(victims, self._cost)
+        while freed < owed:
+            with self._lock:
+                more = self._evict_more(owed - freed, protect)
+            if more is None:
+                return Written.rejected("capacity")
+            freed += self._bury(more)
+        return None
+
+    def _claim(self) -> int:
+        """Claim room for a chunk; how much has to be freed for it."""
+        if isinstance(self.backend, SharesRoom) and self.index.capacity is not None:
+            return min(self.backend.claim(self._cost) - self.index.capacity, self._cost)
+        return 0
+
+    def _unclaim(self) -> None:
+        backend = self.backend
+        if isinstance(backend, SharesRoom) and self.index.capacity is not None:
+            attempt(lambda: backend.unclaim(self._cost), lambda error: logger.warning("lmkv: %r", error))
+
+    def _evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
+        """Locked."""
+        held = len(self.index)
+        victims = self.index.evict_more(nbytes, protect)
+        self._counters.evictions += held - len(self.index)
+        return victims
+
     def _write(self, chunk: Chunk) -> Written:
-        return attempt(
-            lambda: _checked(self.backend.write([chunk])[0], Written),
-            lambda error: Written.failed(_as_backend_error(self.name, "write", chunk.key, error)),
-        )
+        return _checked(self.backend.write([chunk])[0], Written)
 
     def _count_write(self, result: Written) -> None:
         """Locked."""
@@ -205,11 +239,7 @@ class Secondary:
         with self._lock:
             victims = self.index.take_doomed()
         if victims:
-            error = self._delete(victims)
-            with self._lock:
-                self.index.buried(victims, error is None)
-            if error is not None:
-                logger.warning("lmkv: %s", error)
+            self._tried("delete", lambda: self._bury(victims))
 
     def wipe(self) -> None:
         """Delete everything, listed or not; until that has worked nothing is written."""
@@ -219,34 +249,48 @@ class Secondary:
                 return
             self._wiping = True
             victims = self.index.take_doomed()
-        error = self._delete(victims) or self._delete_unlisted()
+        ok = self._tried("clear", lambda: self._bury(victims)) and self._tried("clear", self._delete_unlisted)
         with self._lock:
-            self._writes.end(call, ok=error is None)
-            self.index.buried(victims, error is None)
-            self.index.wiping = error is not None
+            self._writes.end(call, ok)
+            self.index.wiping = not ok
             self._wiping = False
-        if error is not None:
-            logger.warning("lmkv: %s", error)
 
-    def _delete_unlisted(self) -> BackendError | None:
-        backend = self.backend
-        if not isinstance(backend, ListsKeys):
-            return None
+    def _tried(self, action: str, call: Callable[[], object]) -> bool:
+        """Whether it worked; if not, it is logged."""
 
-        def delete_all() -> None:
-            for batch in backend.list_keys():
-                backend.delete([found.key for found in batch])
+        def run() -> bool:
+            call()
+            return True
 
-        return attempt(delete_all, lambda error: _as_backend_error(self.name, "clear", b"", error))
+        def failed(error: Exception) -> bool:
+            logger.warning("lmkv: %s", _as_backend_error(self.name, action, b"", error))
+            return False
 
-    def _delete(self, keys: Collection[ChunkKey]) -> BackendError | None:
-        if not keys:
-            return None
+        return attempt(run, failed)
 
-        def delete() -> None:
-            self.backend.delete(list(keys))
+    def _bury(self, victims: Victims, replaced_by: int = 0) -> int:
+        """Delete what the index gave out; the bytes that this freed. Raises whatever the backend does."""
+        ok = False
+        try:
+            freed = self._delete(victims)
+            ok = True
+        finally:
+            with self._lock:
+                self.index.buried(victims, ok, replaced_by)
+        return freed
 
-        return attempt(delete, lambda error: _as_backend_error(self.name, "delete", b"", error))
+    def _delete(self, victims: Victims) -> int:
+        if not victims:
+            return 0
+        if isinstance(self.backend, SharesRoom):
+            return self.backend.evict(list(victims))
+        self.backend.delete(list(victims))
+        return sum(victims.values())
+
+    def _delete_unlisted(self) -> None:
+        if isinstance(self.backend, ListsKeys):
+            for batch in self.backend.list_keys():
+                self.backend.delete([found.key for found in batch])
 
 
 def first_with(tiers: Iterable[Secondary], key: ChunkKey) -> Secondary | None:

@@ -47,7 +47,7 @@ class TieredStore:
         primary: Tier,
         secondaries: Sequence[Tier] = (),
         *,
-        io_threads: int = 4,
+        io_threads: int = 8,
         prefetch_share: float = 0.5,
         retain: bool = True,
         clock: Clock = time.monotonic,

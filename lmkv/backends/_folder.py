@@ -12,7 +12,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from lmkv import codec
 from lmkv.backends._fileio import TEMPORARY_SUFFIX, is_abandoned
@@ -40,12 +40,10 @@ class ChunkFolder:
     def _path_of_namespace(self) -> str:
         return os.path.join(self.root, self.namespace.hex())
 
-    def of_key(self, key: ChunkKey) -> str:
-        """The folder that holds a chunk."""
-        return os.path.join(self.path, key[:1].hex())
-
     def path_of(self, key: ChunkKey) -> str:
-        return os.path.join(self.path, key[:1].hex(), key.hex() + SUFFIX)
+        """A key of another namespace begins with that."""
+        namespace, key = key[: -codec.DIGEST_BYTES] or self.namespace, key[-codec.DIGEST_BYTES :]
+        return os.path.join(self.root, namespace.hex(), key[:1].hex(), key.hex() + SUFFIX)
 
     def make(self, *below: str) -> None:
         """Create the namespace folder and those `below` it where missing. Raises `OSError` without a root."""
@@ -63,6 +61,14 @@ class ChunkFolder:
             self.make(away)
             os.rename(path, os.path.join(away, f"{os.path.basename(path)}.{secrets.token_hex(4)}"))
             _keep_newest(away, self.keep_corrupt)
+
+    def scan_others(self) -> Iterator[Listed]:
+        """The same of the root's other namespaces; their keys begin with the namespace."""
+        for entry in _entries(self.root):
+            namespace = _digest_of(entry.name)
+            if namespace and namespace != self.namespace and entry.is_dir(follow_symlinks=False):
+                for found in ChunkFolder(self.root, namespace, self.keep_corrupt).scan():
+                    yield evolve(found, key=namespace + found.key)
 
     def scan(self) -> Iterator[Listed]:
         """Every chunk, in no order, by name and size alone; dead writers' leavings are removed on the way."""
@@ -101,12 +107,15 @@ def _key_of(name: str, folder: str) -> ChunkKey | None:
     """The key that a file name stands for; None when it is not one of ours in its place."""
     if len(name) != _NAME_LENGTH or not name.endswith(SUFFIX) or name[:2] != folder:
         return None
-    digits = name[: -len(SUFFIX)]
+    return _digest_of(name[: -len(SUFFIX)])
+
+
+def _digest_of(digits: str) -> bytes | None:
     try:
-        key = bytes.fromhex(digits)
+        digest = bytes.fromhex(digits)
     except ValueError:
         return None
-    return key if key.hex() == digits else None
+    return digest if len(digest) == codec.DIGEST_BYTES and digest.hex() == digits else None
 
 
 def _sweep(entry: os.DirEntry[str]) -> None:

@@ -8,8 +8,8 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
-from itertools import groupby, islice
-from operator import attrgetter, itemgetter, or_
+from itertools import chain, groupby, islice
+from operator import itemgetter, or_
 from typing import Literal
 
 from attrs import define, field, validators
@@ -18,6 +18,7 @@ from lmkv import codec
 from lmkv.backends._blob import BlobFiles, RangeReader, WrongLengthError
 from lmkv.backends._fileio import FreeSpace, ShortReadError, address_of, probe_direct, sync_folder
 from lmkv.backends._folder import ChunkFolder
+from lmkv.backends._ledger import NAME, Ledger
 from lmkv.codec import FormatError
 from lmkv.errors import (
     BackendError,
@@ -91,6 +92,7 @@ class LocalDiskBackend:
     _folder: ChunkFolder = field(init=False, repr=False)
     _blobs: BlobFiles = field(init=False, repr=False)
     _space: FreeSpace = field(init=False, repr=False)
+    _ledger: Ledger = field(init=False, repr=False)
     _closed: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -99,6 +101,7 @@ class LocalDiskBackend:
         direct = self._prepare_folder()
         self._blobs = BlobFiles(self.namespace, self.segment_bytes, self.chunk_tokens, self.sync, direct)
         self._space = FreeSpace(self.path, self.min_free, self.clock)
+        self._ledger = Ledger(os.path.join(self.path, NAME))
 
     @property
     def direct_io(self) -> bool:
@@ -135,9 +138,30 @@ class LocalDiskBackend:
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         """Remove the files; then raise `BackendError` for the first that the medium would not let go of."""
         self._check_keys(keys)
-        failed = [error for key in keys if (error := self._delete(key))]
+        self.evict(keys)
+
+    def evict(self, keys: Sequence[ChunkKey]) -> int:
+        """The same for keys of other namespaces, too, which begin with that; returns the bytes it freed."""
+        self._check_open()
+        freed, failed = 0, []
+        for key in keys:
+            try:
+                freed += _unlink(self._folder.path_of(key))
+            except OSError as error:
+                failed.append(self._translated(error, "delete", key))
+        if freed:
+            self._ledger.free(freed)
         if failed:
             raise failed[0]
+        return freed
+
+    def claim(self, nbytes: int) -> int:
+        """Count bytes that are about to be written; returns what all processes have below the root."""
+        return self._ledger.claim(nbytes)
+
+    def unclaim(self, nbytes: int) -> None:
+        """They were not written."""
+        self._ledger.free(nbytes)
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """What is there, least recently used first (to the minute), by names and sizes alone.
@@ -145,18 +169,30 @@ class LocalDiskBackend:
         Files of impossible size are quarantined and dead writers' temporaries deleted. Raises `BackendError`.
         """
         self._check_open()
-        return self._listing()
+        return self._listing(self._folder.scan())
+
+    def list_all(self) -> Iterator[list[Listed]]:
+        """The same of all namespaces below the root. Sets the count of bytes right that `claim` keeps."""
+        self._check_open()
+        return self._listing(self._count_all())
 
     def close(self) -> None:
         self._closed = True
 
-    def _listing(self) -> Iterator[list[Listed]]:
+    def _listing(self, scan: Iterator[Listed]) -> Iterator[list[Listed]]:
         try:
-            found = iter(sorted(self._folder.scan(), key=attrgetter("last_used")))
+            found = iter(sorted(scan, key=_oldest_use))
         except OSError as error:
             raise self._translated(error, "list_keys") from error
         while batch := list(islice(found, LIST_BATCH)):
             yield batch
+
+    def _count_all(self) -> Iterator[Listed]:
+        claimed, used = self._ledger.claimed(), 0
+        for found in chain(self._folder.scan(), self._folder.scan_others()):
+            used += found.nbytes
+            yield found
+        self._ledger.set(used, claimed)
 
     def _read(self, key: ChunkKey, into: memoryview) -> Read:
         path = self._folder.path_of(key)
@@ -242,15 +278,6 @@ class LocalDiskBackend:
             sync_folder(self.path)
             sync_folder(self._folder.path)
 
-    def _delete(self, key: ChunkKey) -> BackendError | None:
-        try:
-            os.unlink(self._folder.path_of(key))
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            return self._translated(error, "delete", key)
-        return None
-
     def _is_there(self, path: str) -> bool:
         try:
             return codec.plausible_file_bytes(os.lstat(path).st_size)
@@ -287,6 +314,21 @@ class LocalDiskBackend:
         for key in keys:
             if len(key) != codec.DIGEST_BYTES:
                 raise UsageError(f"a key of {len(key)} bytes instead of {codec.DIGEST_BYTES}")
+
+
+def _unlink(path: str) -> int:
+    """Remove a file; returns the bytes that this freed. Raises `OSError` unless it is gone."""
+    try:
+        nbytes = os.lstat(path).st_size
+        os.unlink(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    return nbytes
+
+
+def _oldest_use(found: Listed) -> tuple[float, float]:
+    """Within a minute the other way round: a chain is written and read head first, and its head goes last."""
+    return found.last_used // 60, -found.last_used
 
 
 def _is_damage(error: Exception, path: str) -> bool:

@@ -7,7 +7,17 @@ from functools import partial
 from typing import TypeVar
 
 from lmkv.outcomes import Read, Written
-from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, ReadsRanges, Shared, SizesChunks
+from lmkv.protocols import (
+    Backend,
+    Chunk,
+    ChunkKey,
+    Listed,
+    ListsKeys,
+    ReadsRanges,
+    Shared,
+    SharesRoom,
+    SizesChunks,
+)
 
 T = TypeVar("T")
 
@@ -28,6 +38,10 @@ class WrapperBackend:
             self.list_keys = partial(self._forward_list_keys, inner)
         if isinstance(inner, SizesChunks):
             self.stored_bytes = inner.stored_bytes
+        if isinstance(inner, SharesRoom):
+            self.claim, self.unclaim = inner.claim, inner.unclaim
+            self.evict = partial(self._forward_evict, inner)
+            self.list_all = partial(self._forward_list_all, inner)
         if isinstance(inner, Shared):
             self.shared = inner.shared
 
@@ -64,3 +78,9 @@ class WrapperBackend:
 
     def _forward_list_keys(self, inner: ListsKeys) -> Iterator[list[Listed]]:
         return self.around("list_keys", inner.list_keys)
+
+    def _forward_evict(self, inner: SharesRoom, keys: Sequence[ChunkKey]) -> int:
+        return self.around("evict", lambda: inner.evict(keys))
+
+    def _forward_list_all(self, inner: SharesRoom) -> Iterator[list[Listed]]:
+        return self.around("list_all", inner.list_all)

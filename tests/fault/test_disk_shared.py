@@ -1,0 +1,149 @@
+"""Several processes with one folder: together they keep within the capacity, and share what they have."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from lmkv.backends.disk import LocalDiskBackend
+from tests.fault import shared_store
+from tests.fault.shared_store import CHUNK, KEYS, get, open_store, put
+
+SCRIPT = Path(shared_store.__file__)
+COST = CHUNK + 4096
+CAPACITY = 40 * COST
+THREADS = 4
+
+
+@contextmanager
+def running(folder: Path, namespace: int, seed: int, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    paths = [str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with subprocess.Popen(
+        [sys.executable, SCRIPT, *map(str, (folder, namespace, seed, seconds, CAPACITY))],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Callable[[], int]]:
+    """A file system of its own, whose use the kernel tells at one moment, where root may mount one."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "lmkv-test", str(folder)]
+    if os.geteuid() or subprocess.run(command, check=False, capture_output=True, timeout=60).returncode:
+        pytest.skip("only root may mount")
+
+    def used() -> int:
+        stats = os.statvfs(folder)
+        return (stats.f_blocks - stats.f_bfree) * stats.f_frsize
+
+    try:
+        yield used
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False, timeout=60)
+
+
+def chunks_below(folder: Path) -> int:
+    sizes = 0
+    for path in folder.rglob("*.kv1"):
+        with suppress(FileNotFoundError):
+            sizes += path.stat().st_size
+    return sizes
+
+
+@pytest.mark.parametrize("namespaces", [(1, 1, 1), (1, 2, 3)], ids=["one namespace", "three"])
+def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tuple[int, ...]) -> None:
+    """Watched all the time; the bound is the one that docs/concurrency.md states."""
+    folder = tmp_path / "kv"
+    with small_disk(folder) as used, ExitStack() as stack:
+        processes = [
+            stack.enter_context(running(folder, name, seed, 5.0)) for seed, name in enumerate(namespaces)
+        ]
+        most = 0
+        while any(process.poll() is None for process in processes):
+            most = max(most, used())
+        reports = [json.loads(process.communicate()[0]) for process in processes]
+        slack = (len(processes) - 1) * THREADS * COST
+        assert CAPACITY * 0.9 < most <= CAPACITY + slack
+        assert CAPACITY * 0.7 < chunks_below(folder) <= CAPACITY
+        assert sum(report["evictions"] for report in reports) > 100
+        assert min(report["hits"] for report in reports) > 0
+        assert list(folder.rglob("*.tmp")) == []
+
+
+def test_a_killed_process_leaves_no_wrong_count(tmp_path: Path) -> None:
+    """It dies with claims of room open, again and again; the next one has all of the capacity."""
+    for seed in range(4):
+        with running(tmp_path, 1, seed, 60.0) as process:
+            while process.poll() is None and len(list(tmp_path.rglob("*.tmp"))) < 2:
+                pass
+            assert process.poll() is None
+    store = open_store(str(tmp_path), 1, CAPACITY)
+    assert store.wait_indexed(20)
+    for key in KEYS[:80]:
+        put(store, [key])
+        assert store.drain(20)
+    assert store.stats().tiers[1].chunks == 40
+    store.close()
+    assert chunks_below(tmp_path) == CAPACITY
+
+
+def test_what_another_model_left_makes_room(tmp_path: Path) -> None:
+    """The oldest goes first, whosever it is; clearing one's own leaves the rest alone."""
+    old = open_store(str(tmp_path), 1, CAPACITY)
+    for key in KEYS[:40]:
+        put(old, [key])
+        assert old.drain(20)
+    old.close()
+    new = open_store(str(tmp_path), 2, CAPACITY)
+    assert new.wait_indexed(20)
+    assert new.stats().tiers[1].chunks == 0
+    assert new.stats().tiers[1].used_bytes == CAPACITY
+    for key in KEYS[:30]:
+        put(new, [key])
+        assert new.drain(20)
+    new.drop(KEYS)
+    assert get(new, KEYS[:10]) == 10
+    assert chunks_below(tmp_path) == CAPACITY
+    new.clear()
+    assert new.drain(20)
+    new.close()
+    assert chunks_below(tmp_path) == 10 * COST
+    listed = LocalDiskBackend(tmp_path, bytes([1]) * 32).list_keys()
+    left = [found.key for batch in listed for found in batch]
+    assert len(left) == 10
+
+
+def test_a_chunk_that_another_process_uses_is_not_the_oldest(tmp_path: Path) -> None:
+    disk = LocalDiskBackend(tmp_path, bytes([1]) * 32)
+    store = open_store(str(tmp_path), 1, 4 * COST)
+    assert store.wait_indexed(20)
+    for key in KEYS[:4]:
+        put(store, [key])
+        assert store.drain(20)
+    store.drop(KEYS)
+    (tier,) = store._tiers
+    for again in range(2):
+        tier.index.begin_listing()
+        for batch in disk.list_all():
+            tier.index.adopt(batch)
+        tier.index.end_listing()
+        if not again:
+            os.utime(disk._folder.path_of(KEYS[0]), (time.time() + 1,) * 2)
+    put(store, [KEYS[10]])
+    assert store.drain(20)
+    assert disk.contains(KEYS[:4]) == [True, False, True, True]
+    store.close()
