@@ -70,7 +70,7 @@ def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tupl
     folder = tmp_path / "kv"
     with small_disk(folder) as used, ExitStack() as stack:
         processes = [
-            stack.enter_context(running(folder, name, seed, 5.0)) for seed, name in enumerate(namespaces)
+            stack.enter_context(running(folder, name, seed, 3.0)) for seed, name in enumerate(namespaces)
         ]
         most = 0
         while any(process.poll() is None for process in processes):
