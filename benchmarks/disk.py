@@ -309,6 +309,7 @@ def submitting(root: Path, rounds: int) -> Iterator[Row]:
     """How long `reserve` and `commit` keep the caller, while the disk's threads take what he hands down."""
     with new_store(root, disk=True) as with_disk, new_store(root, disk=False) as without:
         for count in (8, 64):
+            check(with_disk.drain(60))
             name, alone = f"submit {count} chunks of 1 MiB, with a disk tier", "without a disk tier"
             times = interleaved(
                 {
