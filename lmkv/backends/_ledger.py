@@ -19,6 +19,7 @@ from lmkv.backends._fileio import opened
 
 NAME = ".lmkv-use"
 _NUMBERS = struct.Struct("<QQ")
+_MOST = (1 << 64) - 1
 _PATIENCE = 0.2
 _PAUSE = 0.001
 
@@ -83,4 +84,4 @@ def _read(fd: int) -> tuple[int, int]:
 
 
 def _write(fd: int, used: int, claimed: int) -> None:
-    os.pwrite(fd, _NUMBERS.pack(used, claimed % (1 << 64)), 0)
+    os.pwrite(fd, _NUMBERS.pack(min(used, _MOST), claimed & _MOST), 0)

@@ -1,4 +1,4 @@
-"""A process with a disk tier of its own: `python shared_store.py FOLDER NAMESPACE SEED SECONDS CAPACITY`.
+"""A process with a disk tier of its own: `python shared_store.py FOLDER NAMESPACE SEED ROUNDS CAPACITY`.
 
 It stores random chunks of a common pool and loads others, checks every byte it is given, and prints its
 counts as JSON. Not a test itself.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from functools import partial
 
 from lmkv import tiered
@@ -21,6 +20,7 @@ from lmkv.tier import Tier
 from lmkv.tiered import TieredStore
 
 CHUNK = 128 << 10
+THREADS = 4
 KEYS = [number.to_bytes(32, "big") for number in range(400)]
 
 
@@ -31,7 +31,9 @@ def payload(key: bytes) -> bytes:
 def open_store(folder: str, namespace: int, capacity: int) -> TieredStore:
     disk = LocalDiskBackend(folder, bytes([namespace]) * 32, shared=True)
     tier = Tier(disk, make_policy("LRU"), capacity_bytes=capacity)
-    return TieredStore(Tier(CPUPinnedBackend(16 * CHUNK, CHUNK), make_policy("LRU")), [tier])
+    return TieredStore(
+        Tier(CPUPinnedBackend(16 * CHUNK, CHUNK), make_policy("LRU")), [tier], io_threads=THREADS
+    )
 
 
 def put(store: TieredStore, keys: list[bytes]) -> None:
@@ -53,27 +55,26 @@ def get(store: TieredStore, keys: list[bytes]) -> int:
     return found
 
 
-def work(store: TieredStore, seed: int, seconds: float) -> int:
+def work(store: TieredStore, seed: int, rounds: int) -> int:
     chooser = random.Random(seed)
-    until = time.monotonic() + seconds
     hits = 0
-    while time.monotonic() < until:
+    for _ in range(rounds):
         first = chooser.randrange(len(KEYS) - 4)
         keys = KEYS[first : first + 4]
         if chooser.random() < 0.7:
             put(store, keys)
         else:
             hits += get(store, keys)
+        assert store.drain(20)
         store.drop(keys)
     return hits
 
 
-def main(folder: str, namespace: str, seed: str, seconds: str, capacity: str) -> None:
+def main(folder: str, namespace: str, seed: str, rounds: str, capacity: str) -> None:
     # Ten listings where a server has one, so that the few seconds of a test show what they do.
     tiered.Lister = partial(Lister, interval=1.0)  # type: ignore[assignment, misc]
     store = open_store(folder, int(namespace), int(capacity))
-    hits = work(store, int(seed), float(seconds))
-    assert store.drain(20)
+    hits = work(store, int(seed), int(rounds))
     disk = store.stats().tiers[1]
     store.close()
     print(json.dumps({"hits": hits, "writes": disk.writes, "evictions": disk.evictions}))

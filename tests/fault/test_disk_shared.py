@@ -15,19 +15,18 @@ import pytest
 
 from lmkv.backends.disk import LocalDiskBackend
 from tests.fault import shared_store
-from tests.fault.shared_store import CHUNK, KEYS, get, open_store, put
+from tests.fault.shared_store import CHUNK, KEYS, THREADS, get, open_store, put
 
 SCRIPT = Path(shared_store.__file__)
 COST = CHUNK + 4096
 CAPACITY = 40 * COST
-THREADS = 4
 
 
 @contextmanager
-def running(folder: Path, namespace: int, seed: int, seconds: float) -> Iterator[subprocess.Popen[str]]:
+def running(folder: Path, namespace: int, seed: int, rounds: int) -> Iterator[subprocess.Popen[str]]:
     paths = [str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with subprocess.Popen(
-        [sys.executable, SCRIPT, *map(str, (folder, namespace, seed, seconds, CAPACITY))],
+        [sys.executable, SCRIPT, *map(str, (folder, namespace, seed, rounds, CAPACITY))],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -70,7 +69,7 @@ def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tupl
     folder = tmp_path / "kv"
     with small_disk(folder) as used, ExitStack() as stack:
         processes = [
-            stack.enter_context(running(folder, name, seed, 3.0)) for seed, name in enumerate(namespaces)
+            stack.enter_context(running(folder, name, seed, 150)) for seed, name in enumerate(namespaces)
         ]
         most = 0
         while any(process.poll() is None for process in processes):
@@ -78,7 +77,7 @@ def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tupl
         reports = [json.loads(process.communicate()[0]) for process in processes]
         slack = (len(processes) - 1) * THREADS * COST
         assert CAPACITY * 0.9 < most <= CAPACITY + slack
-        assert CAPACITY * 0.7 < chunks_below(folder) <= CAPACITY
+        assert CAPACITY * 0.7 < chunks_below(folder) <= CAPACITY + slack
         assert sum(report["evictions"] for report in reports) > 100
         assert min(report["hits"] for report in reports) > 0
         assert list(folder.rglob("*.tmp")) == []
@@ -87,7 +86,7 @@ def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tupl
 def test_a_killed_process_leaves_no_wrong_count(tmp_path: Path) -> None:
     """It dies with claims of room open, again and again; the next one has all of the capacity."""
     for seed in range(4):
-        with running(tmp_path, 1, seed, 60.0) as process:
+        with running(tmp_path, 1, seed, 1_000_000) as process:
             while process.poll() is None and len(list(tmp_path.rglob("*.tmp"))) < 2:
                 pass
             assert process.poll() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -182,4 +183,28 @@ def test_a_corrupt_file_that_cannot_be_set_aside_is_not_forgotten(medium: Path) 
     mount(medium, "-o", "remount,rw")
     eventually(lambda: stores_again(store, KEYS[5:6]))
     assert not path.exists()
+    store.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x", bytes([255]) * 16, bytes([255]) * 99], ids=repr)
+def test_a_count_that_is_nonsense_is_set_right(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".lmkv-use").write_bytes(content)
+    store = open_store(str(tmp_path), 1, CAPACITY)
+    assert store.wait_indexed(20)
+    assert stores_again(store, KEYS[:20])
+    store_one_by_one(store, KEYS[20:40])
+    store.close()
+    assert on_disk(tmp_path) == CAPACITY
+
+
+def test_a_count_that_somebody_holds_or_that_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path), 1, CAPACITY)
+    assert store.wait_indexed(20)
+    count = tmp_path / ".lmkv-use"
+    with count.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert stores_again(store, KEYS[:3])
+    count.unlink()
+    os.mkfifo(count)
+    assert stores_again(store, KEYS[3:6])
     store.close()
