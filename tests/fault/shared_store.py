@@ -70,6 +70,14 @@ def work(store: TieredStore, seed: int, rounds: int) -> int:
     return hits
 
 
+def live(folder: str, namespace: int, seed: int, capacity: int) -> None:
+    """Store and load until somebody ends it."""
+    store = open_store(folder, namespace, capacity)
+    assert store.wait_indexed(20)
+    while True:
+        work(store, seed, 1000)
+
+
 def main(folder: str, namespace: str, seed: str, rounds: str, capacity: str) -> None:
     # Ten listings where a server has one, so that the few seconds of a test show what they do.
     tiered.Lister = partial(Lister, interval=1.0)  # type: ignore[assignment, misc]
