@@ -54,24 +54,33 @@ class Geometry:
 
         Starts exactly at `start`: blocks before it hold valid KV that others may be reading.
         """
-        copies = []
-        for index, slot in enumerate(slots):
-            chunk = start // self.chunk_size + index
-            low = max(start, chunk * self.chunk_size)
-            high = min(end, (chunk + 1) * self.chunk_size)
-            if low < high:
-                runs = tuple(
-                    self._load_run(group, table, chunk, low, high)
-                    for group, table in zip(self.groups, block_ids, strict=True)
-                )
-                copies.append(ChunkCopy(slot, runs))
-        return copies
+        if start >= end:
+            return []
+        size = self.chunk_size
+        low = start // size * size
+        spans = [
+            (max(start, at), min(end, at + size))
+            for at in range(low, min(end, low + len(slots) * size), size)
+        ]
+        columns = [
+            self._load_runs(group, list(table), spans)
+            for group, table in zip(self.groups, block_ids, strict=True)
+        ]
+        # Only as many as spans: there may be slots beyond the end.
+        return [ChunkCopy(slot, runs) for slot, runs in zip(slots, zip(*columns, strict=True), strict=False)]
 
-    def _load_run(self, group: Group, table: Sequence[int], chunk: int, low: int, high: int) -> Run:
-        first = low // group.block_size
-        blocks = list(table[first : -(-high // group.block_size)])
-        skipped = _first_real(blocks) if group.window is not None else 0
-        return Run(first + skipped - chunk * (self.chunk_size // group.block_size), blocks[skipped:])
+    def _load_runs(self, group: Group, table: list[int], spans: Sequence[tuple[int, int]]) -> list[Run]:
+        """One run for each span of tokens, which lies in one chunk."""
+        size, per_chunk = group.block_size, self.chunk_size // group.block_size
+        runs = []
+        for low, high in spans:
+            first = low // size
+            blocks = table[first : -(-high // size)]
+            if group.window is not None:
+                skipped = _first_real(blocks)
+                first, blocks = first + skipped, blocks[skipped:]
+            runs.append(Run(first - low // self.chunk_size * per_chunk, blocks))
+        return runs
 
     def most_blocks(self, tokens: int) -> int:
         """At most so many blocks hold a request of `tokens` tokens and what the next step adds to it."""
