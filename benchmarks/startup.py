@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 from benchmarks._rounds import Row, finish
 
 IMPORT = """
-import json, sys, time
+import gc, json, sys, time
 import numpy, torch
+gc.freeze()  # a collection over all of torch's objects, which may or may not come now, costs more than lmkv
 def rss():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
