@@ -1,10 +1,11 @@
 """Time to first token of a repeated prompt: vLLM's own prefix cache beside lmkv's RAM and disk tiers.
 
-    python benchmarks/ttft.py [--tokens 8000] [--rounds 3] [--one-process] [--quick] [--json]
+    python benchmarks/ttft.py [--tokens 8000] [--rounds 25] [--one-process] [--quick] [--json]
 
-Each arm of each round is an engine in processes of its own, in shuffled order: one cold prompt, then the same
-again and again. The engine core runs in a process of its own, as vLLM does by default, or with --one-process
-in that of the API. With --json the last line is the result.
+All engines live at once, each in processes of its own, and are asked in turn, in shuffled order, so that
+what disturbs one round disturbs all of its arms. The ratio is the median of those in a round. The engine core
+runs in a process of its own, as vLLM does by default, or with --one-process in that of the API.
+With --json the last line is the result.
 """
 
 from __future__ import annotations
@@ -16,14 +17,70 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import json
+import os
 import random
+import signal
 import statistics
+import subprocess
 import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import Any, Self
 
-from benchmarks._rounds import Row, finish
-from lmkv.cli.ttft import NAMES, ONE, OWN, SEVERAL, Timed, run_in_child
+from benchmarks._rounds import Row, finish, median_ratio
+from lmkv.cli.arms import MARK
+from lmkv.cli.ttft import ONE, OWN, SCRIPT, SEVERAL
 
 RAM_TARGET = 1.10
+WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", "lmkv disk"
+NAMES = (OWN, WITHIN, BETWEEN, DISK)
+HOST_GB = 0.5
+PAUSE = 0.5
+"""Seconds: an engine's threads go on spinning for a while after a request, at the cost of the next one."""
+
+
+class Live:
+    """One arm's engine, waiting to be asked."""
+
+    def __init__(self, folder: Path, name: str, tokens: int, env: Mapping[str, str]) -> None:
+        folder.mkdir(exist_ok=True)
+        arm = ["--arm", name, "--folder", str(folder), "--tokens", str(tokens), "--host-gb", str(HOST_GB)]
+        self._child = subprocess.Popen(
+            [sys.executable, *SCRIPT, *arm, "--stay"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+        self.first = self._result()
+
+    def _result(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            if line.startswith(MARK):
+                result: dict[str, Any] = json.loads(line[len(MARK) :])
+                return result
+        raise RuntimeError(f"an engine ended with {self._child.wait()}")
+
+    def ask(self) -> dict[str, Any]:
+        assert self._child.stdin is not None
+        print(file=self._child.stdin, flush=True)
+        return self._result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
 
 
 def main() -> int:
@@ -31,34 +88,38 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=8000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--one-process", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--quick", action="store_true", help="five rounds")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    results: dict[str, list[Timed]] = {name: [] for name in NAMES}
-    for number in range(1 if options.quick else options.rounds):
-        for name in random.sample(NAMES, len(NAMES)):
-            print(f"round {number + 1}: {name}", flush=True)
-            with tempfile.TemporaryDirectory(prefix="lmkv-ttft-") as folder:
-                env = ONE if options.one_process else SEVERAL
-                timed = run_in_child(Path(folder), name, options.tokens, env=env)
-            results[name].append(timed)
-            print(f"    cold {timed.cold:.3f} s, warm {timed.warm:.4f} s, hit {timed.hit}", flush=True)
-    return finish(rows(results, "one process" if options.one_process else "as by default"), options.json)
+    env, how = (ONE, "one process") if options.one_process else (SEVERAL, "as by default")
+    warm: dict[str, list[float]] = {name: [] for name in NAMES}
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-ttft-")))
+        engines: dict[str, Live] = {}
+        for number, name in enumerate(NAMES):
+            engines[name] = stack.enter_context(Live(root / str(number), name, options.tokens, env))
+            print(f"{name}: cold {engines[name].first['cold']:.3f} s", flush=True)
+        for _ in range(5 if options.quick else options.rounds):
+            for name in random.sample(NAMES, len(NAMES)):
+                time.sleep(PAUSE)
+                result = engines[name].ask()
+                assert result["hit"] > options.tokens // 2, f"{name}: a hit of {result['hit']} tokens"
+                warm[name].append(result["warm"])
+        return finish(
+            rows(warm, {name: engine.first["cold"] for name, engine in engines.items()}, how), options.json
+        )
 
 
-def rows(results: dict[str, list[Timed]], how: str) -> list[Row]:
-    median = statistics.median
+def rows(warm: dict[str, list[float]], cold: dict[str, float], how: str) -> list[Row]:
     found = []
-    for name, rounds in results.items():
-        warm = median(one.warm for one in rounds)
-        ratio = median(one.warm / other.warm for one, other in zip(rounds, results[OWN], strict=True))
-        target = RAM_TARGET if name == "lmkv ram" else None
+    for name, seconds in warm.items():
+        ratio, median = median_ratio(warm, name, OWN), statistics.median(seconds)
+        target = RAM_TARGET if name in (WITHIN, BETWEEN) else None
         met = None if target is None else ratio <= target
-        found.append(Row(f"warm TTFT, {name}, {how}", warm, "s", OWN, ratio, target, met))
-        cold = median(one.cold for one in rounds)
-        found.append(Row(f"speed-up over cold, {name}, {how}", cold / warm, "x"))
+        found.append(Row(f"warm TTFT, {name}, {how}", median, "s", OWN, ratio, target, met))
+        found.append(Row(f"speed-up over cold, {name}, {how}", cold[name] / median, "x"))
     return found
 
 

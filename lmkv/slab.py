@@ -27,7 +27,7 @@ from lmkv.layout import ALIGNMENT
 logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23
-_PIECE = 32 << 20
+_PIECE = 8 << 20
 _RAM_SHARE = 0.8
 """Of the memory that is available now: the rest is for whoever else lives here."""
 
@@ -118,6 +118,9 @@ class SlabMap:
             self._populator.start()
 
     def _populate(self) -> None:
+        with contextlib.suppress(OSError):
+            # Whoever computes goes first: the thread's own niceness, on Linux.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         # ctypes, because mmap.madvise would hold the interpreter lock for the seconds that this takes.
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -51,6 +51,8 @@ def arms(folder: Path, host_gb: float = 4.0) -> dict[str, Arm]:
         "nothing": Arm(),
         "vllm prefix cache": Arm(prefix_caching=True),
         "lmkv ram": Arm(settings=host),
+        "lmkv ram, within the step": Arm(settings={"load_mode": "sync", **host}),
+        "lmkv ram, between steps": Arm(settings={"load_mode": "async", **host}),
         "lmkv disk": Arm(settings=disk),
     }
 

@@ -1,13 +1,16 @@
 """Time to first token of a prompt that comes again: cold, from vLLM's own prefix cache, from lmkv's tiers.
 
-`python -m lmkv.cli.ttft --arm NAME ...` is one arm, in its own process; `measure_ttft` runs them all.
+`python -m lmkv.cli.ttft --arm NAME ...` is one arm, in its own process; `measure_ttft` runs them all. With
+`--stay` it asks once more for each line on its standard input.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from lmkv.cli.arms import answer, arms, in_child, settle, start
+from lmkv.cli.arms import MARK, answer, arms, in_child, settle, start
 from lmkv.cli.panels import Panel
 
 SCRIPT = ("-m", "lmkv.cli.ttft")
@@ -37,8 +40,11 @@ class Timed:
     hit: int
 
 
-def run_arm(folder: Path, name: str, tokens: int, model: str | None, host_gb: float) -> tuple[Timed, Any]:
-    """Also the engine, for who has to end it."""
+Ask = Callable[[int], tuple[float, int]]
+
+
+def open_arm(folder: Path, name: str, tokens: int, model: str | None, host_gb: float) -> tuple[Ask, Any]:
+    """What sends the prompt of a seed and returns seconds to the first token, and the hit; and the engine."""
     from vllm import SamplingParams
 
     llm = start(folder, arms(folder, host_gb)[name], tokens + 16, model=model)
@@ -50,11 +56,15 @@ def run_arm(folder: Path, name: str, tokens: int, model: str | None, host_gb: fl
         settle(folder)
         return output.metrics.first_token_latency, output.num_cached_tokens or 0
 
+    return ask, llm
+
+
+def run_arm(ask: Ask) -> Timed:
     ask(1)  # what only the first long prompt pays: buffers, kernels
     cold, _ = ask(2)
     warm = [ask(2) for _ in range(REPEATS)]
     seconds = statistics.median(seconds for seconds, _ in warm)
-    return Timed(cold, seconds, min(hit for _, hit in warm)), llm
+    return Timed(cold, seconds, min(hit for _, hit in warm))
 
 
 def run_in_child(
@@ -93,8 +103,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--model")
     parser.add_argument("--host-gb", type=float, default=4.0)
+    parser.add_argument("--stay", action="store_true")
     options = parser.parse_args()
-    timed, llm = run_arm(options.folder, options.arm, options.tokens, options.model, options.host_gb)
+    ask, llm = open_arm(options.folder, options.arm, options.tokens, options.model, options.host_gb)
+    timed = run_arm(ask)
+    if options.stay:
+        print(MARK + json.dumps(asdict(timed)), flush=True)
+        for _ in sys.stdin:
+            seconds, hit = ask(2)
+            print(MARK + json.dumps({"warm": seconds, "hit": hit}), flush=True)
     answer(asdict(timed), llm)
 
 
