@@ -21,7 +21,7 @@ class Breaker:
     threshold: int = 5
     first_delay: float = 1.0
     longest_delay: float = 60.0
-    patience: float = 30.0
+    patience: float = 5.0
     _failures: int = field(init=False, default=0)
     _delay: float = field(init=False, default=0.0)
     _retry_at: float | None = field(init=False, default=None)

@@ -204,7 +204,7 @@ class Config:
         0.5, _number(0, 1), "Most of host memory that loads from disk may hold at a time", "0..1"
     )
     prefetch_deadline: float = _option(
-        1.0, _number(0), "How long a queued request waits for its chunks on disk; then it is computed", "s"
+        0.8, _number(0), "How long a queued request waits for its chunks on disk; then it is computed", "s"
     )
     load_or_recompute: bool = _option(
         True, _boolean, "Recompute what is measured to load slower than it computes; off: always load"

@@ -124,6 +124,12 @@ def _window(spec: Any) -> int | None:
     return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
 
 
+def drafts_from_hidden_states(vllm_config: Any) -> bool:
+    """Whether draft layers (EAGLE, MTP...) keep, at each position, KV that the next token has a part in."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and bool(speculative.use_eagle())
+
+
 def progress(scheduler_output: Any) -> dict[str, int]:
     """For each request of the step, its tokens whose KV is valid after it: drafts do not count."""
     scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens

@@ -40,8 +40,11 @@ class _Job:
 
 
 class Loading:
-    """`deadline`: seconds that a request waits for chunks of lower tiers. `min_tokens`: smaller hits are
-    left to the model. Called on the scheduling thread only; waits for nothing.
+    """`deadline`: seconds that a request waits for chunks of lower tiers, or for more of a stream.
+
+    `min_tokens`: smaller hits are left to the model. `volatile_tail`: the KV at the end of a chunk depends
+    on the token behind it, too, which its key does not cover: the last chunk of a hit is left out. Called on
+    the scheduling thread only; waits for nothing.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Loading:
         *,
         deadline: float,
         min_tokens: int,
+        volatile_tail: bool,
         clock: Clock,
     ) -> None:
         self._store = store
@@ -64,6 +68,7 @@ class Loading:
         self._mode = mode
         self._deadline = deadline
         self._min_tokens = min_tokens
+        self._volatile_tail = volatile_tail
         self._clock = clock
         # One stream holds two pieces at most: half of the tier, the other half serves everybody else.
         self._piece = max(1, store.slab.num_slots // 4)
@@ -121,6 +126,7 @@ class Loading:
             if self._has_time(tracked):
                 return None, False
             chunks = 0
+        chunks -= self._volatile_tail and chunks > 0
         need = max(0, chunks * self._chunk_size - num_computed_tokens)
         self._log(tracked, chunks * self._chunk_size, need)
         if not need or need < self._min_tokens:
@@ -250,6 +256,8 @@ class Loading:
             start,
             end,
             self._piece,
+            self._deadline,
+            self._clock,
         )
         tracked.stream, tracked.streams = stream, tracked.streams + 1
         self.holding.begin(tracked)

@@ -45,9 +45,10 @@ class Scheduler:
         stores: bool = True,
         save_decode: bool = True,
         min_retrieve_tokens: int = 0,
-        promotion_deadline: float = 1.0,
+        promotion_deadline: float = 0.8,
         load_cost: LoadCost | None = None,
         load_mode: LoadMode | None = None,
+        volatile_tail: bool = False,
         pin_ttl: float = 300.0,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -69,6 +70,7 @@ class Scheduler:
             self._mode,
             deadline=promotion_deadline,
             min_tokens=min_retrieve_tokens,
+            volatile_tail=volatile_tail,
             clock=clock,
         )
         self._storing = Storing(store, geometry, self._outbox, save_decode=save_decode)

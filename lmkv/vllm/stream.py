@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-from attrs import define, field
+from attrs import define
 
 from lmkv.claims import Lease
 from lmkv.copier import ChunkCopy
 from lmkv.promotion import Promotion
-from lmkv.protocols import ChunkKey
+from lmkv.protocols import ChunkKey, Clock
 from lmkv.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry
-
-_STALL_TIMEOUT = 10.0
 
 
 @define(eq=False)
@@ -32,7 +29,7 @@ class Stream:
     """An asynchronous load of tokens [start, end) of one request into its blocks.
 
     At most `window` chunks are held at a time, one piece being copied while the next is being read. Ends
-    early, naming the blocks that were not filled, when a chunk is lost or nothing arrives for ten seconds.
+    early, naming the blocks that were not filled, when a chunk is lost or nothing arrives for `patience` seconds.
     """
 
     store: TieredStore
@@ -43,12 +40,14 @@ class Stream:
     start: int
     end: int
     window: int
+    patience: float
+    clock: Clock
     stopped: bool = False
     ended: bool = False
     copying: int = 0
     _done: int = 0
     _promotion: Promotion | None = None
-    _asked: float = field(factory=time.monotonic)
+    _asked: float = 0.0
 
     @property
     def first_chunk(self) -> int:
@@ -64,7 +63,7 @@ class Stream:
             return None
         promotion = self._promotion
         assert promotion is not None
-        stalled = time.monotonic() - self._asked > _STALL_TIMEOUT
+        stalled = self.clock() - self._asked > self.patience
         if not promotion.done and not stalled:
             return None
         lease = self.store.lease(promotion.keys)
@@ -78,7 +77,7 @@ class Stream:
             upto = self._done + self.copying
             if upto < len(self.keys):
                 self._promotion = self.store.promote(self.keys[upto:], limit=self.window)
-                self._asked = time.monotonic()
+                self._asked = self.clock()
 
     def _piece(self, lease: Lease) -> Piece:
         size = self.geometry.chunk_size

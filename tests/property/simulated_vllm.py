@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from lmkv.keys import Namespace
 from lmkv.layout import KVLayout, LayerPages
 from lmkv.pages import PagedMemory
 from lmkv.policies import LRU
+from lmkv.testing.faults import FaultyBackend
 from lmkv.tier import Tier
 from lmkv.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry, Group
@@ -100,6 +102,7 @@ class SimulatedVLLM:
         ranks: int = 1,
         layerwise: bool = False,
         load_mode: Literal["auto", "sync", "async"] = "auto",
+        volatile_tail: bool = False,
     ) -> None:
         self.rng = rng
         self.groups = tuple(groups)
@@ -113,24 +116,27 @@ class SimulatedVLLM:
             for _ in range(2)
         ]
         layout = KVLayout(chunk_size, tuple(layers), ranks)
+        self.now = 0.0
+        self.disks: list[FaultyBackend] = []
         lower = []
         if lower_chunks:
             size = layout.slot_bytes * lower_chunks
             backend = CPUPinnedBackend(size, layout.slot_bytes, populate=False)
             backend.name = "lower"
-            lower = [Tier(backend, LRU(), capacity_bytes=size)]
+            self.disks = [FaultyBackend(backend, sleep=self._pass)]
+            lower = [Tier(self.disks[0], LRU(), capacity_bytes=size)]
         host = CPUPinnedBackend(
             layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False
         )
-        self.store = TieredStore(Tier(host, LRU()), lower)
+        self.store = TieredStore(Tier(host, LRU()), lower, clock=lambda: self.now)
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
-        self.now = 0.0
         self.scheduler = Scheduler(
             self.store,
             namespace,
             Geometry(chunk_size, self.groups),
             ranks=ranks,
             load_mode=LoadMode(load_mode, undone=depth == 1),
+            volatile_tail=volatile_tail,
             clock=lambda: self.now,
         )
         self.scheduler.watch_free_blocks(lambda: len(self.free))
@@ -148,6 +154,12 @@ class SimulatedVLLM:
         self.loading: list[SimulatedRequest] = []
         self.pipeline: list[_Step] = []
         self.counts = dict.fromkeys(("hits", "preempted", "aborted", "recomputed", "streams", "finished"), 0)
+
+    def _pass(self, seconds: float) -> None:
+        """I/O thread: so much simulated time goes by."""
+        end = self.now + seconds
+        while self.now < end:
+            time.sleep(0.0002)
 
     # -- requests -----------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ engines = st.fixed_dictionaries(
         "store_faults": st.sampled_from([0.0, 0.0, 0.2]),
         "ranks": st.sampled_from([1, 1, 2]),
         "layerwise": st.booleans(),
+        "volatile_tail": st.booleans(),
         "load_mode": st.sampled_from(["auto", "auto", "async"]),
     }
 )
@@ -95,3 +96,30 @@ def test_the_schedules_test_something(kind: str) -> None:
         total += _drive(rng, GROUPS[kind], options)
     missing = [name for name in ("hits", "preempted", "aborted", "recomputed", "streams") if not total[name]]
     assert not missing, total
+
+
+@pytest.mark.parametrize(
+    ("chunks", "volatile", "hit"), [(3, False, 3), (3, True, 2), (1, True, 0), (0, True, 0)]
+)
+def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
+    chunks: int, volatile: bool, hit: int
+) -> None:
+    engine = SimulatedVLLM(
+        random.Random(0),
+        groups=[Group(4)],
+        num_blocks=60,
+        chunk_size=8,
+        ram_chunks=20,
+        volatile_tail=volatile,
+    )
+    try:
+        tokens = list(range(8 * chunks + 1))
+        first = SimulatedRequest("first", list(tokens), len(tokens), 1, "a")
+        engine.add(first)
+        engine.finish()
+        again = SimulatedRequest("again", list(tokens), len(tokens), 1, "a")
+        assert engine.scheduler.get_num_new_matched_tokens(again, 0)[0] == 8 * hit
+        engine.scheduler.request_finished(again)
+        engine.finish()
+    finally:
+        engine.close()

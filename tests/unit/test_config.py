@@ -33,7 +33,7 @@ DEFAULTS: dict[str, object] = {
     "disk_write": "through",
     "disk_admission": "all",
     "prefetch_share": 0.5,
-    "prefetch_deadline": 1.0,
+    "prefetch_deadline": 0.8,
     "load_or_recompute": True,
     "load_mode": "auto",
     "use_layerwise": False,
@@ -98,7 +98,7 @@ def test_describe_gives_everything_that_a_person_needs() -> None:
         name="prefetch_deadline",
         value=2.0,
         source="environment LMKV_PREFETCH_DEADLINE",
-        default=1.0,
+        default=0.8,
         unit="s",
         doc=row.doc,
     )
