@@ -29,7 +29,8 @@ class Stream:
     """An asynchronous load of tokens [start, end) of one request into its blocks.
 
     At most `window` chunks are held at a time, one piece being copied while the next is being read. Ends
-    early, naming the blocks that were not filled, when a chunk is lost or nothing arrives for `patience` seconds.
+    early, naming the blocks that were not filled, when a chunk is lost or nothing arrives for `patience`
+    seconds.
     """
 
     store: TieredStore

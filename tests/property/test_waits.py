@@ -1,4 +1,4 @@
-"""How long a request is held back for chunks on a tier that does not deliver: never for more than a second."""
+"""How long a request is held back for chunks on a tier that does not deliver: a second at most."""
 
 from __future__ import annotations
 
