@@ -226,6 +226,7 @@ def write_whisper_processor(folder: Path) -> None:
 FAMILIES = {
     "GQA, Qwen3": Family(qwen3),
     "GQA, Llama": Family(llama),
+    "GQA, fp8 KV": Family(qwen3, options={"kv_cache_dtype": "fp8"}),
     "MHA": Family(lambda: llama(num_key_value_heads=4)),
     "MQA": Family(lambda: llama(num_key_value_heads=1)),
     "MLA, DeepSeek-V2": Family(deepseek_v2, blocks=120, own=3),
