@@ -57,13 +57,17 @@ def get(store: TieredStore, keys: list[bytes]) -> int:
 
 def work(store: TieredStore, seed: int, rounds: int) -> int:
     chooser = random.Random(seed)
-    hits = 0
+    hits, latest = 0, 0
     for _ in range(rounds):
         first = chooser.randrange(len(KEYS) - 4)
-        keys = KEYS[first : first + 4]
         if chooser.random() < 0.7:
+            keys = KEYS[first : first + 4]
             put(store, keys)
+            latest = first
         else:
+            # What came last is likely to be there still, anything else hardly ever.
+            first = chooser.choice([first, latest])
+            keys = KEYS[first : first + 4]
             hits += get(store, keys)
         assert store.drain(20)
         store.drop(keys)
