@@ -24,7 +24,7 @@ import statistics
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -101,7 +101,7 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
         peer = stack.enter_context(LMCache(lmcache, layers, blocks, tokens)) if lmcache else None
 
         def before(name: str) -> None:
-            if name == "store":
+            if name.startswith("store"):
                 engine.clear()
             elif name == "peer store" and peer is not None:
                 peer.do("clear")
@@ -110,6 +110,8 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
             "limit": lambda: np.copyto(target, source),
             "store": lambda: engine.store(tokens, blocks),
             "retrieve": lambda: engine.retrieve(tokens, blocks),
+            "store by layers": lambda: by_layers(engine.store_layers(tokens, blocks), "save", layers),
+            "retrieve by layers": lambda: by_layers(engine.retrieve_layers(tokens, blocks), "wait", layers),
         }
         if peer is not None:
             cases |= {f"peer {name}": partial(peer.do, name) for name in ("store", "retrieve")}
@@ -136,11 +138,22 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
             gain = median_ratio(times, theirs, name)
             title = f"{name}, {label}, lmkv beside LMCache"
             rows.append(Row(title, gain, "x", target=PEER_TARGET, met=gain >= PEER_TARGET))
+    for name in ("store by layers", "retrieve by layers"):
+        speed = nbytes / statistics.median(times[name]) / 1e9
+        ratio = 1 / median_ratio(times, name, "limit")
+        rows.append(Row(f"{name}, {label}", speed, "GB/s of CPU", "contiguous copy", ratio))
     if label == "4 MiB chunks":
         for chunks in (1, 2, CHUNKS):
             rows += control(engine, tokens[: chunks * CHUNK], blocks[: chunks * CHUNK // BLOCK], rounds)
     engine.close()
     return rows
+
+
+def by_layers(pipeline: AbstractContextManager[Any], step: str, layers: int) -> None:
+    """What a model does, without the model."""
+    with pipeline as opened:
+        for layer in range(layers):
+            getattr(opened, step)(layer)
 
 
 class _NoCopies:
