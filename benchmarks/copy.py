@@ -16,7 +16,6 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import json
 import os
 import random
@@ -32,7 +31,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from benchmarks._rounds import Row, finish, interleaved, median_ratio
+from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv import Config, Engine
 from lmkv.copier import DONE
 
@@ -189,12 +188,8 @@ def control(engine: Engine, tokens: list[int], blocks: list[int], rounds: int) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments_of(__doc__)
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has torch and lmcache")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
     for label, (layers, _, _) in SHAPES.items():

@@ -17,7 +17,6 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import asyncio
 import contextlib
 import mmap
@@ -35,7 +34,7 @@ from typing import Any
 import aiofiles
 from attrs import frozen
 
-from benchmarks._rounds import Row, finish, interleaved, median_ratio
+from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.memory import CPUPinnedBackend
 from lmkv.config import Config
@@ -343,12 +342,8 @@ def run(root: Path, quick: bool) -> Iterator[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments_of(__doc__)
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with new_folder(arguments.path) as root:
         return finish(list(run(root, arguments.quick)), arguments.json)

@@ -15,12 +15,11 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
 
-from benchmarks._rounds import Row, finish, interleaved, median_ratio
+from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.memory import CPUPinnedBackend
 from lmkv.policies import POLICIES, make_policy
 from lmkv.slab import Slab
@@ -130,12 +129,7 @@ def slots(rounds: int) -> Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = arguments_of(__doc__).parse_args()
     rounds = 50 if options.quick else 500
     return finish([*eviction(rounds), *pins(rounds), slots(rounds)], options.json)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import random
 import statistics
 import time
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._rounds import Row, finish
+from benchmarks._rounds import Row, arguments_of, finish
 from lmkv.copier import ChunkCopy, Run
 from lmkv.pages import PagedMemory
 from lmkv.slab import Slab
@@ -113,12 +112,7 @@ def rows_of(page_bytes: int, fused: bool, rounds: int) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = arguments_of(__doc__).parse_args()
     if not torch.cuda.is_available():
         print("benchmarks/gpu.py needs a CUDA device, and there is none")
         return 1

@@ -11,10 +11,9 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import random
 
-from benchmarks._rounds import Row, finish, interleaved, median_ratio
+from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.cli.limits import bare_chain
 from lmkv.hashing import chunk_keys
 
@@ -22,12 +21,7 @@ TOKENS, CHUNK, TARGET = 131_072, 256, 1.15
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = arguments_of(__doc__).parse_args()
     tokens = random.Random(0).choices(range(150_000), k=TOKENS)
     assert bare_chain(tokens) == chunk_keys(tokens, bytes(32), CHUNK)
     cases = {"limit": lambda: bare_chain(tokens), "lmkv": lambda: chunk_keys(tokens, bytes(32), CHUNK)}

@@ -17,7 +17,6 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import gc
 import itertools
 import random
@@ -29,7 +28,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from benchmarks._rounds import Row, finish, interleaved, median_ratio
+from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.memory import CPUPinnedBackend
 from lmkv.cli.limits import bare_chain
 from lmkv.keys import Namespace
@@ -209,12 +208,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = arguments_of(__doc__).parse_args()
     bench = Bench.make()
     rows = list(lookups(bench, 15 if options.quick else 101))
     for length, requests in ((CHUNK, 2000), (2 * CHUNK, 2000), (32_768, 1000)):

@@ -23,7 +23,7 @@ import threading
 import time
 from typing import Any
 
-from benchmarks._rounds import Row, finish
+from benchmarks._rounds import Row, arguments_of, finish
 from lmkv.cli.arms import answer, arms, in_child, start
 
 TARGET = 1.01
@@ -69,12 +69,8 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments_of(__doc__, quick="two pairs")
     parser.add_argument("--pairs", type=int, default=6)
-    parser.add_argument("--quick", action="store_true", help="two pairs")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -13,14 +13,13 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import json
 import statistics
 import subprocess
 
 ROOT = Path(__file__).resolve().parents[1]
 
-from benchmarks._rounds import Row, finish
+from benchmarks._rounds import Row, arguments_of, finish
 
 IMPORT = """
 import gc, json, sys, time
@@ -59,11 +58,7 @@ def sample(script: str) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="three samples instead of nine")
-    parser.add_argument("--json", action="store_true")
+    parser = arguments_of(__doc__, quick="three samples instead of nine")
     options = parser.parse_args()
     count = 3 if options.quick else 9
     cpu, memory, modules = (

@@ -16,7 +16,6 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import json
 import os
 import random
@@ -30,7 +29,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks._rounds import Row, finish, median_ratio
+from benchmarks._rounds import Row, arguments_of, finish, median_ratio
 from lmkv.cli.arms import MARK
 from lmkv.cli.ttft import ONE, OWN, SCRIPT, SEVERAL
 
@@ -84,14 +83,10 @@ class Live:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments_of(__doc__, quick="five rounds")
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--one-process", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="five rounds")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     env, how = (ONE, "one process") if options.one_process else (SEVERAL, "as by default")
     warm: dict[str, list[float]] = {name: [] for name in NAMES}

@@ -63,6 +63,8 @@ class CPUCopier:
             slots = part.reshape(slab.num_slots, -1, pages.shape[1])
             take = _take if pages.flags.c_contiguous else _take_apart
             self._planes.append(_Plane(pages, slots, group, layers, take))
+        self._to_load = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.start)
+        self._to_store = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.stop - 1)
         self._num_slots = slab.num_slots
         self._limits = {plane.group: len(plane.pages) for plane in reversed(self._planes)}
 
@@ -76,36 +78,38 @@ class CPUCopier:
 
     def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
         self._check(copies)
-        planes = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.stop - 1)
-        return (self._store(copies, part) for part in planes)
+        return (self._store(copies, planes) for planes in self._to_store)
 
     def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
         self._check(copies)
-        planes = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.start)
-        return (self._load(copies, part) for part in planes)
+        return (self._load(copies, planes) for planes in self._to_load)
 
     @staticmethod
     def _store(copies: Sequence[ChunkCopy], planes: Sequence[_Plane]) -> Event:
-        for plane in planes:
-            for copy in copies:
-                run = copy.runs[plane.group]
-                if run.blocks:
-                    out = plane.slots[copy.slot, run.first : run.first + len(run.blocks)]
-                    plane.take(plane.pages, run.blocks, out)
+        for plane, blocks, part in _parts(copies, planes):
+            plane.take(plane.pages, blocks, part)
         return DONE
 
     @staticmethod
     def _load(copies: Sequence[ChunkCopy], planes: Sequence[_Plane]) -> Event:
-        for plane in planes:
-            for copy in copies:
-                run = copy.runs[plane.group]
-                if run.blocks:
-                    filled = plane.slots[copy.slot, run.first : run.first + len(run.blocks)]
-                    plane.pages[run.blocks] = filled
+        for plane, blocks, part in _parts(copies, planes):
+            plane.pages[blocks] = part
         return DONE
 
     def _check(self, copies: Sequence[ChunkCopy]) -> None:
         check_copies(copies, self._num_slots, self._limits)
 
     def close(self) -> None:
-        self._planes.clear()
+        for planes in (self._planes, *self._to_load, *self._to_store):
+            planes.clear()
+
+
+def _parts(
+    copies: Sequence[ChunkCopy], planes: Sequence[_Plane]
+) -> Iterator[tuple[_Plane, list[int], Array]]:
+    """Plane by plane, each copy's blocks and the part of its slot `[page, word]` that belongs to them."""
+    for plane in planes:
+        for copy in copies:
+            run = copy.runs[plane.group]
+            if run.blocks:
+                yield plane, run.blocks, plane.slots[copy.slot, run.first : run.first + len(run.blocks)]

@@ -223,16 +223,13 @@ class Engine:
         start = done = min(skip_tokens // self.chunk_size, len(keys))
         while done < len(keys):
             with self._next_piece(keys[done:] if done else keys, timeout) as lease:
-                copies = [self._copy(slot, blocks, index) for index, slot in enumerate(lease.slots, done)]
+                copies = self._loads(lease, blocks, done)
                 with self._copies() as copier:
                     copier.load(copies).wait()
             if not copies:
                 break
             done += len(copies)
-        self._store.touch(keys[:done])
-        with self._copying:
-            self._requested += len(keys) * self.chunk_size
-            self._retrieved += (done - start) * self.chunk_size
+        self._note_retrieved(keys, start, done)
         return done * self.chunk_size
 
     @contextlib.contextmanager
@@ -254,17 +251,14 @@ class Engine:
         keys = self.keys(tokens, variant)[: self._covered(blocks)]
         first = min(skip_tokens // self.chunk_size, len(keys))
         with self._next_piece(keys[first:], timeout) as lease:
-            copies = [self._copy(slot, blocks, index) for index, slot in enumerate(lease.slots, first)]
-            done = (first + len(copies)) * self.chunk_size
-            reader = LayerReader(copier, copies, tokens=done, guard=self._copies)
+            copies = self._loads(lease, blocks, first)
+            done = first + len(copies)
+            reader = LayerReader(copier, copies, tokens=done * self.chunk_size, guard=self._copies)
             try:
                 yield reader
             finally:
                 reader.finish().wait()
-        self._store.touch(keys[: first + len(copies)])
-        with self._copying:
-            self._requested += len(keys) * self.chunk_size
-            self._retrieved += len(copies) * self.chunk_size
+        self._note_retrieved(keys, first, done)
 
     @contextlib.contextmanager
     def store_layers(
@@ -291,6 +285,17 @@ class Engine:
             with self._copying:
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
+
+    def _loads(self, lease: Lease, blocks: Sequence[int], first: int) -> list[ChunkCopy]:
+        """What fills the blocks of the leased chunks, the first of which is number `first`."""
+        return [self._copy(slot, blocks, index) for index, slot in enumerate(lease.slots, first)]
+
+    def _note_retrieved(self, keys: Sequence[ChunkKey], start: int, done: int) -> None:
+        """Numbers [start, done) of the chunks asked for were loaded, which is a use of all before `done`."""
+        self._store.touch(keys[:done])
+        with self._copying:
+            self._requested += len(keys) * self.chunk_size
+            self._retrieved += (done - start) * self.chunk_size
 
     def _next_piece(self, keys: Sequence[ChunkKey], timeout: float) -> Lease:
         """A lease on the leading chunks that are here, or if the first is not, on what can be brought up."""
