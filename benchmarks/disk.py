@@ -19,6 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import asyncio
 import contextlib
+import hashlib
 import mmap
 import os
 import secrets
@@ -79,7 +80,7 @@ def slots(count: int, nbytes: int) -> list[memoryview]:
 
 
 def key_of(index: int) -> bytes:
-    return index.to_bytes(32, "big")
+    return hashlib.sha256(index.to_bytes(8, "big")).digest()
 
 
 def check(right: object) -> None:
@@ -152,29 +153,27 @@ def with_aiofiles(sync: Sync) -> Way:
 
 
 def vllm_tier(pool: ThreadPoolExecutor) -> Way | None:
-    """Its own functions and C extension, in our threads; it syncs nothing and checks nothing."""
+    """Its own file names, functions and C extension, in our threads; it syncs nothing and checks nothing."""
     try:
+        from vllm.v1.kv_offload.base import make_offload_key
+        from vllm.v1.kv_offload.file_mapper import FileMapper
         from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
     except ImportError:
         return None
 
-    def store(folder: Path, buffers: Sequence[memoryview]) -> None:
-        nbytes = len(buffers[0])
-        list(
-            pool.map(
-                lambda i: batch_store_block([f"{folder}/{i}"], buffers[i], [0], nbytes), range(len(buffers))
-            )
-        )
+    def mapper(folder: Path) -> Any:
+        return FileMapper(str(folder), "model", 16, 16, 1, 1, 1, 1, 0, "bfloat16")
 
-    def load(folder: Path, buffers: Sequence[memoryview]) -> None:
-        nbytes = len(buffers[0])
-        list(
-            pool.map(
-                lambda i: batch_load_block([f"{folder}/{i}"], buffers[i], [0], nbytes), range(len(buffers))
-            )
-        )
+    def each(work: Callable[..., None]) -> Move:
+        def one(names: Any, index: int, buffer: memoryview) -> None:
+            work([names.get_file_name(make_offload_key(key_of(index), 0))], buffer, [0], len(buffer))
 
-    return Way(VLLM, store, load)
+        def run(names: Any, buffers: Sequence[memoryview]) -> None:
+            list(pool.map(partial(one, names), range(len(buffers)), buffers))
+
+        return run
+
+    return Way(VLLM, each(batch_store_block), each(batch_load_block), mapper)
 
 
 def ways_of(pool: ThreadPoolExecutor, default: ThreadPoolExecutor, sync: Sync) -> list[Way]:
