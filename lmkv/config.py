@@ -213,8 +213,7 @@ class Config:
         "auto",
         _one_of("auto", "sync", "async"),
         "Load from host memory within the step that reads it (sync) or between steps (async); auto: within "
-        "it where vLLM can undo a load that fails (no prefix cache, no asynchronous scheduling) and others "
-        "are not held up for longer than 5 ms",
+        "it unless others are held up for longer than 5 ms. With asynchronous scheduling always between",
     )
     use_layerwise: bool = _option(
         False, _boolean, "Copy a layer while the others compute; vLLM then cuts its CUDA graphs at each layer"

@@ -162,7 +162,6 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         return LoadMode(
             "async" if pipelined else mode,
             concurrent=vllm_config.device_config.device_type != "cpu",
-            undone=not vllm_config.cache_config.enable_prefix_caching,
         )
 
     # -- what vLLM asks before there is an instance -------------------------------------------------------
@@ -190,7 +189,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
-            self._scheduler.watch_free_blocks(gpu_block_pool.get_num_free_blocks)
+            self._scheduler.watch_blocks(gpu_block_pool.get_num_free_blocks, gpu_block_pool.evict_blocks)
 
     @_harmless(lambda: None)
     def on_new_request(self, request: Request) -> None:

@@ -1,16 +1,19 @@
 """Loading: what is promised to vLLM, how chunks of lower tiers come up in time, and what is ordered.
 
 Chunks in host memory are loaded within the step that needs them, where vLLM can be told that such a load
-failed. Chunks below are brought up while the request waits in vLLM's queue, so that they cost the batch
-nothing. What host memory cannot hold at once is streamed through it between steps.
+failed. Until it is known to have succeeded nobody else is let in on its blocks, which vLLM shares from the
+moment that they are allocated; if it fails they are not shared any more.
+
+Chunks below are brought up while the request waits in vLLM's queue, so that they cost the batch nothing. What
+host memory cannot hold at once is streamed through it between steps.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from attrs import define
+from attrs import define, field
 
 from lmkv.claims import Lease
 from lmkv.iopool import Priority
@@ -37,6 +40,9 @@ class _Job:
     lease: Lease
     first_chunk: int
     stream: Stream | None = None
+    start: int = 0
+    unproven: list[int] = field(factory=list)
+    """Blocks from token `start` on, filled in this step by the load or on top of it, and shared already."""
 
 
 class Loading:
@@ -74,11 +80,12 @@ class Loading:
         self._piece = max(1, store.slab.num_slots // 4)
         self._at_once = max(1, store.slab.num_slots // 2)
         # Of a load that fails within a step vLLM hears by block ids, not unique where tables are several.
-        self._within_step = len(geometry.groups) == 1 and not mode.never_within
+        self._within_step = len(geometry.groups) == 1 and mode.mode != "async"
         self._jobs: dict[int, _Job] = {}
         self._streams: dict[str, tuple[Tracked, Stream]] = {}
         self._promised: dict[str, Tracked] = {}
         self.holding = Holding(geometry)
+        self.stop_sharing: Callable[[set[int]], None] = lambda blocks: None
 
     # -- before the request is scheduled ------------------------------------------------------------------
 
@@ -103,6 +110,19 @@ class Loading:
 
         promotion.add_done_callback(measure)
         return promotion
+
+    def is_unproven(self, tracked: Tracked, num_computed_tokens: int) -> bool:
+        """Whether vLLM's own hit may include blocks of a load of which it is not known that it succeeded.
+
+        That its first block has the same tokens is enough: to wait a step in vain does no harm.
+        """
+        size = self._geometry.groups[0].block_size
+        return any(
+            job.start < num_computed_tokens
+            and job.tracked.tokens(job.start, size) == tracked.tokens(job.start, size)
+            for job in self._jobs.values()
+            if job.unproven
+        )
 
     def match(self, tracked: Tracked, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`(tokens beyond those computed, whether they are loaded between steps)`, and a lease on them.
@@ -244,7 +264,10 @@ class Loading:
         covered = self._geometry.covers(copies, start, end)
         failed = [] if covered else self._geometry.blocks_between(tables, start, end)
         order = self._outbox.load(copies if covered else [], failed)
-        self._jobs[order.job] = _Job(tracked, lease, start // self._chunk_size)
+        unproven = list(tables[0][start // self._geometry.groups[0].block_size :])
+        self._jobs[order.job] = _Job(
+            tracked, lease, start // self._chunk_size, start=start, unproven=unproven
+        )
 
     def _begin_stream(self, tracked: Tracked, tables: BlockTables, end: int) -> None:
         start, size = tracked.computed, self._chunk_size
@@ -308,6 +331,8 @@ class Loading:
             return
         logger.warning("lmkv: a load for request %s failed; it is recomputed", tracked.request_id)
         self._store.drop(keys)
+        # vLLM would go on sharing them until they are computed, by a request that may be aborted before.
+        self.stop_sharing(set(job.unproven))
         self.holding.end(tracked)
         tracked.bypass = True
         tracked.hit_tokens = 0

@@ -16,16 +16,11 @@ _SMOOTHING = 0.3
 class LoadMode:
     """`concurrent`: the device can copy while it computes; a CPU cannot, and gains nothing between steps.
 
-    `undone`: a load that fails within a step is undone by vLLM. It is not where a step is under way that was
-    scheduled upon it, nor where others share its blocks: they wait for them to be computed by a request that
-    may be aborted. "sync" takes that risk.
-
     `computing`: requests of the last step, which a load within the next one would delay.
     """
 
     mode: Literal["auto", "sync", "async"] = "auto"
     concurrent: bool = False
-    undone: bool = True
     computing: int = 0
     _speed: float = 0.0
     """Bytes a second from host memory, over all ranks."""
@@ -36,14 +31,9 @@ class LoadMode:
             speed = nbytes / seconds
             self._speed += (speed - self._speed) * (_SMOOTHING if self._speed else 1)
 
-    @property
-    def never_within(self) -> bool:
-        """Whether no load may happen within a step."""
-        return self.mode == "async" or (self.mode == "auto" and not self.undone)
-
     def between_steps(self, nbytes: int) -> bool:
         """Whether to load so many bytes between steps; within one until speeds are known."""
-        if self.mode == "sync" or self.never_within:
-            return self.never_within
+        if self.mode != "auto":
+            return self.mode == "async"
         stalls = bool(self._speed) and nbytes / self._speed > MAX_STALL
         return self.concurrent and self.computing > 0 and stalls

@@ -79,9 +79,10 @@ class Scheduler:
         self._last_step: tuple[int, float] | None = None
         self._mapped = False
 
-    def watch_free_blocks(self, count: Callable[[], int]) -> None:
-        """`count`: how many of vLLM's blocks are free."""
-        self._loading.holding.free_blocks = count
+    def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None]) -> None:
+        """`free()`: how many of vLLM's blocks are; `evict(blocks)`: no request shares these any more."""
+        self._loading.holding.free_blocks = free
+        self._loading.stop_sharing = evict
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -135,6 +136,9 @@ class Scheduler:
     ) -> tuple[int | None, bool]:
         """`(tokens, asynchronous)`: what can be loaded beyond `num_computed_tokens`; see `Loading.match`."""
         tracked = self._track(request)
+        if self._loading.is_unproven(tracked, num_computed_tokens):
+            tracked.drop_lease()
+            return None, False
         if not self._may_load(tracked):
             tracked.drop_lease()
             return 0, False
@@ -159,6 +163,7 @@ class Scheduler:
             tracked.bypass = True
             tracked.drop_lease()
         unfilled = [block for block in tables[0] if block]
+        self._loading.stop_sharing(set(unfilled))
         self._outbox.load([], unfilled, between_steps=streamed, finishes=request_id if streamed else None)
 
     def build_plan(

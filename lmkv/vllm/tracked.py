@@ -76,6 +76,10 @@ class Tracked:
             self.chain.extend(getattr(self.request, "_all_token_ids", self.request.all_token_ids))
         return self.chain.keys[:count]
 
+    def tokens(self, first: int, count: int) -> list[int]:
+        """So many of its tokens from number `first` on, as far as they are known."""
+        return list(self.request.all_token_ids[first : first + count])
+
     def release(self) -> None:
         """Let go of everything that was promised or brought up; a stream ends with its next piece."""
         self.drop_lease()

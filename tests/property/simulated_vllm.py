@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -53,6 +54,8 @@ class SimulatedRequest:
     kv_transfer_params: dict[str, Any] | None = None
     blocks: list[list[int]] = field(factory=list)
     computed: int = 0
+    shareable: int = 0
+    """How many of its leading blocks were offered to others once."""
     status: str = "waiting"
     in_flight: int = 0
     """Tokens sampled on the device and not known to the scheduler yet."""
@@ -80,7 +83,8 @@ class _Step:
     failed_blocks: set[int]
     finished: set[str]
     failed: set[str]
-    scheduled: dict[str, int]
+    progress: dict[str, int]
+    """How far each request of the step was before it."""
 
 
 class SimulatedVLLM:
@@ -103,13 +107,22 @@ class SimulatedVLLM:
         layerwise: bool = False,
         load_mode: Literal["auto", "sync", "async"] = "auto",
         volatile_tail: bool = False,
+        prefix_caching: bool = False,
+        aborts: float = 0.0,
     ) -> None:
         self.rng = rng
         self.groups = tuple(groups)
         self.depth = depth
         self.drafts = drafts
         self.load_faults, self.store_faults = load_faults, store_faults
+        self.aborts = aborts
+        self.shares = prefix_caching and len(self.groups) == 1
+        self.num_blocks = num_blocks
         self.free = list(range(1, num_blocks))
+        self.users: Counter[int] = Counter()
+        self.content: dict[int, tuple[str, tuple[int, ...]]] = {}
+        """Of blocks that others may share, used or free: the salt and tokens that decide what they hold."""
+        self.holder: dict[tuple[str, tuple[int, ...]], int] = {}
         layers = [
             LayerPages(PAGE, chunk_size // group.block_size, index)
             for index, group in enumerate(self.groups)
@@ -135,11 +148,11 @@ class SimulatedVLLM:
             namespace,
             Geometry(chunk_size, self.groups),
             ranks=ranks,
-            load_mode=LoadMode(load_mode, undone=depth == 1),
+            load_mode=LoadMode("async" if depth > 1 else load_mode),
             volatile_tail=volatile_tail,
             clock=lambda: self.now,
         )
-        self.scheduler.watch_free_blocks(lambda: len(self.free))
+        self.scheduler.watch_blocks(lambda: len(self.free), self._stop_sharing)
         self.memories = []
         self.workers = []
         for rank in range(ranks):
@@ -153,7 +166,9 @@ class SimulatedVLLM:
         self.running: list[SimulatedRequest] = []
         self.loading: list[SimulatedRequest] = []
         self.pipeline: list[_Step] = []
-        self.counts = dict.fromkeys(("hits", "preempted", "aborted", "recomputed", "streams", "finished"), 0)
+        self.counts = dict.fromkeys(
+            ("hits", "shared", "preempted", "aborted", "recomputed", "streams", "finished"), 0
+        )
 
     def _pass(self, seconds: float) -> None:
         """I/O thread: so much simulated time goes by."""
@@ -186,9 +201,15 @@ class SimulatedVLLM:
         for group, table in enumerate(request.blocks):
             for block in table:
                 if block != NULL:
-                    self._poison(group, block)
-                    self.free.append(block)
-        request.blocks = []
+                    self._release(group, block)
+        request.blocks, request.shareable = [], 0
+
+    def _release(self, group: int, block: int) -> None:
+        self.users[block] -= 1
+        if not self.users[block]:
+            self.free.append(block)
+            if block not in self.content:
+                self._poison(group, block)
 
     def _poison(self, group: int, block: int) -> None:
         """A freed block is soon somebody else's: whoever still reads it must be caught."""
@@ -201,21 +222,61 @@ class SimulatedVLLM:
 
     # -- block tables -------------------------------------------------------------------------------------
 
-    def _allocate(self, request: SimulatedRequest, upto: int, start: int) -> bool:
+    def _share(self, request: SimulatedRequest, upto: int) -> None:
+        """Offer its full blocks of tokens [0, upto) to others, once each and, as vLLM, uncomputed."""
+        if not self.shares:
+            return
+        size = self.groups[0].block_size
+        for place in range(request.shareable, min(upto, request.num_tokens) // size):
+            content = (request.cache_salt, tuple(request.all_token_ids[: (place + 1) * size]))
+            block = request.blocks[0][place]
+            if block not in self.content:
+                self.content[block] = content
+                self.holder.setdefault(content, block)
+            request.shareable = place + 1
+
+    def _stop_sharing(self, blocks: set[int]) -> None:
+        for block in blocks:
+            content = self.content.pop(block, None)
+            if content is not None and self.holder.get(content) == block:
+                del self.holder[content]
+
+    def _shared(self, request: SimulatedRequest) -> list[int]:
+        """The leading blocks that others have or left behind, below the last token."""
+        size, found = self.groups[0].block_size, []
+        for end in range(size, request.num_tokens, size):
+            block = self.holder.get((request.cache_salt, tuple(request.all_token_ids[:end])))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _take(self, group: int) -> int:
+        block = self.free.pop(0)
+        if block in self.content:
+            self._stop_sharing({block})
+            self._poison(group, block)
+        return block
+
+    def _allocate(self, request: SimulatedRequest, upto: int, start: int, shared: Sequence[int] = ()) -> bool:
         """Blocks for tokens [0, upto); of windowed tables only those that tokens from `start` on can see."""
         tables = [list(table) for table in request.blocks] or [[] for _ in self.groups]
-        taken: list[int] = []
-        for group, table in zip(self.groups, tables, strict=True):
+        taken: list[int] = list(shared)
+        if shared:
+            tables[0] = list(shared)
+            self.free = [block for block in self.free if block not in taken]
+        for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             skipped = 0 if group.window is None else max(0, start - group.window + 1) // group.block_size
             while len(table) * group.block_size < upto:
                 if len(table) < skipped:
                     table.append(NULL)
                 elif self.free:
-                    taken.append(self.free.pop(0))
+                    taken.append(self._take(index))
                     table.append(taken[-1])
                 else:
-                    self.free += taken
+                    self.free += [block for block in taken if not self.users[block]]
                     return False
+        self.users.update(taken)
         request.blocks = tables
         return True
 
@@ -225,15 +286,20 @@ class SimulatedVLLM:
             if group.window is not None:
                 for place in range(max(0, request.computed - group.window + 1) // group.block_size):
                     if table[place] != NULL:
-                        self._poison(index, table[place])
-                        self.free.append(table[place])
+                        self._release(index, table[place])
                         table[place] = NULL
+
+    def forget(self) -> None:
+        """As if others had used the free blocks meanwhile."""
+        self._stop_sharing(set(self.free) & set(self.content))
 
     # -- one step -----------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Schedule, execute, and take in the output of the step that is `depth` - 1 steps back."""
         self.now += 0.01
+        if self.rng.random() < 0.1:
+            self.forget()
         scheduled: dict[SimulatedRequest, int] = {}
         drafted: dict[str, int] = {}
         preempted = self.counts["preempted"]
@@ -247,6 +313,8 @@ class SimulatedVLLM:
         tables = {request.request_id: [list(table) for table in request.blocks] for request in scheduled}
         plan = self.scheduler.build_plan(progress, tables.get, sum(scheduled.values()))
         self.pipeline.append(self._execute(plan, scheduled, drafted))
+        if self.rng.random() < self.aborts and self.running:
+            self.abort(self.rng.choice(self.running))
         for request, count in scheduled.items():
             request.computed += count - drafted.get(request.request_id, 0)
         while len(self.pipeline) >= self.depth:
@@ -269,6 +337,7 @@ class SimulatedVLLM:
                 if victim is request:
                     break
             else:
+                self._share(request, request.computed + count)
                 scheduled[request] = count + extra
                 drafted[request.request_id] = extra
 
@@ -282,20 +351,25 @@ class SimulatedVLLM:
 
     def _schedule_waiting(self, scheduled: dict[SimulatedRequest, int]) -> None:
         for request in list(self.waiting):
-            local = self._local_hit(request)
+            shared = self._shared(request)
+            local = len(shared) * self.groups[0].block_size if self.shares else self._local_hit(request)
             external, asynchronous = self.scheduler.get_num_new_matched_tokens(request, local)
             if external is None:
                 continue
             assert local + external < request.num_tokens
             start = local + external
             count = 0 if asynchronous else self.rng.randint(1, request.num_tokens - start)
-            if not self._allocate(request, start + count, start):
+            if not self._allocate(request, start + count, start, shared):
                 return
-            self._fill(request, local)
+            if not self.shares:
+                self._fill(request, local)
+            elif not asynchronous:
+                self._share(request, start + count)
             self.scheduler.update_state_after_alloc(request, request.blocks, external)
             self.waiting.remove(request)
             request.computed = start
             self.counts["hits"] += external > 0
+            self.counts["shared"] += bool(shared)
             if asynchronous:
                 self.counts["streams"] += 1
                 request.status = "loading"
@@ -392,8 +466,8 @@ class SimulatedVLLM:
             ):
                 request.in_flight += 1
                 sampled.append((request, request.epoch))
-        counts = {request.request_id: count for request, count in scheduled.items()}
-        return _Step(sampled, merged, failed_blocks, finished[0], failed, counts)
+        before = {request.request_id: request.computed for request in scheduled}
+        return _Step(sampled, merged, failed_blocks, finished[0], failed, before)
 
     def _maybe_break(self, worker: Worker) -> None:
         """Let single copies fail, as a broken mapping or device would."""
@@ -429,7 +503,8 @@ class SimulatedVLLM:
             for request in self.loading:
                 if request.request_id == name:
                     request.computed = 0
-        self._truncate(step.failed_blocks)
+        self._truncate(self.loading, step)
+        self._truncate(self.running, step)
         if step.report is not None:
             self.scheduler.on_report(step.report)
         for request, epoch in step.sampled:
@@ -451,25 +526,30 @@ class SimulatedVLLM:
             else:
                 request.status = "running"
                 self.running.append(request)
+                self._share(request, request.computed)
 
-    def _truncate(self, failed: set[int]) -> None:
-        """Requests go back to their first bad block; what they sampled meanwhile is void."""
-        for request in self.running + self.loading:
+    def _truncate(self, requests: list[SimulatedRequest], step: _Step) -> None:
+        """Requests go back to their first bad block, or of blocks that an earlier one is to compute again, to
+
+        where they were; what they sampled meanwhile is void. The blocks stay shared, as vLLM has it.
+        """
+        claimed: set[int] = set()
+        for request in requests:
             size = self.groups[0].block_size
-            table = request.blocks[0] if request.blocks else []
-            bad = [
-                place
-                for place, block in enumerate(table)
-                if block in failed and place * size < request.computed
-            ]
-            if bad:
-                # vLLM keeps what later steps, already scheduled, make of blocks that were never filled.
-                assert self.depth == 1 or request in self.loading, "a load failed within a pipelined step"
-                self.counts["recomputed"] += 1
-                request.computed = bad[0] * size
-                request.in_flight = 0
-                request.tainted = False
-                request.epoch += 1
+            before = step.progress.get(request.request_id, request.computed)
+            table = request.blocks[0][: -(-before // size)] if request.blocks else []
+            bad = [place for place, block in enumerate(table) if block in step.failed_blocks]
+            if not bad:
+                continue
+            # vLLM keeps what later steps, already scheduled, make of blocks that were never filled.
+            assert self.depth == 1 or request in self.loading, "a load failed within a pipelined step"
+            own = [place for place in bad if table[place] not in claimed]
+            claimed.update(table[place] for place in own)
+            self.counts["recomputed"] += 1
+            request.computed = own[0] * size if own else before
+            request.in_flight = 0
+            request.tainted = False
+            request.epoch += 1
 
     def finish(self, limit: int = 3000) -> None:
         """Step until every request has ended, then prove that nothing is held."""
@@ -493,7 +573,7 @@ class SimulatedVLLM:
         assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
         assert not self.scheduler.busy
         assert self.store.slab.free_slots + stats.primary.chunks == self.store.slab.num_slots
-        assert len(set(self.free)) == len(self.free)
+        assert sorted(self.free) == list(range(1, self.num_blocks))
 
     def close(self) -> None:
         for worker in self.workers:

@@ -33,6 +33,8 @@ engines = st.fixed_dictionaries(
         "layerwise": st.booleans(),
         "volatile_tail": st.booleans(),
         "load_mode": st.sampled_from(["auto", "auto", "async"]),
+        "prefix_caching": st.booleans(),
+        "aborts": st.sampled_from([0.0, 0.0, 0.1]),
     }
 )
 
@@ -53,7 +55,7 @@ def _drive(rng: random.Random, groups: list[Group], options: dict[str, Any]) -> 
         pending = [_request(rng, number) for number in range(rng.randint(2, 14))]
         alive: list[SimulatedRequest] = []
         for _ in range(rng.randint(10, 60)):
-            if pending and rng.random() < 0.5:
+            while pending and rng.random() < 0.4:
                 alive.append(pending.pop())
                 engine.add(alive[-1])
             alive = [request for request in alive if request.status != "gone"]
@@ -120,6 +122,57 @@ def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
         again = SimulatedRequest("again", list(tokens), len(tokens), 1, "a")
         assert engine.scheduler.get_num_new_matched_tokens(again, 0)[0] == 8 * hit
         engine.scheduler.request_finished(again)
+        engine.finish()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("arrives", ["with it", "after it"])
+@pytest.mark.parametrize("first_aborted", [True, False])
+def test_blocks_of_a_load_that_fails_are_shared_with_nobody(arrives: str, first_aborted: bool) -> None:
+    engine = SimulatedVLLM(
+        random.Random(2), groups=[Group(4)], num_blocks=90, chunk_size=8, ram_chunks=20, prefix_caching=True
+    )
+    try:
+        tokens = list(range(40))
+        engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
+        engine.finish()
+        engine.forget()
+        engine.load_faults = 1.0
+        first = SimulatedRequest("first", list(tokens), len(tokens), 4, "a")
+        second = SimulatedRequest("second", list(tokens), len(tokens), 4, "a")
+        engine.add(first)
+        if arrives == "with it":
+            engine.add(second)
+        engine.step()
+        assert engine.counts["recomputed"] == 1
+        if first_aborted:
+            engine.abort(first)
+        if arrives == "after it":
+            engine.add(second)
+        engine.finish()
+        assert second.status == "gone"
+        assert engine.counts["finished"] == (2 if first_aborted else 3)
+    finally:
+        engine.close()
+
+
+def test_blocks_of_a_load_that_succeeds_are_shared_from_the_next_step_on() -> None:
+    engine = SimulatedVLLM(
+        random.Random(0), groups=[Group(4)], num_blocks=90, chunk_size=8, ram_chunks=20, prefix_caching=True
+    )
+    try:
+        tokens = list(range(40))
+        engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
+        engine.finish()
+        engine.forget()
+        for name in ("first", "second"):
+            engine.add(SimulatedRequest(name, list(tokens), len(tokens), 4, "a"))
+        engine.step()
+        assert (engine.counts["hits"], len(engine.waiting)) == (1, 1)
+        engine.step()
+        assert (engine.counts["hits"], len(engine.waiting)) == (1, 0)
+        assert engine.counts["shared"] == 1
         engine.finish()
     finally:
         engine.close()

@@ -14,12 +14,14 @@ SECOND = FIRST[:1290] + prompt(71, 30)
 
 
 @pytest.mark.parametrize("abort_after", [1, 2, 3])
+@pytest.mark.parametrize("budget", [200, 4000])
 def test_the_one_that_was_to_recompute_them_is_aborted(
-    model: Path, monkeypatch: pytest.MonkeyPatch, abort_after: int
+    model: Path, monkeypatch: pytest.MonkeyPatch, budget: int, abort_after: int
 ) -> None:
+    """Both in one step or, with a budget that the first one uses up, one after the other."""
     from vllm import SamplingParams
 
-    with engine(model, max_num_batched_tokens=200) as running:
+    with engine(model, max_num_batched_tokens=budget) as running:
         expected = running.ids([SECOND], params={"lmkv.skip_save": True})[0]
         running.run([FIRST])
         running.forget_local()
