@@ -17,7 +17,6 @@ from tests.vllm.harness import Engine, engine, external_hits, prompt
 
 CHUNK_BYTES = 256 * 4096
 DEADLINE = 0.8
-LONGEST = 1.0
 
 
 @contextlib.contextmanager
@@ -96,26 +95,29 @@ def waits_of(running: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, floa
     return waits
 
 
-def answers_of(running: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """One request each few steps, so that none waits for room in the batch."""
+def answers_of(running: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+    """The answers, and the longest step. A request comes once nobody computes: none waits for room."""
     from vllm import SamplingParams
 
     core, found = running.llm.llm_engine, dict[str, list[int]]()
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
-    pending, due = list(enumerate(prompts)), time.monotonic()
+    pending, due, longest = list(enumerate(prompts)), time.monotonic(), 0.0
     while pending or core.has_unfinished_requests():
-        if pending and time.monotonic() >= due:
+        if pending and not running.scheduler.running and time.monotonic() >= due:
             number, ids = pending.pop(0)
             core.add_request(str(number), {"prompt_token_ids": ids}, sampling)
             due = time.monotonic() + 0.05
-        for output in core.step():
+        begun = time.monotonic()
+        outputs = core.step()
+        longest = max(longest, time.monotonic() - begun)
+        for output in outputs:
             if output.finished:
                 found[output.request_id] = list(output.outputs[0].token_ids)
-    return [found[str(number)] for number in range(len(prompts))]
+    return [found[str(number)] for number in range(len(prompts))], longest
 
 
 @pytest.mark.parametrize("spoiled", ["hangs", "is slow", "fails"])
-def test_many_requests_over_a_bad_disk_wait_a_second_at_most(
+def test_many_requests_over_a_bad_disk_wait_for_the_deadline_at_most(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
 ) -> None:
     crowd = [prompt(1000 + number, 300) for number in range(120)]
@@ -131,13 +133,15 @@ def test_many_requests_over_a_bad_disk_wait_a_second_at_most(
         disk.error_rate = float(spoiled == "fails")
         waits = waits_of(running, monkeypatch)
         try:
-            assert answers_of(running, crowd) == answers
+            found, longest_step = answers_of(running, crowd)
+            assert found == answers
         finally:
             disk.latency = 0.0
             disk.release()
         assert len(waits) == len(crowd)
         assert max(waits.values()) > 0, "none was held back: nothing was tested"
-        assert sorted(waits.values())[len(crowd) * 99 // 100] <= LONGEST
+        # A request hears of its deadline between two steps.
+        assert sorted(waits.values())[len(crowd) * 99 // 100] <= DEADLINE + 2 * longest_step
         assert running.store.drain(20)
         running.assert_nothing_leaked()
 
