@@ -15,7 +15,7 @@ from typing import Any
 
 from attrs import frozen
 
-from lmkv.cli.measure import prepare_environment
+from lmkv.cli.measure import CONNECTOR, prepare_environment
 from lmkv.cli.model import SmallModel
 
 MARK = "RESULT "
@@ -26,13 +26,14 @@ SETTLED = 0.5
 
 @frozen
 class Arm:
-    """`settings`: lmkv's, None for no connector. `prefix_caching`: vLLM's own.
+    """`settings`: the connector's, None for no connector. `prefix_caching`: vLLM's own.
 
-    With that off, every repetition comes from lmkv; without a RAM tier, from lmkv's disk.
+    With that off, every repetition comes from the connector; from lmkv without a RAM tier, from its disk.
     """
 
     prefix_caching: bool = False
     settings: Mapping[str, Any] | None = None
+    connector: str = CONNECTOR
 
 
 def arms(folder: Path, host_gb: float = 4.0) -> dict[str, Arm]:
@@ -91,7 +92,7 @@ def _transfer_config(arm: Arm) -> Any:
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(
-        kv_connector="LMKVConnector",
+        kv_connector=arm.connector,
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=dict(arm.settings),

@@ -18,7 +18,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from lmkv.cli.arms import MARK, answer, arms, in_child, settle, start
+from lmkv.cli.arms import MARK, Arm, answer, arms, in_child, settle, start
 from lmkv.cli.panels import Panel
 
 SCRIPT = ("-m", "lmkv.cli.ttft")
@@ -43,11 +43,11 @@ class Timed:
 Ask = Callable[[int], tuple[float, int]]
 
 
-def open_arm(folder: Path, name: str, tokens: int, model: str | None, host_gb: float) -> tuple[Ask, Any]:
+def open_arm(folder: Path, arm: Arm, tokens: int, model: str | None) -> tuple[Ask, Any]:
     """What sends the prompt of a seed and returns seconds to the first token, and the hit; and the engine."""
     from vllm import SamplingParams
 
-    llm = start(folder, arms(folder, host_gb)[name], tokens + 16, model=model)
+    llm = start(folder, arm, tokens + 16, model=model)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
     def ask(seed: int) -> tuple[float, int]:
@@ -104,8 +104,10 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--host-gb", type=float, default=4.0)
     parser.add_argument("--stay", action="store_true")
+    parser.add_argument("--other", type=json.loads, help="the arm's own fields, where it is none of `arms`")
     options = parser.parse_args()
-    ask, llm = open_arm(options.folder, options.arm, options.tokens, options.model, options.host_gb)
+    arm = Arm(**options.other) if options.other else arms(options.folder, options.host_gb)[options.arm]
+    ask, llm = open_arm(options.folder, arm, options.tokens, options.model)
     timed = run_arm(ask)
     if options.stay:
         print(MARK + json.dumps(asdict(timed)), flush=True)
