@@ -77,20 +77,27 @@ class Live:
         print(file=self._child.stdin, flush=True)
         return self._result()
 
+    def leave(self) -> None:
+        """Let it end, which takes vLLM some seconds."""
+        assert self._child.stdin is not None
+        with suppress(OSError):
+            self._child.stdin.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._child.stdin is not None
-        # Whoever is killed leaves shared memory behind.
-        with suppress(OSError, subprocess.TimeoutExpired):
-            self._child.stdin.close()
+        self.leave()
+        try:  # whoever is killed leaves shared memory behind
             self._child.wait(GOODBYE)
-        with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
 
 
 def main() -> int:
@@ -121,6 +128,8 @@ def main() -> int:
                 result = engines[name].ask()
                 assert result["hit"] > options.tokens // 2, f"{name}: a hit of {result['hit']} tokens"
                 warm[name].append(result["warm"])
+        for live in engines.values():
+            live.leave()
         cold = {name: engine.first["cold"] for name, engine in engines.items()}
     return finish(rows(warm, cold, how), options.json)
 

@@ -19,6 +19,8 @@ from lmkv.cli.measure import CONNECTOR, prepare_environment
 from lmkv.cli.model import SmallModel
 
 MARK = "RESULT "
+LONGEST = 70
+"""Characters of a folder in which the name of a socket still finds room."""
 TIMEOUT = 1200.0
 SETTLED = 0.5
 """Seconds without a new file after which the disk tier counts as written."""
@@ -65,6 +67,9 @@ def start(folder: Path, arm: Arm, tokens: int, *, model: str | None = None, requ
     KV space that vLLM gives it by itself.
     """
     prepare_environment()
+    if len(str(folder)) <= LONGEST:
+        # An engine that is ended leaves its sockets behind.
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
     from vllm import LLM
 
     own: dict[str, Any] = {"model": model}
