@@ -22,7 +22,6 @@ sys.path[0] = str(ROOT)
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import tempfile
@@ -34,7 +33,7 @@ from typing import Any, Self
 
 from benchmarks._lmcache_server import ROUTES, Server, environment
 from benchmarks._rounds import Row, arguments_of, finish, median_ratio
-from lmkv.cli.arms import MARK
+from lmkv.cli.arms import MARK, end
 from lmkv.cli.ttft import ONE, OWN, SCRIPT, SEVERAL
 
 RAM_TARGET = 1.10
@@ -62,9 +61,8 @@ class Live:
             cwd=ROOT,
             start_new_session=True,
         )
-        self.first = self._result()
 
-    def _result(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         assert self._child.stdout is not None
         for line in self._child.stdout:
             if line.startswith(MARK):
@@ -75,7 +73,7 @@ class Live:
     def ask(self) -> dict[str, Any]:
         assert self._child.stdin is not None
         print(file=self._child.stdin, flush=True)
-        return self._result()
+        return self.result()
 
     def leave(self) -> None:
         """Let it end, which takes vLLM some seconds."""
@@ -90,14 +88,7 @@ class Live:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.leave()
-        try:  # whoever is killed leaves shared memory behind
-            self._child.wait(GOODBYE)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
+        end(self._child, GOODBYE)
 
 
 def main() -> int:
@@ -117,10 +108,12 @@ def main() -> int:
             theirs = {**environment(), **env}
             arms |= {name: (server.arm(name, SCRIPT), theirs) for name in ROUTES}
         engines: dict[str, Live] = {}
+        cold: dict[str, float] = {}
         for number, (name, (command, variables)) in enumerate(arms.items()):
             live = Live(root / str(number), command, options.tokens, variables)
             engines[name] = stack.enter_context(live)
-            print(f"{name}: cold {live.first['cold']:.3f} s", flush=True)
+            cold[name] = live.result()["cold"]
+            print(f"{name}: cold {cold[name]:.3f} s", flush=True)
         warm: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(5 if options.quick else options.rounds):
             for name in random.sample(list(engines), len(engines)):
@@ -130,7 +123,6 @@ def main() -> int:
                 warm[name].append(result["warm"])
         for live in engines.values():
             live.leave()
-        cold = {name: engine.first["cold"] for name, engine in engines.items()}
     return finish(rows(warm, cold, how), options.json)
 
 
@@ -142,6 +134,8 @@ def rows(warm: dict[str, list[float]], cold: dict[str, float], how: str) -> list
         met = None if target is None else ratio <= target
         found.append(Row(f"warm TTFT, {name}, {how}", median, "s", OWN, ratio, target, met))
         found.append(Row(f"speed-up over cold, {name}, {how}", cold[name] / median, "x"))
+        if name in ROUTES:
+            found.append(Row(f"{name} beside {WITHIN}, {how}", median_ratio(warm, name, WITHIN), "x"))
     return found
 
 

@@ -115,6 +115,30 @@ def settle(folder: Path, limit: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def end(child: subprocess.Popen[str], patience: float = 5.0) -> None:
+    """End a child and its process group, if they have not ended by themselves within so many seconds.
+
+    Whoever is killed leaves shared memory behind; so does a group whose last process, which removes it, is.
+    """
+    limit = time.monotonic() + patience
+    try:
+        while time.monotonic() < limit and not _gone(child):
+            time.sleep(0.05)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def _gone(child: subprocess.Popen[str]) -> bool:
+    child.poll()
+    try:
+        os.killpg(child.pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
 def in_child(
     script: Sequence[str], folder: Path, arm: str, *args: str, env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
@@ -128,9 +152,7 @@ def in_child(
     try:
         out, errors = child.communicate(timeout=TIMEOUT)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        end(child)
     for line in out.splitlines():
         if line.startswith(MARK):
             result: dict[str, Any] = json.loads(line[len(MARK) :])
