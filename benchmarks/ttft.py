@@ -51,16 +51,18 @@ class Live:
     def __init__(self, folder: Path, command: Sequence[str], tokens: int, env: Mapping[str, str]) -> None:
         folder.mkdir(exist_ok=True)
         options = ["--folder", str(folder), "--tokens", str(tokens), "--host-gb", str(HOST_GB), "--stay"]
-        self._child = subprocess.Popen(
-            [*command, *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=env,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+        self._errors = folder / "errors"
+        with self._errors.open("wb") as errors:
+            self._child = subprocess.Popen(
+                [*command, *options],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env,
+                cwd=ROOT,
+                start_new_session=True,
+            )
 
     def result(self) -> dict[str, Any]:
         assert self._child.stdout is not None
@@ -68,7 +70,7 @@ class Live:
             if line.startswith(MARK):
                 result: dict[str, Any] = json.loads(line[len(MARK) :])
                 return result
-        raise RuntimeError(f"an engine ended with {self._child.wait()}")
+        raise RuntimeError(f"an engine ended with {self._child.wait()}:\n{self._errors.read_text()[-4000:]}")
 
     def ask(self) -> dict[str, Any]:
         assert self._child.stdin is not None
@@ -98,6 +100,8 @@ def main() -> int:
     parser.add_argument("--one-process", action="store_true")
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
     options = parser.parse_args()
+    if options.lmcache and options.one_process:
+        parser.error("vLLM 0.32 in one process does not start with LMCache 0.5.6")
     env, how = (ONE, "one process") if options.one_process else (SEVERAL, "as by default")
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-ttft-")))
