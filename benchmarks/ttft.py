@@ -1,11 +1,13 @@
 """Time to first token of a repeated prompt: vLLM's own prefix cache beside lmkv's RAM and disk tiers.
 
-    python benchmarks/ttft.py [--tokens 8000] [--rounds 25] [--one-process] [--quick] [--json]
+    python benchmarks/ttft.py [--lmcache PYTHON] [--tokens 8000] [--rounds 25] [--one-process] [--quick]
+                              [--json]
 
 All engines live at once, each in processes of its own, and are asked in turn, in shuffled order, so that
 what disturbs one round disturbs all of its arms. The ratio is the median of those in a round. The engine core
-runs in a process of its own, as vLLM does by default, or with --one-process in that of the API.
-With --json the last line is the result.
+runs in a process of its own, as vLLM does by default, or with --one-process in that of the API. With
+--lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector
+takes its turns too, by its default route and by its fastest. With --json the last line is the result.
 """
 
 from __future__ import annotations
@@ -14,29 +16,31 @@ import sys
 from pathlib import Path
 
 # Not this folder: its copy.py would stand in for the standard library's.
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
 
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks._lmcache_server import ROUTES, Server, environment
 from benchmarks._rounds import Row, arguments_of, finish, median_ratio
-from lmkv.cli.arms import MARK
+from lmkv.cli.arms import MARK, end
 from lmkv.cli.ttft import ONE, OWN, SCRIPT, SEVERAL
 
 RAM_TARGET = 1.10
 WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", "lmkv disk"
 NAMES = (OWN, WITHIN, BETWEEN, DISK)
 HOST_GB = 0.5
+GOODBYE = 15.0
 PAUSE = 0.5
 """Seconds: an engine's threads go on spinning for a while after a request, at the cost of the next one."""
 
@@ -44,32 +48,40 @@ PAUSE = 0.5
 class Live:
     """One arm's engine, waiting to be asked."""
 
-    def __init__(self, folder: Path, name: str, tokens: int, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, command: Sequence[str], tokens: int, env: Mapping[str, str]) -> None:
         folder.mkdir(exist_ok=True)
-        arm = ["--arm", name, "--folder", str(folder), "--tokens", str(tokens), "--host-gb", str(HOST_GB)]
-        self._child = subprocess.Popen(
-            [sys.executable, *SCRIPT, *arm, "--stay"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **env},
-            start_new_session=True,
-        )
-        self.first = self._result()
+        options = ["--folder", str(folder), "--tokens", str(tokens), "--host-gb", str(HOST_GB), "--stay"]
+        self._errors = folder / "errors"
+        with self._errors.open("wb") as errors:
+            self._child = subprocess.Popen(
+                [*command, *options],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env,
+                cwd=ROOT,
+                start_new_session=True,
+            )
 
-    def _result(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         assert self._child.stdout is not None
         for line in self._child.stdout:
             if line.startswith(MARK):
                 result: dict[str, Any] = json.loads(line[len(MARK) :])
                 return result
-        raise RuntimeError(f"an engine ended with {self._child.wait()}")
+        raise RuntimeError(f"an engine ended with {self._child.wait()}:\n{self._errors.read_text()[-4000:]}")
 
     def ask(self) -> dict[str, Any]:
         assert self._child.stdin is not None
         print(file=self._child.stdin, flush=True)
-        return self._result()
+        return self.result()
+
+    def leave(self) -> None:
+        """Let it end, which takes vLLM some seconds."""
+        assert self._child.stdin is not None
+        with suppress(OSError):
+            self._child.stdin.close()
 
     def __enter__(self) -> Self:
         return self
@@ -77,9 +89,8 @@ class Live:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
+        self.leave()
+        end(self._child, GOODBYE)
 
 
 def main() -> int:
@@ -87,24 +98,36 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--one-process", action="store_true")
+    parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
     options = parser.parse_args()
+    if options.lmcache and options.one_process:
+        parser.error("vLLM 0.32 in one process does not start with LMCache 0.5.6")
     env, how = (ONE, "one process") if options.one_process else (SEVERAL, "as by default")
-    warm: dict[str, list[float]] = {name: [] for name in NAMES}
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-ttft-")))
+        ours = {**os.environ, **env}
+        arms = {name: ([sys.executable, *SCRIPT, "--arm", name], ours) for name in NAMES}
+        if options.lmcache:
+            server = stack.enter_context(Server(options.lmcache, 2 * HOST_GB, root / "server.log"))
+            theirs = {**environment(), **env}
+            arms |= {name: (server.arm(name, SCRIPT), theirs) for name in ROUTES}
         engines: dict[str, Live] = {}
-        for number, name in enumerate(NAMES):
-            engines[name] = stack.enter_context(Live(root / str(number), name, options.tokens, env))
-            print(f"{name}: cold {engines[name].first['cold']:.3f} s", flush=True)
+        cold: dict[str, float] = {}
+        for number, (name, (command, variables)) in enumerate(arms.items()):
+            live = Live(root / str(number), command, options.tokens, variables)
+            engines[name] = stack.enter_context(live)
+            cold[name] = live.result()["cold"]
+            print(f"{name}: cold {cold[name]:.3f} s", flush=True)
+        warm: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(5 if options.quick else options.rounds):
-            for name in random.sample(NAMES, len(NAMES)):
+            for name in random.sample(list(engines), len(engines)):
                 time.sleep(PAUSE)
                 result = engines[name].ask()
                 assert result["hit"] > options.tokens // 2, f"{name}: a hit of {result['hit']} tokens"
                 warm[name].append(result["warm"])
-        return finish(
-            rows(warm, {name: engine.first["cold"] for name, engine in engines.items()}, how), options.json
-        )
+        for live in engines.values():
+            live.leave()
+    return finish(rows(warm, cold, how), options.json)
 
 
 def rows(warm: dict[str, list[float]], cold: dict[str, float], how: str) -> list[Row]:
@@ -115,6 +138,8 @@ def rows(warm: dict[str, list[float]], cold: dict[str, float], how: str) -> list
         met = None if target is None else ratio <= target
         found.append(Row(f"warm TTFT, {name}, {how}", median, "s", OWN, ratio, target, met))
         found.append(Row(f"speed-up over cold, {name}, {how}", cold[name] / median, "x"))
+        if name in ROUTES:
+            found.append(Row(f"{name} beside {WITHIN}, {how}", median_ratio(warm, name, WITHIN), "x"))
     return found
 
 

@@ -15,10 +15,12 @@ from typing import Any
 
 from attrs import frozen
 
-from lmkv.cli.measure import prepare_environment
+from lmkv.cli.measure import CONNECTOR, prepare_environment
 from lmkv.cli.model import SmallModel
 
 MARK = "RESULT "
+LONGEST = 70
+"""Characters of a folder in which the name of a socket still finds room."""
 TIMEOUT = 1200.0
 SETTLED = 0.5
 """Seconds without a new file after which the disk tier counts as written."""
@@ -26,13 +28,14 @@ SETTLED = 0.5
 
 @frozen
 class Arm:
-    """`settings`: lmkv's, None for no connector. `prefix_caching`: vLLM's own.
+    """`settings`: the connector's, None for no connector. `prefix_caching`: vLLM's own.
 
-    With that off, every repetition comes from lmkv; without a RAM tier, from lmkv's disk.
+    With that off, every repetition comes from the connector; from lmkv without a RAM tier, from its disk.
     """
 
     prefix_caching: bool = False
     settings: Mapping[str, Any] | None = None
+    connector: str = CONNECTOR
 
 
 def arms(folder: Path, host_gb: float = 4.0) -> dict[str, Arm]:
@@ -64,6 +67,9 @@ def start(folder: Path, arm: Arm, tokens: int, *, model: str | None = None, requ
     KV space that vLLM gives it by itself.
     """
     prepare_environment()
+    if len(str(folder)) <= LONGEST:
+        # An engine that is ended leaves its sockets behind.
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
     from vllm import LLM
 
     own: dict[str, Any] = {"model": model}
@@ -91,7 +97,7 @@ def _transfer_config(arm: Arm) -> Any:
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(
-        kv_connector="LMKVConnector",
+        kv_connector=arm.connector,
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=dict(arm.settings),
@@ -109,6 +115,30 @@ def settle(folder: Path, limit: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def end(child: subprocess.Popen[str], patience: float = 5.0) -> None:
+    """End a child and its process group, if they have not ended by themselves within so many seconds.
+
+    Whoever is killed leaves shared memory behind; so does a group whose last process, which removes it, is.
+    """
+    limit = time.monotonic() + patience
+    try:
+        while time.monotonic() < limit and not _gone(child):
+            time.sleep(0.05)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def _gone(child: subprocess.Popen[str]) -> bool:
+    child.poll()
+    try:
+        os.killpg(child.pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
 def in_child(
     script: Sequence[str], folder: Path, arm: str, *args: str, env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
@@ -122,9 +152,7 @@ def in_child(
     try:
         out, errors = child.communicate(timeout=TIMEOUT)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        end(child)
     for line in out.splitlines():
         if line.startswith(MARK):
             result: dict[str, Any] = json.loads(line[len(MARK) :])

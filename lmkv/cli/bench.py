@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lmkv.cli.limits import measure_copies, measure_disk, measure_keys
-from lmkv.cli.panels import Panel
+from lmkv.cli.panels import Panel, rounded
 from lmkv.cli.rounds import machine
 from lmkv.cli.ttft import measure_ttft
 
@@ -76,11 +75,13 @@ def show(panels: Sequence[Panel]) -> None:
         table.add_column(name, justify="right" if name else "left")
     table.columns[1].justify = "right"
     for panel in panels:
-        title = f"{panel.title} ({panel.note})" if panel.note else panel.title
-        table.add_row(f"[bold]{title}")
+        table.add_row(f"[bold]{panel.title}", "", f"[dim]{panel.better}")
         for (name, value), row in zip(panel.bars.items(), panel.rows(), strict=True):
-            beside = "" if row.ratio is None else f"{row.ratio:.2f} x {row.of}"
-            table.add_row(f"  {name}", f"{value:.3g} {panel.unit}", beside)
+            beside = "the limit" if row.ratio is None else f"{row.ratio:.2f} x"
+            unit = "" if panel.unit == "s" else f" {panel.unit}"
+            table.add_row(f"  {name}", rounded(value, panel.unit) + unit, beside)
+        if panel.note:
+            table.add_row(f"  [dim]{panel.note}")
     # A pipe has no width; a table that is wrapped at 80 columns could not be read.
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
@@ -92,4 +93,4 @@ def drawn(panels: Sequence[Panel], path: Path) -> None:
     from lmkv.cli.plot import draw
 
     draw(panels, machine(), path)
-    say(f"drawn: {os.path.relpath(path)}")
+    say(f"drawn: {path}")

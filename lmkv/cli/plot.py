@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lmkv.cli.panels import Panel
+from lmkv.cli.panels import Panel, rounded
 
 OURS, THEIRS = "#1b6ca8", "#b8bec6"
 COLUMNS = 2
@@ -36,7 +36,7 @@ def _bars(axes: Any, panel: Panel) -> None:
     names, values = list(panel.bars), list(panel.bars.values())
     colours = [OURS if name.startswith("lmkv") else THEIRS for name in names]
     bars = axes.barh(names, values, color=colours, height=0.65)
-    axes.bar_label(bars, [_label(value, panel.unit) for value in values], padding=4, fontsize=9)
+    axes.bar_label(bars, [rounded(value, panel.unit) for value in values], padding=4, fontsize=9)
     axes.invert_yaxis()
     if panel.log:
         axes.set_xscale("log")
@@ -44,17 +44,10 @@ def _bars(axes: Any, panel: Panel) -> None:
         axes.set_xlim(min(values) / 3, max(values) * 4)
     else:
         axes.set_xlim(0, max(values) * 1.25)
-    better = "shorter is better" if panel.unit == "s" else "longer is better"
     scale = ", logarithmic" if panel.log else ""
-    parts = [f"{panel.unit}{scale}", panel.note, better]
+    parts = [f"{panel.unit}{scale}", panel.note, panel.better]
     axes.set_xlabel("; ".join(filter(None, parts)), fontsize=8, color="#555555")
     axes.set_title(panel.title, loc="left", fontsize=10.5, fontweight="bold")
     axes.tick_params(axis="y", length=0, labelsize=9.5)
     axes.tick_params(axis="x", labelsize=8, colors="#555555")
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _label(value: float, unit: str) -> str:
-    if unit == "s":
-        return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
