@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,27 +12,15 @@ from pathlib import Path
 import pytest
 
 from lmkv.backends.disk import LocalDiskBackend
-from tests.fault import shared_store
-from tests.fault.shared_store import CHUNK, KEYS, THREADS, get, open_store, put
+from tests.fault.shared_store import CHUNK, KEYS, THREADS, get, open_store, put, take_part
+from tests.forked import Child
 
-SCRIPT = Path(shared_store.__file__)
 COST = CHUNK + 4096
 CAPACITY = 40 * COST
 
 
-@contextmanager
-def running(folder: Path, namespace: int, seed: int, rounds: int) -> Iterator[subprocess.Popen[str]]:
-    paths = [str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with subprocess.Popen(
-        [sys.executable, SCRIPT, *map(str, (folder, namespace, seed, rounds, CAPACITY))],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def running(folder: Path, namespace: int, seed: int, rounds: int) -> Child:
+    return Child(take_part, str(folder), namespace, seed, rounds, CAPACITY)
 
 
 @contextmanager
@@ -69,12 +55,12 @@ def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tupl
     folder = tmp_path / "kv"
     with small_disk(folder) as used, ExitStack() as stack:
         processes = [
-            stack.enter_context(running(folder, name, seed, 150)) for seed, name in enumerate(namespaces)
+            stack.enter_context(running(folder, name, seed, 300)) for seed, name in enumerate(namespaces)
         ]
         most = 0
-        while any(process.poll() is None for process in processes):
+        while any(process.alive for process in processes):
             most = max(most, used())
-        reports = [json.loads(process.communicate()[0]) for process in processes]
+        reports = [process.heard() for process in processes]
         slack = (len(processes) - 1) * THREADS * COST
         assert CAPACITY * 0.9 < most <= CAPACITY + slack
         assert CAPACITY * 0.7 < chunks_below(folder) <= CAPACITY + slack
@@ -87,9 +73,9 @@ def test_a_killed_process_leaves_no_wrong_count(tmp_path: Path) -> None:
     """It dies with claims of room open, again and again; the next one has all of the capacity."""
     for seed in range(4):
         with running(tmp_path, 1, seed, 1_000_000) as process:
-            while process.poll() is None and len(list(tmp_path.rglob("*.tmp"))) < 2:
+            while process.alive and len(list(tmp_path.rglob("*.tmp"))) < 2:
                 pass
-            assert process.poll() is None
+            assert process.alive
     store = open_store(str(tmp_path), 1, CAPACITY)
     assert store.wait_indexed(20)
     for key in KEYS[:80]:
