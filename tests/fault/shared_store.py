@@ -6,6 +6,7 @@ It stores random chunks of a common pool and loads others, and checks every byte
 from __future__ import annotations
 
 import random
+import time
 from functools import partial
 
 from lmkv import tiered
@@ -13,6 +14,7 @@ from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.memory import CPUPinnedBackend
 from lmkv.listing import Lister
 from lmkv.policies import make_policy
+from lmkv.protocols import Clock
 from lmkv.tier import Tier
 from lmkv.tiered import TieredStore
 from tests.forked import Tell
@@ -26,11 +28,14 @@ def payload(key: bytes) -> bytes:
     return key * (CHUNK // len(key))
 
 
-def open_store(folder: str, namespace: int, capacity: int) -> TieredStore:
+def open_store(folder: str, namespace: int, capacity: int, clock: Clock = time.monotonic) -> TieredStore:
     disk = LocalDiskBackend(folder, bytes([namespace]) * 32, shared=True)
     tier = Tier(disk, make_policy("LRU"), capacity_bytes=capacity)
     return TieredStore(
-        Tier(CPUPinnedBackend(16 * CHUNK, CHUNK), make_policy("LRU")), [tier], io_threads=THREADS
+        Tier(CPUPinnedBackend(16 * CHUNK, CHUNK), make_policy("LRU")),
+        [tier],
+        io_threads=THREADS,
+        clock=clock,
     )
 
 
