@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from attrs import define, field
 
@@ -34,11 +35,11 @@ NULL = 0
 
 def page_of(salt: str, tokens: Sequence[int], layer: int) -> bytes:
     """What a block of a layer holds once all of `tokens`, its own the last, are computed."""
-    return hashlib.sha256(repr((salt, layer, tuple(tokens))).encode()).digest()
+    return hashlib.sha256(f"{salt} {layer} ".encode() + bytes(tokens)).digest()
 
 
 def next_token(salt: str, tokens: Sequence[int]) -> int:
-    return hashlib.sha256(repr((salt, "next", tuple(tokens))).encode()).digest()[0] % 50
+    return hashlib.sha256(f"{salt} next ".encode() + bytes(tokens)).digest()[0] % 50
 
 
 @define(eq=False)
@@ -140,14 +141,15 @@ class SimulatedVLLM:
             clock=lambda: self.now,
         )
         self.scheduler.watch_free_blocks(lambda: len(self.free))
-        self.memories = []
+        self.memories: list[list[np.ndarray]] = []
+        """Of each rank, and each of its layers, the same bytes as the worker's."""
         self.workers = []
         for rank in range(ranks):
             rows = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in layers]
             single = len(self.groups) == 1
             worker = Worker(rank, layout, block_level_failures=single, layerwise=layerwise and single)
             worker.register(PagedMemory(rows, [layer.group for layer in layers], fuse=False))
-            self.memories.append(rows)
+            self.memories.append([row.numpy() for row in rows])
             self.workers.append(worker)
         self.waiting: list[SimulatedRequest] = []
         self.running: list[SimulatedRequest] = []
@@ -328,9 +330,7 @@ class SimulatedVLLM:
                 for layer in self._layers(group):
                     page = page_of(request.cache_salt, truth[: (place + 1) * size], layer)
                     whole = (place + 1) * size <= high and not request.tainted
-                    rows[layer][block] = (
-                        torch.frombuffer(bytearray(page), dtype=torch.uint8) if whole else 0xDD
-                    )
+                    rows[layer][block] = np.frombuffer(page, np.uint8) if whole else 0xDD
 
     def _check(self, request: SimulatedRequest, failed: set[int]) -> None:
         """What this step reads of earlier tokens is what a prefill from scratch would have written."""
@@ -350,7 +350,7 @@ class SimulatedVLLM:
                 for rows in self.memories:
                     for layer in self._layers(index):
                         page = page_of(request.cache_salt, truth[: (place + 1) * group.block_size], layer)
-                        assert bytes(rows[layer][block].tolist()) == page, (
+                        assert rows[layer][block].tobytes() == page, (
                             f"{request.request_id}: wrong KV in layer {layer}, block {place}"
                         )
 
