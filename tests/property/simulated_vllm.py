@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from lmkv.keys import Namespace
 from lmkv.layout import KVLayout, LayerPages
 from lmkv.pages import PagedMemory
 from lmkv.policies import LRU
-from lmkv.testing.faults import FaultyBackend
+from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.tier import Tier
 from lmkv.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry, Group
@@ -360,7 +360,7 @@ class SimulatedVLLM:
         failed: set[str] = set()
         for worker in self.workers:
             worker.begin(plan)
-            self._maybe_break(worker)
+            self._break(worker)
             worker.load()
             for layer in range(len(self.memories[0]) if scheduled else 0):
                 worker.wait_for_layer(layer)
@@ -395,34 +395,15 @@ class SimulatedVLLM:
         counts = {request.request_id: count for request, count in scheduled.items()}
         return _Step(sampled, merged, failed_blocks, finished[0], failed, counts)
 
-    def _maybe_break(self, worker: Worker) -> None:
-        """Let single copies fail, as a broken mapping or device would."""
-        if not (self.load_faults or self.store_faults) or worker._slab is None:
+    def _break(self, worker: Worker) -> None:
+        """Let single copies fail from now on, as those of a broken mapping or device would."""
+        if worker._slab is None or isinstance(worker._copier, FaultyCopier):
             return
         copier = worker._ready_copier()
-        if not hasattr(copier, "broken"):
-            copier.broken = True  # type: ignore[attr-defined]
-            for name, rate in (("load", self.load_faults), ("store", self.store_faults)):
-                setattr(copier, name, self._failing(getattr(copier, name), rate))
-                by_layer = f"{name}_layers"
-                setattr(copier, by_layer, self._failing_between(getattr(copier, by_layer), rate))
-
-    def _failing(self, method: Any, rate: float) -> Any:
-        def call(copies: Any, **options: Any) -> Any:
-            if self.rng.random() < rate:
-                raise OSError("injected")
-            return method(copies, **options)
-
-        return call
-
-    def _failing_between(self, method: Any, rate: float) -> Any:
-        def call(copies: Any) -> Iterator[Any]:
-            for event in method(copies):
-                if self.rng.random() < rate:
-                    raise OSError("injected")
-                yield event
-
-        return call
+        for verb, rate in (("load", self.load_faults), ("store", self.store_faults)):
+            seed = self.rng.randrange(2**32)
+            copier = FaultyCopier(copier, seed=seed, error_rate=rate, verbs=frozenset({verb}))
+        worker._copier = copier
 
     def _take_output(self, step: _Step) -> None:
         for name in step.failed:
