@@ -156,8 +156,8 @@ class LocalDiskBackend:
     def _unlink(self, path: str) -> int:
         """Remove a file; returns the bytes that this freed. Raises `OSError` unless it is gone.
 
-        It is uncounted first: a listing that ends in between then counts it once more than there is, while the
-        other way round it would be subtracted twice.
+        It is uncounted first: a listing that ends in between then counts it once more than there is, and not
+        once less, as if it were subtracted twice.
         """
         try:
             nbytes = os.lstat(path).st_size

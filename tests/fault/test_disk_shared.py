@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.backends._ledger import Ledger
 from lmkv.backends.disk import LocalDiskBackend
 from lmkv.protocols import Chunk
 from tests.fault.shared_store import CHUNK, KEYS, THREADS, get, open_store, payload, put, take_part
@@ -105,6 +106,15 @@ def test_a_listing_in_the_middle_of_a_deletion_subtracts_nothing_twice(
     monkeypatch.setattr(os, "unlink", unlink_and_list)
     assert disk.evict(KEYS[:1]) == COST
     assert disk.claim(0) == 2 * COST
+
+
+def test_what_is_claimed_in_the_middle_of_a_listing_counts(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path / "count"))
+    ledger.claim(100)
+    claimed = ledger.claimed()
+    ledger.claim(10)
+    ledger.set(70, claimed)
+    assert ledger.claim(0) == 80
 
 
 def test_what_another_model_left_makes_room(tmp_path: Path) -> None:
