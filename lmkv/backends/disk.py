@@ -167,7 +167,7 @@ class LocalDiskBackend:
         try:
             os.unlink(path)
         except OSError as error:
-            self._ledger.claim(nbytes)
+            self._ledger.free(-nbytes)
             if isinstance(error, FileNotFoundError | NotADirectoryError):
                 return 0
             raise

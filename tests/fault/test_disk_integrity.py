@@ -487,12 +487,14 @@ def test_only_abandoned_temporaries_are_swept(tmp_path: Path) -> None:
     backend.write([chunk])
     folder = files_of(backend)[0].parent
     dead, live, foreign = folder / ".1-aa.tmp", folder / f".{os.getpid()}-bb.tmp", folder / "notes.tmp"
-    for path in (dead, live, foreign):
+    probe = folder.parent / ".1-cc.tmp"
+    for path in (dead, live, foreign, probe):
         path.write_bytes(b"half a chu")
     with live.open("rb") as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
         assert list(listed(backend)) == [chunk.key]
         assert not dead.exists()
+        assert not probe.exists()
         assert live.exists()
         assert foreign.exists()
     listed(backend)

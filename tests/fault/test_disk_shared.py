@@ -108,6 +108,25 @@ def test_a_listing_in_the_middle_of_a_deletion_subtracts_nothing_twice(
     assert disk.claim(0) == 2 * COST
 
 
+def test_what_another_process_deletes_first_is_subtracted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = LocalDiskBackend(tmp_path, bytes([1]) * 32)
+    for key in KEYS[:2]:
+        disk.claim(COST)
+        disk.write([Chunk(key, memoryview(payload(key)))])
+    unlink, evicted = os.unlink, []
+
+    def too_late(path: str) -> None:
+        monkeypatch.undo()
+        evicted.append(disk.evict(KEYS[:1]))
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", too_late)
+    assert [disk.evict(KEYS[:1]), *evicted] == [0, COST]
+    assert disk.claim(0) == COST
+
+
 def test_what_is_claimed_in_the_middle_of_a_listing_counts(tmp_path: Path) -> None:
     ledger = Ledger(str(tmp_path / "count"))
     ledger.claim(100)
