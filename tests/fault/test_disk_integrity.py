@@ -86,11 +86,12 @@ class Specimen:
 
 
 @pytest.fixture(params=["off", "auto", "pieces"])
-def specimen(request: pytest.FixtureRequest, tmp_path: Path) -> Specimen:
+def specimen(request: pytest.FixtureRequest, tmp_path: Path, memory_path: Path) -> Specimen:
+    if request.param == "off":
+        return Specimen(memory_path, "off", thorough=True)
     if request.param == "pieces":
         request.getfixturevalue("in_pieces")
-    direct = "auto" if request.param == "auto" else "off"
-    return Specimen(tmp_path, direct, thorough=request.param == "off")
+    return Specimen(tmp_path, "auto" if request.param == "auto" else "off")
 
 
 @pytest.fixture
