@@ -151,18 +151,15 @@ class CUDADevice:
         if batched is not None and batched(spans, queue):
             return
         for source, target in zip(spans.sources.tolist(), spans.targets.tolist(), strict=True):
-            _check("cuMemcpyAsync", self._driver.cuMemcpyAsync(target, source, spans.nbytes, queue))
+            status = self._driver.cuMemcpyAsync(target, source, spans.nbytes, queue)
+            if status:
+                raise CUDAError(f"cuMemcpyAsync failed with error {status} of the CUDA driver")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         self._pinned.close()
-
-
-def _check(call: str, status: int) -> None:
-    if status:
-        raise CUDAError(f"{call} failed with error {status} of the CUDA driver")
 
 
 class _Location(ctypes.Structure):

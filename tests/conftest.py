@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,3 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, if there is one: for thousands of files whose medium does not matter."""
+    in_memory = Path("/dev/shm")
+    parent = in_memory if os.access(in_memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(prefix="lmkv-test-", dir=parent) as folder:
+        yield Path(folder)

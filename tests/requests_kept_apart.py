@@ -1,10 +1,7 @@
 """Requests that share what is stored, and requests that must not, stored by one process for another.
 
-    python -m tests.requests_kept_apart store FOLDER
-    python -m tests.requests_kept_apart look FOLDER
-
-The first stores a chunk for each of `REQUESTS` on disk. The second prints, as JSON, which request finds
-whose chunk.
+`store_all` puts a chunk for each of `REQUESTS` on disk. `python -m tests.requests_kept_apart FOLDER` prints,
+as JSON, which request finds whose chunk.
 """
 
 from __future__ import annotations
@@ -12,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +82,8 @@ def content(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest() * (LAYOUT.slot_bytes // 32)
 
 
-def open_store(folder: Path) -> TieredStore:
+@contextmanager
+def open_store(folder: Path) -> Iterator[TieredStore]:
     size = 64 * LAYOUT.slot_bytes / 2**30
     config = Config(
         chunk_size=CHUNK,
@@ -92,16 +92,19 @@ def open_store(folder: Path) -> TieredStore:
         max_local_disk_size=2 * size,
         disk_min_free=0.0,
     )
-    return build_store(config, NAMESPACE, LAYOUT, shared=False)
+    with closing(build_store(config, NAMESPACE, LAYOUT, shared=False)) as store:
+        assert store.wait_indexed(10)
+        yield store
 
 
-def store_all(store: TieredStore) -> None:
-    for name, one in REQUESTS.items():
-        with store.reserve([last_key(one)]) as reservation:
-            for slot in reservation.slots.values():
-                store.slab.view(slot)[:] = content(name)
-            reservation.commit()
-        assert store.drain()
+def store_all(folder: Path) -> None:
+    with open_store(folder) as store:
+        for name, one in REQUESTS.items():
+            with store.reserve([last_key(one)]) as reservation:
+                for slot in reservation.slots.values():
+                    store.slab.view(slot)[:] = content(name)
+                reservation.commit()
+            assert store.drain()
 
 
 def whose(store: TieredStore, name: str) -> list[str]:
@@ -114,17 +117,6 @@ def whose(store: TieredStore, name: str) -> list[str]:
     return [other for other in REQUESTS for chunk in found if content(other) == chunk]
 
 
-def main(action: str, folder: str) -> None:
-    store = open_store(Path(folder))
-    try:
-        assert store.wait_indexed(10)
-        if action == "store":
-            store_all(store)
-        else:
-            print(json.dumps({name: whose(store, name) for name in REQUESTS}))
-    finally:
-        store.close()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with open_store(Path(sys.argv[1])) as filled:
+        print(json.dumps({name: whose(filled, name) for name in REQUESTS}))

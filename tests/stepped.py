@@ -21,7 +21,10 @@ class _Running:
     """A job on a thread of its own that runs only while its owner waits for it."""
 
     def __init__(self, job: Job) -> None:
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        # Plain locks, released by the other side: many times as fast as semaphores.
+        self._turn, self._back = threading.Lock(), threading.Lock()
+        self._turn.acquire()
+        self._back.acquire()
         self.ended = False
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(job,), name="lmkv-io-stepped", daemon=True)

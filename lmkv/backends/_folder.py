@@ -75,6 +75,8 @@ class ChunkFolder:
         for folder in _entries(self.path):
             if len(folder.name) == 2 and folder.is_dir(follow_symlinks=False):
                 yield from self._scan_folder(folder)
+            else:
+                _sweep(folder)
 
     def _scan_folder(self, folder: os.DirEntry[str]) -> Iterator[Listed]:
         for entry in _entries(folder.path):

@@ -146,14 +146,32 @@ class LocalDiskBackend:
         freed, failed = 0, []
         for key in keys:
             try:
-                freed += _unlink(self._folder.path_of(key))
+                freed += self._unlink(self._folder.path_of(key))
             except OSError as error:
                 failed.append(self._translated(error, "delete", key))
-        if freed:
-            self._ledger.free(freed)
         if failed:
             raise failed[0]
         return freed
+
+    def _unlink(self, path: str) -> int:
+        """Remove a file; returns the bytes that this freed. Raises `OSError` unless it is gone.
+
+        It is uncounted first: a listing that ends in between then counts it once more than there is, and not
+        once less, as if it were subtracted twice.
+        """
+        try:
+            nbytes = os.lstat(path).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+        self._ledger.free(nbytes)
+        try:
+            os.unlink(path)
+        except OSError as error:
+            self._ledger.free(-nbytes)
+            if isinstance(error, FileNotFoundError | NotADirectoryError):
+                return 0
+            raise
+        return nbytes
 
     def claim(self, nbytes: int) -> int:
         """Count bytes that are about to be written; returns what all processes have below the root."""
@@ -314,16 +332,6 @@ class LocalDiskBackend:
         for key in keys:
             if len(key) != codec.DIGEST_BYTES:
                 raise UsageError(f"a key of {len(key)} bytes instead of {codec.DIGEST_BYTES}")
-
-
-def _unlink(path: str) -> int:
-    """Remove a file; returns the bytes that this freed. Raises `OSError` unless it is gone."""
-    try:
-        nbytes = os.lstat(path).st_size
-        os.unlink(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-    return nbytes
 
 
 def _oldest_use(found: Listed) -> tuple[float, float]:

@@ -29,7 +29,6 @@ from lmkv.protocols import Chunk, ChunkKey
 
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
 MIB = 1 << 20
-DISK_THREADS = 4
 NAMESPACE = bytes(32)
 COPY, STORE, RETRIEVE = "contiguous copy", "lmkv store", "lmkv retrieve"
 
@@ -173,7 +172,7 @@ def measure_disk(parent: Path, *, quick: bool) -> list[Panel]:
     mib = 4 if quick else 32
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as folder,
-        ThreadPoolExecutor(DISK_THREADS) as pool,
+        ThreadPoolExecutor(Config().disk_io_threads) as pool,
     ):
         disk = Disk(Path(folder), 8, mib * MIB, pool)
         how = "past the page cache" if disk.backend.direct_io else "through the page cache"

@@ -22,6 +22,7 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 VERBS = frozenset({"contains", "read", "read_ranges", "write", "delete", "list_keys"})
+COPIES = frozenset({"store", "load"})
 
 
 class FaultyBackend(WrapperBackend):
@@ -137,17 +138,27 @@ class FaultyBackend(WrapperBackend):
 
 
 class FaultyCopier:
-    """A copier of which calls fail, with the chance of `error_rate`, when half of their chunks are copied.
+    """A copier whose calls of `verbs`, by layers or not, fail with the chance of `error_rate`.
 
-    With the chance of `late_rate` a call that did its work is reported as still running, a few times over.
-    `faults` counts the failures. Not thread-safe, as no copier is.
+    They fail when half of their chunks, or some of the layers, are copied. With the chance of `late_rate` a
+    call that did its work is reported as still running, a few times over. `faults` counts the failures. Not
+    thread-safe, as no copier is.
     """
 
     def __init__(
-        self, inner: Copier, *, seed: int = 0, error_rate: float = 0.0, late_rate: float = 0.0
+        self,
+        inner: Copier,
+        *,
+        seed: int = 0,
+        error_rate: float = 0.0,
+        late_rate: float = 0.0,
+        verbs: frozenset[str] = COPIES,
     ) -> None:
+        if unknown := verbs - COPIES:
+            raise ValueError(f"no such verbs: {sorted(unknown)}")
         self.error_rate = error_rate
         self.late_rate = late_rate
+        self.verbs = verbs
         self.faults = 0
         self._inner = inner
         self._random = random.Random(seed)
@@ -157,34 +168,38 @@ class FaultyCopier:
         return self._inner.num_layers
 
     def store(self, copies: Sequence[ChunkCopy]) -> Event:
-        return self._copy(self._inner.store, copies)
+        return self._copy("store", self._inner.store, copies)
 
     def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
-        return self._copy(partial(self._inner.load, overlap=overlap), copies)
+        return self._copy("load", partial(self._inner.load, overlap=overlap), copies)
 
     def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        return self._between_layers(self._inner.store_layers(copies))
+        return self._between_layers("store", self._inner.store_layers(copies))
 
     def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        return self._between_layers(self._inner.load_layers(copies))
+        return self._between_layers("load", self._inner.load_layers(copies))
 
     def close(self) -> None:
         self._inner.close()
 
-    def _copy(self, copy: Callable[[Sequence[ChunkCopy]], Event], copies: Sequence[ChunkCopy]) -> Event:
-        if self._random.random() < self.error_rate:
+    def _copy(
+        self, verb: str, copy: Callable[[Sequence[ChunkCopy]], Event], copies: Sequence[ChunkCopy]
+    ) -> Event:
+        if self._unlucky(verb):
             copy(copies[: len(copies) // 2])
             raise self._fault()
         event = copy(copies)
         return _Late(event, self._random.randint(1, 5)) if self._random.random() < self.late_rate else event
 
-    def _between_layers(self, events: Iterator[Event]) -> Iterator[Event]:
-        unlucky = self._random.random() < self.error_rate
-        fatal = self._random.randrange(self.num_layers) if unlucky else None
+    def _between_layers(self, verb: str, events: Iterator[Event]) -> Iterator[Event]:
+        fatal = self._random.randrange(self.num_layers) if self._unlucky(verb) else None
         for layer, event in enumerate(events):
             if layer == fatal:
                 raise self._fault()
             yield event
+
+    def _unlucky(self, verb: str) -> bool:
+        return verb in self.verbs and self._random.random() < self.error_rate
 
     def _fault(self) -> OSError:
         self.faults += 1

@@ -86,6 +86,12 @@ def _harmless(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
     return decorate
 
 
+def _config(vllm_config: VllmConfig) -> Config:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    return Config.load(extra=transfer.kv_connector_extra_config)
+
+
 class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     """KV cache offloading to host memory and below. One instance a process and role, made by vLLM."""
 
@@ -93,10 +99,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
-        extra = dict(transfer.kv_connector_extra_config or {})
-        config = Config.load(extra=extra)
+        config = _config(vllm_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._model: ServedModel | None = None
@@ -174,9 +177,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """All layers of a block in one run of bytes, where the device can have it so."""
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
-        config = Config.load(extra=dict(transfer.kv_connector_extra_config or {}))
+        config = _config(vllm_config)
         wanted = config.block_major and not config.use_layerwise
         return "BLHNC" if wanted and vllm_config.device_config.device_type == "cuda" else None
 

@@ -1,24 +1,17 @@
-"""Child processes for the disk tests: `python disk_writer.py FOLDER DIRECT`, then commands on standard input.
-
-`write SEED` and `churn SEED SECONDS` fork a child and print its process id once it works; `wait PID` prints
-how it ended. The imports are paid for once, so that a test can have a thousand children. Not a test itself.
-"""
+"""What the child processes of the disk tests do. Not a test itself."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import sys
 import time
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 from lmkv.backends import _blob
 from lmkv.backends.disk import LocalDiskBackend
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
+from tests.forked import Tell
 
 NAMESPACE = bytes(range(32))
 KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(24)]
@@ -36,12 +29,18 @@ def payload_of(key: bytes) -> bytes:
 PAYLOADS = {key: payload_of(key) for key in KEYS}
 
 
-def write_until_killed(ready: Callable[[], None], folder: str, direct: Any, seed: int) -> None:
+def open_disk(folder: str, direct: Any) -> LocalDiskBackend:
+    # Some of the chunks are thus written as large ones are: in pieces, the header last.
+    _blob.PIECE, _blob.SMALL = 64 << 10, 256 << 10
+    return LocalDiskBackend(folder, NAMESPACE, direct=direct)
+
+
+def write_until_killed(tell: Tell, folder: str, direct: Any, seed: int) -> None:
     """Writes and deletes; the store it makes is right at every moment, so it may be killed at any."""
-    backend = LocalDiskBackend(folder, NAMESPACE, direct=direct)
+    backend = open_disk(folder, direct)
     chooser = random.Random(seed)
     chunks = [Chunk(key, memoryview(payload), KEYS[0], bytes(64)) for key, payload in PAYLOADS.items()]
-    ready()
+    tell("ready")
     while True:
         chunk = chooser.choice(chunks)
         if chooser.random() < 0.4:
@@ -51,11 +50,11 @@ def write_until_killed(ready: Callable[[], None], folder: str, direct: Any, seed
             assert written.status in (WriteStatus.STORED, WriteStatus.PRESENT), written
 
 
-def churn(ready: Callable[[], None], folder: str, direct: Any, seed: int, seconds: float) -> None:
+def churn(tell: Tell, folder: str, direct: Any, seed: int, seconds: float) -> None:
     """Everything at once beside other processes that do the same; any wrong byte ends it with an error."""
-    backend = LocalDiskBackend(folder, NAMESPACE, direct=direct)
+    backend = open_disk(folder, direct)
     chooser = random.Random(seed)
-    ready()
+    tell("ready")
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         key = chooser.choice(KEYS)
@@ -75,40 +74,3 @@ def churn(ready: Callable[[], None], folder: str, direct: Any, seed: int, second
             assert read.status is ReadStatus.MISS or (read.status is ReadStatus.HIT and buffer == payload), (
                 read
             )
-
-
-def forked(work: Callable[..., None], *args: object) -> int:
-    """The process id of a child that does the work, from the moment on that it says it is ready."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writer)
-        os.read(reader, 1)
-        os.close(reader)
-        return pid
-    code = 1
-    try:
-        work(lambda: os.write(writer, b"!"), *args)
-        code = 0
-    finally:
-        if code:
-            traceback.print_exc()
-        os._exit(code)
-
-
-def main(folder: str, direct: str) -> None:
-    # Some of the chunks are thus written as large ones are: in pieces, the header last.
-    _blob.PIECE, _blob.SMALL = 64 << 10, 256 << 10
-    for line in sys.stdin:
-        command, *numbers = line.split()
-        if command == "write":
-            print(forked(write_until_killed, folder, direct, int(numbers[0])), flush=True)
-        elif command == "churn":
-            print(forked(churn, folder, direct, int(numbers[0]), float(numbers[1])), flush=True)
-        else:
-            _, status = os.waitpid(int(numbers[0]), 0)
-            print(os.waitstatus_to_exitcode(status), flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,14 +1,12 @@
-"""A process with a disk tier of its own: `python shared_store.py FOLDER NAMESPACE SEED ROUNDS CAPACITY`.
+"""A store with a disk tier, and what a process of its own does with one. Not a test itself.
 
-It stores random chunks of a common pool and loads others, checks every byte it is given, and prints its
-counts as JSON. Not a test itself.
+It stores random chunks of a common pool and loads others, and checks every byte it is given.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
+import time
 from functools import partial
 
 from lmkv import tiered
@@ -16,8 +14,10 @@ from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.memory import CPUPinnedBackend
 from lmkv.listing import Lister
 from lmkv.policies import make_policy
+from lmkv.protocols import Clock
 from lmkv.tier import Tier
 from lmkv.tiered import TieredStore
+from tests.forked import Tell
 
 CHUNK = 128 << 10
 THREADS = 4
@@ -28,11 +28,14 @@ def payload(key: bytes) -> bytes:
     return key * (CHUNK // len(key))
 
 
-def open_store(folder: str, namespace: int, capacity: int) -> TieredStore:
+def open_store(folder: str, namespace: int, capacity: int, clock: Clock = time.monotonic) -> TieredStore:
     disk = LocalDiskBackend(folder, bytes([namespace]) * 32, shared=True)
     tier = Tier(disk, make_policy("LRU"), capacity_bytes=capacity)
     return TieredStore(
-        Tier(CPUPinnedBackend(16 * CHUNK, CHUNK), make_policy("LRU")), [tier], io_threads=THREADS
+        Tier(CPUPinnedBackend(16 * CHUNK, CHUNK), make_policy("LRU")),
+        [tier],
+        io_threads=THREADS,
+        clock=clock,
     )
 
 
@@ -74,7 +77,7 @@ def work(store: TieredStore, seed: int, rounds: int) -> int:
     return hits
 
 
-def live(folder: str, namespace: int, seed: int, capacity: int) -> None:
+def live(_: Tell, folder: str, namespace: int, seed: int, capacity: int) -> None:
     """Store and load until somebody ends it."""
     store = open_store(folder, namespace, capacity)
     assert store.wait_indexed(20)
@@ -82,15 +85,12 @@ def live(folder: str, namespace: int, seed: int, capacity: int) -> None:
         work(store, seed, 1000)
 
 
-def main(folder: str, namespace: str, seed: str, rounds: str, capacity: str) -> None:
-    # Ten listings where a server has one, so that the few seconds of a test show what they do.
-    tiered.Lister = partial(Lister, interval=1.0)  # type: ignore[assignment, misc]
-    store = open_store(folder, int(namespace), int(capacity))
-    hits = work(store, int(seed), int(rounds))
+def take_part(tell: Tell, folder: str, namespace: int, seed: int, rounds: int, capacity: int) -> None:
+    """Store and load for so many rounds, and tell the counts."""
+    # A hundred listings where a server has one, so that the second that a test takes shows what they do.
+    tiered.Lister = partial(Lister, interval=0.1)  # type: ignore[assignment, misc]
+    store = open_store(folder, namespace, capacity)
+    hits = work(store, seed, rounds)
     disk = store.stats().tiers[1]
     store.close()
-    print(json.dumps({"hits": hits, "writes": disk.writes, "evictions": disk.evictions}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    tell({"hits": hits, "writes": disk.writes, "evictions": disk.evictions})

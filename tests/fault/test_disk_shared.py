@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,28 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.backends._ledger import Ledger
 from lmkv.backends.disk import LocalDiskBackend
-from tests.fault import shared_store
-from tests.fault.shared_store import CHUNK, KEYS, THREADS, get, open_store, put
+from lmkv.protocols import Chunk
+from tests.fault.shared_store import CHUNK, KEYS, THREADS, get, open_store, payload, put, take_part
+from tests.forked import Child
 
-SCRIPT = Path(shared_store.__file__)
 COST = CHUNK + 4096
 CAPACITY = 40 * COST
+COUNT = 4096
+"""What the file takes that holds the count."""
 
 
-@contextmanager
-def running(folder: Path, namespace: int, seed: int, rounds: int) -> Iterator[subprocess.Popen[str]]:
-    paths = [str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with subprocess.Popen(
-        [sys.executable, SCRIPT, *map(str, (folder, namespace, seed, rounds, CAPACITY))],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def running(folder: Path, namespace: int, seed: int, rounds: int) -> Child:
+    return Child(take_part, str(folder), namespace, seed, rounds, CAPACITY)
 
 
 @contextmanager
@@ -69,13 +59,13 @@ def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tupl
     folder = tmp_path / "kv"
     with small_disk(folder) as used, ExitStack() as stack:
         processes = [
-            stack.enter_context(running(folder, name, seed, 150)) for seed, name in enumerate(namespaces)
+            stack.enter_context(running(folder, name, seed, 300)) for seed, name in enumerate(namespaces)
         ]
         most = 0
-        while any(process.poll() is None for process in processes):
+        while any(process.alive for process in processes):
             most = max(most, used())
-        reports = [json.loads(process.communicate()[0]) for process in processes]
-        slack = (len(processes) - 1) * THREADS * COST
+        reports = [process.heard() for process in processes]
+        slack = len(processes) * (THREADS + 1) * COST + COUNT
         assert CAPACITY * 0.9 < most <= CAPACITY + slack
         assert CAPACITY * 0.7 < chunks_below(folder) <= CAPACITY + slack
         assert sum(report["evictions"] for report in reports) > 100
@@ -87,9 +77,9 @@ def test_a_killed_process_leaves_no_wrong_count(tmp_path: Path) -> None:
     """It dies with claims of room open, again and again; the next one has all of the capacity."""
     for seed in range(4):
         with running(tmp_path, 1, seed, 1_000_000) as process:
-            while process.poll() is None and len(list(tmp_path.rglob("*.tmp"))) < 2:
+            while process.alive and len(list(tmp_path.rglob("*.tmp"))) < 2:
                 pass
-            assert process.poll() is None
+            assert process.alive
     store = open_store(str(tmp_path), 1, CAPACITY)
     assert store.wait_indexed(20)
     for key in KEYS[:80]:
@@ -98,6 +88,52 @@ def test_a_killed_process_leaves_no_wrong_count(tmp_path: Path) -> None:
     assert store.stats().tiers[1].chunks == 40
     store.close()
     assert chunks_below(tmp_path) == CAPACITY
+
+
+def test_a_listing_in_the_middle_of_a_deletion_subtracts_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, other = (LocalDiskBackend(tmp_path, bytes([name]) * 32) for name in (1, 2))
+    for key in KEYS[:3]:
+        disk.claim(COST)
+        disk.write([Chunk(key, memoryview(payload(key)))])
+    unlink = os.unlink
+
+    def unlink_and_list(path: str) -> None:
+        unlink(path)
+        list(other.list_all())
+
+    monkeypatch.setattr(os, "unlink", unlink_and_list)
+    assert disk.evict(KEYS[:1]) == COST
+    assert disk.claim(0) == 2 * COST
+
+
+def test_what_another_process_deletes_first_is_subtracted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = LocalDiskBackend(tmp_path, bytes([1]) * 32)
+    for key in KEYS[:2]:
+        disk.claim(COST)
+        disk.write([Chunk(key, memoryview(payload(key)))])
+    unlink, evicted = os.unlink, []
+
+    def too_late(path: str) -> None:
+        monkeypatch.undo()
+        evicted.append(disk.evict(KEYS[:1]))
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", too_late)
+    assert [disk.evict(KEYS[:1]), *evicted] == [0, COST]
+    assert disk.claim(0) == COST
+
+
+def test_what_is_claimed_in_the_middle_of_a_listing_counts(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path / "count"))
+    ledger.claim(100)
+    claimed = ledger.claimed()
+    ledger.claim(10)
+    ledger.set(70, claimed)
+    assert ledger.claim(0) == 80
 
 
 def test_what_another_model_left_makes_room(tmp_path: Path) -> None:

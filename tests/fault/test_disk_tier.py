@@ -6,15 +6,16 @@ import fcntl
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from lmkv.testing.clocks import ManualClock
 from lmkv.tiered import TieredStore
 from tests.fault.shared_store import CHUNK, KEYS, get, open_store, put
+from tests.forked import Child, Tell
 
 COST = CHUNK + 4096
 CAPACITY = 20 * COST
@@ -63,12 +64,12 @@ def on_disk(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in {".kv1", ".tmp"})
 
 
-def eventually(holds: Callable[[], bool]) -> None:
+def eventually(clock: ManualClock, holds: Callable[[], bool]) -> None:
     """The breaker tries a tier that failed again after a second, and later each time."""
-    until = time.monotonic() + 20
+    until = clock() + 20
     while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+        assert clock() < until
+        clock.advance(0.05)
 
 
 def stores_again(store: TieredStore, keys: list[bytes]) -> bool:
@@ -77,7 +78,8 @@ def stores_again(store: TieredStore, keys: list[bytes]) -> bool:
 
 
 def test_a_disk_that_becomes_read_only_while_it_has_to_evict(medium: Path) -> None:
-    store = open_store(str(medium / "kv"), 1, CAPACITY)
+    clock = ManualClock()
+    store = open_store(str(medium / "kv"), 1, CAPACITY, clock)
     store_one_by_one(store, KEYS[:20])
     mount(medium, "-o", "remount,ro")
     store_one_by_one(store, KEYS[100:110])
@@ -88,13 +90,14 @@ def test_a_disk_that_becomes_read_only_while_it_has_to_evict(medium: Path) -> No
     assert store.stats().tiers[1].used_bytes == 19 * COST
     assert on_disk(medium) == CAPACITY
     mount(medium, "-o", "remount,rw")
-    eventually(lambda: stores_again(store, KEYS[200:205]))
+    eventually(clock, lambda: stores_again(store, KEYS[200:205]))
     store.close()
     assert on_disk(medium) == CAPACITY
 
 
 def test_a_disk_that_is_full_before_the_capacity_is(medium: Path) -> None:
-    store = open_store(str(medium / "kv"), 1, 100 * COST)
+    clock = ManualClock()
+    store = open_store(str(medium / "kv"), 1, 100 * COST, clock)
     store_one_by_one(store, KEYS[:40])
     stored = store.stats().tiers[1].chunks
     assert 20 < stored < 30
@@ -103,13 +106,14 @@ def test_a_disk_that_is_full_before_the_capacity_is(medium: Path) -> None:
     assert on_disk(medium) == stored * COST == store.stats().tiers[1].used_bytes
     store.delete(KEYS[:3])
     assert store.drain(20)
-    eventually(lambda: stores_again(store, KEYS[200:203]))
+    eventually(clock, lambda: stores_again(store, KEYS[200:203]))
     store.close()
 
 
 def test_a_folder_that_is_removed_and_made_again(tmp_path: Path) -> None:
     root = tmp_path / "kv"
-    store = open_store(str(root), 1, CAPACITY)
+    clock = ManualClock()
+    store = open_store(str(root), 1, CAPACITY, clock)
     store_one_by_one(store, KEYS[:20])
     shutil.rmtree(root)
     store_one_by_one(store, KEYS[100:110])
@@ -117,7 +121,7 @@ def test_a_folder_that_is_removed_and_made_again(tmp_path: Path) -> None:
     assert served(store, KEYS[:20]) == 0
     assert not root.exists()
     root.mkdir()
-    eventually(lambda: stores_again(store, KEYS[200:205]))
+    eventually(clock, lambda: stores_again(store, KEYS[200:205]))
     store.close()
     assert on_disk(root) == store_bytes(root)
 
@@ -131,34 +135,28 @@ def store_bytes(root: Path) -> int:
     return used
 
 
-CLEARS_UNTIL_KILLED = """
-import os, sys, time
-from lmkv.backends import disk
-from tests.fault.shared_store import KEYS, open_store, put
-store = open_store(sys.argv[1], 1, int(sys.argv[2]))
-for key in KEYS[:20]:
-    put(store, [key])
-    assert store.drain(20)
-left = iter(range(7))
-def unlink(path):
-    if next(left, None) is None:
-        print("half", flush=True)
-        time.sleep(60)
-    os.remove(path)
-os.unlink = unlink
-store.clear()
-store.drain(60)
-"""
+def clear_until_killed(tell: Tell, folder: str) -> None:
+    store = open_store(folder, 1, CAPACITY)
+    for key in KEYS[:20]:
+        put(store, [key])
+        assert store.drain(20)
+    left = iter(range(7))
+
+    def unlink(path: str) -> None:
+        if next(left, None) is None:
+            tell("half")
+            time.sleep(60)
+        os.remove(path)
+
+    os.unlink = unlink  # type: ignore[assignment]
+    store.clear()
+    store.drain(60)
 
 
 def test_a_kill_in_the_middle_of_clear(tmp_path: Path) -> None:
     """What was not deleted yet is served again, right as ever, and can be cleared for good."""
-    command = [sys.executable, "-c", CLEARS_UNTIL_KILLED, str(tmp_path), str(CAPACITY)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "half\n"
-        process.kill()
+    with Child(clear_until_killed, str(tmp_path)) as child:
+        assert child.heard() == "half"
     store = open_store(str(tmp_path), 1, CAPACITY)
     assert store.wait_indexed(20)
     assert served(store, KEYS[:20]) == 13 == store.stats().tiers[1].chunks
@@ -173,7 +171,8 @@ def test_a_kill_in_the_middle_of_clear(tmp_path: Path) -> None:
 
 def test_a_corrupt_file_that_cannot_be_set_aside_is_not_forgotten(medium: Path) -> None:
     """No file stays that no index knows: it goes as soon as the disk lets it."""
-    store = open_store(str(medium / "kv"), 1, CAPACITY)
+    clock = ManualClock()
+    store = open_store(str(medium / "kv"), 1, CAPACITY, clock)
     store_one_by_one(store, KEYS[:2])
     (path,) = medium.rglob(f"{KEYS[0].hex()}.kv1")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -181,7 +180,7 @@ def test_a_corrupt_file_that_cannot_be_set_aside_is_not_forgotten(medium: Path) 
     assert served(store, KEYS[:2]) == 1
     assert path.exists()
     mount(medium, "-o", "remount,rw")
-    eventually(lambda: stores_again(store, KEYS[5:6]))
+    eventually(clock, lambda: stores_again(store, KEYS[5:6]))
     assert not path.exists()
     store.close()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 from lmkv.backends.disk import LocalDiskBackend
 from lmkv.outcomes import ReadStatus
 from tests.fault.shared_store import CHUNK, KEYS, live, open_store, payload, put
+from tests.forked import Child
 
 COST = CHUNK + 4096
 CAPACITY = 40 * COST
@@ -55,17 +56,12 @@ def check_store(folder: Path) -> None:
 )
 def test_killed_again_and_again(tmp_path: Path, cycles: int) -> None:
     """No wrong byte, never more than the capacity, no key that cannot be stored again."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.fault.shared_store"])
     moments = random.Random(cycles)
     found = 0
     for cycle in range(cycles):
-        process = context.Process(target=live, args=(str(tmp_path), 1, cycle, CAPACITY))
-        process.start()
+        child = Child(live, str(tmp_path), 1, cycle, CAPACITY)
         time.sleep(moments.uniform(0.02, 0.15))
-        process.kill()
-        process.join(20)
-        assert process.exitcode == -9, "it must not have ended by itself"
+        assert child.kill() == -signal.SIGKILL, "it must not have ended by itself"
         assert files(tmp_path, "*.kv1") <= CAPACITY
         found += check_bytes(tmp_path)
         if cycle % 25 == 24:

@@ -10,9 +10,10 @@ import hashlib
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from attrs import define, field
 
@@ -21,7 +22,7 @@ from lmkv.keys import Namespace
 from lmkv.layout import KVLayout, LayerPages
 from lmkv.pages import PagedMemory
 from lmkv.policies import LRU
-from lmkv.testing.faults import FaultyBackend
+from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.tier import Tier
 from lmkv.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry, Group
@@ -35,11 +36,11 @@ NULL = 0
 
 def page_of(salt: str, tokens: Sequence[int], layer: int) -> bytes:
     """What a block of a layer holds once all of `tokens`, its own the last, are computed."""
-    return hashlib.sha256(repr((salt, layer, tuple(tokens))).encode()).digest()
+    return hashlib.sha256(f"{salt} {layer} ".encode() + bytes(tokens)).digest()
 
 
 def next_token(salt: str, tokens: Sequence[int]) -> int:
-    return hashlib.sha256(repr((salt, "next", tuple(tokens))).encode()).digest()[0] % 50
+    return hashlib.sha256(f"{salt} next ".encode() + bytes(tokens)).digest()[0] % 50
 
 
 @define(eq=False)
@@ -153,14 +154,15 @@ class SimulatedVLLM:
             clock=lambda: self.now,
         )
         self.scheduler.watch_blocks(lambda: len(self.free), self._stop_sharing)
-        self.memories = []
+        self.memories: list[list[np.ndarray]] = []
+        """Of each rank, and each of its layers, the same bytes as the worker's."""
         self.workers = []
         for rank in range(ranks):
             rows = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in layers]
             single = len(self.groups) == 1
             worker = Worker(rank, layout, block_level_failures=single, layerwise=layerwise and single)
             worker.register(PagedMemory(rows, [layer.group for layer in layers], fuse=False))
-            self.memories.append(rows)
+            self.memories.append([row.numpy() for row in rows])
             self.workers.append(worker)
         self.waiting: list[SimulatedRequest] = []
         self.running: list[SimulatedRequest] = []
@@ -402,9 +404,7 @@ class SimulatedVLLM:
                 for layer in self._layers(group):
                     page = page_of(request.cache_salt, truth[: (place + 1) * size], layer)
                     whole = (place + 1) * size <= high and not request.tainted
-                    rows[layer][block] = (
-                        torch.frombuffer(bytearray(page), dtype=torch.uint8) if whole else 0xDD
-                    )
+                    rows[layer][block] = np.frombuffer(page, np.uint8) if whole else 0xDD
 
     def _check(self, request: SimulatedRequest, failed: set[int]) -> None:
         """What this step reads of earlier tokens is what a prefill from scratch would have written."""
@@ -424,7 +424,7 @@ class SimulatedVLLM:
                 for rows in self.memories:
                     for layer in self._layers(index):
                         page = page_of(request.cache_salt, truth[: (place + 1) * group.block_size], layer)
-                        assert bytes(rows[layer][block].tolist()) == page, (
+                        assert rows[layer][block].tobytes() == page, (
                             f"{request.request_id}: wrong KV in layer {layer}, block {place}"
                         )
 
@@ -434,7 +434,7 @@ class SimulatedVLLM:
         failed: set[str] = set()
         for worker in self.workers:
             worker.begin(plan)
-            self._maybe_break(worker)
+            self._break(worker)
             worker.load()
             for layer in range(len(self.memories[0]) if scheduled else 0):
                 worker.wait_for_layer(layer)
@@ -469,34 +469,15 @@ class SimulatedVLLM:
         before = {request.request_id: request.computed for request in scheduled}
         return _Step(sampled, merged, failed_blocks, finished[0], failed, before)
 
-    def _maybe_break(self, worker: Worker) -> None:
-        """Let single copies fail, as a broken mapping or device would."""
-        if not (self.load_faults or self.store_faults) or worker._slab is None:
+    def _break(self, worker: Worker) -> None:
+        """Let single copies fail from now on, as those of a broken mapping or device would."""
+        if worker._slab is None or isinstance(worker._copier, FaultyCopier):
             return
         copier = worker._ready_copier()
-        if not hasattr(copier, "broken"):
-            copier.broken = True  # type: ignore[attr-defined]
-            for name, rate in (("load", self.load_faults), ("store", self.store_faults)):
-                setattr(copier, name, self._failing(getattr(copier, name), rate))
-                by_layer = f"{name}_layers"
-                setattr(copier, by_layer, self._failing_between(getattr(copier, by_layer), rate))
-
-    def _failing(self, method: Any, rate: float) -> Any:
-        def call(copies: Any, **options: Any) -> Any:
-            if self.rng.random() < rate:
-                raise OSError("injected")
-            return method(copies, **options)
-
-        return call
-
-    def _failing_between(self, method: Any, rate: float) -> Any:
-        def call(copies: Any) -> Iterator[Any]:
-            for event in method(copies):
-                if self.rng.random() < rate:
-                    raise OSError("injected")
-                yield event
-
-        return call
+        for verb, rate in (("load", self.load_faults), ("store", self.store_faults)):
+            seed = self.rng.randrange(2**32)
+            copier = FaultyCopier(copier, seed=seed, error_rate=rate, verbs=frozenset({verb}))
+        worker._copier = copier
 
     def _take_output(self, step: _Step) -> None:
         for name in step.failed:

@@ -131,14 +131,19 @@ def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
 @pytest.mark.parametrize("first_aborted", [True, False])
 def test_blocks_of_a_load_that_fails_are_shared_with_nobody(arrives: str, first_aborted: bool) -> None:
     engine = SimulatedVLLM(
-        random.Random(2), groups=[Group(4)], num_blocks=90, chunk_size=8, ram_chunks=20, prefix_caching=True
+        random.Random(2),
+        groups=[Group(4)],
+        num_blocks=90,
+        chunk_size=8,
+        ram_chunks=20,
+        prefix_caching=True,
+        load_faults=1.0,
     )
     try:
         tokens = list(range(40))
         engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
         engine.finish()
         engine.forget()
-        engine.load_faults = 1.0
         first = SimulatedRequest("first", list(tokens), len(tokens), 4, "a")
         second = SimulatedRequest("second", list(tokens), len(tokens), 4, "a")
         engine.add(first)

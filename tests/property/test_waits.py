@@ -73,8 +73,8 @@ def test_the_wait_for_a_bad_disk_is_bounded(spoil: Callable[[FaultyBackend], Non
     )
     try:
         for number in range(REQUESTS):
-            _run(engine, [_request(number, 0, chunks)])
-            assert engine.store.drain(10)
+            engine.add(_request(number, 0, chunks))
+            engine.finish()
         hits = engine.counts["hits"]
         _run(engine, [_request(0, 1, chunks)])
         assert engine.counts["hits"] > hits, "a good disk delivers"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import lmkv
 from lmkv import config, errors
 from lmkv.config import Config
 from lmkv.errors import ConfigError
+from tests.forked import python
 from tests.pages import BLOCKS, FENCE, PAGES, ROOT, Block, extracted
 
 LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")
@@ -83,20 +82,6 @@ def test_json_is_json(block: Block) -> None:
 def test_yaml_is_a_configuration(block: Block, tmp_path: Path) -> None:
     (tmp_path / "lmkv.yaml").write_text(block.code)
     assert Config.load(file=tmp_path / "lmkv.yaml", env={}).sources
-
-
-def python(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={"PYTHONPATH": f"{Path(lmkv.__file__).parents[1]}:{folder}", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_the_backend_of_the_docs_passes_the_suite(tmp_path: Path) -> None:

@@ -24,6 +24,14 @@ def by_name(findings: list[Finding]) -> Mapping[str, Finding]:
     return {found.name: found for found in findings}
 
 
+def old_vllm(folder: Path) -> str:
+    """A folder that, first on the path, has a vLLM installed that nobody would import."""
+    info = folder / "old" / "vllm-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.1\n")
+    return str(info.parent)
+
+
 def disk(folder: Path, **settings: object) -> Mapping[str, Finding]:
     config = Config(local_disk=str(folder), **{"max_local_disk_size": 0.01, "disk_min_free": 0, **settings})  # type: ignore[arg-type]
     return by_name(list(doctor.examine_disk(config)))
@@ -41,11 +49,13 @@ class TestConfiguration:
         assert (found["pin_ttl"].value, found["pin_ttl"].note) == ("60.0 s", "kv_connector_extra_config")
         assert (found["local_disk"].value, found["local_disk"].note) == ("none", "default")
 
-    def test_a_bad_setting_is_a_problem_and_the_rest_is_still_examined(self) -> None:
-        env = {"LMKV_CHUNK_SISE": "1", "VLLM_PLUGINS": "other"}
-        findings = list(doctor.examine(env, {}))
+    def test_a_bad_setting_is_a_problem_and_the_rest_is_still_examined(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.syspath_prepend(old_vllm(tmp_path))
+        findings = list(doctor.examine({"LMKV_CHUNK_SISE": "1"}, {}))
         assert "LMKV_CHUNK_SISE" in findings[0].problem
-        assert "versions" in {found.area for found in findings}
+        assert {"versions", "vllm"} <= {found.area for found in findings}
 
     @pytest.mark.parametrize("text", ["{", "[]", "3"])
     def test_what_is_no_json_object_is_refused(self, text: str) -> None:
@@ -125,17 +135,33 @@ class TestPlugin:
         assert "kv_connector_module_path" in problem
 
 
+class TestImport:
+    def test_what_can_be_imported_is_no_problem(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor.plugin, "MODULE", "json")
+        found = doctor.import_finding()
+        assert (found.value, found.problem) == ("can be imported", "")
+
+    def test_what_cannot_is_a_problem_with_its_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor.plugin, "MODULE", "json.nothing")
+        found = doctor.import_finding()
+        assert found.value == "broken"
+        assert "No module named 'json.nothing'" in found.problem
+
+
 def test_the_command_exits_with_what_it_found(tmp_path: Path) -> None:
-    """As a user runs it; a bad setting first, so that it need not import vLLM to fail."""
+    """As a user runs it; a vLLM that is too old, so that it need not be imported."""
     command = [Path(sys.executable).with_name("lmkv"), "doctor", "--json"]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("LMKV_", "VLLM_"))}
+    env["PYTHONPATH"] = os.pathsep.join([old_vllm(tmp_path), *sys.path])
     extra = json.dumps({"local_disk": str(tmp_path), "max_local_disk_size": 0.01, "disk_min_free": 1e9})
     done = subprocess.run(
         [*command, "--extra", extra], env=env, capture_output=True, text=True, timeout=300, check=False
     )
     answer = json.loads(done.stdout)
     assert (done.returncode, done.stderr, answer["ok"]) == (1, "", False)
-    assert any("disk_min_free" in problem for problem in answer["problems"])
+    full, old = answer["problems"]
+    assert "disk_min_free" in full
+    assert "0.1" in old
     assert {"configuration", "memory", "disk", "versions", "vllm"} == {
         found["area"] for found in answer["findings"]
     }

@@ -1,4 +1,4 @@
-"""What must hit and what must miss, over a restart: one process stores, another one looks."""
+"""What must hit and what must miss, over a restart: this process stores, another one looks."""
 
 from __future__ import annotations
 
@@ -11,31 +11,28 @@ from pathlib import Path
 import pytest
 
 from lmkv.vllm.options import RequestOptions
-from tests.requests_kept_apart import REQUESTS, image, last_key, request
+from tests.requests_kept_apart import REQUESTS, image, last_key, request, store_all
 
 ROOT = Path(__file__).parents[2]
 
 
-def in_a_process(hash_seed: int, *arguments: str) -> str:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Whose chunk each request finds after a restart, with other hashes of strings."""
+    folder = tmp_path_factory.mktemp("disk")
+    store_all(folder)
+    other_hashes = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.requests_kept_apart", *arguments],
+        [sys.executable, "-m", "tests.requests_kept_apart", folder],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(hash_seed)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": other_hashes},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Whose chunk each request finds after a restart, with other hashes of strings."""
-    folder = str(tmp_path_factory.mktemp("disk"))
-    in_a_process(1, "store", folder)
-    answer: dict[str, list[str]] = json.loads(in_a_process(2, "look", folder))
+    answer: dict[str, list[str]] = json.loads(done.stdout)
     return answer
 
 

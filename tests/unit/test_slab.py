@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ import pytest
 
 import lmkv.slab
 from lmkv.errors import ConfigError, UsageError
-from lmkv.slab import Slab, SlabMap, attach, available_ram, clamp_capacity
+from lmkv.slab import Slab, SlabMap, SlabRef, attach, available_ram, clamp_capacity
+from tests.forked import Child, Tell
 
 SLOT = 8192
 MIB = 1 << 20
@@ -95,17 +94,18 @@ def test_a_slab_that_cannot_be_is_refused(slot_bytes: int, capacity: int) -> Non
 # -- sharing -------------------------------------------------------------------------------------------
 
 
+def answer(tell: Tell, ref: SlabRef) -> None:
+    mapped = attach(ref)
+    mapped.view(2)[:4] = b"back"
+    tell((mapped.num_slots, bytes(mapped.view(1)[:5])))
+
+
 def test_another_process_sees_the_same_bytes() -> None:
     slab = Slab(SLOT, 3 * SLOT, shared=True)
     slab.view(1)[:5] = b"there"
-    program = (
-        "import sys; from lmkv.slab import SlabRef, attach\n"
-        f"m = attach(SlabRef({slab.ref.path!r}, {slab.ref.nbytes}, {slab.ref.slot_bytes}))\n"
-        "assert bytes(m.view(1)[:5]) == b'there' and m.num_slots == 3\n"
-        "m.view(2)[:4] = b'back'"
-    )
-    env = os.environ | {"PYTHONPATH": str(Path(lmkv.slab.__file__).parents[1])}
-    subprocess.run([sys.executable, "-c", program], check=True, env=env, timeout=60)
+    with Child(answer, slab.ref) as child:
+        assert child.heard() == (3, b"there")
+        assert child.ended() == 0
     assert bytes(slab.view(2)[:4]) == b"back"
     slab.close()
 

@@ -1,0 +1,80 @@
+"""Processes that begin with the imports done: all are forked from one server, which pays for them once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LIMIT = 200.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.fault.disk_writer", "tests.fault.shared_store"])
+
+Tell = Callable[[Any], None]
+
+
+class Child:
+    """A process that does `work(tell, *args)`: what it tells is heard here. The end of a `with` kills it."""
+
+    def __init__(self, work: Callable[..., None], *args: object) -> None:
+        self._ear, mouth = _context.Pipe(duplex=False)
+        self._process = _context.Process(target=work, args=(mouth.send, *args))
+        self._process.start()
+        mouth.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def heard(self) -> Any:
+        assert self._ear.poll(LIMIT), "it says nothing"
+        return self._ear.recv()
+
+    def ended(self) -> int | None:
+        """Wait for its exit code; None if it does not end."""
+        self._process.join(LIMIT)
+        self._ear.close()
+        return self._process.exitcode
+
+    def kill(self) -> int | None:
+        """By SIGKILL, unless it has ended by itself; the exit code."""
+        self._process.kill()
+        return self.ended()
+
+
+def python(folder: Path, *arguments: str) -> str:
+    """What `python *arguments` prints in `folder`; the arguments are a script's, or `-m` and a module's."""
+    with tempfile.NamedTemporaryFile() as printed:
+        with Child(_python, str(folder), arguments, printed.name) as child:
+            code = child.ended()
+        text = Path(printed.name).read_text()
+    assert code == 0, text
+    return text
+
+
+def _python(_: Tell, folder: str, arguments: tuple[str, ...], printed: str) -> None:
+    output = os.open(printed, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ["PATH"] = "/usr/bin:/bin"
+    sys.path.insert(0, folder)
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
