@@ -184,7 +184,9 @@ class Config:
     disk_min_free: float = _option(
         1.0, _number(0), "Free space to leave to other programs on the disk tier's file system", "GB"
     )
-    disk_io_threads: int = _option(8, _integer(1), "Threads that read and write the disk tier")
+    disk_io_threads: int = _option(
+        16, _integer(1), "Threads that read the disk tier; three quarters of them write, too"
+    )
     disk_direct: Literal["auto", "on", "off"] = _option(
         "auto",
         _one_of("auto", "on", "off"),

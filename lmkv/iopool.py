@@ -65,12 +65,13 @@ class Todo:
 class IOPool:
     """`threads` daemon threads, two at least, over one bounded, prioritised queue. Thread-safe.
 
-    One thread never takes stores, so that a load waits for no write. At most `max_stores` stores wait:
+    A quarter of them, one at least, never takes stores: a load waits for no write. At most `max_stores` wait:
     more are refused, and their chunks are future misses. Loads are refused only once the pool is closed.
     """
 
-    def __init__(self, threads: int = 8, max_stores: int = 64, name: str = "lmkv-io") -> None:
+    def __init__(self, threads: int = 16, max_stores: int = 64, name: str = "lmkv-io") -> None:
         self._size = max(threads, 2)
+        self._storing = self._size - max(self._size // 4, 1)
         self._max_stores = max_stores
         self._name = name
         self._queues: dict[Priority, deque[Job]] = {priority: deque() for priority in Priority}
@@ -101,11 +102,11 @@ class IOPool:
         return not (self._closed or full)
 
     def _start_threads(self) -> None:
-        """Locked. As many as there is work for; the last one takes no stores."""
+        """Locked. As many as there is work for; the last ones take no stores."""
         while len(self._threads) < min(self._size, self._pending):
             index = len(self._threads)
             thread = threading.Thread(
-                target=self._work, args=(index == self._size - 1,), name=f"{self._name}-{index}", daemon=True
+                target=self._work, args=(index >= self._storing,), name=f"{self._name}-{index}", daemon=True
             )
             try:
                 thread.start()

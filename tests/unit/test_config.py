@@ -28,7 +28,7 @@ DEFAULTS: dict[str, object] = {
     "min_retrieve_tokens": 0,
     "disk_sync": "none",
     "disk_min_free": 1.0,
-    "disk_io_threads": 8,
+    "disk_io_threads": 16,
     "disk_direct": "auto",
     "disk_write": "through",
     "disk_admission": "all",
