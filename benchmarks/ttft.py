@@ -16,81 +16,24 @@ import sys
 from pathlib import Path
 
 # Not this folder: its copy.py would stand in for the standard library's.
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import json
 import os
 import random
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from types import TracebackType
-from typing import Any, Self
+from contextlib import ExitStack
 
+from benchmarks._live import PAUSE, Live
 from benchmarks._lmcache_server import ROUTES, Server, environment
 from benchmarks._rounds import Row, arguments_of, finish, median_ratio
-from lmkv.cli.arms import MARK, end
 from lmkv.cli.ttft import ONE, OWN, SCRIPT, SEVERAL
 
 RAM_TARGET = 1.10
 WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", "lmkv disk"
 NAMES = (OWN, WITHIN, BETWEEN, DISK)
 HOST_GB = 0.5
-GOODBYE = 15.0
-PAUSE = 0.5
-"""Seconds: an engine's threads go on spinning for a while after a request, at the cost of the next one."""
-
-
-class Live:
-    """One arm's engine, waiting to be asked."""
-
-    def __init__(self, folder: Path, command: Sequence[str], tokens: int, env: Mapping[str, str]) -> None:
-        folder.mkdir(exist_ok=True)
-        options = ["--folder", str(folder), "--tokens", str(tokens), "--host-gb", str(HOST_GB), "--stay"]
-        self._errors = folder / "errors"
-        with self._errors.open("wb") as errors:
-            self._child = subprocess.Popen(
-                [*command, *options],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=env,
-                cwd=ROOT,
-                start_new_session=True,
-            )
-
-    def result(self) -> dict[str, Any]:
-        assert self._child.stdout is not None
-        for line in self._child.stdout:
-            if line.startswith(MARK):
-                result: dict[str, Any] = json.loads(line[len(MARK) :])
-                return result
-        raise RuntimeError(f"an engine ended with {self._child.wait()}:\n{self._errors.read_text()[-4000:]}")
-
-    def ask(self) -> dict[str, Any]:
-        assert self._child.stdin is not None
-        print(file=self._child.stdin, flush=True)
-        return self.result()
-
-    def leave(self) -> None:
-        """Let it end, which takes vLLM some seconds."""
-        assert self._child.stdin is not None
-        with suppress(OSError):
-            self._child.stdin.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.leave()
-        end(self._child, GOODBYE)
 
 
 def main() -> int:
@@ -114,7 +57,8 @@ def main() -> int:
         engines: dict[str, Live] = {}
         cold: dict[str, float] = {}
         for number, (name, (command, variables)) in enumerate(arms.items()):
-            live = Live(root / str(number), command, options.tokens, variables)
+            what = ["--tokens", str(options.tokens), "--host-gb", str(HOST_GB), "--stay"]
+            live = Live(root / str(number), [*command, *what], variables)
             engines[name] = stack.enter_context(live)
             cold[name] = live.result()["cold"]
             print(f"{name}: cold {cold[name]:.3f} s", flush=True)

@@ -8,13 +8,21 @@ bytes is ever allocated before it was checked against what is really there.
 from __future__ import annotations
 
 import struct
-import zlib
 from functools import lru_cache
 
 from attrs import field, frozen
 
 from lmkv.errors import LmkvError
 from lmkv.layout import align_up
+
+try:
+    # The same checksum several times as fast, where it is installed.
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
+CHECKSUMS = crc32.__module__
+"""Which implementation computes them."""
 
 MAGIC = b"LMKV\r\n\x1a\n"
 VERSION = 1
@@ -97,7 +105,7 @@ def header_bytes(payload_bytes: int, segment_bytes: int, token_room: int) -> int
 
 def segment_checksums(payload: memoryview, segment_bytes: int) -> tuple[int, ...]:
     """CRC-32 of each segment. Lets go of the interpreter lock while it works on large segments."""
-    return tuple(zlib.crc32(payload[at : at + segment_bytes]) for at in range(0, len(payload), segment_bytes))
+    return tuple(crc32(payload[at : at + segment_bytes]) for at in range(0, len(payload), segment_bytes))
 
 
 def pack_header(header: Header, into: memoryview) -> None:
@@ -115,7 +123,7 @@ def pack_header(header: Header, into: memoryview) -> None:
     struct.pack_into(f"<{counts[0]}I", into, _FIXED.size, *header.checksums)
     into[body - len(header.tokens) : body] = header.tokens
     into[body : header.header_bytes - _CHECKSUM.size] = bytes(header.header_bytes - _CHECKSUM.size - body)
-    _CHECKSUM.pack_into(into, header.header_bytes - 4, zlib.crc32(into[: header.header_bytes - 4]))
+    _CHECKSUM.pack_into(into, header.header_bytes - 4, crc32(into[: header.header_bytes - 4]))
 
 
 def peek_header_bytes(start: memoryview) -> int:
@@ -138,7 +146,7 @@ def parse_header(data: memoryview) -> Header:
     if nbytes > len(data):
         raise FormatError(f"a header of {nbytes} bytes in {len(data)}")
     (checksum,) = _CHECKSUM.unpack_from(data, nbytes - 4)
-    if zlib.crc32(data[: nbytes - 4]) != checksum:
+    if crc32(data[: nbytes - 4]) != checksum:
         raise FormatError("the header does not match its checksum")
     return _decode(data, nbytes)
 

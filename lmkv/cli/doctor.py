@@ -19,6 +19,7 @@ from attrs import asdict, frozen
 from rich.console import Console
 from rich.table import Table
 
+from lmkv import codec
 from lmkv.cli.probe import try_folder
 from lmkv.config import GB, Config
 from lmkv.errors import ConfigError, LmkvError
@@ -148,6 +149,9 @@ def examine_versions() -> Iterator[Finding]:
     yield Finding("versions", "Python", platform.python_version())
     for name in ("lmkv", "torch"):
         yield Finding("versions", name, version(name))
+    checksums = codec.CHECKSUMS
+    slow = "lmkv[disk] has some that take a third of the time" if checksums == "zlib" else ""
+    yield Finding("versions", "checksums", checksums, note=slow)
 
 
 def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import struct
+import sys
 import zlib
 from typing import Any
 
@@ -222,3 +224,21 @@ def test_sizes_that_a_sound_file_can_have(nbytes: int, plausible: int) -> None:
 )
 def test_headers_are_one_page_for_all_but_giants(payload: int, room: int, expected: int) -> None:
     assert codec.header_bytes(payload, codec.DEFAULT_SEGMENT_BYTES, room) == expected
+
+
+def test_without_isal_zlib_computes_the_same_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    spec = importlib.util.find_spec("lmkv.codec")
+    assert spec is not None
+    assert spec.loader is not None
+    without = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lmkv.codec", without)
+    spec.loader.exec_module(without)
+    assert without.CHECKSUMS == "zlib"
+    payload = memoryview(bytes(range(256)) * 100)
+    assert without.segment_checksums(payload, 4096) == codec.segment_checksums(payload, 4096)
+
+
+def test_with_isal_it_is_used() -> None:
+    pytest.importorskip("isal")
+    assert codec.CHECKSUMS == "isal.isal_zlib"
