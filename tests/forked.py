@@ -18,6 +18,9 @@ _context.set_forkserver_preload(["tests.fault.disk_writer", "tests.fault.shared_
 
 Tell = Callable[[Any], None]
 
+barrier = _context.Barrier
+"""For so many children to wait for each other."""
+
 
 class Child:
     """A process that does `work(tell, *args)`: what it tells is heard here. The end of a `with` kills it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from functools import partial
+from threading import Barrier
 
 from lmkv import tiered
 from lmkv.backends.disk import LocalDiskBackend
@@ -85,12 +86,15 @@ def live(_: Tell, folder: str, namespace: int, seed: int, capacity: int) -> None
         work(store, seed, 1000)
 
 
-def take_part(tell: Tell, folder: str, namespace: int, seed: int, rounds: int, capacity: int) -> None:
-    """Store and load for so many rounds, and tell the counts."""
-    # A hundred listings where a server has one, so that the second that a test takes shows what they do.
-    tiered.Lister = partial(Lister, interval=0.1)  # type: ignore[assignment, misc]
+def take_part(
+    tell: Tell, folder: str, namespace: int, seed: int, capacity: int, interval: float, start: Barrier
+) -> None:
+    """Store and load for a second or so, and tell the counts. `interval`: from one listing to the next."""
+    tiered.Lister = partial(Lister, interval=interval)  # type: ignore[assignment, misc]
     store = open_store(folder, namespace, capacity)
-    hits = work(store, seed, rounds)
+    assert store.wait_indexed(20)
+    start.wait(20)
+    hits = work(store, seed, 300)
     disk = store.stats().tiers[1]
     store.close()
     tell({"hits": hits, "writes": disk.writes, "evictions": disk.evictions})
