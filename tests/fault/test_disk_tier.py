@@ -12,13 +12,22 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.protocols import Clock
 from lmkv.testing.clocks import ManualClock
 from lmkv.tiered import TieredStore
-from tests.fault.shared_store import CHUNK, KEYS, get, open_store, put
+from tests.fault import shared_store
+from tests.fault.shared_store import CHUNK, KEYS, get, put
 from tests.forked import Child, Tell
 
 COST = CHUNK + 4096
 CAPACITY = 20 * COST
+
+
+def open_store(folder: str, namespace: int, capacity: int, clock: Clock = time.monotonic) -> TieredStore:
+    """Listed before anything is stored: a listing may count twice what is written meanwhile."""
+    store = shared_store.open_store(folder, namespace, capacity, clock)
+    assert store.wait_indexed(20)
+    return store
 
 
 @pytest.fixture
