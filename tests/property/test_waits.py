@@ -76,7 +76,8 @@ def test_the_wait_for_a_bad_disk_is_bounded(spoil: Callable[[FaultyBackend], Non
             engine.add(_request(number, 0, chunks))
             engine.finish()
         hits = engine.counts["hits"]
-        _run(engine, [_request(0, 1, chunks)])
+        engine.add(_request(0, 1, chunks))
+        engine.finish()
         assert engine.counts["hits"] > hits, "a good disk delivers"
         spoil(engine.disks[0])
         waits = _run(engine, [_request(number, 2, chunks) for number in range(REQUESTS)])
