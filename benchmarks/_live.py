@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from lmkv.cli.arms import MARK, end
 
@@ -55,11 +56,14 @@ class Live:
         with suppress(OSError):
             self._child.stdin.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.leave()
         end(self._child, GOODBYE)
+
+
+def turns(engines: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Number of the round and engine to ask: all in each round, who is first being left to chance."""
+    for number in range(rounds):
+        for name in random.sample(list(engines), len(engines)):
+            time.sleep(PAUSE)
+            yield number, name

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.request import urlopen
+
+from lmkv.cli.arms import end
 
 ROUTES = {"LMCache": "auto", "LMCache, shared memory": "lmcache_driven"}
 """By arm, who moves the bytes: `auto` is vLLM's worker, which pickles them, where there is no GPU."""
@@ -47,6 +46,7 @@ class Server:
                 [python, "-P", "-m", "lmcache.cli.main", "server", *at, *size, *how],
                 stdout=output,
                 stderr=output,
+                text=True,
                 env=environment(),
                 start_new_session=True,
             )
@@ -57,8 +57,8 @@ class Server:
             raise
 
     def _wait(self, url: str, log: Path) -> None:
-        end = time.monotonic() + LIMIT
-        while self._child.poll() is None and time.monotonic() < end:
+        limit = time.monotonic() + LIMIT
+        while self._child.poll() is None and time.monotonic() < limit:
             with suppress(OSError), urlopen(url, timeout=5):
                 return
             time.sleep(0.2)
@@ -76,16 +76,4 @@ class Server:
 
     def close(self) -> None:
         self._child.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._child.wait(GOODBYE)
-        with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        end(self._child, GOODBYE)

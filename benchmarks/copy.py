@@ -17,20 +17,19 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
-import os
 import random
 import statistics
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks._lmcache_server import environment
 from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv import Config, Engine
 from lmkv.copier import DONE
@@ -47,13 +46,12 @@ class LMCache:
 
     def __init__(self, python: str, layers: int, blocks: list[int], tokens: list[int]) -> None:
         script = Path(__file__).with_name("_lmcache.py")
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._child = subprocess.Popen(
             [python, "-P", str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**environment, "LMCACHE_LOG_LEVEL": "ERROR"},
+            env=environment(),
         )
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self._ask({"layers": layers, "blocks": blocks, "tokens": tokens, "gb": HOST_GB})
@@ -71,12 +69,7 @@ class LMCache:
     def do(self, what: str) -> None:
         self.seconds[what].append(self._ask({"do": what})["cpu"])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._child.kill()
         self._child.wait()
 
@@ -97,7 +90,7 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
     source, target = np.ones(nbytes // 8, np.int64), np.zeros(nbytes // 8, np.int64)
 
     with ExitStack() as stack:
-        peer = stack.enter_context(LMCache(lmcache, layers, blocks, tokens)) if lmcache else None
+        peer = stack.enter_context(closing(LMCache(lmcache, layers, blocks, tokens))) if lmcache else None
 
         def before(name: str) -> None:
             if name.startswith("store"):

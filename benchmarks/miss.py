@@ -31,10 +31,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
-from benchmarks._live import PAUSE, Live
+from benchmarks._live import Live, turns
 from benchmarks._rounds import Row, arguments_of, finish
 from lmkv.cli.arms import MARK, answer, arms, start
 from lmkv.cli.ttft import ONE
@@ -126,14 +126,11 @@ def main() -> int:
         engines: dict[str, Live] = {}
         for name in found:
             command = [sys.executable, __file__, "--arm", name]
-            engines[name] = stack.enter_context(
-                Live(root / name.replace(" ", "-"), command, {**os.environ, **ONE})
-            )
-            engines[name].result()
-        for number in range(WARM + (8 if options.quick else options.rounds)):
-            for name in random.sample(list(found), 2):
-                time.sleep(PAUSE)
-                found[name].append(engines[name].ask(number))
+            live = Live(root / name.replace(" ", "-"), command, {**os.environ, **ONE})
+            engines[name] = stack.enter_context(closing(live))
+            live.result()
+        for number, name in turns(engines, WARM + (8 if options.quick else options.rounds)):
+            found[name].append(engines[name].ask(number))
         for live in engines.values():
             live.leave()
     return finish(rows(found[OFF][WARM:], found[ON][WARM:]), options.json)
@@ -150,17 +147,8 @@ def rows(off: list[dict[str, float]], on: list[dict[str, float]]) -> list[Row]:
     shares = [one["connector"] / one["wall"] for one in on]
     share, (low, high) = statistics.median(shares), interval(shares)
     name = f"within the connector, 95 % within {low:.4f} to {high:.4f} of the wall time"
-    made.append(
-        Row(
-            name,
-            statistics.median(one["connector"] for one in on),
-            "s",
-            "wall",
-            share,
-            TARGET,
-            share <= TARGET,
-        )
-    )
+    seconds = statistics.median(one["connector"] for one in on)
+    made.append(Row(name, seconds, "s", "wall", share, TARGET, share <= TARGET))
     return made
 
 

@@ -19,13 +19,11 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import os
-import random
 import statistics
 import tempfile
-import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
-from benchmarks._live import PAUSE, Live
+from benchmarks._live import Live, turns
 from benchmarks._lmcache_server import ROUTES, Server, environment
 from benchmarks._rounds import Row, arguments_of, finish, median_ratio
 from lmkv.cli.ttft import ONE, OWN, SCRIPT, SEVERAL
@@ -51,7 +49,7 @@ def main() -> int:
         ours = {**os.environ, **env}
         arms = {name: ([sys.executable, *SCRIPT, "--arm", name], ours) for name in NAMES}
         if options.lmcache:
-            server = stack.enter_context(Server(options.lmcache, 2 * HOST_GB, root / "server.log"))
+            server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GB, root / "server.log")))
             theirs = {**environment(), **env}
             arms |= {name: (server.arm(name, SCRIPT), theirs) for name in ROUTES}
         engines: dict[str, Live] = {}
@@ -59,16 +57,14 @@ def main() -> int:
         for number, (name, (command, variables)) in enumerate(arms.items()):
             what = ["--tokens", str(options.tokens), "--host-gb", str(HOST_GB), "--stay"]
             live = Live(root / str(number), [*command, *what], variables)
-            engines[name] = stack.enter_context(live)
+            engines[name] = stack.enter_context(closing(live))
             cold[name] = live.result()["cold"]
             print(f"{name}: cold {cold[name]:.3f} s", flush=True)
         warm: dict[str, list[float]] = {name: [] for name in engines}
-        for _ in range(5 if options.quick else options.rounds):
-            for name in random.sample(list(engines), len(engines)):
-                time.sleep(PAUSE)
-                result = engines[name].ask()
-                assert result["hit"] > options.tokens // 2, f"{name}: a hit of {result['hit']} tokens"
-                warm[name].append(result["warm"])
+        for _, name in turns(engines, 5 if options.quick else options.rounds):
+            result = engines[name].ask()
+            assert result["hit"] > options.tokens // 2, f"{name}: a hit of {result['hit']} tokens"
+            warm[name].append(result["warm"])
         for live in engines.values():
             live.leave()
     return finish(rows(warm, cold, how), options.json)

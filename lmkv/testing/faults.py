@@ -25,6 +25,11 @@ VERBS = frozenset({"contains", "read", "read_ranges", "write", "delete", "list_k
 COPIES = frozenset({"store", "load"})
 
 
+def _check_verbs(verbs: frozenset[str], known: frozenset[str]) -> None:
+    if unknown := verbs - known:
+        raise ValueError(f"no such verbs: {sorted(unknown)}")
+
+
 class FaultyBackend(WrapperBackend):
     """Injects faults into the calls of `verbs`.
 
@@ -48,8 +53,7 @@ class FaultyBackend(WrapperBackend):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(inner)
-        if unknown := verbs - VERBS:
-            raise ValueError(f"no such verbs: {sorted(unknown)}")
+        _check_verbs(verbs, VERBS)
         self.error_rate = error_rate
         self.latency = latency
         self.verbs = verbs
@@ -154,8 +158,7 @@ class FaultyCopier:
         late_rate: float = 0.0,
         verbs: frozenset[str] = COPIES,
     ) -> None:
-        if unknown := verbs - COPIES:
-            raise ValueError(f"no such verbs: {sorted(unknown)}")
+        _check_verbs(verbs, COPIES)
         self.error_rate = error_rate
         self.late_rate = late_rate
         self.verbs = verbs

@@ -130,7 +130,6 @@ class Loading:
         None instead of tokens: ask again in the next step. Chunks are on their way up, or the blocks that it
         would hold while they are loaded might be missing elsewhere.
         """
-        tracked.drop_lease()
         self.holding.end(tracked)
         tracked.computed, tracked.streamed = num_computed_tokens, False
         # The last token is always computed: vLLM needs its logits.

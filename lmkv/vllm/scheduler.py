@@ -136,11 +136,10 @@ class Scheduler:
     ) -> tuple[int | None, bool]:
         """`(tokens, asynchronous)`: what can be loaded beyond `num_computed_tokens`; see `Loading.match`."""
         tracked = self._track(request)
+        tracked.drop_lease()
         if self._loading.is_unproven(tracked, num_computed_tokens):
-            tracked.drop_lease()
             return None, False
         if not self._may_load(tracked):
-            tracked.drop_lease()
             return 0, False
         return self._loading.match(tracked, num_computed_tokens)
 

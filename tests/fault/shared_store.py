@@ -10,6 +10,8 @@ import time
 from functools import partial
 from threading import Barrier
 
+import pytest
+
 from lmkv import tiered
 from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.memory import CPUPinnedBackend
@@ -90,7 +92,7 @@ def take_part(
     tell: Tell, folder: str, namespace: int, seed: int, capacity: int, interval: float, start: Barrier
 ) -> None:
     """Store and load for a second or so, and tell the counts. `interval`: from one listing to the next."""
-    tiered.Lister = partial(Lister, interval=interval)  # type: ignore[assignment, misc]
+    pytest.MonkeyPatch().setattr(tiered, "Lister", partial(Lister, interval=interval))
     store = open_store(folder, namespace, capacity)
     assert store.wait_indexed(20)
     start.wait(20)

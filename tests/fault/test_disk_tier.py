@@ -157,7 +157,7 @@ def clear_until_killed(tell: Tell, folder: str) -> None:
             time.sleep(60)
         os.remove(path)
 
-    os.unlink = unlink  # type: ignore[assignment]
+    pytest.MonkeyPatch().setattr(os, "unlink", unlink)
     store.clear()
     store.drain(60)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -50,8 +51,7 @@ def _request(rng: random.Random, number: int) -> SimulatedRequest:
 
 
 def _drive(rng: random.Random, groups: list[Group], options: dict[str, Any]) -> Counter[str]:
-    engine = SimulatedVLLM(rng, groups=groups, **options)
-    try:
+    with closing(SimulatedVLLM(rng, groups=groups, **options)) as engine:
         pending = [_request(rng, number) for number in range(rng.randint(2, 14))]
         alive: list[SimulatedRequest] = []
         for _ in range(rng.randint(10, 60)):
@@ -68,8 +68,6 @@ def _drive(rng: random.Random, groups: list[Group], options: dict[str, Any]) -> 
             engine.add(request)
         engine.finish()
         return Counter(engine.counts)
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("kind", GROUPS)
@@ -100,21 +98,18 @@ def test_the_schedules_test_something(kind: str) -> None:
     assert not missing, total
 
 
+def _small(seed: int, **options: Any) -> closing[SimulatedVLLM]:
+    rng = random.Random(seed)
+    return closing(SimulatedVLLM(rng, groups=[Group(4)], chunk_size=8, ram_chunks=20, **options))
+
+
 @pytest.mark.parametrize(
     ("chunks", "volatile", "hit"), [(3, False, 3), (3, True, 2), (1, True, 0), (0, True, 0)]
 )
 def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
     chunks: int, volatile: bool, hit: int
 ) -> None:
-    engine = SimulatedVLLM(
-        random.Random(0),
-        groups=[Group(4)],
-        num_blocks=60,
-        chunk_size=8,
-        ram_chunks=20,
-        volatile_tail=volatile,
-    )
-    try:
+    with _small(0, num_blocks=60, volatile_tail=volatile) as engine:
         tokens = list(range(8 * chunks + 1))
         first = SimulatedRequest("first", list(tokens), len(tokens), 1, "a")
         engine.add(first)
@@ -123,23 +118,12 @@ def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
         assert engine.scheduler.get_num_new_matched_tokens(again, 0)[0] == 8 * hit
         engine.scheduler.request_finished(again)
         engine.finish()
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("arrives", ["with it", "after it"])
 @pytest.mark.parametrize("first_aborted", [True, False])
 def test_blocks_of_a_load_that_fails_are_shared_with_nobody(arrives: str, first_aborted: bool) -> None:
-    engine = SimulatedVLLM(
-        random.Random(2),
-        groups=[Group(4)],
-        num_blocks=90,
-        chunk_size=8,
-        ram_chunks=20,
-        prefix_caching=True,
-        load_faults=1.0,
-    )
-    try:
+    with _small(2, num_blocks=90, prefix_caching=True, load_faults=1.0) as engine:
         tokens = list(range(40))
         engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
         engine.finish()
@@ -158,15 +142,10 @@ def test_blocks_of_a_load_that_fails_are_shared_with_nobody(arrives: str, first_
         engine.finish()
         assert second.status == "gone"
         assert engine.counts["finished"] == (2 if first_aborted else 3)
-    finally:
-        engine.close()
 
 
 def test_blocks_of_a_load_that_succeeds_are_shared_from_the_next_step_on() -> None:
-    engine = SimulatedVLLM(
-        random.Random(0), groups=[Group(4)], num_blocks=90, chunk_size=8, ram_chunks=20, prefix_caching=True
-    )
-    try:
+    with _small(0, num_blocks=90, prefix_caching=True) as engine:
         tokens = list(range(40))
         engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
         engine.finish()
@@ -179,5 +158,3 @@ def test_blocks_of_a_load_that_succeeds_are_shared_from_the_next_step_on() -> No
         assert (engine.counts["hits"], len(engine.waiting)) == (1, 0)
         assert engine.counts["shared"] == 1
         engine.finish()
-    finally:
-        engine.close()
