@@ -34,8 +34,7 @@ REQUIREMENTS = ROOT / "requirements"
 
 Command = list[str]
 
-# Collecting tests/vllm imports vLLM, which takes longer than many a unit test.
-UNIT = ["-m", "not vllm and not gpu and not nightly", "--ignore=tests/vllm"]
+UNIT = ["-m", "not vllm and not gpu and not nightly"]
 ON_VLLM = ["-m", "vllm and not gpu and not nightly"]
 ON_GPU = ["-m", "gpu and not nightly"]
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lmkv.cli.arms import MARK, end
+from lmkv.cli.measure.engines import MARK, end
 
 ROOT = Path(__file__).resolve().parents[1]
 GOODBYE = 15.0

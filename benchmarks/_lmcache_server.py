@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.request import urlopen
 
-from lmkv.cli.arms import end
+from lmkv.cli.measure.engines import end
 
 ROUTES = {"LMCache": "auto", "LMCache, shared memory": "lmcache_driven"}
 """By arm, who moves the bytes: `auto` is vLLM's worker, which pickles them, where there is no GPU."""

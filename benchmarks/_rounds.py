@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lmkv.cli.rounds import Row, finish, interleaved, machine, median_ratio
+from lmkv.cli.measure.timing import Row, finish, interleaved, machine, median_ratio
 
 __all__ = ["Row", "arguments_of", "finish", "interleaved", "machine", "median_ratio"]
 

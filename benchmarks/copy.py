@@ -32,7 +32,7 @@ import torch
 from benchmarks._lmcache_server import environment
 from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv import Config, Engine
-from lmkv.copier import DONE
+from lmkv.memory.copier import DONE
 
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
 SHAPES = {"32 MiB chunks": (32, 0.92, 0.90), "4 MiB chunks": (4, 0.90, 0.87)}

@@ -36,14 +36,13 @@ import aiofiles
 from attrs import frozen
 
 from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
-from lmkv.backends.disk import LocalDiskBackend
-from lmkv.backends.memory import CPUPinnedBackend
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.config import Config
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.policies import make_policy
-from lmkv.protocols import Chunk
-from lmkv.tier import Tier
-from lmkv.tiered import TieredStore
+from lmkv.protocols import Chunk, Tier
+from lmkv.store.tiered import TieredStore
 
 MIB = 1 << 20
 NAMESPACE = bytes(32)

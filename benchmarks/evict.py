@@ -20,11 +20,11 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
-from lmkv.backends.memory import CPUPinnedBackend
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.memory.slab import Slab
 from lmkv.policies import POLICIES, make_policy
-from lmkv.slab import Slab
-from lmkv.tier import Tier
-from lmkv.tiered import TieredStore
+from lmkv.protocols import Tier
+from lmkv.store.tiered import TieredStore
 
 SLOTS, PINNED, BATCH = 32_768, 4096, 64
 SLOT_BYTES = 4096

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from benchmarks._rounds import Row, arguments_of, finish
-from lmkv.copier import ChunkCopy, Run
-from lmkv.pages import PagedMemory
-from lmkv.slab import Slab
+from lmkv.memory.copier import ChunkCopy, Run
+from lmkv.memory.paged import PagedMemory
+from lmkv.memory.slab import Slab
 
 LAYERS, PAGES = 16, 16
 PAGE_BYTES = (16 << 10, 64 << 10, 256 << 10)
@@ -37,8 +37,8 @@ class Case:
     """Paged memory of one page size, a pinned slab, and a copier for each way to load."""
 
     def __init__(self, page_bytes: int, *, fused: bool) -> None:
-        from lmkv.cuda import CUDADevice
-        from lmkv.device import DeviceCopier
+        from lmkv.memory.cuda import CUDADevice
+        from lmkv.memory.device_copier import DeviceCopier
 
         blocks = 2 * CHUNKS * PAGES
         width = page_bytes // 8

@@ -14,8 +14,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import random
 
 from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
-from lmkv.cli.limits import bare_chain
-from lmkv.hashing import chunk_keys
+from lmkv.chunks.hashing import chunk_keys
+from lmkv.cli.measure.limits import bare_chain
 
 TOKENS, CHUNK, TARGET = 131_072, 256, 1.15
 

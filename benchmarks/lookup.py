@@ -29,15 +29,15 @@ from typing import Any
 from attrs import define, field, frozen
 
 from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
-from lmkv.backends.memory import CPUPinnedBackend
-from lmkv.cli.limits import bare_chain
-from lmkv.keys import Namespace
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.chunks.namespace import Namespace
+from lmkv.cli.measure.limits import bare_chain
 from lmkv.policies import LRU
-from lmkv.tier import Tier
-from lmkv.tiered import TieredStore
+from lmkv.protocols import Tier
+from lmkv.store.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry, Group
 from lmkv.vllm.metadata import JobReport, WorkerReport
-from lmkv.vllm.scheduler import Scheduler
+from lmkv.vllm.scheduler.scheduler import Scheduler
 
 BLOCK, CHUNK, SLOTS = 16, 256, 32_768
 SLOT_BYTES = 4096

@@ -36,8 +36,8 @@ from typing import Any
 
 from benchmarks._live import Live, turns
 from benchmarks._rounds import Row, arguments_of, finish
-from lmkv.cli.arms import MARK, answer, arms, start
-from lmkv.cli.ttft import ONE
+from lmkv.cli.measure.engines import MARK, answer, arms, start
+from lmkv.cli.measure.ttft import ONE
 
 TARGET = 0.01
 OFF, ON = "nothing", "lmkv ram"

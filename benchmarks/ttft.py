@@ -26,7 +26,7 @@ from contextlib import ExitStack, closing
 from benchmarks._live import Live, turns
 from benchmarks._lmcache_server import ROUTES, Server, environment
 from benchmarks._rounds import Row, arguments_of, finish, median_ratio
-from lmkv.cli.ttft import ONE, OWN, SCRIPT, SEVERAL
+from lmkv.cli.measure.ttft import ONE, OWN, SCRIPT, SEVERAL
 
 RAM_TARGET = 1.10
 WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", "lmkv disk"

@@ -1,53 +1,65 @@
-"""lmkv: the KV cache of an LLM server beyond its GPU."""
+"""lmkv: the KV cache of an LLM server beyond its GPU.
 
-from lmkv.config import Config
-from lmkv.engine import Engine, EngineStats, Variant
-from lmkv.errors import (
-    BackendError,
-    BackendUnavailable,
-    ClosedError,
-    ConfigError,
-    CorruptChunkError,
-    LmkvError,
-    NoSpaceError,
-    TransferTimeout,
-    UsageError,
-)
-from lmkv.keys import Namespace
-from lmkv.layout import KVLayout, LayerPages
-from lmkv.outcomes import Presence
-from lmkv.pages import PagedMemory
-from lmkv.prefetch import Prefetch
-from lmkv.registry import destroy, get, get_or_create
-from lmkv.tier import Tier
-from lmkv.tiered import TieredStore
+Names are imported when they are first used: `lmkv.policies` and `lmkv.testing` work without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmkv.chunks.layout import KVLayout as KVLayout, LayerPages as LayerPages
+    from lmkv.chunks.namespace import Namespace as Namespace
+    from lmkv.config import Config as Config
+    from lmkv.engine import Engine as Engine, EngineStats as EngineStats, Variant as Variant
+    from lmkv.errors import (
+        BackendError as BackendError,
+        BackendUnavailable as BackendUnavailable,
+        ClosedError as ClosedError,
+        ConfigError as ConfigError,
+        CorruptChunkError as CorruptChunkError,
+        LmkvError as LmkvError,
+        NoSpaceError as NoSpaceError,
+        TransferTimeout as TransferTimeout,
+        UsageError as UsageError,
+    )
+    from lmkv.memory.paged import PagedMemory as PagedMemory
+    from lmkv.outcomes import Presence as Presence
+    from lmkv.protocols import Tier as Tier
+    from lmkv.registry import destroy as destroy, get as get, get_or_create as get_or_create
+    from lmkv.store.prefetch import Prefetch as Prefetch
+    from lmkv.store.tiered import TieredStore as TieredStore
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BackendError",
-    "BackendUnavailable",
-    "ClosedError",
-    "Config",
-    "ConfigError",
-    "CorruptChunkError",
-    "Engine",
-    "EngineStats",
-    "KVLayout",
-    "LayerPages",
-    "LmkvError",
-    "Namespace",
-    "NoSpaceError",
-    "PagedMemory",
-    "Prefetch",
-    "Presence",
-    "Tier",
-    "TieredStore",
-    "TransferTimeout",
-    "UsageError",
-    "Variant",
-    "__version__",
-    "destroy",
-    "get",
-    "get_or_create",
-]
+_HOMES = {
+    "chunks.layout": ("KVLayout", "LayerPages"),
+    "chunks.namespace": ("Namespace",),
+    "config": ("Config",),
+    "engine": ("Engine", "EngineStats", "Variant"),
+    "errors": (
+        *("BackendError", "BackendUnavailable", "ClosedError", "ConfigError", "CorruptChunkError"),
+        *("LmkvError", "NoSpaceError", "TransferTimeout", "UsageError"),
+    ),
+    "memory.paged": ("PagedMemory",),
+    "outcomes": ("Presence",),
+    "protocols": ("Tier",),
+    "registry": ("destroy", "get", "get_or_create"),
+    "store.prefetch": ("Prefetch",),
+    "store.tiered": ("TieredStore",),
+}
+_HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

@@ -15,23 +15,23 @@ from typing import Self
 import torch
 from attrs import field, frozen
 
-from lmkv.claims import Lease, Reservation
+from lmkv.build import build_store
+from lmkv.chunks.hashing import Tokens, chunk_keys, token_bytes
+from lmkv.chunks.layout import KVLayout
+from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
-from lmkv.copier import ChunkCopy, Copier, Run
-from lmkv.copiers import make_copier
 from lmkv.errors import ClosedError, UsageError
-from lmkv.hashing import Tokens, chunk_keys, token_bytes
-from lmkv.iopool import Priority
-from lmkv.keys import Namespace
-from lmkv.layout import KVLayout
-from lmkv.observe import StoreStats
-from lmkv.pages import PagedMemory
-from lmkv.pipeline import LayerReader, LayerWriter
-from lmkv.prefetch import Prefetch
-from lmkv.promotion import Promotion
+from lmkv.memory.copier import ChunkCopy, Copier, Run
+from lmkv.memory.copiers import make_copier
+from lmkv.memory.layerwise import LayerReader, LayerWriter
+from lmkv.memory.paged import PagedMemory
 from lmkv.protocols import ChunkKey
-from lmkv.stack import build_store
-from lmkv.tiered import TieredStore
+from lmkv.store.leases import Lease, Reservation
+from lmkv.store.prefetch import Prefetch
+from lmkv.store.promotion import Promotion
+from lmkv.store.tiered import TieredStore
+from lmkv.store.tiers.iopool import Priority
+from lmkv.store.tiers.stats import StoreStats
 
 _READ_TIMEOUT = 30.0
 

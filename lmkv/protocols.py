@@ -6,14 +6,14 @@ Capabilities beyond the plain `Backend` are protocols of their own, found with `
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from attrs import frozen
+from attrs import define, field, frozen, validators
 
 from lmkv.outcomes import Read, Written
 
 ChunkKey = bytes
-"""32 raw bytes, see `lmkv.hashing`."""
+"""32 raw bytes, see `lmkv.chunks.hashing`."""
 
 
 @frozen
@@ -175,3 +175,25 @@ class Clock(Protocol):
     """Monotonic seconds; tests bring their own."""
 
     def __call__(self) -> float: ...
+
+
+@define(eq=False)
+class Tier:
+    """How a store uses a backend. Plain data: build it, hand it to a `TieredStore`.
+
+    Of a primary tier only backend and policy count: its capacity is its slab. `capacity_bytes`: None means as
+    much as the backend takes. `write`: "through" copies chunks down as they are stored, "back" when they
+    leave host memory. `admission`: None admits all.
+    """
+
+    backend: Backend
+    policy: Policy
+    capacity_bytes: int | None = None
+    admission: Admission | None = None
+    write: Literal["through", "back"] = field(
+        default="through", validator=validators.in_(("through", "back"))
+    )
+
+    @property
+    def name(self) -> str:
+        return self.backend.name

@@ -14,7 +14,7 @@ from typing import Any
 LIMIT = 200.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.fault.disk_writer", "tests.fault.shared_store"])
+_context.set_forkserver_preload(["tests.backends.disk.disk_writer", "tests.store.shared_store"])
 
 Tell = Callable[[Any], None]
 

@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from lmkv.backends.memory import CPUPinnedBackend
+from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.wrapper import WrapperBackend
-from lmkv.claims import Lease
 from lmkv.policies import make_policy
-from lmkv.protocols import Backend, ChunkKey, Listed
-from lmkv.tier import Tier
-from lmkv.tiered import TieredStore
+from lmkv.protocols import Backend, ChunkKey, Listed, Tier
+from lmkv.store.leases import Lease
+from lmkv.store.tiered import TieredStore
 
 T = TypeVar("T")
 SLOT = 4096

@@ -6,32 +6,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmkv.backends.aio import AsyncAdapter, AsyncBackend
-    from lmkv.backends.disk import LocalDiskBackend
-    from lmkv.backends.memory import CPUPinnedBackend
-    from lmkv.backends.null import NullBackend
-    from lmkv.backends.wrapper import WrapperBackend
+    from lmkv.backends.aio import AsyncAdapter as AsyncAdapter, AsyncBackend as AsyncBackend
+    from lmkv.backends.cpu import CPUPinnedBackend as CPUPinnedBackend
+    from lmkv.backends.disk import LocalDiskBackend as LocalDiskBackend
+    from lmkv.backends.null import NullBackend as NullBackend
+    from lmkv.backends.wrapper import WrapperBackend as WrapperBackend
 
 _HOMES = {
     "AsyncAdapter": "aio",
     "AsyncBackend": "aio",
-    "CPUPinnedBackend": "memory",
+    "CPUPinnedBackend": "cpu",
     "LocalDiskBackend": "disk",
     "NullBackend": "null",
     "WrapperBackend": "wrapper",
 }
 
-__all__ = [
-    "AsyncAdapter",
-    "AsyncBackend",
-    "CPUPinnedBackend",
-    "LocalDiskBackend",
-    "NullBackend",
-    "WrapperBackend",
-]
+__all__ = [*_HOMES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -15,10 +15,10 @@ from attrs import asdict
 from rich.console import Console
 from rich.table import Table
 
-from lmkv.cli.limits import measure_copies, measure_disk, measure_keys
-from lmkv.cli.panels import Panel, rounded
-from lmkv.cli.rounds import machine
-from lmkv.cli.ttft import measure_ttft
+from lmkv.cli.measure.limits import measure_copies, measure_disk, measure_keys
+from lmkv.cli.measure.report import Panel, rounded
+from lmkv.cli.measure.timing import machine
+from lmkv.cli.measure.ttft import measure_ttft
 
 
 def bench(
@@ -90,7 +90,7 @@ def drawn(panels: Sequence[Panel], path: Path) -> None:
     if find_spec("matplotlib") is None:
         say('no picture without matplotlib: pip install "lmkv[plot]"')
         return
-    from lmkv.cli.plot import draw
+    from lmkv.cli.measure.report import draw
 
     draw(panels, machine(), path)
     say(f"drawn: {path}")

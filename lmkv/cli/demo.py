@@ -20,9 +20,10 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
-from lmkv.cli.measure import CONNECTOR, PROMPTS, Measurement, Plan, Progress, measure
-from lmkv.cli.model import SmallModel, whole_heads
-from lmkv.cli.restart import RestartMeasurement, measure_restart
+from lmkv.cli.measure.hit import CONNECTOR, PROMPTS, Measurement, Plan, Progress, measure
+from lmkv.cli.measure.restart import RestartMeasurement, measure_restart
+from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.model import whole_heads
 from lmkv.errors import LmkvError
 
 LOG_LINES = 60

@@ -19,12 +19,12 @@ from attrs import asdict, frozen
 from rich.console import Console
 from rich.table import Table
 
-from lmkv import codec
-from lmkv.cli.probe import try_folder
+from lmkv.backends.disk.probe import try_folder
+from lmkv.chunks import codec
+from lmkv.chunks.layout import ALIGNMENT
 from lmkv.config import GB, Config
 from lmkv.errors import ConfigError, LmkvError
-from lmkv.layout import ALIGNMENT
-from lmkv.slab import available_ram, clamp_capacity
+from lmkv.memory.slab import available_ram, clamp_capacity
 from lmkv.vllm import compat, plugin
 
 IMPORT_TIMEOUT = 300.0

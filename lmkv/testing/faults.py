@@ -13,8 +13,8 @@ from functools import partial
 from typing import TypeVar
 
 from lmkv.backends.wrapper import WrapperBackend
-from lmkv.copier import ChunkCopy, Copier, Event
 from lmkv.errors import BackendError, BackendUnavailable
+from lmkv.memory.copier import ChunkCopy, Copier, Event
 from lmkv.outcomes import Read, Written
 from lmkv.protocols import Backend, Chunk, ChunkKey, ReadsRanges
 

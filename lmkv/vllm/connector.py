@@ -21,15 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from lmkv.build import build_store
 from lmkv.config import Config
-from lmkv.pages import block_rows
-from lmkv.stack import build_store
+from lmkv.memory.paged import block_rows
 from lmkv.vllm import compat
-from lmkv.vllm.loadcost import LoadCost
-from lmkv.vllm.loadmode import LoadMode
 from lmkv.vllm.metadata import StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel, describe
-from lmkv.vllm.scheduler import Scheduler
+from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode
+from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
-from lmkv.copier import ChunkCopy, Run
+from lmkv.memory.copier import ChunkCopy, Run
 
 NULL_BLOCK = 0
 """vLLM's placeholder in tables with a sliding window: never read, never written."""

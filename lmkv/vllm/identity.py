@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lmkv.keys import Namespace, canonical
-from lmkv.vllm.options import RequestOptions
-from lmkv.vllm.weights import fingerprint
+from lmkv.chunks.namespace import Namespace, canonical
 
 
-def request_root(namespace: Namespace, request: Any, options: RequestOptions) -> bytes:
+def request_root(namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]]) -> bytes:
     """The root of a request's keys: namespace, cache salt, LoRA adapter and tags, each in its own field."""
     lora = getattr(request, "lora_request", None)
-    extra = {f"tag.{name}": value for name, value in options.tags}
+    extra = {f"tag.{name}": value for name, value in tags}
     if lora is not None:
         extra["lora"] = _adapter_weights(lora)
     return namespace.root(
@@ -61,3 +61,58 @@ def content_extras(request: Any, chunk_size: int) -> Mapping[int, bytes]:
             place = offset - chunk * chunk_size
             parts.setdefault(chunk, []).append((place, length, str(feature.identifier)))
     return {chunk: hashlib.sha256(canonical(tuple(sorted(found)))).digest() for chunk, found in parts.items()}
+
+
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+_PLACES = 64
+_PLACE_BYTES = 4096
+_TENSOR_BYTES = 256
+_MAX_HEADER = 1 << 27
+
+
+def fingerprint(path: Path) -> str:
+    """Of the weight files at `path`, a folder or a file: names, sizes and samples. "" when there are none.
+
+    Samples are taken of every tensor where the format says where they are, and of 64 places in any file:
+    hashing whole checkpoints would take minutes. So a change of a few numbers in between goes unseen, a
+    training run does not.
+    """
+    digest, found = hashlib.sha256(), False
+    for file in _files(path):
+        digest.update(file.name.encode() + _sampled(file))
+        found = True
+    return digest.hexdigest() if found else ""
+
+
+def _files(path: Path) -> Iterable[Path]:
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else []
+
+
+def _sampled(path: Path) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        digest = hashlib.sha256(b"%d" % size)
+        for place in range(_PLACES):
+            offset = place * max(0, size - _PLACE_BYTES) // (_PLACES - 1)
+            digest.update(os.pread(descriptor, _PLACE_BYTES, offset))
+        for start, end in _tensors(descriptor, path.suffix):
+            middle = max(start, (start + end - _TENSOR_BYTES) // 2)
+            digest.update(os.pread(descriptor, min(_TENSOR_BYTES, end - middle), middle))
+    return digest.digest()
+
+
+def _tensors(descriptor: int, suffix: str) -> list[tuple[int, int]]:
+    """Where the tensors of a safetensors file lie, in the order of its header; none for other files."""
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if suffix != ".safetensors" or length > _MAX_HEADER:
+        return []
+    try:
+        header = json.loads(os.pread(descriptor, length, 8))
+        spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        return [(8 + length + int(start), 8 + length + int(end)) for start, end in spans]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from lmkv.keys import Namespace
-from lmkv.layout import KVLayout, LayerPages
-from lmkv.pages import PagedMemory
+from lmkv.chunks.layout import KVLayout, LayerPages
+from lmkv.chunks.namespace import Namespace
+from lmkv.memory.paged import PagedMemory
 from lmkv.vllm.compat import GroupFacts, kv_groups, vllm_version
 from lmkv.vllm.geometry import Geometry, Group
-from lmkv.vllm.weights import fingerprint
+from lmkv.vllm.identity import fingerprint
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from attrs import define, field
 
-from lmkv.backends.disk import LocalDiskBackend
-from lmkv.copiers import make_copier
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.memory.copiers import make_copier
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 
 RATE = 0.05
@@ -44,7 +44,7 @@ class Saboteur:
     def at_work(self) -> Iterator[None]:
         """Engines that are made in here get its disk and its copies."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lmkv.stack.LocalDiskBackend", self._disk)
+            patch.setattr("lmkv.build.LocalDiskBackend", self._disk)
             patch.setattr("lmkv.vllm.worker.make_copier", self._copier)
             yield
 

@@ -13,11 +13,17 @@ from tests.vllm.harness import Engine, engine, prompt
 HERE = Path(__file__).parent
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where vLLM is not wanted, do not import it: that takes longer than many a test."""
+    needs_vllm = collection_path.parent == HERE and collection_path.suffix == ".py"
+    return True if needs_vllm and "not vllm" in config.option.markexpr else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = find_spec("vllm") is None
     # Every conftest sees the items of the whole run.
     for item in items:
-        if item.path.is_relative_to(HERE):
+        if item.path.parent == HERE:
             item.add_marker(pytest.mark.vllm)
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))

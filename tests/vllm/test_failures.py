@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmkv.backends.disk import LocalDiskBackend
+from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.testing.faults import FaultyBackend
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 
@@ -35,7 +35,7 @@ def over_faulty_disk(model: Path, folder: Path, **options: Any) -> Iterator[tupl
         "prefetch_deadline": DEADLINE,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lmkv.stack.LocalDiskBackend", make)
+        patch.setattr("lmkv.build.LocalDiskBackend", make)
         with engine(model, extra=extra, **options) as running:
             yield running, disks[0]
 

@@ -166,7 +166,7 @@ def in_its_place(engine: Engine, checkpoints: Path, tmp_path: Path, monkeypatch:
 
 
 def _fingerprint_of(folder: Path) -> Callable[[Path], str]:
-    from lmkv.vllm.weights import fingerprint
+    from lmkv.vllm.identity import fingerprint
 
     return lambda path: fingerprint(folder)
 
@@ -204,7 +204,7 @@ def test_another_version_of_vllm_does_not_share(
 def test_another_format_of_keys_does_not_share(
     plain: bytes, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmkv.keys.FORMAT_VERSION", 99)
+    monkeypatch.setattr("lmkv.chunks.namespace.FORMAT_VERSION", 99)
     assert namespace_of(Engine(), checkpoints / "model") != plain
 
 

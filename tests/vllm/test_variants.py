@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.layered import Layered
+from lmkv.vllm.worker import Layered
 from tests.vllm.harness import BLOCK, engine, external_hits, prompt
 
 

@@ -1,0 +1,7 @@
+"""Chunks as files on a local disk."""
+
+from __future__ import annotations
+
+from lmkv.backends.disk.backend import LocalDiskBackend
+
+__all__ = ["LocalDiskBackend"]

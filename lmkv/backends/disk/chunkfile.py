@@ -1,0 +1,251 @@
+"""One chunk's file: written whole, published at once, read straight into the caller's memory, verified."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+
+from attrs import define, field
+
+from lmkv.backends.disk.fileio import (
+    O_DIRECT,
+    Scratch,
+    address_of,
+    opened,
+    publish,
+    read_fully,
+    sync_folder,
+    temporary,
+    write_fully,
+)
+from lmkv.chunks import codec
+from lmkv.chunks.codec import PAGE, Cover, FormatError, Header
+from lmkv.chunks.layout import align_up
+from lmkv.protocols import Chunk, ChunkKey
+
+TOUCH_EVERY = 60.0
+"""Seconds between two notes of a file's use, so that a hot chunk costs one inode update a minute."""
+
+PIECE = 2 << 20
+"""Bytes to move at once: enough for a disk, and while one thread checks its piece the others keep it busy."""
+
+SMALL = 2 * PIECE
+"""Up to this, one system call for everything beats an early start."""
+
+
+class WrongLengthError(Exception):
+    """The file is sound, but its payload is not what the caller takes it for."""
+
+
+@define
+class BlobFiles:
+    """How chunks of one namespace become files and come back. Safe in any number of threads; no lock.
+
+    `direct`: go past the page cache wherever the caller's memory allows it. `sync`: see `LocalDiskBackend`.
+    """
+
+    namespace: bytes = field(repr=bytes.hex)
+    segment_bytes: int
+    token_room: int
+    sync: str
+    direct: bool
+    _scratch: Scratch = field(factory=Scratch, init=False, repr=False)
+
+    def header_bytes(self, payload_bytes: int) -> int:
+        return codec.header_bytes(payload_bytes, self.segment_bytes, self.token_room)
+
+    def file_bytes(self, payload_bytes: int) -> int:
+        return self.header_bytes(payload_bytes) + align_up(payload_bytes, PAGE)
+
+    def write(self, chunk: Chunk, path: str) -> None:
+        """Make the chunk's file at `path`, completely or not at all.
+
+        More token ids than there is room for are not recorded. Raises `FileExistsError` when the file is
+        there already, `FileNotFoundError` when its folder is not, and `OSError` when the medium refuses.
+        """
+        folder = os.path.dirname(path)
+        with temporary(folder, self._direct_flag(address_of(chunk.payload))) as (fd, unfinished):
+            if len(chunk.payload) <= SMALL:
+                self._write_at_once(fd, chunk)
+            else:
+                self._write_in_pieces(fd, chunk)
+            if self.sync != "none":
+                os.fdatasync(fd)
+            publish(unfinished, path)
+        if self.sync == "full":
+            _sync_or_undo(folder, path)
+
+    def _write_at_once(self, fd: int, chunk: Chunk) -> None:
+        checksums = codec.segment_checksums(chunk.payload, self.segment_bytes)
+        write_fully(fd, [self._packed(chunk, checksums), *self._padded(chunk.payload)])
+
+    def _write_in_pieces(self, fd: int, chunk: Chunk) -> None:
+        """The header comes last, each piece's checksums after the piece: the disk need not wait for them."""
+        begin, step = self.header_bytes(len(chunk.payload)), self._piece(self.segment_bytes)
+        checksums: tuple[int, ...] = ()
+        for at in range(0, len(chunk.payload), step):
+            piece = chunk.payload[at : at + step]
+            write_fully(fd, self._padded(piece), begin + at)
+            checksums += codec.segment_checksums(piece, self.segment_bytes)
+        write_fully(fd, [self._packed(chunk, checksums)])
+
+    def _packed(self, chunk: Chunk, checksums: tuple[int, ...]) -> memoryview:
+        header = Header(
+            namespace=self.namespace,
+            key=chunk.key,
+            payload_bytes=len(chunk.payload),
+            checksums=checksums,
+            segment_bytes=self.segment_bytes,
+            header_bytes=self.header_bytes(len(chunk.payload)),
+            parent=chunk.parent,
+            tokens=chunk.tokens if len(chunk.tokens) <= 4 * self.token_room else b"",
+        )
+        packed = self._scratch.take("header", header.header_bytes)
+        codec.pack_header(header, packed)
+        return packed
+
+    def read(self, path: str, key: ChunkKey, into: memoryview) -> None:
+        """Fill `into` with the payload.
+
+        Raises `FormatError` when the file cannot be trusted, `WrongLengthError` when it is sound but not
+        `len(into)` long, and `OSError`.
+        """
+        with self._opened(path, address_of(into)) as (fd, status):
+            header, done = self._read_start(fd, status.st_size, key, into)
+            reader, step = RangeReader(fd, header, self._scratch), self._piece(header.segment_bytes)
+            for at in range(done, len(into), step):
+                reader.read(at, into[at : at + step])
+
+    def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
+        """The header, and how much of `into` is filled and verified already.
+
+        A file of the size that we would make has its payload where we would put it, so that a first piece can
+        come along with the header.
+        """
+        first = min(len(into) - len(into) % PAGE, self._piece(self.segment_bytes))
+        header_bytes = self.header_bytes(len(into))
+        if size != self.file_bytes(len(into)):
+            header, first = self._header_of(fd, size, key), 0
+        else:
+            start = self._scratch.take("header", header_bytes)
+            read_fully(fd, [start, into[:first]])
+            header = self._checked(codec.parse_header(start), size, key)
+        _check_length(header, len(into))
+        if header.header_bytes != header_bytes or (first % header.segment_bytes and first != len(into)):
+            return header, 0
+        codec.verify_segments(header, into[:first])
+        return header, first
+
+    @staticmethod
+    def _piece(segment_bytes: int) -> int:
+        """Bytes of payload to move between two looks at checksums: whole segments."""
+        return max(PIECE // segment_bytes, 1) * segment_bytes
+
+    @contextlib.contextmanager
+    def ranges(self, path: str, key: ChunkKey, misalignment: int) -> Iterator[RangeReader]:
+        """Read parts of one file. `misalignment`: how far the callers' memory is off page boundaries."""
+        with self._opened(path, misalignment) as (fd, status):
+            yield RangeReader(fd, self._header_of(fd, status.st_size, key), self._scratch)
+
+    def header(self, path: str, key: ChunkKey) -> Header:
+        """The file's header, checked against its size. Raises `FormatError` or `OSError`."""
+        with opened(path, os.O_RDONLY) as fd:
+            return self._header_of(fd, _regular(fd).st_size, key)
+
+    def _direct_flag(self, misalignment: int) -> int:
+        return O_DIRECT if self.direct and misalignment % PAGE == 0 else 0
+
+    @contextlib.contextmanager
+    def _opened(self, path: str, misalignment: int) -> Iterator[tuple[int, os.stat_result]]:
+        """The file opened to be read, and its use noted."""
+        with opened(path, os.O_RDONLY | self._direct_flag(misalignment)) as fd:
+            status = _regular(fd)
+            yield fd, status
+            if time.time() - status.st_mtime > TOUCH_EVERY:
+                with contextlib.suppress(OSError):
+                    os.utime(fd)
+
+    def _padded(self, payload: memoryview) -> list[memoryview]:
+        """The payload as whole pages: its own memory, and a zero-filled copy of what is left over."""
+        rest = len(payload) % PAGE
+        if not rest:
+            return [payload]
+        tail = self._scratch.take("tail", PAGE)
+        tail[:rest] = payload[-rest:]
+        tail[rest:] = bytes(PAGE - rest)
+        return [payload[:-rest], tail]
+
+    def _header_of(self, fd: int, size: int, key: ChunkKey) -> Header:
+        start = self._scratch.take("header", PAGE)
+        read_fully(fd, [start])
+        nbytes = codec.peek_header_bytes(start)
+        if nbytes > PAGE:
+            start = self._scratch.take("header", nbytes)
+            read_fully(fd, [start])
+        return self._checked(codec.parse_header(start), size, key)
+
+    def _checked(self, header: Header, size: int, key: ChunkKey) -> Header:
+        if (header.namespace, header.key) != (self.namespace, key):
+            raise FormatError(f"it holds chunk {header.key.hex()} of namespace {header.namespace.hex()}")
+        if header.file_bytes != size:
+            raise FormatError(f"it is {size} bytes long instead of {header.file_bytes}")
+        return header
+
+
+@define
+class RangeReader:
+    """An open file and its verified header, for as many ranges as one wants."""
+
+    fd: int
+    header: Header
+    _scratch: Scratch
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from the payload's `offset` on; raises like `BlobFiles.read`.
+
+        Only whole segments can be verified, so those that `into` covers in part go through scratch memory.
+        """
+        until = offset + len(into)
+        if not 0 <= offset < until <= self.header.payload_bytes:
+            raise WrongLengthError(f"bytes {offset} to {until} of a payload of {self.header.payload_bytes}")
+        cover = self.header.cover(offset, len(into))
+        head = self._scratch.take("head", align_up(cover.begin - cover.start, PAGE))
+        body = into[cover.begin - offset : cover.stop - offset] if cover.begin < cover.stop else into[:0]
+        tail = self._scratch.take("tail", align_up(cover.end - cover.stop, PAGE))
+        read_fully(self.fd, [head, body, tail], self.header.header_bytes + cover.start)
+        head, tail = head[: cover.begin - cover.start], tail[: cover.end - cover.stop]
+        self._verify(cover, head, body, tail)
+        if head:
+            wanted = head[offset - cover.start :][: len(into)]
+            into[: len(wanted)] = wanted
+        if tail:
+            into[cover.stop - offset :] = tail[: until - cover.stop]
+
+    def _verify(self, cover: Cover, head: memoryview, body: memoryview, tail: memoryview) -> None:
+        codec.verify_segments(self.header, head, cover.first)
+        codec.verify_segments(self.header, body, cover.first + bool(head))
+        codec.verify_segments(self.header, tail, cover.last)
+
+
+def _regular(fd: int) -> os.stat_result:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError("it is not a regular file")
+    return status
+
+
+def _check_length(header: Header, nbytes: int) -> None:
+    if header.payload_bytes != nbytes:
+        raise WrongLengthError(f"its payload is {header.payload_bytes} bytes long, not {nbytes}")
+
+
+def _sync_or_undo(folder: str, path: str) -> None:
+    try:
+        sync_folder(folder)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise

@@ -1,0 +1,63 @@
+"""Try a folder as a disk tier would use it, and leave it as it was."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from attrs import frozen
+
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.chunks.layout import ALIGNMENT
+from lmkv.errors import BackendError
+from lmkv.outcomes import ReadStatus, WriteStatus
+from lmkv.protocols import Chunk
+
+_KEY = bytes(32)
+_PAYLOAD_PAGES = 16
+
+
+@frozen
+class FolderFacts:
+    """`tried`: the folder, or its nearest parent if it is not there yet. `direct_io`: O_DIRECT is in use."""
+
+    tried: str
+    free_bytes: int
+    direct_io: bool
+
+
+def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"] = "auto") -> FolderFacts:
+    """Store one chunk below `path`, read it back and remove it.
+
+    Raises what the backend would: `ConfigError`, or a `BackendError` when the medium fails; or OSError.
+    """
+    tried = _existing(Path(path).absolute())
+    with tempfile.TemporaryDirectory(prefix=".lmkv-try-", dir=tried) as folder:
+        backend = LocalDiskBackend(folder, _KEY, direct=direct)
+        try:
+            _round_trip(backend)
+        finally:
+            backend.close()
+        return FolderFacts(str(tried), shutil.disk_usage(tried).free, backend.direct_io)
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def _round_trip(backend: LocalDiskBackend) -> None:
+    size = _PAYLOAD_PAGES * ALIGNMENT
+    # Memory of its own pages, because O_DIRECT is only used for such.
+    with mmap.mmap(-1, size) as given, mmap.mmap(-1, size) as returned:
+        given.write(os.urandom(size))
+        with memoryview(given) as payload, memoryview(returned) as into:
+            [written] = backend.write([Chunk(_KEY, payload)])
+            if written.status is not WriteStatus.STORED:
+                raise written.error or BackendError(backend.name, "write", reason=written.reason)
+            [read] = backend.read([(_KEY, into)])
+            if read.status is not ReadStatus.HIT or into != payload:
+                raise read.error or BackendError(backend.name, "read", reason="other bytes came back")

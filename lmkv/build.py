@@ -1,0 +1,49 @@
+"""From a `Config` to the store it describes."""
+
+from __future__ import annotations
+
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.chunks.layout import KVLayout
+from lmkv.chunks.namespace import Namespace
+from lmkv.config import Config
+from lmkv.policies import make_admission, make_policy
+from lmkv.protocols import Tier
+from lmkv.store.tiered import TieredStore
+
+
+def build_store(
+    config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, pinned: bool = False
+) -> TieredStore:
+    """`shared`: other processes map the CPU tier and populate it. `pinned`: a device's driver pins it."""
+    host = CPUPinnedBackend(
+        config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=not shared, pinned=pinned
+    )
+    return TieredStore(
+        Tier(host, make_policy(config.cache_policy)),
+        [_disk_tier(config, config.local_disk, namespace)] if config.local_disk else [],
+        io_threads=config.disk_io_threads,
+        prefetch_share=config.prefetch_share,
+        # Without a CPU tier its slots are only what everything passes through.
+        retain=config.local_cpu,
+    )
+
+
+def _disk_tier(config: Config, folder: str, namespace: Namespace) -> Tier:
+    backend = LocalDiskBackend(
+        folder,
+        namespace.digest,
+        sync=config.disk_sync,
+        direct=config.disk_direct,
+        min_free=config.disk_min_free_bytes,
+        chunk_tokens=namespace.chunk_size,
+        # Whether another process uses the folder too cannot be known: a second server may start any time.
+        shared=True,
+    )
+    return Tier(
+        backend,
+        make_policy(config.cache_policy),
+        capacity_bytes=config.max_local_disk_bytes,
+        admission=make_admission(config.disk_admission),
+        write=config.disk_write,
+    )

@@ -1,0 +1,174 @@
+"""Tokens to a chain of chunk keys, with the standard library alone.
+
+Key i is sha256(root || tokens[0 : (i + 1) * chunk_size]), tokens as little-endian uint32: a key stands for
+its chunk and everything before it. One streaming hash gives all keys, so that n tokens cost n, not n squared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable, Mapping
+from operator import index
+from typing import Any, Final, Literal, Protocol
+
+from lmkv.errors import UsageError
+
+_DIGEST_BYTES: Final = 32
+_TOKEN_BYTES: Final = 4
+_UINT32: Final[Literal["I", "L"]] = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
+_REROOT_TAG: Final = b"lmkv extras\0"
+
+
+class Tokens(Protocol):
+    """A list, tuple, array, numpy array, torch tensor, or a sequence whose slice is one of these."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, span: slice, /) -> Any: ...
+
+
+class KeyChain:
+    """The growing keys of one token sequence: `keys[i]`, 32 bytes, is the key of chunk i.
+
+    `root`: 32 bytes, see `Namespace.root`. `chunk_size`: tokens. `extras`: chunk index -> 32-byte digest of
+    what that chunk means besides its tokens (an image that overlaps it, say); its key and all
+    later ones depend on it, the keys before it do not. Not thread-safe.
+    """
+
+    __slots__ = ("_chunk_size", "_extras", "_stream", "keys", "root")
+
+    def __init__(self, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None) -> None:
+        if chunk_size < 1:
+            raise UsageError(f"chunk_size must be positive, not {chunk_size!r}")
+        self.root = _checked_digest(root, "root")
+        self.keys: list[bytes] = []
+        self._chunk_size = chunk_size
+        self._extras = _checked_extras(extras or {})
+        self._stream = hashlib.sha256(root)
+
+    def extend(self, tokens: Tokens) -> None:
+        """Add the keys of the chunks that have become complete; `tokens` is the COMPLETE sequence so far.
+
+        Tokens that were hashed before are not looked at again, and a tail shorter than a chunk never is.
+        A token that is no uint32 is a `UsageError` that names its position; the chain stays as it was.
+        A bool inside a list counts as the int that it is; arrays of bools or floats are refused.
+        """
+        done = len(self.keys)
+        complete = _length(tokens) // self._chunk_size
+        if complete > done:
+            ids = _uint32(tokens, done * self._chunk_size, complete * self._chunk_size)
+            self._absorb(memoryview(ids), complete - done)
+
+    def parent(self, position: int) -> bytes:
+        """The key before `keys[position]`, empty for the first. `len(keys)` asks for the next chunk's."""
+        if not 0 <= position <= len(self.keys):
+            raise UsageError(f"no chunk {position} in a chain of {len(self.keys)}")
+        return self.keys[position - 1] if position else b""
+
+    def _absorb(self, ids: memoryview, chunks: int) -> None:
+        """Hash `chunks` chunks; `ids` has one item a token and may be longer."""
+        step, extras = self._chunk_size, self._extras
+        stream, append = self._stream, self.keys.append
+        for start in range(0, chunks * step, step):
+            if extras and (extra := extras.get(len(self.keys))) is not None:
+                self._stream = stream = self._rerooted(extra)
+            stream.update(ids[start : start + step])
+            append(stream.digest())
+
+    def _rerooted(self, extra: bytes) -> hashlib._Hash:
+        before = self.keys[-1] if self.keys else self.root
+        return hashlib.sha256(hashlib.sha256(_REROOT_TAG + before + extra).digest())
+
+
+def chunk_keys(
+    tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None
+) -> list[bytes]:
+    """The keys of all complete chunks of `tokens`: `len(tokens) // chunk_size` of them. See `KeyChain`."""
+    chain = KeyChain(root, chunk_size, extras)
+    chain.extend(tokens)
+    return chain.keys
+
+
+def token_bytes(tokens: Tokens) -> bytes:
+    """All tokens as little-endian uint32. A token that is none is a `UsageError` that names its position."""
+    return _uint32(tokens, 0, _length(tokens)).tobytes()
+
+
+def _checked_digest(digest: object, name: str) -> bytes:
+    if not isinstance(digest, bytes) or len(digest) != _DIGEST_BYTES:
+        raise UsageError(f"{name} must be {_DIGEST_BYTES} bytes, not {digest!r}")
+    return digest
+
+
+def _checked_extras(extras: Mapping[int, bytes]) -> dict[int, bytes]:
+    if misplaced := [at for at in extras if at < 0]:
+        raise UsageError(f"extras at negative chunk indices: {misplaced}")
+    return {at: _checked_digest(extra, f"extras[{at}]") for at, extra in extras.items()}
+
+
+def _length(tokens: Tokens) -> int:
+    if isinstance(tokens, (str, bytes, bytearray)):
+        raise UsageError(f"tokens must be a sequence of ints, not {type(tokens).__name__}")
+    if getattr(tokens, "ndim", 1) != 1:
+        raise UsageError(f"tokens must have one dimension, not the shape {getattr(tokens, 'shape', None)}")
+    return len(tokens)
+
+
+def _uint32(tokens: Tokens, start: int, stop: int) -> array[int]:
+    """tokens[start:stop], and perhaps some after it, as uint32 that lie little-endian in memory."""
+    ids = _native_uint32(tokens, start, stop)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
+
+
+def _native_uint32(tokens: Tokens, start: int, stop: int) -> array[int]:
+    if hasattr(tokens, "dtype"):
+        return _from_ndarray(tokens[start:stop], start)
+    if start == 0 and isinstance(tokens, (list, tuple)):
+        # Slicing a long list costs a tenth of hashing it. A bad token past `stop` must not matter, though.
+        try:
+            return array(_UINT32, tokens)
+        except (OverflowError, TypeError):
+            pass
+    return _from_sequence(tokens[start:stop], start)
+
+
+def _from_sequence(tokens: Iterable[int], start: int) -> array[int]:
+    try:
+        return array(_UINT32, tokens)
+    except (OverflowError, TypeError):
+        raise _bad_token(tokens, start) from None
+
+
+def _from_ndarray(tokens: Any, start: int) -> array[int]:
+    """From a numpy array, or a torch tensor on any device, known by their methods alone."""
+    if hasattr(tokens, "detach"):
+        tokens = _from_tensor(tokens)
+    kind, itemsize = tokens.dtype.kind, tokens.dtype.itemsize
+    if kind not in "iu":
+        raise UsageError(f"tokens must be integers, not {tokens.dtype}")
+    fits = kind == "u" and itemsize <= _TOKEN_BYTES
+    if not fits and len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 32:
+        raise _bad_token(tokens.tolist(), start)
+    return array(_UINT32, tokens.astype("=u4").tobytes())
+
+
+def _from_tensor(tokens: Any) -> Any:
+    try:
+        return tokens.detach().cpu().numpy()
+    except TypeError:  # numpy has no bfloat16
+        raise UsageError(f"tokens must be integers, not {tokens.dtype}") from None
+
+
+def _bad_token(tokens: Iterable[object], start: int) -> UsageError:
+    for position, token in enumerate(tokens, start):
+        try:
+            if 0 <= index(token) < 1 << 32:  # type: ignore[arg-type]
+                continue
+        except TypeError:
+            pass
+        return UsageError(f"token {token!r} at position {position} is not an unsigned 32-bit integer")
+    return UsageError("tokens cannot be read as integers")

@@ -1,0 +1,194 @@
+"""lmkv beside what this machine can do at most: memory, disk and hashing. No vLLM. Wall time."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import random
+import secrets
+import statistics
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmkv import Config, Engine
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.chunks.hashing import chunk_keys
+from lmkv.cli.measure.report import Panel
+from lmkv.cli.measure.timing import interleaved
+from lmkv.outcomes import ReadStatus, WriteStatus
+from lmkv.protocols import Chunk, ChunkKey
+
+BLOCK, CHUNK, CHUNKS = 16, 256, 8
+MIB = 1 << 20
+NAMESPACE = bytes(32)
+COPY, STORE, RETRIEVE = "contiguous copy", "lmkv store", "lmkv retrieve"
+
+Cases = Mapping[str, Callable[[], Any]]
+
+
+def check(right: bool) -> None:
+    if not right:
+        raise RuntimeError("a transfer failed: the figures would be worthless")
+
+
+def measure_copies(*, quick: bool) -> Panel:
+    """Store and retrieve through the engine, between scattered blocks and host memory, in one thread."""
+    layers = 4 if quick else 32
+    blocks = CHUNKS * CHUNK // BLOCK
+    tensors = [torch.randn((2 * blocks, 8, BLOCK, 256)).to(torch.bfloat16) for _ in range(layers)]
+    # A MiB a layer and chunk, and as much again so that nothing is evicted.
+    config = Config.load(max_local_cpu_size=2 * CHUNKS * layers / 1024, chunk_size=CHUNK, env={})
+    scattered = random.Random(0).sample(range(2 * blocks), blocks)
+    tokens = random.Random(1).choices(range(50_000), k=CHUNK * CHUNKS)
+    nbytes = CHUNKS * layers * MIB
+    source, target = np.ones(nbytes // 8, np.int64), np.zeros(nbytes // 8, np.int64)
+    with Engine.open(tensors, block_size=BLOCK, model="bench", config=config) as engine:
+
+        def forget() -> None:
+            engine.clear()
+
+        cases: Cases = {
+            COPY: lambda: np.copyto(target, source),
+            STORE: lambda: engine.store(tokens, scattered),
+            RETRIEVE: lambda: engine.retrieve(tokens, scattered),
+        }
+        for _ in range(3):  # every slot that will be used has been touched
+            forget()
+            check(engine.store(tokens, scattered) == len(tokens))
+        times = interleaved(
+            cases,
+            7 if quick else 21,
+            clock=time.perf_counter,
+            before=lambda name: forget() if name == STORE else None,
+        )
+    speeds = {name: nbytes / statistics.median(found) / 1e9 for name, found in times.items()}
+    return Panel(f"Host memory, {layers} MiB chunks", "GB/s", speeds, COPY)
+
+
+def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
+    """What any chain of sha256 has to pay: one array conversion, one streaming hash, a digest a chunk."""
+    data = memoryview(array("I", tokens)).cast("B")
+    stream, keys = hashlib.sha256(NAMESPACE), []
+    for start in range(0, len(data), 4 * chunk):
+        stream.update(data[start : start + 4 * chunk])
+        keys.append(stream.digest())
+    return keys
+
+
+def measure_keys(*, quick: bool) -> Panel:
+    """Chunk keys of a long prompt."""
+    tokens = random.Random(0).choices(range(150_000), k=131_072)
+    cases: Cases = {
+        "bare sha256": lambda: bare_chain(tokens),
+        "lmkv keys": lambda: chunk_keys(tokens, NAMESPACE, CHUNK),
+    }
+    times = interleaved(cases, 11 if quick else 101, clock=time.perf_counter)
+    speeds = {name: len(tokens) / statistics.median(found) / 1e6 for name, found in times.items()}
+    return Panel("Naming chunks, 131,072 tokens", "million tokens/s", speeds, "bare sha256")
+
+
+# -- disk -------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """The same chunks as files, plain and by lmkv's disk tier, both with as many threads as that has."""
+
+    def __init__(self, folder: Path, chunks: int, nbytes: int, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._folder = folder
+        self.backend = LocalDiskBackend(folder / "lmkv", NAMESPACE)
+        memory = memoryview(mmap.mmap(-1, chunks * nbytes))
+        for at in range(0, len(memory), MIB):
+            memory[at : at + MIB] = secrets.token_bytes(MIB)
+        self._slots = [memory[at : at + nbytes] for at in range(0, len(memory), nbytes)]
+        self._keys: list[ChunkKey] = [number.to_bytes(32, "big") for number in range(chunks)]
+        self._flags = os.O_DIRECT if self.backend.direct_io else 0
+        self.nbytes = chunks * nbytes
+
+    def _each(self, work: Callable[[int], object]) -> None:
+        check(all(self._pool.map(work, range(len(self._slots)))))
+
+    def raw_write(self) -> None:
+        def one(index: int) -> bool:
+            fd = os.open(self._folder / str(index), os.O_CREAT | os.O_WRONLY | self._flags, 0o600)
+            try:
+                return os.pwrite(fd, self._slots[index], 0) == len(self._slots[index])
+            finally:
+                os.close(fd)
+
+        self._each(one)
+
+    def raw_read(self) -> None:
+        def one(index: int) -> bool:
+            fd = os.open(self._folder / str(index), os.O_RDONLY | self._flags)
+            try:
+                return os.preadv(fd, [self._slots[index]], 0) == len(self._slots[index])
+            finally:
+                os.close(fd)
+
+        self._each(one)
+
+    def write(self) -> None:
+        def one(index: int) -> bool:
+            [written] = self.backend.write([Chunk(self._keys[index], self._slots[index])])
+            return written.status is WriteStatus.STORED
+
+        self._each(one)
+
+    def read(self) -> None:
+        def one(index: int) -> bool:
+            [read] = self.backend.read([(self._keys[index], self._slots[index])])
+            return read.status is ReadStatus.HIT
+
+        self._each(one)
+
+    def forget(self) -> None:
+        """Before a write: neither way has these files yet."""
+        self.backend.delete(self._keys)
+        for index in range(len(self._slots)):
+            (self._folder / str(index)).unlink(missing_ok=True)
+
+    def cool(self) -> None:
+        """Before a read: nothing of the files is in memory."""
+        for path in self._folder.rglob("*"):
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+
+
+def measure_disk(parent: Path, *, quick: bool) -> list[Panel]:
+    """Writes that nobody flushes, as the disk tier does by default, and cold reads."""
+    mib = 4 if quick else 32
+    with (
+        tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as folder,
+        ThreadPoolExecutor(Config().disk_io_threads) as pool,
+    ):
+        disk = Disk(Path(folder), 8, mib * MIB, pool)
+        how = "past the page cache" if disk.backend.direct_io else "through the page cache"
+        rounds = 3 if quick else 9
+        writes: Cases = {"plain files": disk.raw_write, "lmkv": disk.write}
+        reads: Cases = {"plain files": disk.raw_read, "lmkv": disk.read}
+        clock = time.perf_counter
+        written = interleaved(writes, rounds, clock=clock, before=lambda name: disk.forget())
+        disk.forget()
+        disk.raw_write()
+        disk.write()
+        read = interleaved(reads, rounds, clock=clock, before=lambda name: disk.cool())
+        disk.backend.close()
+    panels = []
+    for what, times in (("writes", written), ("cold reads", read)):
+        speeds = {name: disk.nbytes / statistics.median(found) / 1e9 for name, found in times.items()}
+        title = f"Disk {what}, {mib} MiB chunks"
+        panels.append(Panel(title, "GB/s", speeds, "plain files", note=how))
+    return panels

@@ -1,0 +1,73 @@
+"""A small model with real random weights, to measure and test with what nobody has to download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attrs import Factory, field, frozen, validators
+
+# Flat logits would hide a wrong KV cache: vLLM's dummy weights are so small that every token is equally
+# likely. With this standard deviation the outputs depend on every byte of the cache.
+WEIGHT_STD = 0.15
+
+HEAD_DIM = 64
+BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@frozen(kw_only=True)
+class SmallModel:
+    """The shape of a Qwen3-like model; the same shape and seed give the same weights."""
+
+    layers: int = field(default=8, validator=validators.gt(0))
+    hidden: int = field(default=512, validator=validators.gt(0))
+    heads: int = Factory(lambda self: max(1, self.hidden // HEAD_DIM), takes_self=True)
+    kv_heads: int = Factory(lambda self: max(1, self.heads // 2), takes_self=True)
+    dtype: str = field(default="float32", validator=validators.in_(BYTES_PER_VALUE))
+    max_position: int = 32_768
+    vocab: int = 1024
+    seed: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in every layer."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_VALUE[self.dtype]
+
+    def write(self, folder: Path) -> None:
+        """Write configuration and weights into `folder`, as `transformers` and vLLM load them."""
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            intermediate_size=3 * self.hidden,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab,
+            max_position_embeddings=self.max_position,
+            initializer_range=WEIGHT_STD,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            weights = Qwen3ForCausalLM(config)
+        weights.to(getattr(torch, self.dtype)).save_pretrained(folder)
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write a tokenizer whose words are the token ids themselves: "17 4 99" is [17, 4, 99]."""
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import WhitespaceSplit
+        from transformers import PreTrainedTokenizerFast
+
+        words: dict[str, int] = {str(token): token for token in range(self.vocab)}
+        tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
+        tokenizer.pre_tokenizer = WhitespaceSplit()
+        wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        wrapped.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+        wrapped.save_pretrained(folder)

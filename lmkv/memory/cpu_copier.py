@@ -1,0 +1,115 @@
+"""Moving pages between host memory and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from lmkv.chunks.layout import KVLayout
+from lmkv.memory.copier import DONE, ChunkCopy, Event, by_layer, check_copies, check_fit
+from lmkv.memory.paged import PagedMemory
+from lmkv.memory.slab import SlabMap
+
+Array = npt.NDArray[Any]
+
+
+def _words(nbytes: int) -> np.dtype[np.generic]:
+    """The widest integer that divides `nbytes`: numpy moves int64 rows at the speed of memcpy."""
+    return np.dtype(next(f"u{size}" for size in (8, 4, 2, 1) if nbytes % size == 0))
+
+
+def _take(pages: Array, blocks: list[int], out: Array) -> None:
+    np.take(pages, blocks, axis=0, out=out, mode="clip")
+
+
+def _take_apart(pages: Array, blocks: list[int], out: Array) -> None:
+    # np.take would first make a contiguous copy of all pages, as large as the whole KV memory.
+    for place, block in enumerate(blocks):
+        out[place] = pages[block]
+
+
+@frozen
+class _Plane:
+    """One layer's rows as words, its part of every slot `[slot, page, word]`, and how pages are gathered."""
+
+    pages: Array
+    slots: Array
+    group: int
+    layers: range
+    take: Callable[[Array, list[int], Array], None]
+
+
+class CPUCopier:
+    """Paged memory in host memory: one numpy call per chunk and plane, at the speed of memcpy.
+
+    `np.take(..., out=..., mode="clip")` and fancy assignment were measured to reach a contiguous copy;
+    torch's indexed copies lose 15 to 40 %, and more threads only fight over the cores.
+    """
+
+    def __init__(self, memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> None:
+        check_fit(memory, layout, slab)
+        self.num_layers = memory.num_layers
+        self._planes: list[_Plane] = []
+        planes = zip(memory.rows, memory.groups, memory.layers, strict=True)
+        for index, (row, group, layers) in enumerate(planes):
+            offset, nbytes = layout.span(rank, index)
+            word = _words(np.gcd.reduce([row.shape[1], row.stride(0), offset, row.data_ptr()]))
+            pages: Array = row.numpy().view(word)
+            part: Array = slab.array[:, offset : offset + nbytes].view(word)
+            slots = part.reshape(slab.num_slots, -1, pages.shape[1])
+            take = _take if pages.flags.c_contiguous else _take_apart
+            self._planes.append(_Plane(pages, slots, group, layers, take))
+        self._to_load = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.start)
+        self._to_store = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.stop - 1)
+        self._num_slots = slab.num_slots
+        self._limits = {plane.group: len(plane.pages) for plane in reversed(self._planes)}
+
+    def store(self, copies: Sequence[ChunkCopy]) -> Event:
+        self._check(copies)
+        return self._store(copies, self._planes)
+
+    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
+        self._check(copies)
+        return self._load(copies, self._planes)
+
+    def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        self._check(copies)
+        return (self._store(copies, planes) for planes in self._to_store)
+
+    def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        self._check(copies)
+        return (self._load(copies, planes) for planes in self._to_load)
+
+    @staticmethod
+    def _store(copies: Sequence[ChunkCopy], planes: Sequence[_Plane]) -> Event:
+        for plane, blocks, part in _parts(copies, planes):
+            plane.take(plane.pages, blocks, part)
+        return DONE
+
+    @staticmethod
+    def _load(copies: Sequence[ChunkCopy], planes: Sequence[_Plane]) -> Event:
+        for plane, blocks, part in _parts(copies, planes):
+            plane.pages[blocks] = part
+        return DONE
+
+    def _check(self, copies: Sequence[ChunkCopy]) -> None:
+        check_copies(copies, self._num_slots, self._limits)
+
+    def close(self) -> None:
+        for planes in (self._planes, *self._to_load, *self._to_store):
+            planes.clear()
+
+
+def _parts(
+    copies: Sequence[ChunkCopy], planes: Sequence[_Plane]
+) -> Iterator[tuple[_Plane, list[int], Array]]:
+    """Plane by plane, each copy's blocks and the part of its slot `[page, word]` that belongs to them."""
+    for plane in planes:
+        for copy in copies:
+            run = copy.runs[plane.group]
+            if run.blocks:
+                yield plane, run.blocks, plane.slots[copy.slot, run.first : run.first + len(run.blocks)]

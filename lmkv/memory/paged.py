@@ -1,0 +1,122 @@
+"""Paged memory seen as rows: `[block, bytes of one block]` for every layer, whatever the attention backend.
+
+A page's inside is private to the backend that writes it, so rows are opaque bytes. What has to hold is that
+each block is one dense run of memory per plane; interleaving between layers is fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from lmkv.chunks.layout import KVLayout, LayerPages
+from lmkv.errors import UsageError
+
+
+def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
+    """`plane` [block, ...] as uint8 [block, page_bytes] over the same memory.
+
+    Raises UsageError when a block is not dense, because then no run of bytes is a page.
+    """
+    inner = sorted(zip(plane.stride()[1:], plane.shape[1:], strict=True))
+    expected = 1
+    for stride, size in inner:
+        if size != 1 and stride != expected:
+            raise UsageError(f"{name}: a block of shape {tuple(plane.shape[1:])} is not dense in memory")
+        expected *= size
+    if plane.shape[0] > 1 and plane.stride(0) < expected:
+        raise UsageError(f"{name}: its blocks overlap in memory")
+    item = plane.element_size()
+    rows = torch.empty(0, dtype=torch.uint8, device=plane.device)
+    return rows.set_(
+        plane.untyped_storage(),
+        plane.storage_offset() * item,
+        (plane.shape[0], expected * item),
+        (plane.stride(0) * item, 1),
+    )
+
+
+def planes(tensor: torch.Tensor, block_axis: int) -> list[torch.Tensor]:
+    """The parts of a layer's tensor that have blocks as their first axis: `[2, block, ...]` has two."""
+    if block_axis == 0:
+        return [tensor]
+    if block_axis == 1:
+        return list(tensor.unbind(0))
+    raise UsageError(f"block_axis {block_axis} is not supported: blocks must be the first or second axis")
+
+
+class PagedMemory:
+    """The registered KV tensors of one rank. `rows`: per plane, uint8 [num_blocks, page_bytes].
+
+    `groups`: for each plane the block table that addresses it. `layers`: for each plane the model's layers
+    that it holds, each plane's own by default. Planes whose blocks lie next to each other (all layers of a
+    block in one run) are fused, so that a block moves in one piece.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[torch.Tensor],
+        groups: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None,
+        *,
+        fuse: bool = True,
+    ) -> None:
+        if not rows:
+            raise UsageError("no KV tensors to register")
+        self.rows, self.groups = list(rows), list(groups or [0] * len(rows))
+        self.layers = [range(layer, layer + 1) for layer in layers or range(len(rows))]
+        if fuse:
+            self._fuse()
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor], *, block_axis: int = 0) -> PagedMemory:
+        """Tensors that one block table addresses; `block_axis` is where their blocks are."""
+        rows = [
+            (layer, block_rows(plane))
+            for layer, tensor in enumerate(tensors)
+            for plane in planes(tensor, block_axis)
+        ]
+        return cls([row for _, row in rows], layers=[layer for layer, _ in rows])
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows[0].device
+
+    @property
+    def num_layers(self) -> int:
+        return max(layers.stop for layers in self.layers)
+
+    def layout(self, chunk_size: int, block_sizes: Sequence[int], num_ranks: int = 1) -> KVLayout:
+        """How a chunk of this memory lies in a slot. `block_sizes`: tokens a block, by group."""
+        layers = []
+        for row, group in zip(self.rows, self.groups, strict=True):
+            if chunk_size % block_sizes[group]:
+                raise UsageError(
+                    f"chunk_size {chunk_size} is not a multiple of the block size {block_sizes[group]}"
+                )
+            layers.append(LayerPages(row.shape[1], chunk_size // block_sizes[group], group))
+        return KVLayout(chunk_size, tuple(layers), num_ranks)
+
+    def _fuse(self) -> None:
+        planes = list(zip(self.rows, self.groups, self.layers, strict=True))
+        fused = planes[:1]
+        for row, group, layers in planes[1:]:
+            last, last_group, last_layers = fused[-1]
+            if group == last_group and _adjoin(last, row):
+                width = last.shape[1] + row.shape[1]
+                wide = last.as_strided((last.shape[0], width), (last.stride(0), 1))
+                fused[-1] = (wide, group, range(last_layers.start, layers.stop))
+            else:
+                fused.append((row, group, layers))
+        self.rows, self.groups, self.layers = map(list, zip(*fused, strict=True))
+
+
+def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return (
+        left.stride(0) == right.stride(0)
+        and left.shape[0] == right.shape[0]
+        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and left.storage_offset() + left.shape[1] == right.storage_offset()
+        and left.shape[1] + right.shape[1] <= left.stride(0)
+    )

@@ -1,0 +1,97 @@
+"""Claims on chunks of the primary tier: leases (to read) and reservations (to write).
+
+What a lookup promises it must lease, what is leased stays, and every claim ends: use them as context managers
+or give them to somebody who ends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from lmkv.protocols import ChunkKey
+from lmkv.store.tiers.primary import Entry
+
+
+class Lease:
+    """A read claim on the leading chunks of a request: their slots keep their bytes until `release`."""
+
+    def __init__(self, entries: Sequence[Entry], let_go: Callable[[Sequence[Entry]], None]) -> None:
+        self._entries = entries
+        self._let_go = let_go
+        self._released = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def slots(self) -> list[int]:
+        return [entry.slot for entry in self._entries]
+
+    @property
+    def keys(self) -> list[ChunkKey]:
+        return [entry.key for entry in self._entries]
+
+    def release(self) -> None:
+        """Idempotent. Takes the store's lock."""
+        if not self._released:
+            self._released = True
+            self._let_go(self._entries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Reservation:
+    """A write claim on chunks that are about to be stored. What is not committed is aborted at the end.
+
+    `handled`: how many of the wanted keys, from the first, are taken care of: reserved here, or already
+    stored or being stored by somebody. Fewer than wanted when the tier has no slot to give. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        handled: int,
+        commit: Callable[[Sequence[Entry]], None],
+        abort: Callable[[Sequence[Entry]], None],
+    ) -> None:
+        self._open = {entry.key: entry for entry in entries}
+        self._commit, self._abort = commit, abort
+        self.handled = handled
+
+    @property
+    def slots(self) -> dict[ChunkKey, int]:
+        """Slots to fill, by key, in the order of the wanted keys."""
+        return {key: entry.slot for key, entry in self._open.items()}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def commit(self, keys: Sequence[ChunkKey] | None = None) -> None:
+        """The slots of `keys` (default: all) are filled: publish them. Takes the store's lock."""
+        self._end(keys, self._commit)
+
+    def abort(self, keys: Sequence[ChunkKey] | None = None) -> None:
+        """Nothing usable is in the slots of `keys` (default: all): free them. Takes the store's lock."""
+        self._end(keys, self._abort)
+
+    def _end(self, keys: Sequence[ChunkKey] | None, how: Callable[[Sequence[Entry]], None]) -> None:
+        wanted = list(self._open) if keys is None else keys
+        entries = [self._open.pop(key) for key in wanted if key in self._open]
+        if entries:
+            how(entries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()

@@ -1,0 +1,1 @@
+"""One tier at a time: its index, its counters and its I/O."""

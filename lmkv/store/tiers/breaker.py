@@ -1,0 +1,78 @@
+"""A circuit breaker: whether to bother a component that keeps failing, or hangs."""
+
+from __future__ import annotations
+
+from attrs import define, field
+
+from lmkv.protocols import Clock
+from lmkv.store.tiers.stats import BreakerState
+
+
+@define(eq=False)
+class Breaker:
+    """Opens after `threshold` failures in a row. Pure: no lock inside, no thread, no time but `clock`'s.
+
+    Open, it refuses calls for `first_delay` seconds, then is half-open: one call is let through to try. If
+    that fails it opens again for twice as long, up to `longest_delay`; any success closes it. A call that
+    runs for more than `patience` seconds holds it open until it returns.
+    """
+
+    clock: Clock
+    threshold: int = 5
+    first_delay: float = 1.0
+    longest_delay: float = 60.0
+    patience: float = 5.0
+    _failures: int = field(init=False, default=0)
+    _delay: float = field(init=False, default=0.0)
+    _retry_at: float | None = field(init=False, default=None)
+    _running: dict[int, float] = field(init=False, factory=dict)
+    _last_call: int = field(init=False, default=0)
+    _probe: int | None = field(init=False, default=None)
+
+    @property
+    def state(self) -> BreakerState:
+        if self._running and self._hangs():
+            return "open"
+        if self._retry_at is None:
+            return "closed"
+        return "half-open" if self.clock() >= self._retry_at else "open"
+
+    @property
+    def usable(self) -> bool:
+        """Whether a call that began now would be let through."""
+        if self._retry_at is None:
+            return not (self._running and self._hangs())
+        return self._probe is None and self.state == "half-open"
+
+    def _hangs(self) -> bool:
+        oldest = next(iter(self._running.values()))
+        return self.clock() - oldest > self.patience
+
+    def begin(self) -> int | None:
+        """Note the beginning of a call: its number, for `end`; or None when it must not be made."""
+        if not self.usable:
+            return None
+        self._last_call += 1
+        self._running[self._last_call] = self.clock()
+        if self._retry_at is not None:
+            self._probe = self._last_call
+        return self._last_call
+
+    def end(self, call: int, ok: bool) -> None:
+        """Note how a call ended."""
+        del self._running[call]
+        probing = call == self._probe
+        if probing:
+            self._probe = None
+        if ok:
+            self._failures, self._delay, self._retry_at = 0, 0.0, None
+        elif self._retry_at is None:
+            self._failures += 1
+            if self._failures >= self.threshold:
+                self._open()
+        elif probing:
+            self._open()
+
+    def _open(self) -> None:
+        self._delay = min(max(2 * self._delay, self.first_delay), self.longest_delay)
+        self._retry_at = self.clock() + self._delay

@@ -1,0 +1,216 @@
+"""The primary tier's bookkeeping: which chunk is in which slot, who holds it, and what may be evicted.
+
+Entries: absent -> WRITING (reserved) or LOADING (promoted) -> READY -> absent. docs/concurrency.md has the
+table. Nothing here locks, waits, copies or calls back: the store calls it all under its own lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+from attrs import define
+
+from lmkv.errors import UsageError
+from lmkv.memory.slab import Slab
+from lmkv.protocols import Backend, ChunkKey, Tier
+from lmkv.store.tiers.iopool import Job, Todo
+from lmkv.store.tiers.stats import TierCounters, TierStats
+
+
+class State(Enum):
+    """Of an entry in the primary tier. Absent entries have none."""
+
+    WRITING = "writing"
+    LOADING = "loading"
+    READY = "ready"
+
+
+class Waiter(Protocol):
+    """Who waits for an entry to be filled: a promotion, seen from below."""
+
+    def settled(self, entry: Entry, todo: Todo) -> None:
+        """Locked. The entry is READY, or will never be."""
+        ...
+
+
+@define(eq=False)
+class Entry:
+    """One chunk of the primary tier. Changed only under the store's lock.
+
+    `refs`: leases, reservations, running I/O, promotions and pins that hold the slot. `gone`: out of the
+    index, for good; the slot is freed when the last holder lets go. `demoting`: being copied down before it
+    goes. `ranked`: known to the policy. `prefetches`: of its holders, those that count as prefetches.
+    `load`: the read that will fill it, until that begins. `waiters`: promotions to tell when it is filled.
+    """
+
+    key: ChunkKey
+    slot: int
+    state: State
+    parent: ChunkKey = b""
+    tokens: bytes = b""
+    refs: int = 1
+    gone: bool = False
+    demoting: bool = False
+    ranked: bool = False
+    prefetches: int = 0
+    load: Job | None = None
+    waiters: tuple[Waiter, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        return self.state is State.READY and not self.gone
+
+
+# Looking a member up in its enum takes as long as everything else that is done with it here.
+_WRITING, _LOADING, _READY = State.WRITING, State.LOADING, State.READY
+
+
+@runtime_checkable
+class HostBackend(Backend, Protocol):
+    """A backend whose chunks lie in slots of host memory that one store may take over."""
+
+    def take_slab(self) -> Slab: ...
+
+
+class PrimaryTier:
+    """`retain`: False makes the slots a mere passage: a chunk leaves with its last holder."""
+
+    def __init__(self, tier: Tier, *, retain: bool = True) -> None:
+        if not isinstance(tier.backend, HostBackend):
+            raise UsageError(f"the primary tier must be in host memory; {tier.name!r} has no slab")
+        if tier.admission is not None:
+            raise UsageError("the primary tier admits everything: what it does not keep, it passes on")
+        self.name = tier.name
+        self.backend: HostBackend = tier.backend
+        self.slab = tier.backend.take_slab()
+        self.policy = tier.policy
+        self.slot_bytes = self.slab.slot_bytes
+        self.entries: dict[ChunkKey, Entry] = {}
+        self.counters = TierCounters()
+        self.held = self.writing = self.loading = self.demoting = 0
+        self._retain = retain
+
+    def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
+        """The entries of the leading keys that are READY."""
+        found = []
+        for entry in map(self.entries.get, keys):
+            if entry is None or entry.state is not _READY:
+                break
+            found.append(entry)
+        return found
+
+    # -- holding ------------------------------------------------------------------------------------------
+
+    def hold(self, entry: Entry) -> None:
+        if not entry.refs:
+            self.held += 1
+            self.policy.set_evictable(entry.key, False)
+        elif entry.demoting:
+            self._end_demotion(entry)
+        entry.refs += 1
+
+    def let_go(self, entry: Entry) -> None:
+        """Whoever lets go of a chain does so tail first: the head is then used last, and evicted last."""
+        entry.refs -= 1
+        if entry.refs:
+            return
+        self.held -= 1
+        if entry.gone:
+            self.slab.release(entry.slot)
+        elif entry.demoting or not self._retain:
+            self.remove(entry)
+        elif entry.ranked:
+            self.policy.set_evictable(entry.key, True)
+        else:
+            entry.ranked = True
+            self.policy.insert(entry.key, self.slot_bytes, entry.parent)
+
+    # -- coming and going ---------------------------------------------------------------------------------
+
+    def enter(
+        self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b""
+    ) -> Entry:
+        """A new entry whose only holder is the writer, or the load, that fills it."""
+        entry = self.entries[key] = Entry(key, slot, state, parent, tokens)
+        self.held += 1
+        if state is _WRITING:
+            self.writing += 1
+        else:
+            self.loading += 1
+        return entry
+
+    def settle(self, entry: Entry) -> None:
+        """Its bytes are complete. Its filler still holds it."""
+        if not entry.gone:
+            self._uncount(entry)
+        entry.state = _READY
+
+    def remove(self, entry: Entry) -> None:
+        """Out of the index, filled or not; the slot is freed now, or by the last who holds it."""
+        if entry.gone:
+            return
+        entry.gone = True
+        del self.entries[entry.key]
+        if entry.state is not _READY:
+            self._uncount(entry)
+        if entry.ranked:
+            self.policy.discard(entry.key)
+        if entry.demoting:
+            self._end_demotion(entry)
+        if not entry.refs:
+            self.slab.release(entry.slot)
+
+    def _uncount(self, entry: Entry) -> None:
+        if entry.state is _WRITING:
+            self.writing -= 1
+        elif entry.state is _LOADING:
+            self.loading -= 1
+
+    # -- eviction -----------------------------------------------------------------------------------------
+
+    def victims(
+        self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1
+    ) -> Sequence[Entry]:
+        """What the policy gives for so many slots, perhaps nothing; the caller removes or demotes it."""
+        evicted = self.policy.evict(slots * self.slot_bytes, protect)
+        entries = [self.entries[key] for key in evicted or ()]
+        for entry in entries:
+            entry.ranked = False
+        self.counters.evictions += len(entries)
+        return entries
+
+    def demote(self, victim: Entry) -> None:
+        """Keep a victim until the copy down, its only holder, has ended; longer if it is leased by then."""
+        victim.demoting = True
+        victim.refs = 1
+        self.held += 1
+        self.demoting += 1
+
+    def _end_demotion(self, entry: Entry) -> None:
+        entry.demoting = False
+        self.demoting -= 1
+
+    # -- all of it ----------------------------------------------------------------------------------------
+
+    def clear(self) -> list[ChunkKey]:
+        """Remove everything; returns the keys. What is held stays readable for its holders."""
+        keys = list(self.entries)
+        for entry in list(self.entries.values()):
+            self.remove(entry)
+        return keys
+
+    def stats(self) -> TierStats:
+        counters = self.counters
+        return TierStats(
+            self.name,
+            len(self.entries) - self.writing - self.loading,
+            (self.slab.num_slots - self.slab.free_slots) * self.slot_bytes,
+            self.slab.num_slots * self.slot_bytes,
+            hits=counters.hits,
+            writes=counters.writes,
+            written_bytes=counters.written_bytes,
+            write_rejects=counters.write_rejects,
+            evictions=counters.evictions,
+        )

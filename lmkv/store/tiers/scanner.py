@@ -1,0 +1,108 @@
+"""Keeps the index of a tier that persists true to its backend, on a thread of its own.
+
+Listed once at start, while what is known already is served; and again and again where other processes write
+and delete too, so that their chunks are found and vanished ones are not promised.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
+
+from lmkv.protocols import ListsKeys, Shared, SharesRoom
+from lmkv.store.tiers.iopool import attempt
+from lmkv.store.tiers.secondary import Secondary
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+INTERVAL = 10.0
+"""Seconds from one listing of a shared tier to the next, give or take a fifth, so that of several processes
+
+one comes first and the others find done what it has evicted."""
+
+_SHARE = 0.01
+"""Most of the time that goes into listings, however long one takes."""
+
+_AT_ONCE = 64
+"""Chunks that are indexed under one hold of the lock: some 0.1 ms."""
+
+
+class Lister:
+    """`lock`: the store's. `listed` is set once the tier was listed to its end."""
+
+    def __init__(self, tier: Secondary, lock: threading.Lock, interval: float = INTERVAL) -> None:
+        self._tier = tier
+        self._lock = lock
+        self._interval = interval
+        self._stop = threading.Event()
+        self._failures = 0
+        self.listed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"lmkv-index-{tier.name}", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """End the thread, waiting at most `timeout` seconds for a listing under way. Idempotent."""
+        self._stop.set()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        backend = self._tier.backend
+        again = isinstance(backend, Shared) and backend.shared
+        while not self._stop.is_set():
+            started = time.monotonic()
+            done = attempt(self._list, self._failed)
+            if done:
+                self.listed.set()
+                if not again:
+                    return
+            took = time.monotonic() - started
+            self._stop.wait(max(self._interval * random.uniform(0.8, 1.2), took / _SHARE))
+
+    def _failed(self, error: Exception) -> bool:
+        with self._lock:
+            self._tier.index.end_listing()
+        self._failures += 1
+        level = logging.WARNING if self._failures == 1 else logging.DEBUG
+        logger.log(level, "lmkv: tier %r could not be listed, it is tried again: %r", self._tier.name, error)
+        return False
+
+    def _list(self) -> bool:
+        """List the tier once; False when that has to be done later."""
+        index, backend = self._tier.index, self._tier.backend
+        assert isinstance(backend, ListsKeys)
+        if index.wiping:
+            self._tier.wipe()
+        with self._lock:
+            if not index.begin_listing():
+                return False
+        for batch in backend.list_all() if isinstance(backend, SharesRoom) else backend.list_keys():
+            for part in _parts(batch):
+                with self._lock:
+                    if not index.adopt(part):
+                        return True
+            self._tier.bury()
+            if self._stop.is_set():
+                return False
+        self._forget_vanished()
+        return True
+
+    def _forget_vanished(self) -> None:
+        more = True
+        while more:
+            with self._lock:
+                more = self._tier.index.forget_unseen(_AT_ONCE)
+        with self._lock:
+            self._tier.index.end_listing()
+
+
+def _parts(items: Sequence[T]) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while part := list(islice(iterator, _AT_ONCE)):
+        yield part

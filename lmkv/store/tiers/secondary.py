@@ -1,0 +1,316 @@
+"""A lower tier as the store sees it: its index, its counters, and I/O on its backend that never raises.
+
+Methods that are marked "Locked" want the store's lock held. All others run on I/O threads without it: they
+take it to plan and to note what came of it, and never hold it while the backend works.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import attrs
+
+from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError
+from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
+from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, SharesRoom, SizesChunks, Tier
+from lmkv.store.tiers.breaker import Breaker
+from lmkv.store.tiers.index import TierIndex, Victims
+from lmkv.store.tiers.iopool import attempt
+from lmkv.store.tiers.stats import TierCounters, TierStats
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Secondary:
+    """`chunk_bytes`: of every chunk's payload. `lock`: the store's."""
+
+    def __init__(self, tier: Tier, chunk_bytes: int, lock: threading.Lock, clock: Clock) -> None:
+        self.backend = tier.backend
+        self.name = tier.name
+        self.write_mode = tier.write
+        self.index = TierIndex(tier.policy, tier.capacity_bytes)
+        self._admission = tier.admission
+        self._chunk_bytes = chunk_bytes
+        backend = tier.backend
+        self._cost = backend.stored_bytes(chunk_bytes) if isinstance(backend, SizesChunks) else chunk_bytes
+        self._lock = lock
+        self._clock = clock
+        self._counters = TierCounters()
+        self._reads, self._writes = Breaker(clock), Breaker(clock)
+        self._suspects: set[ChunkKey] = set()
+        self._wiping = False
+        self._closed = False
+
+    @property
+    def usable(self) -> bool:
+        """Locked. Whether what it holds can be had now."""
+        return self._reads.usable and not self._closed
+
+    def has(self, key: ChunkKey) -> bool:
+        """Locked."""
+        return key in self.index and self.usable
+
+    def wants(self, key: ChunkKey) -> bool:
+        """Locked. Whether the key should be copied here: not here, not on its way, and admitted."""
+        return not self.index.knows(key) and (self._admission is None or self._admission.admit(key))
+
+    def stats(self) -> TierStats:
+        """Locked."""
+        return TierStats(
+            self.name,
+            len(self.index) - self.index.foreign,
+            self.index.used,
+            self.index.capacity,
+            **attrs.asdict(self._counters),
+            breaker=self._reads.state,
+            write_breaker=self._writes.state,
+        )
+
+    def dropped(self) -> None:
+        """Locked. A write was refused because too many waited."""
+        self._counters.dropped += 1
+
+    def close(self) -> None:
+        """Locked. Serve nothing and take nothing more."""
+        self._closed = True
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        """Fill `into` with an indexed chunk; whether that worked."""
+        with self._lock:
+            call = self._reads.begin()
+        if call is None:
+            return False
+        started = self._clock()
+        result = attempt(lambda: _checked(self.backend.read([(key, into)])[0], Read), self._failed_read(key))
+        with self._lock:
+            self._reads.end(call, ok=_is_answer(result))
+            self._count_read(result, self._clock() - started)
+            doomed = self._judge(key, result)
+        if result.error is not None:
+            logger.warning("lmkv: %s", result.error)
+        if doomed:
+            self.bury()
+        return result.status is ReadStatus.HIT
+
+    def _failed_read(self, key: ChunkKey) -> Callable[[Exception], Read]:
+        return lambda error: Read.failed(_as_backend_error(self.name, "read", key, error))
+
+    def _count_read(self, result: Read, seconds: float) -> None:
+        """Locked."""
+        counters = self._counters
+        counters.reads += 1
+        if result.status is ReadStatus.HIT:
+            counters.hits += 1
+            counters.read_bytes += self._chunk_bytes
+            counters.read_seconds += seconds
+        counters.read_failures += result.status is ReadStatus.FAILED
+
+    def _judge(self, key: ChunkKey, result: Read) -> bool:
+        """Locked. What becomes of a chunk that was not read: forgotten, kept, or doomed, which is True."""
+        if result.status is ReadStatus.HIT:
+            self._suspects.discard(key)
+            return False
+        if isinstance(result.error, BackendUnavailable) and not self._is_suspect(key):
+            return False
+        self._suspects.discard(key)
+        self._counters.lost += key in self.index
+        if result.status is ReadStatus.MISS:
+            self.index.discard(key)
+            return False
+        self.index.doom([key])
+        return True
+
+    def _is_suspect(self, key: ChunkKey) -> bool:
+        """Locked. Whether the chunk is at fault, not its tier: others can be read, and it failed before."""
+        if self._reads.state != "closed":
+            self._suspects.clear()
+            return False
+        known = key in self._suspects
+        self._suspects.add(key)
+        return known
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def write(
+        self, chunk: Chunk, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]
+    ) -> None:
+        """Store a chunk, making room first. `is_wanted` and `protect`, what must not be evicted for it, are
+
+        asked under the lock.
+        """
+        if self.index.wiping:
+            self.wipe()
+        with self._lock:
+            begun = self._begin_write(chunk.key, is_wanted, protect)
+        if begun is None:
+            return
+        victims, call = begun
+        result = attempt(
+            lambda: self._make_room(victims, protect) or self._write(chunk),
+            lambda error: Written.failed(_as_backend_error(self.name, "write", chunk.key, error)),
+        )
+        if result.status is not WriteStatus.STORED:
+            self._unclaim()
+        with self._lock:
+            self._writes.end(call, ok=result.status is not WriteStatus.FAILED)
+            self._count_write(result)
+            stored = result.status in (WriteStatus.STORED, WriteStatus.PRESENT)
+            wanted = is_wanted()
+            self.index.end_write(chunk.key, self._cost, stored=stored, wanted=wanted)
+        if result.error is not None:
+            logger.warning("lmkv: %s", result.error)
+        if not wanted:
+            self.bury()
+
+    def _begin_write(
+        self, key: ChunkKey, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]
+    ) -> tuple[Victims, int] | None:
+        """Locked."""
+        if self.index.knows(key) or not is_wanted() or self._closed:
+            return None
+        if self._reads.usable and self._writes.usable:
+            held = len(self.index)
+            victims = self.index.begin_write(key, self._cost, protect)
+            if victims is not None:
+                self._counters.evictions += held - len(self.index)
+                call = self._writes.begin()
+                assert call is not None
+                return victims, call
+        self._counters.write_rejects += 1
+        return None
+
+    def _make_room(self, victims: Victims, protect: Callable[[], frozenset[ChunkKey]]) -> Written | None:
+        """Delete the victims, and more where others fill the medium, too; else why nothing can be written.
+
+        Whoever claims room beyond the capacity first frees as much as he claims. So all of them together keep
+        within it, although what one frees the others have perhaps deleted before.
+        """
+        owed = self._claim()
+        freed = self._bury(victims, self._cost)
+        while freed < owed:
+            with self._lock:
+                more = self._evict_more(owed - freed, protect)
+            if more is None:
+                return Written.rejected("capacity")
+            freed += self._bury(more)
+        return None
+
+    def _claim(self) -> int:
+        """Claim room for a chunk; how much has to be freed for it."""
+        if isinstance(self.backend, SharesRoom) and self.index.capacity is not None:
+            return min(self.backend.claim(self._cost) - self.index.capacity, self._cost)
+        return 0
+
+    def _unclaim(self) -> None:
+        backend = self.backend
+        if isinstance(backend, SharesRoom) and self.index.capacity is not None:
+            attempt(lambda: backend.unclaim(self._cost), lambda error: logger.warning("lmkv: %r", error))
+
+    def _evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
+        """Locked."""
+        held = len(self.index)
+        victims = self.index.evict_more(nbytes, protect)
+        self._counters.evictions += held - len(self.index)
+        return victims
+
+    def _write(self, chunk: Chunk) -> Written:
+        return _checked(self.backend.write([chunk])[0], Written)
+
+    def _count_write(self, result: Written) -> None:
+        """Locked."""
+        counters = self._counters
+        counters.writes += result.status is WriteStatus.STORED
+        counters.written_bytes += self._chunk_bytes * (result.status is WriteStatus.STORED)
+        counters.write_rejects += result.status is WriteStatus.REJECTED
+        counters.write_failures += result.status is WriteStatus.FAILED
+
+    # -- deleting -----------------------------------------------------------------------------------------
+
+    def bury(self) -> None:
+        """Delete what is doomed. What cannot be deleted stays doomed, and the next write tries again."""
+        with self._lock:
+            victims = self.index.take_doomed()
+        if victims:
+            self._tried("delete", lambda: self._bury(victims))
+
+    def wipe(self) -> None:
+        """Delete everything, listed or not; until that has worked nothing is written."""
+        with self._lock:
+            call = None if self._wiping else self._writes.begin()
+            if call is None:
+                return
+            self._wiping = True
+            victims = self.index.take_doomed()
+        ok = self._tried("clear", lambda: self._bury(victims)) and self._tried("clear", self._delete_unlisted)
+        with self._lock:
+            self._writes.end(call, ok)
+            self.index.wiping = not ok
+            self._wiping = False
+
+    def _tried(self, action: str, call: Callable[[], object]) -> bool:
+        """Whether it worked; if not, it is logged."""
+
+        def run() -> bool:
+            call()
+            return True
+
+        def failed(error: Exception) -> bool:
+            logger.warning("lmkv: %s", _as_backend_error(self.name, action, b"", error))
+            return False
+
+        return attempt(run, failed)
+
+    def _bury(self, victims: Victims, replaced_by: int = 0) -> int:
+        """Delete what the index gave out; the bytes that this freed. Raises whatever the backend does."""
+        ok = False
+        try:
+            freed = self._delete(victims)
+            ok = True
+        finally:
+            with self._lock:
+                self.index.buried(victims, ok, replaced_by)
+        return freed
+
+    def _delete(self, victims: Victims) -> int:
+        if not victims:
+            return 0
+        if isinstance(self.backend, SharesRoom):
+            return self.backend.evict(list(victims))
+        self.backend.delete(list(victims))
+        return sum(victims.values())
+
+    def _delete_unlisted(self) -> None:
+        if isinstance(self.backend, ListsKeys):
+            for batch in self.backend.list_keys():
+                self.backend.delete([found.key for found in batch])
+
+
+def first_with(tiers: Iterable[Secondary], key: ChunkKey) -> Secondary | None:
+    """Locked. The fastest of the tiers that has the chunk."""
+    return next((tier for tier in tiers if tier.has(key)), None)
+
+
+def _is_answer(result: Read) -> bool:
+    """Whether the tier works, as far as this read can tell."""
+    return result.status is not ReadStatus.FAILED or isinstance(result.error, CorruptChunkError)
+
+
+def _checked(result: object, kind: type[T]) -> T:
+    if not isinstance(result, kind):
+        raise TypeError(f"a backend returned {result!r} instead of a {kind.__name__}")
+    return result
+
+
+def _as_backend_error(name: str, action: str, key: ChunkKey, error: Exception) -> BackendError:
+    if isinstance(error, BackendError):
+        return error
+    translated = BackendError(name, action, key.hex(), repr(error))
+    translated.__cause__ = error
+    return translated

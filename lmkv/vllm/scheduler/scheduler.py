@@ -1,0 +1,255 @@
+"""The scheduler side: owns the index, decides what is loaded and stored, and for how long slots are held.
+
+Free of vLLM types: requests and scheduler outputs are read through a few attributes, so that any schedule can
+be simulated. Nothing here waits or does I/O.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lmkv.chunks.hashing import KeyChain, chunk_keys
+from lmkv.chunks.namespace import Namespace
+from lmkv.protocols import Clock
+from lmkv.store.tiered import TieredStore
+from lmkv.store.tiers.iopool import Priority
+from lmkv.vllm.geometry import Geometry
+from lmkv.vllm.identity import content_extras, request_root
+from lmkv.vllm.metadata import JobReport, Outbox, StepPlan, WorkerReport
+from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode
+from lmkv.vllm.scheduler.loading import Loading
+from lmkv.vllm.scheduler.request import BlockTables, Request, RequestOptions, Tracked
+from lmkv.vllm.scheduler.storing import Storing
+
+
+class Scheduler:
+    """`namespace` roots every key; `geometry` says how block tables map to chunks; `ranks` workers answer.
+
+    `loads` and `stores` switch the directions off (a pure producer loads nothing, a pure consumer stores
+    nothing). All calls come from the one thread that schedules.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        namespace: Namespace,
+        geometry: Geometry,
+        *,
+        ranks: int = 1,
+        loads: bool = True,
+        stores: bool = True,
+        save_decode: bool = True,
+        min_retrieve_tokens: int = 0,
+        promotion_deadline: float = 0.8,
+        load_cost: LoadCost | None = None,
+        load_mode: LoadMode | None = None,
+        volatile_tail: bool = False,
+        pin_ttl: float = 300.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._chunk_size = geometry.chunk_size
+        self._ranks = ranks
+        self._pin_ttl = pin_ttl
+        self._clock = clock
+        self._cost = load_cost or LoadCost()
+        self._mode = load_mode or LoadMode()
+        self._outbox = Outbox()
+        self._loads, self._stores = loads, stores
+        self._loading = Loading(
+            store,
+            geometry,
+            self._outbox,
+            self._cost,
+            self._mode,
+            deadline=promotion_deadline,
+            min_tokens=min_retrieve_tokens,
+            volatile_tail=volatile_tail,
+            clock=clock,
+        )
+        self._storing = Storing(store, geometry, self._outbox, save_decode=save_decode)
+        self._requests: dict[str, Tracked] = {}
+        self._reports: dict[int, JobReport] = {}
+        self._last_step: tuple[int, float] | None = None
+        self._mapped = False
+
+    def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None]) -> None:
+        """`free()`: how many of vLLM's blocks are; `evict(blocks)`: no request shares these any more."""
+        self._loading.holding.free_blocks = free
+        self._loading.stop_sharing = evict
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Track the request and hash its prompt, once, before it is ever scheduled."""
+        tracked = self._track(request)
+        keys = tracked.keys(request.num_tokens // self._chunk_size)
+        other = tracked.options.prefetch_tokens
+        for wanted in (
+            keys if tracked.options.prefetch else (),
+            chunk_keys(other, tracked.root, self._chunk_size) if other else (),
+        ):
+            if wanted:
+                self._store.promote(wanted, priority=Priority.PREFETCH, ttl=self._pin_ttl)
+        if self._may_load(tracked):
+            self._loading.arrived(tracked, keys)
+
+    def _track(self, request: Request) -> Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            self._forget(request.request_id)
+            options = RequestOptions.of(request)
+            root = request_root(self._namespace, request, options.tags)
+            chain = KeyChain(root, self._chunk_size, content_extras(request, self._chunk_size))
+            tracked = self._requests[request.request_id] = Tracked(request, root, chain, options)
+        return tracked
+
+    def _may_load(self, tracked: Tracked) -> bool:
+        return self._loads and not tracked.bypass and not tracked.options.skip_load
+
+    def _forget(self, request_id: str) -> Tracked | None:
+        tracked = self._requests.pop(request_id, None)
+        if tracked is not None:
+            self._loading.forget(tracked)
+        return tracked
+
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
+        """Forget the request; its keys are touched tail first. Returns its report, if it asked for one."""
+        tracked = self._forget(request.request_id)
+        if tracked is None:
+            return None
+        self._store.touch(tracked.chain.keys)
+        if tracked.options.pin_seconds:
+            self._store.pin(tracked.chain.keys, tracked.options.pin_seconds)
+        return {"lmkv": tracked.report()} if tracked.options.report else None
+
+    # -- one step -----------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """`(tokens, asynchronous)`: what can be loaded beyond `num_computed_tokens`; see `Loading.match`."""
+        tracked = self._track(request)
+        tracked.drop_lease()
+        if self._loading.is_unproven(tracked, num_computed_tokens):
+            return None, False
+        if not self._may_load(tracked):
+            return 0, False
+        return self._loading.match(tracked, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockTables, num_external_tokens: int
+    ) -> None:
+        """Blocks are allocated: order the load that was promised, or let go of it."""
+        self._loading.allocated(self._track(request), block_ids, num_external_tokens)
+
+    def hit_sources(self, request_id: str) -> dict[str, int]:
+        """Of the tokens that were last promised to a request, how many come from which tier."""
+        tracked = self._requests.get(request_id)
+        return dict(tracked.sources) if tracked is not None else {}
+
+    def give_up_load(self, request_id: str, tables: BlockTables) -> None:
+        """A promised load cannot be ordered: have the request's blocks reported, so that it computes."""
+        tracked = self._requests.get(request_id)
+        streamed = tracked is not None and tracked.streamed
+        if tracked is not None:
+            tracked.bypass = True
+            tracked.drop_lease()
+        unfilled = [block for block in tables[0] if block]
+        self._loading.stop_sharing(set(unfilled))
+        self._outbox.load([], unfilled, between_steps=streamed, finishes=request_id if streamed else None)
+
+    def build_plan(
+        self,
+        progress: Mapping[str, int],
+        blocks_of: Callable[[str], BlockTables | None],
+        scheduled_tokens: int = 0,
+    ) -> StepPlan:
+        """`plan_step` and `take_plan` in one."""
+        self.plan_step(progress, blocks_of, scheduled_tokens)
+        return self.take_plan()
+
+    def plan_step(
+        self,
+        progress: Mapping[str, int],
+        blocks_of: Callable[[str], BlockTables | None],
+        scheduled_tokens: int = 0,
+    ) -> None:
+        """Order what follows from the step that was just scheduled.
+
+        `progress`: for each request of the step, its tokens whose KV is valid after it, drafts excluded.
+        `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: of the whole step.
+        """
+        self._time_step(scheduled_tokens)
+        self._mode.computing = len(progress)
+        self._loading.end_step()
+        if self._stores:
+            for request_id, computed in progress.items():
+                self._store_completed(request_id, computed, blocks_of)
+
+    def take_plan(self) -> StepPlan:
+        """All orders since the last call."""
+        return self._outbox.take(None if self._mapped else self._store.slab.ref)
+
+    def _store_completed(
+        self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None]
+    ) -> None:
+        tracked = self._requests.get(request_id)
+        complete = self._storing.completes(tracked, computed) if tracked is not None else 0
+        if tracked is not None and complete:
+            tables = blocks_of(request_id)
+            if tables is not None:
+                self._storing.store(tracked, complete, tables)
+
+    def _time_step(self, tokens: int) -> None:
+        """Steps follow each other without a pause while there is work: their distance is their duration."""
+        now = self._clock()
+        if self._last_step is not None:
+            self._cost.observe_step(self._last_step[0], now - self._last_step[1])
+        self._last_step = (tokens, now)
+
+    # -- answers ------------------------------------------------------------------------------------------
+
+    def on_report(self, report: WorkerReport) -> None:
+        """Merge the workers' answers; a job ends when every rank has answered."""
+        self._mapped = True
+        # Before any store is published, and also while other ranks have yet to answer.
+        if any(not part.ok and job in self._loading for job, part in report.jobs.items()):
+            self._storing.suspect_all()
+        for job, merged in self._merge(report):
+            if job in self._loading:
+                self._loading.ended(job, merged)
+            elif job in self._storing:
+                self._storing.ended(job, merged)
+
+    def _merge(self, report: WorkerReport) -> Iterator[tuple[int, JobReport]]:
+        for job, part in report.jobs.items():
+            known = self._reports.pop(job, None)
+            merged = part if known is None else known.merge(part)
+            if merged.ranks < self._ranks:
+                self._reports[job] = merged
+            else:
+                yield job, merged
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way whose end has not been reported."""
+        return self._loading.busy or self._storing.busy
+
+    def reset(self) -> None:
+        """Nothing that was cached until now is served any more."""
+        self._store.clear()
+        for tracked in self._requests.values():
+            tracked.drop_lease()
+            tracked.drop_promotion()
+            # What is running was computed before the reset, perhaps with other weights.
+            tracked.options.skip_save = True
+
+    def close(self) -> None:
+        """Let go of everything and close the store, which finishes its I/O within a bounded time."""
+        for request_id in list(self._requests):
+            self._forget(request_id)
+        self._store.close()

@@ -1,0 +1,208 @@
+"""Hostile files in a disk backend's folder: never wrong bytes, never a crash, never a large allocation."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import tracemalloc
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.errors import BackendError, CorruptChunkError
+from lmkv.outcomes import ReadStatus, WriteStatus
+from lmkv.protocols import Chunk
+
+
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_attacks", Path(__file__).parent / "make_attacks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make_attacks = load_generator()
+NAMESPACE, KEY, PAYLOAD = make_attacks.NAMESPACE, make_attacks.KEY, make_attacks.PAYLOAD
+FILES = sorted(make_attacks.FOLDER.glob("*.kv1"))
+HOSTILE = [path for path in FILES if path.stem != "sound"]
+
+
+@pytest.fixture(params=["off", "auto"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> LocalDiskBackend:
+    return LocalDiskBackend(tmp_path, NAMESPACE, direct=request.param)
+
+
+def place_of(backend: LocalDiskBackend) -> Path:
+    """Where the chunk's file lies, spelled out from docs/format.md."""
+    place: Path = Path(backend.path) / NAMESPACE.hex() / KEY[:1].hex() / f"{KEY.hex()}.kv1"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def assert_refused_then_replaced(backend: LocalDiskBackend) -> None:
+    """The planted file is not served, and its key can be stored again and is then served."""
+    buffer = memoryview(bytearray(len(PAYLOAD)))
+    (read,) = backend.read([(KEY, buffer)])
+    assert read.status is ReadStatus.FAILED
+    assert isinstance(read.error, BackendError)
+    assert isinstance(read.error, CorruptChunkError) != os.path.lexists(place_of(backend))
+    (written,) = backend.write([Chunk(KEY, memoryview(PAYLOAD))])
+    assert written.status is WriteStatus.STORED
+    assert backend.read([(KEY, buffer)])[0].status is ReadStatus.HIT
+    assert buffer == PAYLOAD
+
+
+def test_the_files_are_what_the_generator_makes(tmp_path: Path) -> None:
+    make_attacks.main(tmp_path)
+    made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert made == {path.name: path.read_bytes() for path in FILES}
+    assert len(HOSTILE) == len(make_attacks.ATTACKS) > 40
+
+
+def test_the_generator_can_make_a_sound_file(backend: LocalDiskBackend) -> None:
+    """Written by code that shares nothing with lmkv: what is read is the format, not the implementation."""
+    shutil.copy(make_attacks.FOLDER / "sound.kv1", place_of(backend))
+    buffer = memoryview(bytearray(len(PAYLOAD)))
+    assert backend.read([(KEY, buffer)])[0].status is ReadStatus.HIT
+    assert buffer == PAYLOAD
+    part = memoryview(bytearray(3000))
+    assert backend.read_ranges([(KEY, 1500, part)])[0].status is ReadStatus.HIT
+    assert part == PAYLOAD[1500:4500]
+
+
+@pytest.mark.parametrize("attack", HOSTILE, ids=lambda path: path.stem)
+def test_a_hostile_file_is_never_served(backend: LocalDiskBackend, attack: Path) -> None:
+    shutil.copy(attack, place_of(backend))
+    assert_refused_then_replaced(backend)
+
+
+def test_no_part_of_a_broken_segment_is_served(backend: LocalDiskBackend) -> None:
+    for attack in HOSTILE:
+        for start, until in ((0, 5000), (0, 4096), (10, 20), (4096, 5000)):
+            shutil.copy(attack, place_of(backend))
+            buffer = memoryview(bytearray(until - start))
+            (read,) = backend.read_ranges([(KEY, start, buffer)])
+            assert read.status is not ReadStatus.HIT or buffer == PAYLOAD[start:until], attack.stem
+
+
+def test_a_hostile_file_does_not_block_its_key(backend: LocalDiskBackend) -> None:
+    """Written over without having been read first: stored, or present until one read has set it aside."""
+    buffer = memoryview(bytearray(len(PAYLOAD)))
+    for attack in HOSTILE:
+        shutil.copy(attack, place_of(backend))
+        if backend.write([Chunk(KEY, memoryview(PAYLOAD))])[0].status is WriteStatus.PRESENT:
+            assert_refused_then_replaced(backend)
+        assert backend.read([(KEY, buffer)])[0].status is ReadStatus.HIT, attack.stem
+        assert buffer == PAYLOAD
+
+
+def test_a_scan_takes_the_size_from_the_medium(backend: LocalDiskBackend) -> None:
+    """Whatever a header claims, a listed chunk takes what its file takes; impossible files are gone."""
+    for attack in HOSTILE:
+        shutil.copy(attack, place_of(backend))
+        found = [item for batch in backend.list_keys() for item in batch]
+        assert [item.nbytes for item in found] == [attack.stat().st_size] * len(found)
+        assert bool(found) == place_of(backend).exists()
+
+
+def test_no_lie_costs_memory(backend: LocalDiskBackend) -> None:
+    tracemalloc.start()
+    try:
+        for attack in HOSTILE:
+            shutil.copy(attack, place_of(backend))
+            backend.read([(KEY, memoryview(bytearray(len(PAYLOAD))))])
+            shutil.copy(attack, place_of(backend))
+            backend.read_ranges([(KEY, 0, memoryview(bytearray(100)))])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 << 20
+
+
+@pytest.mark.parametrize(
+    "kind", ["link", "dangling-link", "folder", "full-folder", "pipe", "socket", "device"]
+)
+def test_what_is_no_file_is_refused(backend: LocalDiskBackend, tmp_path: Path, kind: str) -> None:
+    """Nothing is followed, waited for, or in the way afterwards."""
+    place = place_of(backend)
+    secret = tmp_path / "secret"
+    shutil.copy(make_attacks.FOLDER / "sound.kv1", secret)
+    if kind == "link":
+        place.symlink_to(secret)
+    elif kind == "dangling-link":
+        place.symlink_to(tmp_path / "nowhere")
+    elif kind.endswith("folder"):
+        place.mkdir()
+        if kind == "full-folder":
+            (place / "something").touch()
+    elif kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "socket":
+        plant_socket(place)
+    else:
+        plant_device(place)
+    assert_refused_then_replaced(backend)
+    assert secret.read_bytes() == (make_attacks.FOLDER / "sound.kv1").read_bytes()
+
+
+def plant_socket(place: Path) -> None:
+    """A socket's address has room for 107 bytes: too few for the place's real name."""
+    folder = os.open(place.parent, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{folder}/s")
+        (place.parent / "s").rename(place)
+    finally:
+        os.close(folder)
+
+
+def plant_device(place: Path) -> None:
+    try:
+        os.mknod(place, 0o600 | 0o020000, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("may not make device nodes")
+
+
+def test_strange_names_are_left_alone(backend: LocalDiskBackend) -> None:
+    """What lmkv did not name is neither listed, nor counted, nor removed: other versions' files above all."""
+    place = place_of(backend)
+    digits = KEY.hex()
+    names = [
+        digits,
+        f"{digits}.kv",
+        f"{digits}.kv2",
+        f"{digits}.kv1.bak",
+        f"{digits.upper()}.kv1",
+        f"{digits[:-2]}  .kv1",
+        f"{digits[:-1]}.kv1",
+        f"{digits[:-2]}g0.kv1",
+        f"{'ff' + digits[2:]}.kv1",
+        "\u0661" * 64 + ".kv1",
+        ".hidden",
+        "..kv1",
+        "x" * 255,
+    ]
+    for name in names:
+        shutil.copy(make_attacks.FOLDER / "sound.kv1", place.with_name(name))
+    (place.parent / "folder.tmp").mkdir()
+    (place.parent.parent / "zz-not-ours").mkdir()
+    (place.parent.parent / "ab").touch()
+    assert list(backend.list_keys()) == []
+    assert sorted(path.name for path in place.parent.iterdir()) == sorted([*names, "folder.tmp"])
+
+
+def test_quarantine_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:
+    backend = LocalDiskBackend(tmp_path, NAMESPACE, keep_corrupt=2)
+    for _ in range(5):
+        shutil.copy(make_attacks.FOLDER / "payload-bit.kv1", place_of(backend))
+        backend.read([(KEY, memoryview(bytearray(len(PAYLOAD))))])
+    kept = list((tmp_path / NAMESPACE.hex() / "quarantine").iterdir())
+    assert len(kept) == 2
+    assert {path.read_bytes() for path in kept} == {(make_attacks.FOLDER / "payload-bit.kv1").read_bytes()}
+    assert list(backend.list_keys()) == []

@@ -1,0 +1,537 @@
+"""A disk that lies, fills up, goes away and comes back: no wrong bytes are served, nothing is left over."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.backends.disk import chunkfile
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError
+from lmkv.outcomes import Read, ReadStatus, WriteStatus
+from lmkv.protocols import Chunk
+from lmkv.testing.backend_suite import chunk_of, listed, new_key, read_back, statuses
+
+NAMESPACE = bytes(range(32))
+PAYLOAD = os.urandom(5000)
+STORED, FAILED = WriteStatus.STORED, WriteStatus.FAILED
+
+
+def open_fds() -> list[str]:
+    """What this process has open, without the descriptor that lists it."""
+    names: list[str] = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            names.append(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+    return [name for name in names if "/proc/" not in name]
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    before = open_fds()
+    yield
+    assert open_fds() == before
+
+
+def files_of(backend: LocalDiskBackend) -> list[Path]:
+    """Everything below the backend's folder that is no folder, temporaries and hidden files too."""
+    return sorted(path for path in Path(backend.path).rglob("*") if not path.is_dir())
+
+
+def try_read(backend: LocalDiskBackend, key: bytes, nbytes: int = len(PAYLOAD)) -> tuple[Read, memoryview]:
+    buffer = memoryview(bytearray(nbytes))
+    return backend.read([(key, buffer)])[0], buffer
+
+
+class Specimen:
+    """One stored chunk whose file can be broken and made whole again.
+
+    `places`: where it is broken. Every byte if `thorough`: the ways to read differ in what they read at once,
+    not in how they check it, so that for the others every 31st will do, and those around the edges.
+    """
+
+    def __init__(self, folder: Path, direct: Any, *, thorough: bool = False) -> None:
+        self.backend = LocalDiskBackend(folder, NAMESPACE, direct=direct, segment_bytes=4096)
+        self.key = new_key()
+        self.backend.write([Chunk(self.key, memoryview(PAYLOAD), new_key(), bytes(400))])
+        (self.path,) = files_of(self.backend)
+        self.good = self.path.read_bytes()
+        self.payload_end = 4096 + len(PAYLOAD)
+        edges = [0, 4096, 8192, self.payload_end, len(self.good)]
+        around = {edge + off for edge in edges for off in range(-3, 3)}
+        everywhere = range(len(self.good))
+        self.places = [at for at in everywhere if thorough or at % 31 == 0 or at in around]
+
+    def check(self, data: bytes, *, must_fail: bool) -> None:
+        """Put `data` in the file's place: it is served right, or refused as corrupt and set aside."""
+        self.path.write_bytes(data)
+        read, buffer = try_read(self.backend, self.key)
+        if read.status is ReadStatus.HIT:
+            assert buffer == PAYLOAD
+            assert not must_fail
+        else:
+            assert read.status is ReadStatus.FAILED
+            assert isinstance(read.error, CorruptChunkError)
+            assert not self.path.exists()
+
+
+@pytest.fixture(params=["off", "auto", "pieces"])
+def specimen(request: pytest.FixtureRequest, tmp_path: Path, memory_path: Path) -> Specimen:
+    if request.param == "off":
+        return Specimen(memory_path, "off", thorough=True)
+    if request.param == "pieces":
+        request.getfixturevalue("in_pieces")
+    return Specimen(tmp_path, "auto" if request.param == "auto" else "off")
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two pages are written and read as those of many megabytes are."""
+    monkeypatch.setattr(chunkfile, "PIECE", 4096)
+    monkeypatch.setattr(chunkfile, "SMALL", 0)
+
+
+# -- bytes that are not what they were ---------------------------------------------------------------------
+
+
+def test_every_flipped_byte(specimen: Specimen) -> None:
+    """Only padding may be flipped and served."""
+    for at in specimen.places:
+        data = bytearray(specimen.good)
+        data[at] ^= 1 << at % 8
+        specimen.check(bytes(data), must_fail=at < specimen.payload_end)
+
+
+def test_every_truncated_length(specimen: Specimen) -> None:
+    for nbytes in specimen.places:
+        specimen.check(specimen.good[:nbytes], must_fail=True)
+
+
+def test_files_that_grew(specimen: Specimen) -> None:
+    for more in (1, 511, 4095, 4096, 4097, 8192, 1 << 20):
+        specimen.check(specimen.good + specimen.good[:1] * more, must_fail=True)
+
+
+def test_pages_that_never_reached_the_disk(specimen: Specimen) -> None:
+    """What a power cut leaves of a file that was not synced: any of its pages zero, the length right."""
+    pages = [specimen.good[at : at + 4096] for at in range(0, len(specimen.good), 4096)]
+    for lost in range(1, 2 ** len(pages)):
+        kept = [bytes(4096) if lost >> index & 1 else page for index, page in enumerate(pages)]
+        specimen.check(b"".join(kept), must_fail=True)
+
+
+def test_ranges_of_flipped_bytes(specimen: Specimen) -> None:
+    """A range is served from sound segments even if another one is broken, and never from a broken one."""
+    for at in range(0, len(specimen.good), 97):
+        data = bytearray(specimen.good)
+        data[at] ^= 0x80
+        for start, until in ((0, 4096), (100, 200), (4000, 4200), (4096, 5000), (4999, 5000)):
+            specimen.path.write_bytes(data)
+            buffer = memoryview(bytearray(until - start))
+            (read,) = specimen.backend.read_ranges([(specimen.key, start, buffer)])
+            segments = set(range(start // 4096, (until - 1) // 4096 + 1))
+            broken = at < 4096 or ((at - 4096) // 4096 in segments and at < 4096 + len(PAYLOAD))
+            assert (read.status is ReadStatus.HIT) != broken
+            assert broken or buffer == PAYLOAD[start:until]
+
+
+def test_chunks_that_swapped_places(tmp_path: Path) -> None:
+    backend = LocalDiskBackend(tmp_path, NAMESPACE)
+    chunks = [chunk_of(5000), chunk_of(5000)]
+    backend.write(chunks)
+    first, second = files_of(backend)
+    aside = tmp_path / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+    for chunk in chunks:
+        read, _ = try_read(backend, chunk.key)
+        assert isinstance(read.error, CorruptChunkError)
+
+
+def test_a_broken_chunk_is_a_miss_and_then_stored_again(specimen: Specimen) -> None:
+    specimen.path.write_bytes(specimen.good[:-4096] + bytes(4096))
+    chunk = Chunk(specimen.key, memoryview(PAYLOAD))
+    assert try_read(specimen.backend, specimen.key)[0].status is ReadStatus.FAILED
+    assert try_read(specimen.backend, specimen.key)[0].status is ReadStatus.MISS
+    assert specimen.backend.contains([specimen.key]) == [False]
+    assert statuses(specimen.backend, [chunk]) == [STORED]
+    assert read_back(specimen.backend, chunk) == chunk.payload
+
+
+# -- every system call may fail ----------------------------------------------------------------------------
+
+WRITE_CALLS = ["open", "pwritev", "fdatasync", "link", "fsync"]
+ERRNOS = {
+    errno.ENOSPC: NoSpaceError,
+    errno.EDQUOT: NoSpaceError,
+    errno.EROFS: NoSpaceError,
+    errno.EIO: BackendUnavailable,
+    errno.EACCES: BackendUnavailable,
+    errno.EMFILE: BackendError,
+    errno.ENOMEM: BackendError,
+}
+
+
+@contextlib.contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: int = 0) -> Iterator[None]:
+    """`os.<name>` fails with `code`, once `after` calls went well."""
+    real: Callable[..., Any] = getattr(os, name)
+    calls = iter(range(1 << 30))
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) < after:
+            return real(*args, **kwargs)
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, fail)
+        yield
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("code", ERRNOS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", WRITE_CALLS)
+def test_a_failing_write_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    backend = LocalDiskBackend(tmp_path, NAMESPACE, sync="full")
+    before, chunk = chunk_of(5000), chunk_of(5000)
+    backend.write([before])
+    kept = files_of(backend)
+    for after in range(4):
+        with failing(monkeypatch, call, code, after):
+            (written,) = backend.write([chunk])
+        if written.status is STORED:
+            backend.delete([chunk.key])
+            continue
+        assert written.status is FAILED
+        assert type(written.error) is ERRNOS[code]
+        assert written.error.key == chunk.key.hex()
+        assert files_of(backend) == kept
+    assert statuses(backend, [chunk]) == [STORED]
+    assert read_back(backend, before) == before.payload
+    assert read_back(backend, chunk) == chunk.payload
+
+
+@pytest.mark.parametrize("sync", ["none", "data"])
+def test_a_medium_that_is_full_halfway_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Any
+) -> None:
+    """A short write, then ENOSPC: what a kernel does at the end of a disk."""
+    backend = LocalDiskBackend(tmp_path, NAMESPACE, sync=sync, direct="off")
+    pwritev = os.pwritev
+    room = 6000
+
+    def fill(fd: int, views: list[memoryview], at: int) -> int:
+        if at >= room:
+            raise OSError(errno.ENOSPC, "full")
+        return pwritev(fd, [views[0][: room - at]], at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fill)
+        (written,) = backend.write([chunk_of(9000)])
+    assert isinstance(written.error, NoSpaceError)
+    assert files_of(backend) == []
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["open", "preadv", "fstat"])
+def test_a_failing_read_harms_no_file(specimen: Specimen, monkeypatch: Any, call: str, code: int) -> None:
+    with failing(monkeypatch, call, code):
+        read, _ = try_read(specimen.backend, specimen.key)
+        ranged = specimen.backend.read_ranges([(specimen.key, 0, memoryview(bytearray(10)))] * 2)
+    for result in (read, *ranged):
+        assert result.status is ReadStatus.FAILED
+        assert not isinstance(result.error, CorruptChunkError)
+    assert try_read(specimen.backend, specimen.key)[0].status is ReadStatus.HIT
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_bad_sector_takes_its_chunk_with_it(specimen: Specimen, monkeypatch: Any, call: str) -> None:
+    """A chunk that cannot be read would block its next store for ever."""
+    with failing(monkeypatch, call, errno.EIO):
+        read, _ = try_read(specimen.backend, specimen.key)
+    assert isinstance(read.error, CorruptChunkError)
+    assert statuses(specimen.backend, [Chunk(specimen.key, memoryview(PAYLOAD))]) == [STORED]
+
+
+def test_one_bad_key_of_a_batch_is_its_own_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = LocalDiskBackend(tmp_path, NAMESPACE)
+    chunks = [chunk_of(100) for _ in range(4)]
+    real = os.link
+
+    def link(source: str, path: str) -> None:
+        if chunks[1].key.hex() in path:
+            raise OSError(errno.EIO, "bad")
+        real(source, path)
+
+    monkeypatch.setattr(os, "link", link)
+    assert statuses(backend, chunks) == [STORED, FAILED, STORED, STORED]
+
+
+def test_deleting_goes_on_after_a_failure_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = LocalDiskBackend(tmp_path, NAMESPACE)
+    chunks = [chunk_of(100) for _ in range(3)]
+    backend.write(chunks)
+    real = os.unlink
+
+    def unlink(path: str) -> None:
+        if chunks[0].key.hex() in path:
+            raise OSError(errno.EROFS, "read-only")
+        real(path)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    with pytest.raises(NoSpaceError):
+        backend.delete([chunk.key for chunk in chunks])
+    assert backend.contains([chunk.key for chunk in chunks]) == [True, False, False]
+
+
+# -- real media --------------------------------------------------------------------------------------------
+
+
+def run(*command: object) -> None:
+    words = [str(part) for part in command]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        pytest.skip(f"not possible here: {' '.join(map(str, command))}: {done.stderr.strip()}")
+
+
+class Medium:
+    """A small real file system."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def remount(self, mode: str) -> None:
+        run("mount", "-o", f"remount,{mode}", self.folder)
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
+    """8 MiB, mounted for real; needs root."""
+    if os.geteuid():
+        pytest.skip("only root may mount")
+    folder = tmp_path / "medium"
+    folder.mkdir()
+    if request.param == "tmpfs":
+        run("mount", "-t", "tmpfs", "-o", "size=8m,nr_inodes=400", "lmkv-test", folder)
+    else:
+        image = tmp_path / "image"
+        run("truncate", "-s", "8m", image)
+        run("mkfs.ext4", "-q", "-m", "0", "-N", "800", image)
+        run("mount", "-o", "loop", image, folder)
+    yield Medium(folder)
+    subprocess.run(["umount", "-l", folder], check=False, timeout=60)
+
+
+@pytest.mark.parametrize("direct", ["off", "auto"])
+def test_filled_to_the_brim(medium: Medium, direct: Any) -> None:
+    """Four threads fill it: what says STORED is there, the rest left nothing, and room is used again."""
+    backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE, direct=direct)
+    chunks = [chunk_of(200_000 + index) for index in range(60)]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda chunk: backend.write([chunk])[0], chunks))
+    stored = [chunk for chunk, result in zip(chunks, results, strict=True) if result.status is STORED]
+    assert 20 < len(stored) < 45
+    for result in results:
+        assert result.status is STORED or isinstance(result.error, NoSpaceError)
+    assert listed(backend) == {chunk.key: backend.stored_bytes(len(chunk.payload)) for chunk in stored}
+    assert len(files_of(backend)) == len(stored)
+    for chunk in stored:
+        assert read_back(backend, chunk) == chunk.payload
+    backend.delete([chunk.key for chunk in stored[:5]])
+    lost = [chunk for chunk in chunks if chunk not in stored][:3]
+    assert statuses(backend, lost) == [STORED] * 3
+
+
+def test_no_inodes_left(medium: Medium) -> None:
+    """Small files use up the inodes first, folders among them."""
+    backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
+    chunks = [chunk_of(10) for _ in range(900)]
+    results = statuses(backend, chunks)
+    stored = [chunk for chunk, result in zip(chunks, results, strict=True) if result is STORED]
+    assert 50 < len(stored) < 900
+    assert len(files_of(backend)) == len(stored) == len(listed(backend))
+
+
+def test_min_free_keeps_its_distance_from_the_brim(medium: Medium) -> None:
+    backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE, min_free=3 << 20)
+    results = [backend.write([chunk_of(200_000)])[0] for _ in range(40)]
+    assert {result.status for result in results} == {STORED, WriteStatus.REJECTED}
+    stats = os.statvfs(medium.folder)
+    assert stats.f_bavail * stats.f_frsize >= (3 << 20) - 300_000
+
+
+def test_a_read_only_remount_and_back(medium: Medium) -> None:
+    backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
+    old, new = chunk_of(5000), chunk_of(5000)
+    backend.write([old])
+    medium.remount("ro")
+    (written,) = backend.write([new])
+    assert isinstance(written.error, NoSpaceError)
+    with pytest.raises(NoSpaceError):
+        backend.delete([old.key])
+    assert read_back(backend, old) == old.payload
+    assert list(listed(backend)) == [old.key]
+    reader = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
+    assert read_back(reader, old) == old.payload
+    medium.remount("rw")
+    assert statuses(backend, [new]) == [STORED]
+    backend.delete([old.key])
+    assert list(listed(reader)) == [new.key]
+
+
+def test_a_removed_folder_and_its_return(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    backend = LocalDiskBackend(root, NAMESPACE)
+    chunk = chunk_of(5000)
+    backend.write([chunk])
+    shutil.rmtree(root)
+    (written,) = backend.write([chunk])
+    assert isinstance(written.error, BackendUnavailable)
+    assert read_back(backend, chunk) is None
+    assert backend.contains([chunk.key]) == [False]
+    assert listed(backend) == {}
+    backend.delete([chunk.key])
+    assert not root.exists()
+    root.mkdir()
+    assert statuses(backend, [chunk]) == [STORED]
+    assert read_back(backend, chunk) == chunk.payload
+
+
+def test_what_is_lmkvs_is_made_again_at_once(tmp_path: Path) -> None:
+    backend = LocalDiskBackend(tmp_path, NAMESPACE)
+    chunk = chunk_of(5000)
+    for gone in (tmp_path / NAMESPACE.hex(), tmp_path / NAMESPACE.hex() / chunk.key[:1].hex()):
+        assert statuses(backend, [chunk]) == [STORED]
+        shutil.rmtree(gone)
+    assert statuses(backend, [chunk]) == [STORED]
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root without its powers: what it may not do now is refused for real."""
+    if os.geteuid():
+        pytest.skip("only root can become somebody else")
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_folder_that_may_not_be_entered(tmp_path: Path) -> None:
+    backend = LocalDiskBackend(tmp_path / "kv", NAMESPACE)
+    chunk = chunk_of(5000)
+    backend.write([chunk])
+    with as_nobody():
+        (written,) = backend.write([chunk_of(5000)])
+        read, _ = try_read(backend, chunk.key)
+        with pytest.raises(BackendUnavailable):
+            list(backend.list_keys())
+        with pytest.raises(BackendUnavailable):
+            backend.delete([chunk.key])
+        with pytest.raises(BackendUnavailable):
+            LocalDiskBackend(tmp_path / "another", NAMESPACE)
+    assert isinstance(written.error, BackendUnavailable)
+    assert isinstance(read.error, BackendUnavailable)
+    assert statuses(backend, [chunk_of(5000)]) == [STORED]
+    assert read_back(backend, chunk) == chunk.payload
+
+
+def test_a_folder_that_was_made_immutable(tmp_path: Path) -> None:
+    backend = LocalDiskBackend(tmp_path / "kv", NAMESPACE)
+    chunk, more = chunk_of(5000), new_key()
+    backend.write([chunk])
+    (path,) = files_of(backend)
+    beside = chunk_of(5000, chunk.key[:1] + more[1:])
+    run("chattr", "+i", path.parent)
+    try:
+        (written,) = backend.write([beside])
+        assert isinstance(written.error, BackendUnavailable)
+        assert read_back(backend, chunk) == chunk.payload
+    finally:
+        run("chattr", "-i", path.parent)
+    assert statuses(backend, [beside]) == [STORED]
+
+
+def test_a_file_where_a_folder_belongs(tmp_path: Path) -> None:
+    backend = LocalDiskBackend(tmp_path, NAMESPACE)
+    chunk = chunk_of(5000)
+    obstacle = tmp_path / NAMESPACE.hex() / chunk.key[:1].hex()
+    obstacle.touch()
+    (written,) = backend.write([chunk])
+    assert isinstance(written.error, BackendUnavailable)
+    assert try_read(backend, chunk.key)[0].status is ReadStatus.MISS
+    assert listed(backend) == {}
+    obstacle.unlink()
+    assert statuses(backend, [chunk]) == [STORED]
+
+
+# -- temporaries -------------------------------------------------------------------------------------------
+
+
+def test_only_abandoned_temporaries_are_swept(tmp_path: Path) -> None:
+    backend = LocalDiskBackend(tmp_path, NAMESPACE)
+    chunk = chunk_of(100)
+    backend.write([chunk])
+    folder = files_of(backend)[0].parent
+    dead, live, foreign = folder / ".1-aa.tmp", folder / f".{os.getpid()}-bb.tmp", folder / "notes.tmp"
+    probe = folder.parent / ".1-cc.tmp"
+    for path in (dead, live, foreign, probe):
+        path.write_bytes(b"half a chu")
+    with live.open("rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        assert list(listed(backend)) == [chunk.key]
+        assert not dead.exists()
+        assert not probe.exists()
+        assert live.exists()
+        assert foreign.exists()
+    listed(backend)
+    assert not live.exists()
+
+
+def test_a_temporary_that_was_swept_by_mistake_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moment between making a file and locking it: another process sweeps, the writer starts over."""
+    backend = LocalDiskBackend(tmp_path, NAMESPACE)
+    backend.write([chunk_of(100)])
+    real = os.link
+    swept: list[str] = []
+
+    def link(source: str, path: str) -> None:
+        if not swept:
+            swept.append(source)
+            os.unlink(source)
+        real(source, path)
+
+    monkeypatch.setattr(os, "link", link)
+    chunk = chunk_of(5000)
+    assert statuses(backend, [chunk]) == [STORED]
+    assert read_back(backend, chunk) == chunk.payload
+    assert len(swept) == 1
+
+
+def test_failing_again_and_again_leaks_nothing(medium: Medium) -> None:
+    """Descriptors, memory of the medium, and files, on a disk that is full all the time."""
+    backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
+    while backend.write([chunk_of(400_000)])[0].status is STORED:
+        pass
+    kept, free = files_of(backend), os.statvfs(medium.folder).f_bfree
+    chunk = chunk_of(4_000_000)
+    for _ in range(300):
+        assert isinstance(backend.write([chunk])[0].error, NoSpaceError)
+    assert files_of(backend) == kept
+    assert os.statvfs(medium.folder).f_bfree >= free - 64

@@ -1,0 +1,585 @@
+"""The public suite over every backend that lmkv ships, and what is particular to each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib.util
+import mmap
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.backends.aio import AsyncAdapter
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.backends.disk import chunkfile
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.null import NullBackend
+from lmkv.backends.wrapper import WrapperBackend
+from lmkv.errors import BackendUnavailable, ClosedError, ConfigError, UsageError
+from lmkv.outcomes import ReadStatus, WriteStatus
+from lmkv.protocols import Backend, Chunk, ListsKeys, ReadsRanges, Shared, SizesChunks
+from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, statuses
+from lmkv.testing.clocks import ManualClock
+from lmkv.testing.faults import FaultyBackend
+
+NAMESPACE = bytes(range(32))
+CAPABILITIES = (ReadsRanges, ListsKeys, SizesChunks, Shared)
+
+
+def example(name: str) -> Any:
+    """A module of the examples folder, as a reader would run it."""
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def page_aligned(nbytes: int, fill: bytes = b"") -> memoryview:
+    memory = memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
+    memory[: len(fill)] = fill
+    return memory
+
+
+def has_direct_io(folder: Path) -> bool:
+    backend = LocalDiskBackend(folder, NAMESPACE)
+    backend.close()
+    return backend.direct_io
+
+
+class TestDiskDirect(BackendSuite):
+    def make(self, folder: Path) -> Backend:
+        if not has_direct_io(folder):
+            pytest.skip(f"no O_DIRECT in {folder}")
+        return LocalDiskBackend(folder, NAMESPACE, direct="on", segment_bytes=8192)
+
+
+class TestDiskPageCache(BackendSuite):
+    def make(self, folder: Path) -> Backend:
+        return LocalDiskBackend(folder, NAMESPACE, direct="off", segment_bytes=8192)
+
+
+class TestDiskInPieces(BackendSuite):
+    """With chunks of more than one piece: what others do from 4 MiB on."""
+
+    @pytest.fixture(autouse=True)
+    def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(chunkfile, "PIECE", 8192)
+        monkeypatch.setattr(chunkfile, "SMALL", 4096)
+
+    def make(self, folder: Path) -> Backend:
+        return LocalDiskBackend(folder, NAMESPACE, segment_bytes=4096)
+
+
+class TestDiskDurable(BackendSuite):
+    def make(self, folder: Path) -> Backend:
+        return LocalDiskBackend(folder, NAMESPACE, sync="full")
+
+
+class TestCPU(BackendSuite):
+    def make(self, folder: Path) -> Backend:
+        return CPUPinnedBackend(64 * 73728, 73728)
+
+
+class TestNull(BackendSuite):
+    keeps = False
+
+    def make(self, folder: Path) -> Backend:
+        return NullBackend()
+
+
+class TestWrappedDisk(BackendSuite):
+    def make(self, folder: Path) -> Backend:
+        return WrapperBackend(LocalDiskBackend(folder, NAMESPACE))
+
+
+class TestWrappedCPU(BackendSuite):
+    def make(self, folder: Path) -> Backend:
+        return WrapperBackend(CPUPinnedBackend(64 * 73728, 73728))
+
+
+class TestFaultlessFaulty(BackendSuite):
+    def make(self, folder: Path) -> Backend:
+        return FaultyBackend(LocalDiskBackend(folder, NAMESPACE))
+
+
+class TestAiofilesExample(BackendSuite):
+    def make(self, folder: Path) -> Backend:
+        return AsyncAdapter(example("aiofiles_backend").AiofilesBackend(folder / "chunks"))
+
+
+# -- disk ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["off", "auto"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> LocalDiskBackend:
+    return LocalDiskBackend(tmp_path, NAMESPACE, direct=request.param, segment_bytes=8192)
+
+
+def files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = files_below(folder)
+    return path
+
+
+def test_the_listing_of_the_folder_is_what_the_format_says(disk: LocalDiskBackend, tmp_path: Path) -> None:
+    chunk = chunk_of(5000)
+    disk.write([chunk])
+    path = only_file(tmp_path)
+    assert path.relative_to(tmp_path).parts == (
+        NAMESPACE.hex(),
+        chunk.key[:1].hex(),
+        f"{chunk.key.hex()}.kv1",
+    )
+    assert path.stat().st_size == disk.stored_bytes(5000) == 4096 + 8192
+    assert [folder.stat().st_mode & 0o777 for folder in list(path.parents)[:2]] == [0o700] * 2
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_aligned_memory_in_every_combination(disk: LocalDiskBackend) -> None:
+    """Aligned or not, written and read: O_DIRECT and the page cache see the same files."""
+    for nbytes in (4096, 8192, 12288, 20000):
+        for skew_in in (0, 512):
+            source = page_aligned(nbytes + 4096, os.urandom(nbytes + 4096))
+            chunk = Chunk(new_key(), source[skew_in : skew_in + nbytes])
+            assert statuses(disk, [chunk]) == [WriteStatus.STORED]
+            for skew_out in (0, 512):
+                room = page_aligned(nbytes + 4096)
+                into = room[skew_out : skew_out + nbytes]
+                assert disk.read([(chunk.key, into)])[0].status is ReadStatus.HIT
+                assert into == chunk.payload
+
+
+def test_ranges_of_aligned_memory(disk: LocalDiskBackend) -> None:
+    """Slices of one page-aligned slot, as a layer-wise reader asks for them."""
+    chunk = Chunk(new_key(), page_aligned(65536, os.urandom(65536)))
+    disk.write([chunk])
+    for step in (4096, 8192, 12288, 16384, 5000, 32768):
+        slot = page_aligned(65536)
+        starts = range(0, 65536, step)
+        reads = disk.read_ranges([(chunk.key, start, slot[start : start + step]) for start in starts])
+        assert {read.status for read in reads} == {ReadStatus.HIT}
+        assert slot == chunk.payload
+
+
+def test_namespaces_do_not_see_each_other(disk: LocalDiskBackend, tmp_path: Path) -> None:
+    other = LocalDiskBackend(tmp_path, bytes(32))
+    chunk = chunk_of(100)
+    disk.write([chunk])
+    assert other.contains([chunk.key]) == [False]
+    assert listed(other) == {}
+
+
+def test_the_least_recently_used_comes_first(disk: LocalDiskBackend, tmp_path: Path) -> None:
+    chunks = [chunk_of(100) for _ in range(3)]
+    disk.write(chunks)
+    for age, chunk in zip((300, 200, 100), chunks, strict=True):
+        path = next(tmp_path.rglob(f"{chunk.key.hex()}.kv1"))
+        os.utime(path, (0, time.time() - age))
+    assert list(listed(disk)) == [chunk.key for chunk in chunks]
+    read_back(disk, chunks[0])
+    assert list(listed(disk)) == [chunks[1].key, chunks[2].key, chunks[0].key]
+    (first,) = [item for batch in disk.list_keys() for item in batch if item.key == chunks[0].key]
+    assert abs(first.last_used - time.time()) < 60
+
+
+def test_a_chunk_in_use_is_touched_once_a_minute(disk: LocalDiskBackend, tmp_path: Path) -> None:
+    chunk = chunk_of(100)
+    disk.write([chunk])
+    written = only_file(tmp_path).stat().st_mtime_ns
+    read_back(disk, chunk)
+    assert only_file(tmp_path).stat().st_mtime_ns == written
+
+
+def test_min_free_rejects_before_it_writes(tmp_path: Path) -> None:
+    clock = ManualClock()
+    stats = os.statvfs(tmp_path)
+    far_too_much = stats.f_blocks * stats.f_frsize * 2
+    full = LocalDiskBackend(tmp_path, NAMESPACE, min_free=far_too_much, clock=clock)
+    chunk = chunk_of(100)
+    (written,) = full.write([chunk])
+    assert (written.status, written.reason) == (WriteStatus.REJECTED, "min_free")
+    assert files_below(tmp_path) == []
+    modest = LocalDiskBackend(tmp_path, NAMESPACE, min_free=1, clock=clock)
+    assert statuses(modest, [chunk]) == [WriteStatus.STORED]
+    (written,) = full.write([chunk])
+    assert written.status is WriteStatus.PRESENT
+
+
+def test_free_space_counts_what_was_written_since_it_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two questions to the kernel the backend's own chunks count, so a burst cannot overshoot."""
+    clock = ManualClock()
+    asked: list[float] = []
+    one_more = os.statvfs(tmp_path)
+
+    def statvfs(folder: str) -> Any:
+        asked.append(clock())
+        return one_more
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    free = one_more.f_bavail * one_more.f_frsize
+    backend = LocalDiskBackend(tmp_path, NAMESPACE, min_free=free - 3 * 8192, clock=clock)
+    assert (
+        statuses(backend, [chunk_of(100) for _ in range(5)])
+        == [WriteStatus.STORED] * 3 + [WriteStatus.REJECTED] * 2
+    )
+    assert len(asked) == 1
+    clock.advance(1)
+    assert statuses(backend, [chunk_of(100)]) == [WriteStatus.STORED]
+    assert len(asked) == 2
+
+
+def test_more_tokens_than_there_is_room_for_are_left_out(tmp_path: Path) -> None:
+    backend = LocalDiskBackend(tmp_path, NAMESPACE, chunk_tokens=4)
+    chunk = Chunk(new_key(), memoryview(b"x" * 10), tokens=bytes(4000))
+    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert only_file(tmp_path).stat().st_size == backend.stored_bytes(10)
+    assert read_back(backend, chunk) == chunk.payload
+
+
+@pytest.mark.parametrize("nbytes", [4 << 20, 5 << 20, (9 << 20) + 12288, (9 << 20) + 777])
+def test_chunks_of_real_size(disk: LocalDiskBackend, nbytes: int) -> None:
+    chunk = Chunk(new_key(), page_aligned(nbytes, os.urandom(nbytes)))
+    assert statuses(disk, [chunk]) == [WriteStatus.STORED]
+    slot = page_aligned(nbytes)
+    assert disk.read([(chunk.key, slot)])[0].status is ReadStatus.HIT
+    assert slot == chunk.payload
+    part = slot[12288 : 12288 + (3 << 20)]
+    part[:] = bytes(len(part))
+    assert disk.read_ranges([(chunk.key, 12288, part)])[0].status is ReadStatus.HIT
+    assert slot == chunk.payload
+
+
+def test_settings_of_another_writer_do_not_matter(tmp_path: Path) -> None:
+    writer = LocalDiskBackend(tmp_path, NAMESPACE, segment_bytes=4096, chunk_tokens=4000)
+    reader = LocalDiskBackend(tmp_path, NAMESPACE, segment_bytes=65536)
+    chunk = chunk_of(30_000)
+    writer.write([chunk])
+    assert read_back(reader, chunk) == chunk.payload
+    assert statuses(reader, [chunk]) == [WriteStatus.PRESENT]
+    part = memoryview(bytearray(10_000))
+    assert reader.read_ranges([(chunk.key, 5000, part)])[0].status is ReadStatus.HIT
+    assert part == chunk.payload[5000:15000]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sync": "always"},
+        {"direct": "maybe"},
+        {"segment_bytes": 1000},
+        {"segment_bytes": 1 << 30},
+        {"namespace": b"short"},
+    ],
+)
+def test_bad_settings_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=str(next(iter(settings)))):
+        LocalDiskBackend(tmp_path, **{"namespace": NAMESPACE, **settings})
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        Chunk(b"short", memoryview(b"x")),
+        Chunk(bytes(32), memoryview(b"")),
+        Chunk(bytes(32), memoryview(b"x"), parent=b"short"),
+        Chunk(bytes(32), memoryview(b"x"), tokens=b"odd"),
+    ],
+)
+def test_misuse_is_told_and_nothing_is_written(disk: LocalDiskBackend, tmp_path: Path, chunk: Chunk) -> None:
+    with pytest.raises(UsageError):
+        disk.write([chunk_of(100), chunk])
+    assert files_below(tmp_path) == []
+
+
+def test_direct_io_is_insisted_on_or_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = os.open
+
+    def refuse(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigError, match="O_DIRECT"):
+        LocalDiskBackend(tmp_path, NAMESPACE, direct="on")
+    backend = LocalDiskBackend(tmp_path, NAMESPACE)
+    assert not backend.direct_io
+    chunk = Chunk(new_key(), page_aligned(8192, os.urandom(8192)))
+    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert read_back(backend, chunk) == chunk.payload
+
+
+@pytest.mark.parametrize("most", [1, 1000, 4096, 6000])
+def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """The kernel may stop anywhere, in the middle of a view too."""
+
+    def cut(views: list[memoryview]) -> list[memoryview]:
+        left, kept = most, []
+        for view in views:
+            kept.append(view[:left])
+            left -= len(kept[-1])
+        return [view for view in kept if len(view)]
+
+    pwritev, preadv = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: pwritev(fd, cut(views), at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, cut(views), at))
+    backend = LocalDiskBackend(tmp_path, NAMESPACE, direct="off")
+    chunk = chunk_of(9000)
+    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert read_back(backend, chunk) == chunk.payload
+
+
+def test_file_systems_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    backend = LocalDiskBackend(tmp_path, NAMESPACE)
+    chunk = chunk_of(9000)
+    assert statuses(backend, [chunk, chunk_of(9000, chunk.key)]) == [WriteStatus.STORED, WriteStatus.PRESENT]
+    assert read_back(backend, chunk) == chunk.payload
+    assert len(files_below(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("sync", ["none", "data", "full"])
+def test_what_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Any) -> None:
+    """data: the bytes before the name; full: then the name, and the folders that had to be made for it."""
+    backend = LocalDiskBackend(tmp_path, NAMESPACE, sync=sync)
+    log: list[str] = []
+    fdatasync, fsync, link = os.fdatasync, os.fsync, os.link
+
+    def logged(name: str, call: Any) -> Any:
+        def run(*args: Any) -> Any:
+            log.append(name)
+            return call(*args)
+
+        return run
+
+    monkeypatch.setattr(os, "fdatasync", logged("data", fdatasync))
+    monkeypatch.setattr(os, "fsync", logged("folder", fsync))
+    monkeypatch.setattr(os, "link", logged("name", link))
+    key = new_key()
+    backend.write([chunk_of(100, key), chunk_of(100, key[:1] + bytes(31))])
+    expected = {
+        "none": ["name", "name"],
+        "data": ["data", "name"] * 2,
+        "full": ["folder", "folder"] + ["data", "name", "folder"] * 2,
+    }
+    assert log == expected[sync]
+
+
+def test_ten_thousand_chunks_are_listed_at_once(memory_path: Path) -> None:
+    """Best of three, CPU seconds of this thread: the target is 0.3 s on a warm cache."""
+    backend = LocalDiskBackend(memory_path, NAMESPACE, direct="off")
+    payload = memoryview(b"x")
+    keys = {new_key() for _ in range(10_000)}
+    for key in keys:
+        backend.write([Chunk(key, payload)])
+    best = float("inf")
+    for _ in range(3):
+        started = time.thread_time()
+        found = listed(backend)
+        best = min(best, time.thread_time() - started)
+    assert found.keys() == keys
+    assert best < 0.3
+
+
+def test_the_disk_is_shared_only_when_told(tmp_path: Path) -> None:
+    assert not LocalDiskBackend(tmp_path, NAMESPACE).shared
+    assert LocalDiskBackend(tmp_path, NAMESPACE, shared=True).shared
+
+
+# -- wrappers and faults -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [WrapperBackend, FaultyBackend])
+def test_a_wrapper_has_the_capabilities_of_its_inner(tmp_path: Path, make: Any) -> None:
+    for inner in (NullBackend(), LocalDiskBackend(tmp_path, NAMESPACE, shared=True)):
+        wrapped = make(make(inner))
+        assert wrapped.name == inner.name
+        for capability in CAPABILITIES:
+            assert isinstance(wrapped, capability) == isinstance(inner, capability)
+    assert wrapped.shared is True
+    assert wrapped.stored_bytes(5000) == inner.stored_bytes(5000)  # type: ignore[union-attr]
+
+
+def test_a_wrapper_sees_every_call(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Logging(WrapperBackend):
+        def around(self, verb: str, call: Any) -> Any:
+            seen.append(verb)
+            return call()
+
+    wrapped: Any = Logging(LocalDiskBackend(tmp_path, NAMESPACE))
+    chunk = chunk_of(100)
+    wrapped.write([chunk])
+    wrapped.contains([chunk.key])
+    read_back(wrapped, chunk)
+    wrapped.read_ranges([(chunk.key, 0, memoryview(bytearray(10)))])
+    list(wrapped.list_keys())
+    wrapped.delete([chunk.key])
+    assert seen == ["write", "contains", "read", "read_ranges", "list_keys", "delete"]
+
+
+def test_faults_hit_some_keys_of_a_batch_and_repeat_with_the_seed(tmp_path: Path) -> None:
+    chunks = [chunk_of(100) for _ in range(40)]
+
+    def run(seed: int, folder: str) -> list[WriteStatus]:
+        faulty = FaultyBackend(LocalDiskBackend(tmp_path / folder, NAMESPACE), seed=seed, error_rate=0.5)
+        results = statuses(faulty, chunks)
+        there = faulty.inner.contains([chunk.key for chunk in chunks])
+        assert there == [result is WriteStatus.STORED for result in results]
+        assert faulty.faults == results.count(WriteStatus.FAILED)
+        return results
+
+    first = run(1, "a")
+    assert set(first) == {WriteStatus.STORED, WriteStatus.FAILED}
+    assert run(1, "b") == first
+    assert run(2, "c") != first
+
+
+def test_the_nth_call_fails_as_told(tmp_path: Path) -> None:
+    faulty = FaultyBackend(LocalDiskBackend(tmp_path, NAMESPACE))
+    chunk = chunk_of(100)
+    faulty.fail_call(2, errno.EIO)
+    assert statuses(faulty, [chunk]) == [WriteStatus.STORED]
+    (read,) = faulty.read([(chunk.key, memoryview(bytearray(100)))])
+    assert read.status is ReadStatus.FAILED
+    assert isinstance(read.error, BackendUnavailable)
+    assert os.strerror(errno.EIO) in str(read.error)
+    assert read_back(faulty, chunk) == chunk.payload
+    faulty.fail_call()
+    with pytest.raises(BackendUnavailable):
+        faulty.delete([chunk.key])
+
+
+def test_latency_is_slept_and_only_for_the_chosen_verbs() -> None:
+    slept: list[float] = []
+    faulty = FaultyBackend(NullBackend(), latency=0.5, verbs=frozenset({"read"}), sleep=slept.append)
+    faulty.contains([new_key()])
+    assert slept == []
+    faulty.read([])
+    assert slept == [0.5]
+    with pytest.raises(ValueError, match="raed"):
+        FaultyBackend(NullBackend(), verbs=frozenset({"raed"}))
+
+
+def test_a_black_hole_holds_calls_until_it_is_released() -> None:
+    faulty = FaultyBackend(NullBackend())
+    faulty.black_hole()
+    answers: list[list[bool]] = []
+    caller = threading.Thread(target=lambda: answers.append(faulty.contains([new_key()])))
+    caller.start()
+    caller.join(0.1)
+    assert caller.is_alive()
+    faulty.release()
+    caller.join(10)
+    assert answers == [[False]]
+    faulty.max_hold = 0.01
+    faulty.black_hole()
+    (read,) = faulty.read([(new_key(), memoryview(bytearray(1)))])
+    assert read.status is ReadStatus.FAILED
+
+
+# -- asynchronous backends -----------------------------------------------------------------------------
+
+
+class SlowAsync:
+    """Never answers, and writes into its buffers long after it was given up."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.kept: list[memoryview] = []
+
+    async def contains(self, keys: Any) -> list[bool]:
+        await asyncio.sleep(60)
+        return []
+
+    async def read(self, items: Any) -> list[Any]:
+        self.kept += [into for _, into in items]
+        await asyncio.sleep(60)
+        return []
+
+    async def write(self, chunks: Any) -> list[Any]:
+        self.kept += [chunk.payload for chunk in chunks]
+        await asyncio.sleep(60)
+        return []
+
+    async def delete(self, keys: Any) -> None:
+        raise ValueError("a bug in the backend")
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def slow() -> Any:
+    adapter = AsyncAdapter(SlowAsync(), deadline=0.05)
+    yield adapter
+    adapter.close()
+    assert not adapter.alive
+
+
+def test_a_missed_deadline_is_a_value_per_key(slow: AsyncAdapter) -> None:
+    keys = [new_key(), new_key()]
+    reads = slow.read([(key, memoryview(bytearray(10))) for key in keys])
+    assert [read.status for read in reads] == [ReadStatus.FAILED] * 2
+    assert [read.error.key for read in reads if read.error] == [key.hex() for key in keys]
+    assert all(isinstance(read.error, BackendUnavailable) for read in reads)
+    (written,) = slow.write([chunk_of(10)])
+    assert written.status is WriteStatus.FAILED
+    with pytest.raises(BackendUnavailable):
+        slow.contains(keys)
+
+
+def test_a_coroutine_that_was_given_up_cannot_reach_the_callers_memory(slow: AsyncAdapter) -> None:
+    slot = memoryview(bytearray(10))
+    slow.read([(new_key(), slot)])
+    slow.write([Chunk(new_key(), slot)])
+    read_buffer, payload = slow.inner.kept  # type: ignore[attr-defined]
+    read_buffer[:] = b"late bytes"
+    assert slot == bytes(10)
+    slot[:] = b"next chunk"
+    assert payload == bytes(10)
+
+
+def test_bugs_of_an_async_backend_come_through(slow: AsyncAdapter) -> None:
+    with pytest.raises(ValueError, match="a bug"):
+        slow.delete([new_key()])
+
+
+def test_the_adapters_thread_is_named_and_joined() -> None:
+    adapter = AsyncAdapter(SlowAsync(), deadline=5)
+    assert "lmkv-aio-slow" in {thread.name for thread in threading.enumerate()}
+    caught: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            adapter.contains([new_key()])
+        except ClosedError as error:
+            caught.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    while not adapter._loop.is_running():
+        time.sleep(0.001)
+    time.sleep(0.02)
+    adapter.close()
+    caller.join(10)
+    assert len(caught) == 1
+    assert "lmkv-aio-slow" not in {thread.name for thread in threading.enumerate()}

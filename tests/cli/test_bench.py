@@ -1,0 +1,68 @@
+"""`lmkv bench` without an engine, and what its figures are made of."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lmkv.chunks.hashing import chunk_keys
+from lmkv.cli import bench
+from lmkv.cli.app import app
+from lmkv.cli.measure import report as plot
+from lmkv.cli.measure.limits import bare_chain
+from lmkv.cli.measure.report import Panel
+from lmkv.cli.measure.timing import interleaved, median_ratio
+
+PANEL = Panel("First token", "s", {"computed": 4.0, "cache": 0.1, "lmkv ram": 0.2}, "cache", log=True)
+
+
+def test_a_panel_compares_its_bars_with_its_reference() -> None:
+    assert [(row.value, row.of, row.ratio) for row in PANEL.rows()] == [
+        (4.0, "cache", 40.0),
+        (0.1, None, None),
+        (0.2, "cache", 2.0),
+    ]
+
+
+def test_rounds_are_paired() -> None:
+    clock = iter(range(100))
+    times = interleaved({"a": int, "b": int}, 5, clock=lambda: next(clock))
+    assert {name: len(found) for name, found in times.items()} == {"a": 5, "b": 5}
+    assert median_ratio(times, "a", "b") == 1.0
+
+
+def test_the_limit_of_hashing_computes_the_same_keys() -> None:
+    tokens = list(range(1024))
+    assert bare_chain(tokens) == chunk_keys(tokens, bytes(32), 256)
+
+
+def test_quick_without_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "--quick", "--no-engine", "--json", "--disk", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert all(row["value"] > 0 for row in found["rows"])
+    assert sum("lmkv" in row["name"] for row in found["rows"]) == 5
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == ({"lmkv-bench.png"} if find_spec("matplotlib") else set())
+
+
+def test_a_picture_has_a_place_for_every_panel(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for count in (1, 2, 5):
+        path = tmp_path / f"{count}.png"
+        plot.draw([PANEL] * count, "a machine", path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    bench.drawn([PANEL], tmp_path / "x.png")
+    assert 'pip install "lmkv[plot]"' in capsys.readouterr().err
+    assert not (tmp_path / "x.png").exists()

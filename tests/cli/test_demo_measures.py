@@ -1,0 +1,75 @@
+"""What `lmkv demo` calls a success, and how long it waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from lmkv.cli.measure import restart
+from lmkv.cli.measure.hit import Answer, Machine, Plan, same_outputs
+from lmkv.cli.measure.restart import RestartMeasurement, summarize, wait_for_files
+
+PLAN = Plan(tokens=1000)
+COLD = Answer(token_ids=(1, 2), ttft_s=2.0, hit_tokens=0, load_gb_s=None, sources={"cpu": 0})
+WARM = Answer(token_ids=(1, 2), ttft_s=0.1, hit_tokens=768, load_gb_s=9.0, sources={"cpu": 768})
+LOADED = Answer(token_ids=(1, 2), ttft_s=0.5, hit_tokens=768, load_gb_s=9.0, sources={"cpu": 0, "disk": 768})
+
+
+def summary(after: list[Answer], warm: Answer = WARM) -> RestartMeasurement:
+    machine = Machine(engine="vllm 0.0", device="cpu")
+    return summarize(PLAN, [COLD] * len(after), [warm] * len(after), after, machine, direct_io=True)
+
+
+def test_the_best_time_and_the_worst_hit_count() -> None:
+    shown = summary([LOADED, evolve(LOADED, ttft_s=0.25)])
+    assert (shown.cold_ttft_s, shown.ram_ttft_s, shown.disk_ttft_s, shown.speedup) == (2.0, 0.1, 0.25, 8.0)
+    assert (shown.hit_tokens, shown.hit_tier) == (768, "disk")
+    assert shown.passed
+
+
+@pytest.mark.parametrize(
+    "worse",
+    [
+        evolve(LOADED, hit_tokens=512, sources={"cpu": 0, "disk": 512}),
+        evolve(LOADED, sources={"cpu": 768}),
+        evolve(LOADED, sources={"cpu": 256, "disk": 512}),
+        evolve(LOADED, hit_tokens=0, sources={}),
+        evolve(LOADED, token_ids=(1, 3)),
+    ],
+)
+def test_one_answer_that_falls_short_is_no_success(worse: Answer) -> None:
+    assert not summary([LOADED, worse]).passed
+
+
+def test_no_hit_has_no_tier() -> None:
+    assert summary([evolve(LOADED, hit_tokens=0, sources={})]).hit_tier == "none"
+
+
+def test_an_output_from_memory_that_differs_is_no_success() -> None:
+    assert not summary([LOADED], warm=evolve(WARM, token_ids=(9, 9))).outputs_equal
+
+
+def test_runs_are_compared_answer_by_answer() -> None:
+    other = evolve(COLD, token_ids=(5,))
+    assert same_outputs([COLD, other], [WARM, evolve(WARM, token_ids=(5,))])
+    assert not same_outputs([COLD, other], [other, COLD])
+
+
+def test_waiting_for_files_ends_when_they_are_there(tmp_path: Path) -> None:
+    said: list[str] = []
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.kv1").touch()
+    (tmp_path / ".c.tmp").touch()
+    wait_for_files(tmp_path, 2, said.append)
+    assert said == ["waiting for 2 chunks to be on disk"]
+
+
+def test_waiting_for_files_is_bounded_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "WRITE_TIMEOUT", 0.2)
+    said: list[str] = []
+    wait_for_files(tmp_path, 3, said.append)
+    assert said[-1] == "only 0 of 3 chunks are on disk after 0 s"

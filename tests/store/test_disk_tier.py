@@ -1,0 +1,218 @@
+"""A store on a disk that fails for real: it rejects and counts stores, serves the rest, and recovers."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lmkv.protocols import Clock
+from lmkv.store.tiered import TieredStore
+from lmkv.testing.clocks import ManualClock
+from tests.forked import Child, Tell
+from tests.store import shared_store
+from tests.store.shared_store import CHUNK, KEYS, get, put
+
+COST = CHUNK + 4096
+CAPACITY = 20 * COST
+
+
+def open_store(folder: str, namespace: int, capacity: int, clock: Clock = time.monotonic) -> TieredStore:
+    """Listed before anything is stored: a listing may count twice what is written meanwhile."""
+    store = shared_store.open_store(folder, namespace, capacity, clock)
+    assert store.wait_indexed(20)
+    return store
+
+
+@pytest.fixture
+def medium(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 30 chunks."""
+    folder = tmp_path / "medium"
+    folder.mkdir()
+    mount(folder, "-t", "tmpfs", "-o", f"size={30 * COST}", "lmkv-test")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False, timeout=60)
+
+
+def mount(folder: Path, *options: str) -> None:
+    if os.geteuid():
+        pytest.skip("only root may mount")
+    done = subprocess.run(["mount", *options, str(folder)], check=False, capture_output=True, timeout=60)
+    if done.returncode:
+        pytest.skip(f"not possible here: {done.stderr.decode().strip()}")
+
+
+def store_one_by_one(store: TieredStore, keys: list[bytes]) -> None:
+    for key in keys:
+        put(store, [key])
+        assert store.drain(20)
+    store.drop(keys)
+
+
+def served(store: TieredStore, keys: list[bytes]) -> int:
+    """How many come from disk, each with its own bytes."""
+    found = 0
+    for key in keys:
+        found += get(store, [key])
+        store.drop([key])
+    return found
+
+
+def refused(store: TieredStore) -> int:
+    disk = store.stats().tiers[1]
+    return disk.write_rejects + disk.write_failures
+
+
+def on_disk(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in {".kv1", ".tmp"})
+
+
+def eventually(clock: ManualClock, holds: Callable[[], bool]) -> None:
+    """The breaker tries a tier that failed again after a second, and later each time."""
+    until = clock() + 20
+    while not holds():
+        assert clock() < until
+        clock.advance(0.05)
+
+
+def stores_again(store: TieredStore, keys: list[bytes]) -> bool:
+    store_one_by_one(store, keys)
+    return served(store, keys) == len(keys)
+
+
+def test_a_disk_that_becomes_read_only_while_it_has_to_evict(medium: Path) -> None:
+    clock = ManualClock()
+    store = open_store(str(medium / "kv"), 1, CAPACITY, clock)
+    store_one_by_one(store, KEYS[:20])
+    mount(medium, "-o", "remount,ro")
+    store_one_by_one(store, KEYS[100:110])
+    assert refused(store) == 10
+    assert served(store, KEYS[100:110]) == 0
+    # One victim was chosen, its file could not be deleted; nobody else had to go for the other nine.
+    assert served(store, KEYS[:20]) == 19
+    assert store.stats().tiers[1].used_bytes == 19 * COST
+    assert on_disk(medium) == CAPACITY
+    mount(medium, "-o", "remount,rw")
+    eventually(clock, lambda: stores_again(store, KEYS[200:205]))
+    store.close()
+    assert on_disk(medium) == CAPACITY
+
+
+def test_a_disk_that_is_full_before_the_capacity_is(medium: Path) -> None:
+    clock = ManualClock()
+    store = open_store(str(medium / "kv"), 1, 100 * COST, clock)
+    store_one_by_one(store, KEYS[:40])
+    stored = store.stats().tiers[1].chunks
+    assert 20 < stored < 30
+    assert refused(store) == 40 - stored
+    assert served(store, KEYS[:40]) == stored
+    assert on_disk(medium) == stored * COST == store.stats().tiers[1].used_bytes
+    store.delete(KEYS[:3])
+    assert store.drain(20)
+    eventually(clock, lambda: stores_again(store, KEYS[200:203]))
+    store.close()
+
+
+def test_a_folder_that_is_removed_and_made_again(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    clock = ManualClock()
+    store = open_store(str(root), 1, CAPACITY, clock)
+    store_one_by_one(store, KEYS[:20])
+    shutil.rmtree(root)
+    store_one_by_one(store, KEYS[100:110])
+    assert refused(store) == 10
+    assert served(store, KEYS[:20]) == 0
+    assert not root.exists()
+    root.mkdir()
+    eventually(clock, lambda: stores_again(store, KEYS[200:205]))
+    store.close()
+    assert on_disk(root) == store_bytes(root)
+
+
+def store_bytes(root: Path) -> int:
+    """What a new store finds there."""
+    store = open_store(str(root), 1, CAPACITY)
+    assert store.wait_indexed(20)
+    used = store.stats().tiers[1].used_bytes
+    store.close()
+    return used
+
+
+def clear_until_killed(tell: Tell, folder: str) -> None:
+    store = open_store(folder, 1, CAPACITY)
+    for key in KEYS[:20]:
+        put(store, [key])
+        assert store.drain(20)
+    left = iter(range(7))
+
+    def unlink(path: str) -> None:
+        if next(left, None) is None:
+            tell("half")
+            time.sleep(60)
+        os.remove(path)
+
+    pytest.MonkeyPatch().setattr(os, "unlink", unlink)
+    store.clear()
+    store.drain(60)
+
+
+def test_a_kill_in_the_middle_of_clear(tmp_path: Path) -> None:
+    """What was not deleted yet is served again, right as ever, and can be cleared for good."""
+    with Child(clear_until_killed, str(tmp_path)) as child:
+        assert child.heard() == "half"
+    store = open_store(str(tmp_path), 1, CAPACITY)
+    assert store.wait_indexed(20)
+    assert served(store, KEYS[:20]) == 13 == store.stats().tiers[1].chunks
+    store.clear()
+    assert served(store, KEYS[:20]) == 0
+    assert store.drain(20)
+    assert on_disk(tmp_path) == 0
+    assert stores_again(store, KEYS[:20])
+    store.close()
+    assert on_disk(tmp_path) == CAPACITY
+
+
+def test_a_corrupt_file_that_cannot_be_set_aside_is_not_forgotten(medium: Path) -> None:
+    """No file stays that no index knows: it goes as soon as the disk lets it."""
+    clock = ManualClock()
+    store = open_store(str(medium / "kv"), 1, CAPACITY, clock)
+    store_one_by_one(store, KEYS[:2])
+    (path,) = medium.rglob(f"{KEYS[0].hex()}.kv1")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    mount(medium, "-o", "remount,ro")
+    assert served(store, KEYS[:2]) == 1
+    assert path.exists()
+    mount(medium, "-o", "remount,rw")
+    eventually(clock, lambda: stores_again(store, KEYS[5:6]))
+    assert not path.exists()
+    store.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x", bytes([255]) * 16, bytes([255]) * 99], ids=repr)
+def test_a_count_that_is_nonsense_is_set_right(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".lmkv-use").write_bytes(content)
+    store = open_store(str(tmp_path), 1, CAPACITY)
+    assert store.wait_indexed(20)
+    assert stores_again(store, KEYS[:20])
+    store_one_by_one(store, KEYS[20:40])
+    store.close()
+    assert on_disk(tmp_path) == CAPACITY
+
+
+def test_a_count_that_somebody_holds_or_that_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path), 1, CAPACITY)
+    assert store.wait_indexed(20)
+    count = tmp_path / ".lmkv-use"
+    with count.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert stores_again(store, KEYS[:3])
+    count.unlink()
+    os.mkfifo(count)
+    assert stores_again(store, KEYS[3:6])
+    store.close()

@@ -1,0 +1,468 @@
+"""TieredStore against an oracle of plain dictionaries, with its I/O stopped at every point.
+
+A key's *version* changes whenever it is deleted or everything is cleared: what is leased from then on must
+never be of an older one, however the store's writes, reads and deletions lie.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+from attrs import define
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import lmkv.store.tiered
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.outcomes import Presence
+from lmkv.policies import AdmitNone, SecondTouch
+from lmkv.protocols import ChunkKey
+from lmkv.store.leases import Lease, Reservation
+from lmkv.store.promotion import Promotion
+from lmkv.store.tiers.iopool import Priority
+from lmkv.store.tiers.primary import State
+from lmkv.testing.clocks import ManualClock
+from lmkv.testing.faults import FaultyBackend
+from tests.kit import SLOT, chain, lower, memory, payload, small_store
+from tests.store.stepped import Pausing, SteppedPool
+
+CHAINS = {name: chain(name, 4) for name in "ab"}
+ALL = [key for keys in CHAINS.values() for key in keys]
+
+spans = st.tuples(st.sampled_from("ab"), st.sampled_from([0, 0, 0, 1, 2]), st.integers(1, 4))
+numbers = st.integers(0, 7)
+
+
+def keys_of(span: tuple[str, int, int]) -> list[ChunkKey]:
+    name, start, count = span
+    return CHAINS[name][start : start + count]
+
+
+@define
+class Held:
+    """A lease, and what each of its slots must hold until it ends."""
+
+    lease: Lease
+    contents: list[bytes]
+
+
+@define
+class Open:
+    reservation: Reservation
+    keys: list[ChunkKey]
+    """Those that it reserved."""
+
+
+@pytest.fixture(autouse=True)
+def no_news_of_faults(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "lmkv")
+
+
+class StoreMachine(RuleBasedStateMachine):
+    @initialize(
+        slots=st.integers(1, 7),
+        policy=st.sampled_from(["LRU", "FIFO"]),
+        tiers=st.lists(
+            st.fixed_dictionaries(
+                {
+                    "slots": st.integers(1, 8),
+                    "write": st.sampled_from(["through", "back"]),
+                    "policy": st.sampled_from(["LRU", "FIFO"]),
+                    "admission": st.sampled_from([None, None, SecondTouch, AdmitNone]),
+                }
+            ),
+            max_size=2,
+        ),
+        error_rate=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
+        retain=st.sampled_from([True, True, True, False]),
+        seed=st.integers(0, 3),
+    )
+    def start(
+        self, slots: int, policy: str, tiers: list[Any], error_rate: float, retain: bool, seed: int
+    ) -> None:
+        self.clock = ManualClock()
+        self.media: list[tuple[CPUPinnedBackend, int]] = []
+        self.faulty: list[FaultyBackend] = []
+        below = [self.make_tier(number, options, error_rate, seed) for number, options in enumerate(tiers)]
+        original, lmkv.store.tiered.IOPool = lmkv.store.tiered.IOPool, SteppedPool  # type: ignore[assignment,misc]
+        try:
+            self.store = small_store(
+                slots, *below, policy=policy, clock=self.clock, retain=retain, io_threads=3
+            )
+        finally:
+            lmkv.store.tiered.IOPool = original  # type: ignore[misc]
+        self.pool: Any = self.store._pool
+        self.retain = retain
+        self.version = dict.fromkeys(ALL, 0)
+        self.committed: set[ChunkKey] = set()
+        self.leases: list[Held] = []
+        self.reservations: list[Open] = []
+        self.promotions: list[Promotion] = []
+        self.pins: dict[ChunkKey, float] = {}
+
+    def make_tier(self, number: int, options: dict[str, Any], error_rate: float, seed: int) -> Any:
+        slots, admission = options.pop("slots"), options.pop("admission")
+        medium = memory(slots + 2, f"tier {number}")
+        self.media.append((medium, slots))
+        self.faulty.append(FaultyBackend(medium, seed=seed, error_rate=error_rate))
+        return lower(Pausing(self.faulty[-1]), slots, admission=admission and admission(), **options)
+
+    # -- storing ------------------------------------------------------------------------------------------
+
+    @rule(span=spans, protected=st.booleans())
+    def reserve(self, span: tuple[str, int, int], protected: bool) -> None:
+        keys = keys_of(span)
+        reservation = self.store.reserve(keys, protect=CHAINS[span[0]] if protected else ())
+        assert reservation.handled <= len(keys)
+        assert set(reservation.slots) <= set(keys[: reservation.handled])
+        for key, slot in reservation.slots.items():
+            self.store.slab.view(slot)[:] = payload(key, self.version[key])
+        self.reservations.append(Open(reservation, list(reservation.slots)))
+
+    @precondition(lambda self: self.reservations)
+    @rule(which=numbers, part=st.integers(0, 4))
+    def commit(self, which: int, part: int) -> None:
+        """The first `part` keys; the rest is aborted."""
+        opened = self.reservations.pop(which % len(self.reservations))
+        done = opened.keys[:part]
+        valid = [
+            key
+            for key in done
+            if bytes(self.store.slab.view(opened.reservation.slots[key])) == payload(key, self.version[key])
+        ]
+        with opened.reservation:
+            opened.reservation.commit(done)
+        # One that was deleted meanwhile is of an older version, and does not count.
+        self.committed.update(valid)
+
+    @rule(span=spans, moves=st.lists(numbers, max_size=12))
+    def store_at_once(self, span: tuple[str, int, int], moves: list[int]) -> None:
+        self.reserve(span, True)
+        self.commit(-1, 4)
+        self.io_moves(moves)
+
+    @rule(name=st.sampled_from("ab"))
+    def store_everywhere(self, name: str) -> None:
+        for start in range(4):
+            self.reserve((name, start, 1), True)
+            self.commit(-1, 4)
+            self.pool.drain(0)
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    @rule(span=spans)
+    def lease(self, span: tuple[str, int, int]) -> None:
+        keys = keys_of(span)
+        lease = self.store.lease(keys)
+        assert lease.keys == keys[: len(lease)]
+        contents = [payload(key, self.version[key]) for key in lease.keys]
+        self.leases.append(Held(lease, contents))
+        self.check_lease(self.leases[-1])
+        assert set(lease.keys) <= self.committed
+
+    def check_lease(self, held: Held) -> None:
+        for slot, content in zip(held.lease.slots, held.contents, strict=True):
+            assert bytes(self.store.slab.view(slot)) == content
+
+    @precondition(lambda self: self.leases)
+    @rule(which=numbers)
+    def end_lease(self, which: int) -> None:
+        held = self.leases.pop(which % len(self.leases))
+        self.check_lease(held)
+        held.lease.release()
+        held.lease.release()
+
+    @rule(
+        span=spans,
+        prefetch=st.booleans(),
+        limit=st.sampled_from([None, 0, 2]),
+        ttl=st.sampled_from([None, 1.0]),
+    )
+    def promote(
+        self, span: tuple[str, int, int], prefetch: bool, limit: int | None, ttl: float | None
+    ) -> None:
+        keys = keys_of(span)
+        priority = Priority.PREFETCH if prefetch else Priority.LOAD
+        promotion = self.store.promote(keys, priority=priority, limit=limit, ttl=ttl)
+        assert promotion.keys == keys[:limit][: len(promotion)]
+        self.promotions.append(promotion)
+
+    @precondition(lambda self: self.promotions)
+    @rule(which=numbers)
+    def end_promotion(self, which: int) -> None:
+        promotion = self.promotions.pop(which % len(self.promotions))
+        if promotion.done and not promotion.released:
+            present = self.store.lookup(promotion.keys[: promotion.ready])
+            assert present == [Presence.READY] * promotion.ready
+        promotion.release()
+
+    @rule(span=spans, moves=st.lists(numbers, max_size=12))
+    def read_at_once(self, span: tuple[str, int, int], moves: list[int]) -> None:
+        """As an engine does: promote, wait a while, lease what is there, let go."""
+        promotion = self.store.promote(keys_of(span))
+        self.io_moves(moves)
+        self.lease(span)
+        promotion.release()
+        self.end_lease(-1)
+        self.store.touch(keys_of(span))
+
+    # -- pins and time ------------------------------------------------------------------------------------
+
+    @rule(span=spans, ttl=st.sampled_from([None, 0.5, 3.0]))
+    def pin(self, span: tuple[str, int, int], ttl: float | None) -> None:
+        """Or unpin, without a time to live."""
+        keys = keys_of(span)
+        if ttl is None:
+            live = sum(self.pins.pop(key, 0) > self.clock() for key in keys)
+            assert live <= self.store.unpin(keys) <= len(keys)
+        else:
+            count = self.store.pin(keys, ttl)
+            assert count == self.store.match(keys)[0]
+            self.pins.update(dict.fromkeys(keys[:count], self.clock() + ttl))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 70.0]), poll=st.booleans())
+    def time_passes(self, seconds: float, poll: bool) -> None:
+        self.clock.advance(seconds)
+        if poll:
+            self.store.poll()
+
+    # -- removing -----------------------------------------------------------------------------------------
+
+    @rule(span=spans, how=st.sampled_from(["drop", "drop", "delete", "delete", "clear"]))
+    def remove(self, span: tuple[str, int, int], how: str) -> None:
+        keys = ALL if how == "clear" else keys_of(span)
+        known = sum(presence is not Presence.MISS for presence in self.store.lookup(keys))
+        if how == "drop":
+            self.store.drop(keys)
+            assert Presence.READY not in self.store.lookup(keys)
+        else:
+            # What a tier has that is away at the moment is removed as well, and clear() counts it.
+            assert known <= (self.store.clear() if how == "clear" else self.store.delete(keys))
+            assert self.store.lookup(keys) == [Presence.MISS] * len(keys)
+            self.outdate(keys)
+        for key in keys:
+            self.pins.pop(key, None)
+
+    def outdate(self, keys: list[ChunkKey]) -> None:
+        for key in keys:
+            self.version[key] += 1
+            self.committed.discard(key)
+
+    # -- I/O ----------------------------------------------------------------------------------------------
+
+    @rule(moves=st.lists(numbers, min_size=1, max_size=12))
+    def io_moves(self, moves: list[int]) -> None:
+        for which in moves:
+            self.pool.begin()
+            self.pool.step(which)
+
+    @rule()
+    def io_ends(self) -> None:
+        self.pool.drain(0)
+
+    @precondition(lambda self: self.faulty)
+    @rule(which=numbers, times=st.integers(1, 8), fixed=st.booleans())
+    def io_fails(self, which: int, times: int, fixed: bool) -> None:
+        """The next calls fail; or the tier works from now on."""
+        faulty = self.faulty[which % len(self.faulty)]
+        if fixed:
+            faulty.error_rate = 0.0
+        for nth in range(0 if fixed else times):
+            faulty.fail_call(nth + 1)
+
+    # -- always -------------------------------------------------------------------------------------------
+
+    @invariant()
+    def what_is_found_was_committed(self) -> None:
+        present = dict(zip(ALL, self.store.lookup(ALL), strict=True))
+        assert {key for key in ALL if present[key] in (Presence.READY, Presence.SECONDARY)} <= self.committed
+        for key, end in self.pins.items():
+            assert end <= self.clock() or present[key] is Presence.READY, "a pinned chunk is gone"
+
+    @invariant()
+    def every_slot_is_accounted_for(self) -> None:
+        store = self.store
+        entries = store._primary.entries.values()
+        slots = [entry.slot for entry in entries]
+        assert len(set(slots)) == len(slots), "two chunks in one slot"
+        claimed = {slot for held in self.leases for slot in held.lease.slots}
+        claimed |= {slot for opened in self.reservations for slot in opened.reservation.slots.values()}
+        used = {slot for slot, flag in enumerate(store.slab._used) if flag}
+        assert claimed | set(slots) <= used
+        assert len(used) == store.slab.num_slots - store.slab.free_slots
+        stats = store.stats()
+        assert stats.writing == store._primary.writing >= 0
+        assert stats.primary.chunks == sum(entry.ready for entry in entries)
+        assert len(store._primary.policy) == sum(entry.ranked for entry in entries)
+
+    @invariant()
+    def no_tier_takes_more_than_its_capacity(self) -> None:
+        for (medium, slots), stats in zip(self.media, self.store.stats().tiers[1:], strict=True):
+            assert len(medium._slots) <= slots
+            assert 0 <= stats.used_bytes <= slots * SLOT
+
+    @invariant()
+    def what_a_lower_tier_promises_it_has(self) -> None:
+        for (medium, _), tier in zip(self.media, self.store._tiers, strict=True):
+            for key in tier.index._sizes:
+                slot, _ = medium._slots[key]
+                assert bytes(medium._slab.view(slot)) == payload(key, self.version[key])
+
+    @invariant()
+    def what_is_done_is_settled(self) -> None:
+        for promotion in self.promotions:
+            if promotion.done and not promotion.released:
+                assert not promotion.rest
+                assert all(entry.state is State.READY for entry in promotion.entries[: len(promotion)])
+
+    @invariant()
+    def leased_bytes_stay(self) -> None:
+        for held in self.leases:
+            self.check_lease(held)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for faulty in self.faulty:
+            faulty.error_rate = 0.0
+        for held in self.leases:
+            held.lease.release()
+        for opened in self.reservations:
+            opened.reservation.abort()
+        self.pool.drain(0)
+        for promotion in self.promotions:
+            promotion.release()
+        self.pool.drain(0)
+        assert all(promotion.done for promotion in self.promotions), "somebody would wait for ever"
+        self.store.unpin(ALL)
+        self.clock.advance(1000)
+        self.store.poll()
+        self.pool.drain(0)
+        self.everything_is_let_go_of()
+        self.store.close()
+        assert self.store.match(ALL) == (0, 0)
+        assert self.store.slab.free_slots == 0 or not self.store.slab._used.count(1)
+
+    def everything_is_let_go_of(self) -> None:
+        store, stats = self.store, self.store.stats()
+        assert (stats.leased, stats.pinned, stats.writing, stats.loading) == (0, 0, 0, 0)
+        assert store.slab.free_slots + stats.primary.chunks == store.slab.num_slots
+        assert store._primary.demoting == store._promoter._prefetched == 0
+        assert stats.primary.chunks == 0 or self.retain
+        for tier in store._tiers:
+            assert not tier.index._burying
+            assert tier.index._lingering == 0
+            assert len(tier.index.policy) == len(tier.index)
+            evictable = copy.deepcopy(tier.index.policy).evict(len(tier.index) * SLOT)
+            assert evictable is not None, "nobody reads it, and yet it is held"
+        for key in ALL:
+            self.check_below(key)
+
+    def check_below(self, key: ChunkKey) -> None:
+        """Whatever a tier promises, it has, unless a fault took it; and it is of the last version."""
+        promotion = self.store.promote([key])
+        self.pool.drain(0)
+        assert promotion.done
+        with self.store.lease(promotion.keys) as lease:
+            for slot in lease.slots:
+                assert bytes(self.store.slab.view(slot)) == payload(key, self.version[key])
+        promotion.release()
+
+
+TestStore = StoreMachine.TestCase
+
+
+# -- the same machine, driven at random for longer than Hypothesis would -------------------------------
+
+
+def _span(rng: random.Random) -> tuple[str, int, int]:
+    return rng.choice("ab"), rng.choice([0, 0, 0, 0, 1, 2]), rng.randint(1, 4)
+
+
+def _moves(rng: random.Random) -> list[int]:
+    return [rng.randint(0, 7) for _ in range(rng.randint(0, 12))]
+
+
+def _one_step(machine: StoreMachine, rng: random.Random) -> None:
+    span = _span(rng)
+    actions: list[tuple[int, Callable[[], None]]] = [
+        (6, lambda: machine.store_at_once(span, _moves(rng))),
+        (2, lambda: machine.store_everywhere(span[0])),
+        (3, lambda: machine.reserve(span, rng.random() < 0.5)),
+        (4, lambda: machine.reservations and machine.commit(rng.randint(0, 7), rng.randint(0, 4))),
+        (6, lambda: machine.read_at_once(span, _moves(rng))),
+        (2, lambda: machine.lease(span)),
+        (3, lambda: machine.leases and machine.end_lease(rng.randint(0, 7))),
+        (
+            4,
+            lambda: machine.promote(span, rng.random() < 0.5, rng.choice([None, 2]), rng.choice([None, 1.0])),
+        ),
+        (5, lambda: machine.promotions and machine.end_promotion(rng.randint(0, 7))),
+        (1, lambda: machine.pin(span, rng.choice([None, 0.5, 3.0]))),
+        (1, lambda: machine.time_passes(rng.choice([0.1, 1.0, 70.0]), rng.random() < 0.5)),
+        (4, lambda: machine.remove(span, rng.choice(["drop"] * 6 + ["delete"] * 2 + ["clear"]))),
+        (14, lambda: machine.io_moves(_moves(rng))),
+        (1, machine.io_ends),
+        (1, lambda: machine.faulty and machine.io_fails(rng.randint(0, 1), rng.randint(1, 7), False)),
+    ]
+    weights = [weight for weight, _ in actions]
+    rng.choices([action for _, action in actions], weights)[0]()
+
+
+def drive(seed: int, steps: int) -> Counter[str]:
+    """A long history; what happened in it."""
+    rng = random.Random(seed)
+    machine = StoreMachine()
+    tiers = [
+        {
+            "slots": rng.randint(1, 8),
+            "write": rng.choice(["through", "through", "back"]),
+            "policy": rng.choice(["LRU", "FIFO"]),
+            "admission": rng.choice([None, None, None, SecondTouch]),
+        }
+        for _ in range(rng.choice([1, 1, 2]))
+    ]
+    error_rate = rng.choice([0.0, 0.0, 0.02, 0.2])
+    machine.start(rng.randint(2, 7), rng.choice(["LRU", "FIFO"]), tiers, error_rate, rng.random() < 0.9, seed)
+    for _ in range(steps):
+        _one_step(machine, rng)
+        machine.what_is_found_was_committed()
+        machine.every_slot_is_accounted_for()
+        machine.no_tier_takes_more_than_its_capacity()
+        machine.what_a_lower_tier_promises_it_has()
+        machine.what_is_done_is_settled()
+        machine.leased_bytes_stay()
+    seen: Counter[str] = Counter()
+    for tier in machine.store.stats().tiers:
+        seen.update(attrs.asdict(tier, filter=lambda field, value: isinstance(value, int)))
+        seen["opened"] += "open" in (tier.breaker, tier.write_breaker)
+    machine.teardown()
+    return seen
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 80, 10)], ids=str)
+def test_long_histories(seeds: range) -> None:
+    for seed in seeds:
+        drive(seed, 400)
+
+
+def test_the_histories_test_something() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(100, 120):
+        seen += drive(seed, 400)
+    rare = {name: seen[name] for name in ("hits", "reads", "writes", "evictions", "write_rejects", "dropped")}
+    assert min(rare.values()) > 50, rare
+    assert min(seen["read_failures"], seen["write_failures"], seen["opened"]) > 5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_longer_histories(seed: int) -> None:
+    drive(seed, 2000)

@@ -1,0 +1,604 @@
+"""TieredStore: what must hold whoever interferes, and whatever breaks below."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lmkv.errors import BackendUnavailable
+from lmkv.outcomes import MISS, Presence, Read
+from lmkv.protocols import Chunk, ChunkKey
+from lmkv.store.tiered import TieredStore
+from lmkv.store.tiers.iopool import Priority
+from lmkv.testing.clocks import ManualClock
+from tests.kit import (
+    LIMIT,
+    SLOT,
+    Failing,
+    Gated,
+    Persistent,
+    assert_settled,
+    chain,
+    get,
+    lower,
+    memory,
+    payload,
+    put,
+    put_below,
+    small_store,
+    versions,
+)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.002)
+
+
+def kept(store: TieredStore, keys: list[ChunkKey]) -> list[bool]:
+    return [presence is Presence.READY for presence in store.lookup(keys)]
+
+
+# -- the head of a chain outlives its tail -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["LRU", "FIFO"])
+@pytest.mark.parametrize("below", [False, True])
+def test_a_stored_chain_is_evicted_from_its_tail(policy: str, below: bool) -> None:
+    store = small_store(6, *([lower(memory(20, "low"))] if below else []), policy=policy)
+    keys = chain("a", 6)
+    put(store, keys)
+    store.drain(LIMIT)
+    put(store, chain("b", 2))
+    assert kept(store, keys) == [True] * 4 + [False] * 2
+
+
+def test_a_chain_that_was_pinned_is_evicted_from_its_tail() -> None:
+    clock = ManualClock()
+    store = small_store(4, clock=clock)
+    keys = chain("a", 4)
+    put(store, keys)
+    assert store.pin(keys, 10) == 4
+    clock.advance(11)
+    put(store, chain("b", 1))
+    assert kept(store, keys) == [True, True, True, False]
+
+
+def test_a_lower_tier_evicts_from_the_tail_and_never_the_head_of_what_it_is_given() -> None:
+    below = memory(4, "low")
+    store = small_store(10, lower(below, 4))
+    keys = chain("a", 10)
+    put(store, keys)
+    store.drain(LIMIT)
+    assert below.contains(keys) == [True] * 4 + [False] * 6
+    put(store, chain("b", 1))
+    store.drain(LIMIT)
+    assert below.contains(keys) == [True] * 3 + [False] * 7
+
+
+def test_a_chain_longer_than_the_tier_keeps_its_head() -> None:
+    store = small_store(4)
+    keys = chain("a", 9)
+    assert put(store, keys) == 4
+    assert put(store, keys[4:], protect=keys) == 0
+    assert kept(store, keys) == [True] * 4 + [False] * 5
+
+
+def test_the_missing_head_takes_the_place_of_its_own_tail() -> None:
+    store = small_store(4)
+    keys = chain("a", 4)
+    put(store, keys[1:])
+    put(store, chain("b", 1))
+    assert put(store, keys, protect=keys) >= 2
+    assert kept(store, keys)[:2] == [True, True]
+
+
+def test_the_tail_makes_room_for_its_own_head_from_below() -> None:
+    """Streaming leaves a long chain's tail in the tier: reading it again begins with the head anyway."""
+    store = small_store(4, lower(memory(20, "low")))
+    keys = chain("a", 12)
+    put_below(store, keys)
+    for _ in range(2):
+        assert get(store, keys) == [0] * 4
+        assert get(store, keys[8:]) == [0] * 4
+    assert_settled(store)
+
+
+# -- nothing of before clear() or delete() is served ---------------------------------------------------
+
+
+def test_clear_deletes_what_was_not_even_indexed_yet() -> None:
+    disk = memory(10, "disk")
+    keys = chain("a", 4)
+    disk.write([Chunk(key, memoryview(payload(key))) for key in keys])
+    gated = Gated(Persistent(disk))
+    gated.shut("list_keys")
+    store = small_store(4, lower(gated, 10))
+    gated.waiting("list_keys")
+    store.clear()
+    gated.open()
+    assert store.drain(LIMIT)
+    eventually(lambda: disk.contains(keys) == [False] * 4)
+    assert store.match(keys) == (0, 0)
+
+
+def test_a_listing_from_before_clear_brings_nothing_back() -> None:
+    disk = memory(10, "disk")
+    keys = chain("a", 6)
+    disk.write([Chunk(key, memoryview(payload(key))) for key in keys])
+    passed, go_on = threading.Event(), threading.Event()
+
+    class Slow(Persistent):
+        def list_keys(self) -> Any:
+            for number, batch in enumerate(super().list_keys()):
+                if number == 1 and threading.current_thread().name.startswith("lmkv-index"):
+                    passed.set()
+                    assert go_on.wait(LIMIT)
+                yield batch
+
+    store = small_store(4, lower(Slow(disk), 10))
+    assert passed.wait(LIMIT)
+    store.clear()
+    assert store.drain(LIMIT)
+    go_on.set()
+    assert store.wait_indexed(LIMIT)
+    assert store.match(keys[:1]) == (0, 0)
+    assert [store.match([key]) for key in keys] == [(0, 0)] * 6
+
+
+def test_an_unlisted_chunk_is_not_taken_for_a_new_one_before_it_is_wiped() -> None:
+    disk = memory(10, "disk")
+    (key,) = keys = chain("a", 1)
+    disk.write([Chunk(key, memoryview(payload(key, 1)))])
+    gated = Gated(Persistent(disk))
+    gated.shut("list_keys")
+    store = small_store(4, lower(gated, 10))
+    store.clear()
+    gated.waiting("list_keys", 2)
+    put(store, keys, version=2)
+    eventually(lambda: store.stats().tiers[1].write_rejects == 1)
+    gated.open()
+    assert store.drain(LIMIT)
+    assert store.wait_indexed(LIMIT)
+    assert disk.contains(keys) == [False]
+    store.drop(keys)
+    put(store, keys, version=3)
+    assert store.drain(LIMIT)
+    store.drop(keys)
+    assert get(store, keys) == [3]
+
+
+def test_nothing_is_written_until_a_failed_wipe_has_been_made_up_for() -> None:
+    disk = memory(10, "disk")
+    (key,) = keys = chain("a", 1)
+    failing = Failing(Persistent(disk), "list_keys")
+    store = small_store(4, lower(failing, 10))
+    disk.write([Chunk(key, memoryview(payload(key, 1)))])
+    store.clear()
+    assert store.drain(LIMIT)
+    for version in (2, 3):
+        put(store, keys, version)
+        assert store.drain(LIMIT)
+        store.drop(keys)
+        assert store.match(keys) == (0, 0)
+    failing.broken = set()
+    put(store, keys, version=4)
+    assert store.drain(LIMIT)
+    store.drop(keys)
+    assert get(store, keys) == [4]
+
+
+def test_a_failed_deletion_never_turns_old_bytes_into_new_ones() -> None:
+    below = memory(10, "low")
+    failing = Failing(below)
+    store = small_store(4, lower(failing))
+    keys = chain("a", 2)
+    put(store, keys, version=1)
+    store.drain(LIMIT)
+    failing.broken = {"delete"}
+    store.clear()
+    store.drain(LIMIT)
+    put(store, keys, version=2)
+    store.drain(LIMIT)
+    store.drop(keys)
+    assert get(store, keys) in ([], [2, 2])
+    failing.broken = set()
+    put(store, keys, version=3)
+    store.drain(LIMIT)
+    store.drop(keys)
+    assert get(store, keys) in ([], [3, 3])
+    assert_settled(store)
+
+
+def test_what_was_being_written_when_it_was_deleted_does_not_come_back() -> None:
+    below = memory(10, "low")
+    gated = Gated(below)
+    store = small_store(4, lower(gated), io_threads=2)
+    keys = chain("a", 3)
+    gated.shut("write")
+    put(store, keys)
+    gated.waiting("write")
+    assert store.delete(keys) == 3
+    gated.open()
+    assert store.drain(LIMIT)
+    assert below.contains(keys) == [False] * 3
+    assert store.match(keys) == (0, 0)
+    assert_settled(store)
+
+
+def test_the_callers_thread_never_touches_a_backend() -> None:
+    gated = Gated(Persistent(memory(10, "low")))
+    store = small_store(2, lower(gated, 10))
+    keys = chain("a", 4)
+    for key in keys:
+        put(store, [key])
+        assert store.drain(LIMIT)
+    get(store, keys[:2])
+    store.delete(keys[:1])
+    store.clear()
+    assert store.drain(LIMIT)
+    mine = threading.current_thread().name
+    assert {verb for verb, _ in gated.calls} >= {"write", "read", "delete", "list_keys"}
+    assert [verb for verb, thread in gated.calls if thread == mine] == []
+
+
+def test_a_write_that_was_under_way_when_all_was_cleared() -> None:
+    below = memory(10, "low")
+    gated = Gated(below)
+    store = small_store(4, lower(gated))
+    keys = chain("a", 1)
+    gated.shut("write")
+    put(store, keys, version=1)
+    gated.waiting("write")
+    store.clear()
+    put(store, keys, version=2)
+    gated.open()
+    assert store.drain(LIMIT)
+    store.drop(keys)
+    assert get(store, keys) in ([], [2])
+
+
+def test_what_is_ready_and_what_is_promised_end_with_clear() -> None:
+    store = small_store(4, lower(memory(10, "low")))
+    keys = chain("a", 3)
+    put(store, keys)
+    promotion = store.promote(keys)
+    assert promotion.ready == 3
+    store.clear()
+    assert promotion.ready == 0
+    promotion.release()
+    assert_settled(store)
+
+
+# -- accounting ---------------------------------------------------------------------------------------
+
+
+def test_victims_that_cannot_be_deleted_keep_their_room() -> None:
+    below = memory(20, "low")
+    failing = Failing(below)
+    store = small_store(10, lower(failing, 3))
+    put(store, chain("a", 3))
+    store.drain(LIMIT)
+    failing.broken = {"delete"}
+    put(store, chain("b", 3))
+    store.drain(LIMIT)
+    assert sum(below.contains(chain("a", 3) + chain("b", 3))) == 3
+    failing.broken = set()
+
+
+def test_a_tier_that_was_away_for_a_moment_has_lost_nothing() -> None:
+    below = memory(10, "low")
+    failing = Failing(below, error=BackendUnavailable("low", "read"))
+    store = small_store(2, lower(failing, 10))
+    keys = chain("a", 2)
+    put_below(store, keys)
+    failing.broken = {"read"}
+    assert get(store, keys) == []
+    failing.broken = set()
+    assert get(store, keys) == [0, 0]
+    assert store.stats().tiers[1].chunks == 2
+
+
+@pytest.mark.parametrize("nonsense", [[], [None], None, "read"])
+def test_a_read_that_returns_nonsense_is_a_miss(nonsense: Any) -> None:
+    class Mad(Failing):
+        def read(self, items: Any) -> Any:
+            return nonsense
+
+    store = small_store(2, lower(Mad(memory(10, "low"))))
+    keys = chain("a", 1)
+    put_below(store, keys)
+    assert get(store, keys) == []
+    assert_settled(store)
+
+
+@pytest.mark.parametrize("verb", ["read", "write", "delete", "list_keys"])
+def test_whatever_a_backend_raises_nothing_leaks(verb: str) -> None:
+    failing = Failing(Persistent(memory(10, "low")), verb)
+    store = small_store(3, lower(failing, 2))
+    for name in "abc":
+        keys = chain(name, 2)
+        put(store, keys)
+        store.drain(LIMIT)
+        get(store, keys)
+        store.drop(keys)
+        get(store, keys)
+    store.delete(keys)
+    store.clear()
+    assert_settled(store)
+    assert store.stats().tiers[1].used_bytes <= 2 * SLOT
+
+
+def test_a_chunk_that_is_being_read_is_not_evicted_from_its_tier() -> None:
+    below = memory(4, "low")
+    gated = Gated(below)
+    store = small_store(8, lower(gated, 2))
+    keys = chain("a", 2)
+    put_below(store, keys)
+    gated.shut("read")
+    promotion = store.promote(keys)
+    gated.waiting("read")
+    put(store, chain("b", 2))
+    eventually(lambda: store.stats().tiers[1].write_rejects == 2)
+    gated.open()
+    assert promotion.wait(LIMIT)
+    assert promotion.ready == 2
+    promotion.release()
+
+
+# -- prefetch ------------------------------------------------------------------------------------------
+
+
+def test_the_prefetch_share_counts_every_slot_that_prefetches_hold() -> None:
+    store = small_store(8, lower(memory(40, "low")), prefetch_share=0.5)
+    a, b = chain("a", 4), chain("b", 4)
+    put_below(store, a + b)
+    for _ in range(3):
+        first = store.promote(a, priority=Priority.PREFETCH)
+        second = store.promote(a, priority=Priority.PREFETCH)
+        assert first.wait(LIMIT)
+        assert second.wait(LIMIT)
+        assert (len(first), len(second)) == (4, 4)
+        first.release()
+        third = store.promote(b, priority=Priority.PREFETCH)
+        assert len(third) == 0, "chunks that were there already are held too"
+        second.release()
+        assert len(store.promote(b, priority=Priority.PREFETCH, ttl=-1)) == 4
+    store.poll()
+    assert_settled(store)
+
+
+def test_a_demand_overtakes_the_prefetch_that_wants_the_same() -> None:
+    gated = Gated(memory(40, "low"))
+    store = small_store(16, lower(gated), prefetch_share=1.0, io_threads=2)
+    many, wanted = chain("many", 10), chain("wanted", 1)
+    put_below(store, many + wanted)
+    order: list[ChunkKey] = []
+    inner = gated.inner.read
+
+    def read(items: Any) -> Any:
+        order.extend(key for key, _ in items)
+        return inner(items)
+
+    gated.inner.read = read  # type: ignore[method-assign]
+    gated.shut("read")
+    early = store.promote(many + wanted, priority=Priority.PREFETCH)
+    gated.waiting("read", 2)
+    demanded = store.promote(wanted)
+    gated.open()
+    assert demanded.wait(LIMIT)
+    assert early.wait(LIMIT)
+    assert order.index(wanted[0]) <= 3
+    demanded.release()
+    early.release()
+    assert_settled(store)
+
+
+def test_a_prefetch_that_is_cancelled_reads_no_more() -> None:
+    gated = Gated(memory(40, "low"))
+    store = small_store(16, lower(gated), prefetch_share=1.0, io_threads=2)
+    keys = chain("a", 10)
+    put_below(store, keys)
+    gated.shut("read")
+    prefetch = store.promote(keys, priority=Priority.PREFETCH)
+    gated.waiting("read", 2)
+    prefetch.release()
+    assert store.slab.free_slots == 16 - 2
+    gated.open()
+    assert prefetch.wait(LIMIT)
+    assert_settled(store)
+    assert [verb for verb, _ in gated.calls].count("read") == 2
+
+
+def test_a_load_that_somebody_else_wants_too_is_not_left_out() -> None:
+    gated = Gated(memory(40, "low"))
+    store = small_store(16, lower(gated), io_threads=2)
+    keys = chain("a", 6)
+    put_below(store, keys)
+    gated.shut("read")
+    first, second = store.promote(keys), store.promote(keys)
+    gated.waiting("read", 2)
+    first.release()
+    gated.open()
+    assert second.wait(LIMIT)
+    assert (len(second), second.ready) == (6, 6)
+    second.release()
+    assert [verb for verb, _ in gated.calls].count("read") == 6, "one load serves all who wait"
+    assert_settled(store)
+
+
+def test_a_promotion_ends_before_the_chunk_that_is_lost() -> None:
+    below = memory(40, "low")
+    store = small_store(16, lower(below))
+    keys = chain("a", 6)
+    put_below(store, keys)
+    below.delete([keys[3]])
+    promotion = store.promote(keys)
+    assert promotion.wait(LIMIT)
+    assert (promotion.keys, promotion.ready) == (keys[:3], 3)
+    promotion.release()
+    assert store.stats().tiers[1].lost == 1
+    assert store.match(keys[3:]) == (0, 0)
+    assert_settled(store)
+
+
+def test_a_promotion_waits_for_a_chunk_that_is_just_being_stored() -> None:
+    store = small_store(8)
+    keys = chain("a", 3)
+    put(store, keys[:1])
+    for commits in (True, False):
+        reservation = store.reserve(keys[1:])
+        promotion = store.promote(keys)
+        assert (len(promotion), promotion.done) == (3, False)
+        assert store.lookup(keys) == [Presence.READY, Presence.PENDING, Presence.PENDING]
+        if commits:
+            reservation.commit()
+        else:
+            reservation.abort()
+        assert promotion.done
+        assert promotion.ready == (3 if commits else 1)
+        promotion.release()
+        store.drop(keys[1:])
+    assert_settled(store)
+
+
+# -- waking and ending -----------------------------------------------------------------------------------
+
+
+def test_a_callback_that_raises_keeps_nobody_else_waiting() -> None:
+    gated = Gated(memory(10, "low"))
+    store = small_store(4, lower(gated))
+    keys = chain("a", 1)
+    put_below(store, keys)
+    gated.shut("read")
+    first, second = store.promote(keys), store.promote(keys)
+    called = threading.Event()
+
+    def explode() -> None:
+        raise RuntimeError("the event loop is closed")
+
+    first.add_done_callback(explode)
+    first.add_done_callback(called.set)
+    gated.open()
+    assert first.wait(LIMIT)
+    assert second.wait(LIMIT)
+    assert called.wait(LIMIT)
+
+
+def test_closing_while_a_backend_hangs_is_bounded_and_ends_every_wait() -> None:
+    gated = Gated(memory(10, "low"))
+    store = small_store(8, lower(gated), io_threads=2)
+    keys = chain("a", 8)
+    put_below(store, keys)
+    gated.shut("read")
+    promotion = store.promote(keys)
+    gated.waiting("read", 2)
+    started = time.monotonic()
+    store.close(timeout=0.3)
+    assert time.monotonic() - started < LIMIT / 2
+    assert promotion.wait(1), "whoever waits for a load must hear that it never comes"
+    assert promotion.ready == 0
+    promotion.release()
+    gated.open()
+
+
+def test_a_closed_store_has_nothing_and_takes_nothing() -> None:
+    store = small_store(4, lower(memory(10, "low")))
+    keys = chain("a", 2)
+    put(store, keys)
+    lease = store.lease(keys)
+    store.close()
+    store.close()
+    assert store.match(keys) == (0, 0)
+    assert len(store.lease(keys)) == 0
+    assert store.reserve(chain("b", 1)).handled == 0
+    assert store.promote(keys).wait(1)
+    assert store.pin(keys, 1) == 0
+    lease.release()
+
+
+def test_one_tier_that_cannot_be_listed_hides_no_other() -> None:
+    broken = Failing(Persistent(memory(10, "one")), "list_keys")
+    fine = memory(10, "two")
+    keys = chain("a", 2)
+    fine.write([Chunk(key, memoryview(payload(key))) for key in keys])
+    store = small_store(4, lower(broken), lower(Persistent(fine)))
+    eventually(lambda: store.match(keys) == (0, 2))
+    assert not store.wait_indexed(0.05)
+
+
+# -- write-back ------------------------------------------------------------------------------------------
+
+
+def test_a_load_waits_for_the_room_that_is_being_made() -> None:
+    """A full tier of chunks that nothing below has yet: they go down first, and the load is not given up."""
+    store = small_store(4, lower(memory(60, "low"), write="back"))
+    wanted = chain("wanted", 3)
+    put(store, wanted)
+    for number in range(8):
+        while not put(store, chain(f"dirty {number}", 1)):
+            assert store.drain(LIMIT)
+    assert store.drain(LIMIT)
+    assert store.match(wanted) == (0, 3)
+    assert get(store, wanted) == [0] * 3
+    assert_settled(store)
+
+
+def test_demotions_are_bounded_while_the_tier_below_is_slow() -> None:
+    gated = Gated(memory(40, "low"))
+    store = small_store(16, lower(gated, write="back"))
+    keys = chain("a", 16)
+    put(store, keys)
+    gated.shut("write")
+    for number in range(20):
+        put(store, chain(f"more {number}", 2))
+    assert sum(kept(store, keys)) >= 8, "what waits to go down is still there, the rest is not sent after it"
+    gated.open()
+    assert_settled(store)
+
+
+def test_a_chunk_on_its_way_down_can_be_leased_and_then_stays() -> None:
+    gated = Gated(memory(40, "low"))
+    store = small_store(2, lower(gated, write="back"))
+    keys = chain("a", 2)
+    put(store, keys)
+    gated.shut("write")
+    put(store, chain("b", 1))
+    gated.waiting("write")
+    with store.lease(keys) as lease:
+        assert versions(store, lease) == [0, 0]
+        gated.open()
+        assert store.drain(LIMIT)
+    assert kept(store, keys) == [True, True]
+    assert_settled(store)
+
+
+def test_a_miss_below_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    class Forgetful(Failing):
+        def read(self, items: Any) -> list[Read]:
+            return [MISS] * len(items)
+
+    store = small_store(2, lower(Forgetful(memory(10, "low")), 10))
+    keys = chain("a", 2)
+    put_below(store, keys)
+    assert get(store, keys) == []
+    assert store.stats().tiers[1].lost >= 1
+    assert not caplog.records
+
+
+def test_a_promotion_whose_time_is_over_before_it_has_begun_leaks_nothing() -> None:
+    store = small_store(4, lower(memory(10, "low")))
+    keys = chain("a", 3)
+    put_below(store, keys)
+    put(store, chain("b", 3))
+    store.drain(LIMIT)
+    with store.lease(chain("b", 3)):
+        store.promote(keys, ttl=0)
+        store.poll()
+    assert_settled(store)

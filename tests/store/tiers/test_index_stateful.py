@@ -1,0 +1,241 @@
+"""TierIndex against the medium that it keeps account of, with writes, deletions and listings half done.
+
+The medium is a dictionary. Alone on it, the index never lets it hold more than the capacity, never promises
+what is not there, and never lets old bytes pass for new ones. Beside others it becomes right with a listing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from attrs import define, field
+
+from lmkv.policies import make_policy
+from lmkv.protocols import ChunkKey, Listed
+from lmkv.store.tiers.index import TierIndex, Victims
+
+KEYS = [bytes([number]) * 32 for number in range(9)]
+SIZES = {key: 1 + number % 3 for number, key in enumerate(KEYS)}
+
+
+@define(eq=False)
+class Writer:
+    key: ChunkKey
+    victims: Victims
+    deleted: bool | None = None
+    stored: bool | None = None
+    wanted: bool = True
+
+
+@define(eq=False)
+class Medium:
+    """What is stored, by key: the version of its bytes."""
+
+    index: TierIndex
+    alone: bool
+    rng: random.Random
+    held: dict[ChunkKey, int] = field(factory=dict)
+    version: dict[ChunkKey, int] = field(factory=lambda: dict.fromkeys(KEYS, 0))
+    writers: list[Writer] = field(factory=list)
+    deleters: list[Victims] = field(factory=list)
+    wiper: Victims | None = None
+    listing: list[ChunkKey] | None = None
+    reading: list[ChunkKey] = field(factory=list)
+    seen: Counter[str] = field(factory=Counter)
+
+    def key(self) -> ChunkKey:
+        return self.rng.choice(KEYS)
+
+    def begin_write(self) -> None:
+        key = self.key()
+        protected = frozenset(self.rng.sample(KEYS, 3))
+        doomed = set(self.index._doomed)
+        victims = self.index.begin_write(key, SIZES[key], lambda: protected)
+        if victims is not None:
+            assert key not in self.index
+            assert not (set(victims) - doomed) & (protected | set(self.reading))
+            self.writers.append(Writer(key, victims))
+
+    def move_writer(self) -> None:
+        """Delete, then write, then say how it went; each may fail."""
+        if not self.writers:
+            return
+        writer = self.rng.choice(self.writers)
+        if writer.deleted is None:
+            writer.deleted = self.delete(writer.victims)
+        elif writer.stored is None:
+            writer.stored = writer.deleted and self.write(writer.key)
+        else:
+            self.writers.remove(writer)
+            self.index.buried(writer.victims, writer.deleted, SIZES[writer.key])
+            self.index.end_write(writer.key, SIZES[writer.key], stored=writer.stored, wanted=writer.wanted)
+
+    def delete(self, keys: Victims) -> bool:
+        ok = self.rng.random() < 0.8
+        self.seen["deleted" if ok else "not deleted"] += len(keys)
+        for key in keys if ok else ():
+            self.held.pop(key, None)
+        return ok
+
+    def write(self, key: ChunkKey) -> bool:
+        if self.rng.random() < 0.2:
+            return False
+        present = key in self.held
+        self.seen["present" if present else "written"] += 1
+        assert not present or not self.alone, "what is there already would pass for what was to be written"
+        self.held.setdefault(key, self.version[key])
+        return True
+
+    def bury(self) -> None:
+        if len(self.deleters) < 2 and (victims := self.index.take_doomed()):
+            self.deleters.append(victims)
+        elif self.deleters:
+            victims = self.deleters.pop(0)
+            self.index.buried(victims, self.delete(victims))
+
+    def doom(self) -> None:
+        keys = [self.key() for _ in range(self.rng.randint(1, 3))]
+        for key in keys:
+            self.version[key] += 1
+        self.unwant(keys)
+        self.index.doom(keys)
+
+    def unwant(self, keys: list[ChunkKey]) -> None:
+        for writer in self.writers:
+            writer.wanted &= writer.key not in keys
+
+    def clear(self) -> None:
+        for key in KEYS:
+            self.version[key] += 1
+        self.unwant(KEYS)
+        self.index.clear()
+        self.wiper = None
+
+    def wipe(self) -> None:
+        """In two steps, and sometimes in vain."""
+        if self.wiper is None and self.index.wiping:
+            self.wiper = self.index.take_doomed()
+            self.deleters.append(self.wiper)
+        elif self.wiper is not None and self.wiper in self.deleters:
+            self.deleters.remove(self.wiper)
+            ok = self.delete(self.wiper)
+            self.index.buried(self.wiper, ok)
+            self.index.wiping = not ok
+            self.wiper = None
+
+    def list(self) -> None:
+        """Part of what is there now, or was when the listing began."""
+        if self.listing is None:
+            if self.index.begin_listing():
+                self.listing = self.rng.sample(list(self.held), len(self.held))
+            return
+        part, self.listing = self.listing[:2], self.listing[2:]
+        if not self.index.adopt([Listed(key, SIZES[key]) for key in part]):
+            self.listing = None
+        elif not self.listing:
+            while self.index.forget_unseen(1):
+                pass
+            self.index.end_listing()
+            self.listing = None
+            self.seen["listed"] += 1
+
+    def read(self) -> None:
+        if self.reading and self.rng.random() < 0.6:
+            self.index.let_go(self.reading.pop())
+            return
+        key = self.key()
+        if key in self.index and key not in self.reading:
+            self.index.hold(key)
+            self.reading.append(key)
+
+    def somebody_else(self) -> None:
+        if self.alone:
+            return
+        key = self.key()
+        if self.rng.random() < 0.5:
+            self.held.pop(key, None)
+        else:
+            self.held.setdefault(key, self.version[key])
+
+    def discard(self) -> None:
+        """A read has found that a chunk is gone."""
+        key = self.key()
+        if key in self.index and key not in self.held:
+            self.index.discard(key)
+
+    def check(self) -> None:
+        index = self.index
+        self.reading = [key for key in self.reading if key in index]
+        assert index.capacity is not None
+        assert 0 <= index.used <= index.capacity
+        assert index._lingering >= 0
+        assert index.used == sum(SIZES[key] for key in index._sizes) + sum(
+            SIZES[writer.key] for writer in self.writers
+        )
+        assert len(index.policy) == len(index)
+        if self.alone:
+            assert sum(SIZES[key] for key in self.held) <= index.capacity, "the medium is over its capacity"
+            for key in index._sizes:
+                assert self.held[key] == self.version[key], "what is promised is not there, or outdated"
+
+    def settle(self) -> None:
+        """With nobody else about and nothing failing, index and medium agree after one listing."""
+        self.rng.random = lambda: 0.5  # type: ignore[method-assign]
+        while self.writers:
+            self.move_writer()
+        self.wiper = self.wiper if self.wiper in self.deleters else None
+        while self.index.wiping:
+            self.wipe()
+        self.listing = None
+        self.index.end_listing()
+        self.list()
+        while self.listing is not None:
+            self.list()
+        while self.deleters or self.index._doomed:
+            self.bury()
+        self.check()
+        assert set(self.held) == set(self.index._sizes)
+        assert sum(SIZES[key] for key in self.held) == self.index.used
+        assert not self.index._burying
+        assert not self.index._lingering
+
+
+def drive(seed: int, alone: bool, steps: int) -> Counter[str]:
+    rng = random.Random(seed)
+    index = TierIndex(make_policy(rng.choice(["LRU", "FIFO"])), rng.randint(3, 12))
+    medium = Medium(index, alone, rng)
+    actions = {
+        medium.begin_write: 5,
+        medium.move_writer: 12,
+        medium.bury: 4,
+        medium.doom: 2,
+        medium.read: 3,
+        medium.list: 3,
+        medium.clear: 0.2,
+        medium.wipe: 2,
+        medium.somebody_else: 2,
+        medium.discard: 1,
+    }
+    for _ in range(steps):
+        rng.choices(list(actions), list(actions.values()))[0]()
+        medium.check()
+    medium.settle()
+    return medium.seen
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 200, 50)], ids=str)
+def test_the_index_keeps_account_of_the_medium(seeds: range, alone: bool) -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        seen += drive(seed, alone, 500)
+    assert min(seen[name] for name in ("written", "deleted", "not deleted", "listed")) > 100, seen
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(1000, 1100))
+def test_the_index_keeps_account_for_long(seed: int) -> None:
+    for alone in (True, False):
+        drive(seed, alone, 20_000)

@@ -1,0 +1,192 @@
+"""IOPool: the order of service, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lmkv.store.tiers.iopool import IOPool, Job, Priority, Todo, attempt
+
+LIMIT = 20.0
+LOAD, PREFETCH, STORE = Priority
+
+
+def job(
+    work: Callable[[], None], priority: Priority = LOAD, refused: Callable[[], None] = lambda: None
+) -> Job:
+    return Job(work, priority, refused)
+
+
+class Gate:
+    """Work that waits until it is opened, and says that it has begun."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.opened = threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.release()
+        assert self.opened.wait(LIMIT)
+
+    def holds(self, count: int) -> None:
+        for _ in range(count):
+            assert self.begun.acquire(timeout=LIMIT)
+
+
+def test_loads_go_before_prefetches_and_those_before_stores() -> None:
+    pool, gates = IOPool(2, name="ordered"), {"ordered-0": Gate(), "ordered-1": Gate()}
+    order: list[str] = []
+
+    def wait() -> None:
+        gates[threading.current_thread().name]()
+
+    pool.submit([job(wait), job(wait)])
+    for gate in gates.values():
+        gate.holds(1)
+    for name, priority in (
+        ("s", STORE),
+        ("p", PREFETCH),
+        ("l", LOAD),
+        ("s", STORE),
+        ("p", PREFETCH),
+        ("l", LOAD),
+    ):
+        pool.submit([job(lambda name=name: order.append(name), priority)])  # type: ignore[misc]
+    done = threading.Event()
+    pool.submit([job(done.set, STORE)])
+    gates["ordered-0"].opened.set()
+    assert done.wait(LIMIT)
+    assert "".join(order) == "llppss"
+    gates["ordered-1"].opened.set()
+    assert pool.close(LIMIT)
+
+
+def test_some_threads_are_kept_free_of_stores() -> None:
+    for threads, storing in ((1, 1), (2, 1), (4, 3), (16, 12)):
+        pool, gate = IOPool(threads), Gate()
+        for _ in range(20):
+            pool.submit([job(gate, STORE)])
+        gate.holds(storing)
+        loaded = threading.Event()
+        pool.submit([job(loaded.set, LOAD)])
+        assert loaded.wait(LIMIT), "a load waits for stores"
+        assert not gate.begun.acquire(timeout=0.02)
+        gate.opened.set()
+        assert pool.close(LIMIT)
+
+
+def test_stores_beyond_the_bound_are_refused_and_loads_never() -> None:
+    pool, gate = IOPool(2, max_stores=3), Gate()
+    pool.submit([job(gate, STORE)])
+    gate.holds(1)
+    stores = [job(lambda: None, STORE) for _ in range(5)]
+    assert pool.submit(stores) == stores[3:]
+    assert pool.submit([job(gate, LOAD) for _ in range(100)]) == []
+    assert pool.pending == 1 + 3 + 100
+    gate.opened.set()
+    assert pool.drain(LIMIT)
+    assert pool.pending == 0
+    pool.close()
+
+
+def test_threads_come_with_the_work_and_go_at_the_end() -> None:
+    pool = IOPool(3, name="counted")
+
+    def alive() -> int:
+        return sum(thread.name.startswith("counted") for thread in threading.enumerate())
+
+    assert alive() == 0
+    pool.submit([job(lambda: None)])
+    assert pool.drain(LIMIT)
+    assert alive() == 1
+    gate = Gate()
+    pool.submit([job(gate) for _ in range(10)])
+    gate.holds(3)
+    assert alive() == 3
+    gate.opened.set()
+    assert pool.close(LIMIT)
+    assert pool.close(LIMIT)
+    assert alive() == 0
+
+
+def test_a_job_that_raises_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    pool, ran = IOPool(2), threading.Event()
+
+    def explode() -> None:
+        raise ZeroDivisionError("on purpose")
+
+    pool.submit([job(explode) for _ in range(10)])
+    pool.submit([job(ran.set)])
+    assert ran.wait(LIMIT)
+    assert pool.drain(LIMIT)
+    assert sum("on purpose" in str(record.exc_info) for record in caplog.records) == 10
+    assert pool.close(LIMIT)
+
+
+def test_draining_and_closing_are_bounded_while_a_job_hangs() -> None:
+    pool, gate = IOPool(2), Gate()
+    never = threading.Event()
+    pool.submit([job(gate), job(gate), job(never.set)])
+    gate.holds(2)
+    started = time.monotonic()
+    assert not pool.drain(0.05)
+    assert not pool.close(0.05)
+    assert time.monotonic() - started < 5
+    refused = [job(lambda: None)]
+    assert pool.submit(refused) == refused
+    gate.opened.set()
+    assert pool.drain(LIMIT)
+    assert not never.is_set(), "what still waited when it was closed is dropped"
+
+
+def test_close_finishes_what_waits() -> None:
+    pool, done = IOPool(2), []
+    pool.submit([job(lambda: done.append(1), STORE) for _ in range(50)])
+    assert pool.close(LIMIT)
+    assert len(done) == 50
+
+
+def test_a_machine_without_threads_to_spare_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, jobs = IOPool(2), [job(lambda: None), job(lambda: None)]
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "lmkv"):
+        patched.setattr(threading.Thread, "start", start)
+        assert pool.submit(jobs) == jobs
+    assert pool.pending == 0
+    assert "can't start new thread" in caplog.text
+    assert pool.submit(jobs) == []
+    assert pool.close(LIMIT)
+
+
+def test_a_todo_submits_refuses_tail_first_and_calls_last() -> None:
+    pool, log = IOPool(2, max_stores=1), []
+    gate = Gate()
+    pool.submit([job(gate), job(gate)])
+    gate.holds(2)
+    todo = Todo()
+    for number in range(4):
+        todo.jobs.append(job(lambda: None, STORE, lambda number=number: log.append(number)))  # type: ignore[misc]
+    todo.after.append(lambda: log.append("after"))
+    todo.act(pool)
+    assert log == [3, 2, 1, "after"]
+    gate.opened.set()
+    assert pool.close(LIMIT)
+
+
+def test_attempt_turns_errors_into_values_and_lets_ends_through() -> None:
+    def stop() -> str:
+        raise KeyboardInterrupt
+
+    assert attempt(lambda: "fine", str) == "fine"
+    assert attempt(lambda: str(1 // 0), lambda error: type(error).__name__) == "ZeroDivisionError"
+    with pytest.raises(KeyboardInterrupt):
+        attempt(stop, str)

@@ -1,0 +1,198 @@
+"""The documentation is true: its links resolve, its code runs, its tables say what the code says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import lmkv
+from lmkv import config, errors
+from lmkv.config import Config
+from lmkv.errors import ConfigError
+from tests.forked import python
+from tests.pages import BLOCKS, FENCE, PAGES, ROOT, Block, extracted
+
+LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")
+NAMED_FILE = re.compile(r"`((?:docs|examples|benchmarks|tests|lmkv|requirements)/[\w./-]+\.(?:py|md|txt))`")
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+# -- links ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_internal_links_resolve(page: Path) -> None:
+    broken = []
+    for found in LINK.finditer(prose(page)):
+        path, _, anchor = found["target"].partition("#")
+        if ":" in path:
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(found["target"])
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page: Path) -> None:
+    assert [path for path in NAMED_FILE.findall(prose(page)) if not (ROOT / path).exists()] == []
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page not in reached:
+            reached.add(page)
+            targets = [found["target"].partition("#")[0] for found in LINK.finditer(prose(page))]
+            ahead += [(page.parent / path).resolve() for path in targets if path.endswith(".md")]
+    assert set(PAGES) <= reached
+
+
+# -- code ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
+def test_python_is_python(block: Block) -> None:
+    compile(block.code, block.page, "exec")
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "json"], ids=str)
+def test_json_is_json(block: Block) -> None:
+    json.loads(block.code)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
+def test_yaml_is_a_configuration(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "lmkv.yaml").write_text(block.code)
+    assert Config.load(file=tmp_path / "lmkv.yaml", env={}).sources
+
+
+def test_the_backend_of_the_docs_passes_the_suite(tmp_path: Path) -> None:
+    assert "test_sqlite_backend.py" in extracted("write-a-backend.md", tmp_path)
+    printed = python(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sqlite_backend.py")
+    passed = re.search(r"(\d+) passed", printed)
+    assert passed
+    assert int(passed[1]) >= 20
+    assert "failed" not in printed
+
+
+def test_the_backend_of_the_docs_is_short(tmp_path: Path) -> None:
+    extracted("write-a-backend.md", tmp_path)
+    source = (tmp_path / "sqlite_backend.py").read_text()
+    body = source.partition("class SQLiteBackend:\n")[2]
+    assert len([line for line in body.splitlines() if line.strip()]) <= 40
+
+
+@pytest.mark.parametrize(
+    ("page", "script", "printed"),
+    [
+        ("write-a-backend.md", "use_it.py", ["stored 768", "retrieved 768", "equal True"]),
+        (
+            "tutorial.md",
+            "library.py",
+            ["stored 768", "on disk 768", "prefetched 768 {'disk': 768}", "retrieved 768"],
+        ),
+    ],
+)
+def test_the_scripts_of_the_docs_print_what_they_say(
+    page: str, script: str, printed: list[str], tmp_path: Path
+) -> None:
+    extracted(page, tmp_path)
+    assert python(tmp_path, script).splitlines() == printed
+
+
+# -- tables --------------------------------------------------------------------------------------------
+
+
+def rows(page: str) -> list[str]:
+    return [line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("| ")]
+
+
+def test_the_settings_are_those_of_config() -> None:
+    """On failure, put what is expected into docs/configuration.md."""
+    expected = []
+    for setting in Config().describe():
+        value = str(setting.default)
+        default = {"None": "none", "True": "true", "False": "false"}.get(value, value)
+        unit = f" {setting.unit}" if setting.unit.isalpha() else ""
+        expected.append(f"| `{setting.name}` | {default}{unit} | {setting.doc} |")
+    assert [row for row in rows("configuration.md") if row.startswith("| `")] == expected
+
+
+def test_every_exception_is_explained() -> None:
+    exceptions = {name for name, found in vars(errors).items() if isinstance(found, type)} - {"LmkvError"}
+    explained = {row.split("`")[1] for row in rows("errors.md") if "Error" in row or "Timeout" in row}
+    assert exceptions <= explained
+
+
+def test_every_request_option_is_explained() -> None:
+    source = (Path(lmkv.__file__).parent / "vllm" / "scheduler" / "request.py").read_text()
+    known = set(re.findall(r"\"(lmkv\.\w+)", source))
+    explained = {re.sub(r"\.<name>$", "", row.split("`")[1]) for row in rows("vllm.md") if "`lmkv." in row}
+    assert explained == known
+
+
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::([\w:]+)`")
+
+
+def test_every_test_that_proves_a_row_exists() -> None:
+    named = NAMED_TEST.findall((ROOT / "docs" / "vllm.md").read_text())
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not re.search(rf"^ *def {name.split('::')[-1]}\(", (ROOT / path).read_text(), re.MULTILINE)
+    ]
+    assert named
+    assert missing == []
+
+
+def section(page: str, heading: str) -> str:
+    text = (ROOT / "docs" / page).read_text()
+    return re.split(r"^#+ ", text.split(f"# {heading}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def keys_in(heading: str, column: int) -> list[str]:
+    """The names in backticks in one column of the table under a heading of moving-from-lmcache.md."""
+    table = [
+        line for line in section("moving-from-lmcache.md", heading).splitlines() if line.startswith("| `")
+    ]
+    return [name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[column])]
+
+
+def refusal(key: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(env={}, extra={f"lmcache.{key}": "1"})
+    return str(caught.value)
+
+
+def test_keys_of_lmcache_are_where_the_docs_say() -> None:
+    here = {setting.name for setting in Config().describe()}
+    assert set(keys_in("The same name", 1)) <= here
+    for theirs, ours in zip(keys_in("Another name", 1), keys_in("Another name", 2), strict=True):
+        assert ours in here
+        assert f"here it is '{ours}'" in refusal(theirs)
+    gone = keys_in("Not there", 1)
+    assert len(gone) == len(set(gone))
+    assert [key for key in gone if "lmkv does not support it" not in refusal(key)] == []
+
+
+def test_no_key_of_lmcache_is_left_out() -> None:
+    known = set(config._LMCACHE_ONLY.split()) | set(config._LMCACHE_EQUIVALENT)
+    assert known == set(keys_in("Not there", 1)) | set(keys_in("Another name", 1))

@@ -1,0 +1,650 @@
+"""Engine: what a program without a server does with it, in host memory and below."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lmkv
+from lmkv import Config, Engine, Namespace, PagedMemory, Tier, TieredStore, Variant
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.chunks.layout import KVLayout
+from lmkv.errors import ClosedError, UsageError
+from lmkv.policies import LRU
+from lmkv.testing.clocks import ManualClock
+from tests.kit import Gated, assert_settled
+
+BLOCK = 4
+CHUNK = 16
+BLOCKS = 256
+LAYERS = 2
+LIMIT = 30.0
+
+
+class Model:
+    """Paged tensors of a small model; `compute` fills the blocks of a prompt with what only it would have."""
+
+    def __init__(self) -> None:
+        self.tensors = [torch.zeros(2, BLOCKS, BLOCK, 8, dtype=torch.bfloat16) for _ in range(LAYERS)]
+        self.memory = PagedMemory.of(self.tensors, block_axis=1)
+        self.layout = self.memory.layout(CHUNK, [BLOCK])
+
+    def compute(self, tokens: Sequence[int], blocks: Sequence[int], salt: int = 0) -> None:
+        for place, block in enumerate(blocks):
+            self.expect(tokens, place, block, salt, write=True)
+
+    def expect(
+        self, tokens: Sequence[int], place: int, block: int, salt: int = 0, *, write: bool = False
+    ) -> None:
+        seed = hash((tuple(tokens[: (place + 1) * BLOCK]), salt))
+        for layer, tensor in enumerate(self.tensors):
+            generator = torch.Generator().manual_seed((seed + layer) % 2**63)
+            page = torch.randn(2, BLOCK, 8, generator=generator).to(torch.bfloat16)
+            if write:
+                tensor[:, block] = page
+            else:
+                assert torch.equal(tensor[:, block], page), f"layer {layer}, block {block}"
+
+    def check(self, tokens: Sequence[int], blocks: Sequence[int], count: int, salt: int = 0) -> None:
+        """The first `count` tokens in `blocks` are those of the prompt."""
+        for place in range(count // BLOCK):
+            self.expect(tokens, place, blocks[place], salt)
+
+    def lose(self) -> None:
+        for tensor in self.tensors:
+            tensor.fill_(-1)
+
+
+def namespace(name: str = "small") -> Namespace:
+    return Namespace(model=name, dtype="bfloat16", chunk_size=CHUNK, block_size=BLOCK)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [(seed * 1000 + index) % 50_000 for index in range(count)]
+
+
+def host(layout: KVLayout, chunks: int) -> Tier:
+    return Tier(CPUPinnedBackend(chunks * layout.slot_bytes, layout.slot_bytes, populate=False), LRU())
+
+
+def disk(folder: Path, capacity: int | None = None, **options: Any) -> Tier:
+    return Tier(LocalDiskBackend(folder, namespace().digest, **options), LRU(), capacity_bytes=capacity)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+def open_engine(model: Model, chunks: int = 64, *tiers: Tier, **options: Any) -> Engine:
+    store = TieredStore(host(model.layout, chunks), tiers, **options)
+    return Engine(store, namespace(), layout=model.layout, memory=model.memory)
+
+
+@pytest.fixture
+def engine(model: Model) -> Iterator[Engine]:
+    with open_engine(model) as engine:
+        yield engine
+        assert_settled(engine._store)
+
+
+def blocks_of(count: int, first: int = 0) -> list[int]:
+    """Blocks for so many tokens, neither in order nor side by side."""
+    needed = -(-count // BLOCK)
+    return [(first + 7 * index) % BLOCKS for index in range(needed)]
+
+
+def stored(engine: Engine, model: Model, prompt: Sequence[int], salt: int = 0, **options: Any) -> list[int]:
+    blocks = blocks_of(len(prompt))
+    model.compute(prompt, blocks, salt)
+    assert engine.store(prompt, blocks, **options) == len(prompt) // CHUNK * CHUNK
+    return blocks
+
+
+def settle(engine: Engine) -> None:
+    assert engine.drain(LIMIT)
+
+
+# -- store, lose, retrieve -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 32, 100, 403])
+def test_what_was_stored_and_lost_comes_back(engine: Engine, model: Model, count: int) -> None:
+    prompt = tokens(count)
+    whole = count // CHUNK * CHUNK
+    stored(engine, model, prompt)
+    model.lose()
+    assert engine.lookup(prompt) == whole
+    elsewhere = blocks_of(count, first=3)
+    assert engine.retrieve(prompt, elsewhere) == whole
+    model.check(prompt, elsewhere, whole)
+
+
+@pytest.mark.parametrize("make", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])
+def test_tokens_of_any_kind(engine: Engine, model: Model, make: Any) -> None:
+    prompt = tokens(50)
+    stored(engine, model, prompt)
+    assert engine.lookup(make(prompt)) == 48
+    assert engine.retrieve(make(prompt), blocks_of(50)) == 48
+
+
+def test_a_longer_prompt_finds_its_known_prefix_and_stores_only_the_rest(
+    engine: Engine, model: Model
+) -> None:
+    short, long = tokens(40), tokens(40) + tokens(60, seed=1)
+    stored(engine, model, short)
+    assert engine.lookup(long) == 32
+    stored(engine, model, long)
+    assert engine.stats().stored_tokens == 32 + (96 - 32)
+    assert engine.stats().store.primary.writes == 6
+    model.lose()
+    blocks = blocks_of(100, first=11)
+    assert engine.retrieve(long, blocks) == 96
+    model.check(long, blocks, 96)
+
+
+def test_only_whole_chunks_that_the_blocks_cover_are_moved(engine: Engine, model: Model) -> None:
+    prompt = tokens(64)
+    model.compute(prompt, blocks_of(64))
+    assert engine.store(prompt, blocks_of(64)[:11]) == 32
+    assert engine.lookup(prompt) == 32
+    model.lose()
+    assert engine.retrieve(prompt, blocks_of(64)[:7]) == 16
+    model.check(prompt, blocks_of(64), 16)
+    assert model.tensors[0][:, blocks_of(64)[4]].eq(-1).all()
+
+
+def test_skipped_tokens_are_left_alone(engine: Engine, model: Model) -> None:
+    prompt = tokens(64)
+    blocks = stored(engine, model, prompt)
+    model.lose()
+    assert engine.retrieve(prompt, blocks, skip_tokens=39) == 64
+    assert all(model.tensors[0][:, block].eq(-1).all() for block in blocks[:8])
+    for place in range(8, 16):
+        model.expect(prompt, place, blocks[place])
+
+
+def test_storing_twice_copies_once(engine: Engine, model: Model) -> None:
+    prompt = tokens(48)
+    stored(engine, model, prompt)
+    assert engine.store(prompt, blocks_of(48)) == 48
+    assert engine.stats().stored_tokens == 48
+
+
+def test_salts_adapters_and_tags_never_share(engine: Engine, model: Model) -> None:
+    prompt = tokens(48)
+    variants = [
+        Variant(),
+        Variant(cache_salt="a"),
+        Variant(cache_salt="b"),
+        Variant(lora=("a", "1")),
+        Variant(lora=("a", "2")),
+        Variant(tags={"user": "a"}),
+        Variant(cache_salt="a", tags={"user": "a"}),
+    ]
+    for salt, variant in enumerate(variants):
+        assert engine.lookup(prompt, variant=variant) == 0
+        stored(engine, model, prompt, salt, variant=variant)
+    for salt, variant in enumerate(variants):
+        model.lose()
+        assert engine.retrieve(prompt, blocks_of(48), variant=variant) == 48
+        model.check(prompt, blocks_of(48), 48, salt)
+    assert engine.clear(prompt, variant=variants[1]) == 48
+    assert [engine.lookup(prompt, variant=variant) for variant in variants] == [48, 0, 48, 48, 48, 48, 48]
+
+
+def test_blocks_that_do_not_exist_are_told_and_leave_nothing_behind(engine: Engine, model: Model) -> None:
+    prompt = tokens(32)
+    with pytest.raises(UsageError, match="block ids"):
+        engine.store(prompt, [*blocks_of(32)[:-1], BLOCKS])
+    assert engine.lookup(prompt) == 0
+    blocks = stored(engine, model, prompt)
+    with pytest.raises(UsageError, match="block ids"):
+        engine.retrieve(prompt, [-1, *blocks[1:]])
+
+
+def test_a_full_tier_keeps_the_head_of_a_long_prompt(model: Model) -> None:
+    with open_engine(model, 4) as engine:
+        prompt = tokens(160)
+        model.compute(prompt, blocks_of(160))
+        assert engine.store(prompt, blocks_of(160)) == 64
+        assert engine.lookup(prompt) == 64
+        other = tokens(160, seed=2)
+        assert engine.store(other, blocks_of(160)) == 64
+        assert (engine.lookup(prompt), engine.lookup(other)) == (0, 64)
+
+
+# -- pins, clear, stats ----------------------------------------------------------------------------------
+
+
+def test_pins_keep_a_prompt_until_their_time_is_over(model: Model) -> None:
+    clock = ManualClock()
+    with open_engine(model, 4, clock=clock) as engine:
+        prompt, other = tokens(48), tokens(64, seed=3)
+        stored(engine, model, prompt)
+        assert engine.pin(prompt, ttl=10) == 48
+        assert engine.pin(prompt[:20], ttl=20) == 16
+        assert engine.stats().store.pinned == 3
+        assert engine.store(other, blocks_of(64)) == 16
+        clock.advance(15)
+        assert engine.store(other, blocks_of(64)) == 48
+        assert engine.lookup(prompt) == 16
+        assert engine.unpin(prompt) == 16
+        assert engine.unpin(prompt) == 0
+        assert engine.store(other, blocks_of(64)) == 64
+        assert engine.lookup(prompt) == 0
+
+
+def test_clear_forgets_everything_or_one_prompt(model: Model, tmp_path: Path) -> None:
+    with open_engine(model, 16, disk(tmp_path)) as engine:
+        first, second = tokens(48), tokens(48, seed=4)
+        for prompt in (first, second):
+            stored(engine, model, prompt)
+            engine.pin(prompt)
+        settle(engine)
+        assert engine.clear(first) == 48
+        assert (engine.lookup(first), engine.lookup(second)) == (0, 48)
+        assert engine.clear() == 48
+        settle(engine)
+        assert engine.lookup(second) == 0
+        assert not list(tmp_path.rglob("*.kv1"))
+        assert engine.stats().store.pinned == 0
+
+
+def test_stats_count_tokens_and_chunks(model: Model, tmp_path: Path) -> None:
+    with open_engine(model, 16, disk(tmp_path)) as engine:
+        prompt = tokens(50)
+        stored(engine, model, prompt)
+        settle(engine)
+        engine.retrieve(tokens(80), blocks_of(80))
+        stats = engine.stats()
+        assert (stats.stored_tokens, stats.requested_tokens, stats.retrieved_tokens) == (48, 80, 48)
+        primary, below = stats.store.tiers
+        assert (primary.name, primary.chunks, primary.hits, primary.writes) == ("cpu", 3, 3, 3)
+        assert (below.name, below.chunks, below.writes, below.breaker) == ("disk", 3, 3, "closed")
+        assert below.used_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.kv1"))
+        assert primary.used_bytes == 3 * model.layout.slot_bytes
+
+
+# -- lower tiers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_a_prefix_four_times_the_host_tier_comes_from_disk(model: Model, tmp_path: Path, write: Any) -> None:
+    lower = disk(tmp_path)
+    lower.write = write
+    with open_engine(model, 8, lower) as engine:
+        prompt = tokens(32 * CHUNK)
+        blocks = stored(engine, model, prompt, wait=LIMIT)
+        settle(engine)
+        for _ in range(3):
+            model.lose()
+            assert engine.retrieve(prompt, blocks) == len(prompt)
+            model.check(prompt, blocks, len(prompt))
+        settle(engine)
+        assert_settled(engine._store)
+
+
+def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path) -> None:
+    prompt = tokens(200)
+    with open_engine(model, 16, disk(tmp_path)) as engine:
+        blocks = stored(engine, model, prompt, wait=LIMIT)
+        settle(engine)
+    model.lose()
+    with open_engine(model, 16, disk(tmp_path)) as engine:
+        assert engine._store.wait_indexed(LIMIT)
+        assert engine.lookup(prompt) == 192
+        assert engine.retrieve(prompt, blocks) == 192
+        model.check(prompt, blocks, 192)
+        assert engine.stats().store.tiers[1].hits == 12
+        engine.retrieve(prompt, blocks)
+        assert engine.stats().store.tiers[1].hits == 12, "it has been promoted"
+
+
+def test_close_finishes_what_goes_to_disk(model: Model, tmp_path: Path) -> None:
+    with open_engine(model, 16, disk(tmp_path)) as engine:
+        stored(engine, model, tokens(128))
+    assert len(list(tmp_path.rglob("*.kv1"))) == 8
+
+
+def test_damaged_files_end_the_prefix_and_are_written_again(model: Model, tmp_path: Path) -> None:
+    prompt = tokens(96)
+    with open_engine(model, 16, disk(tmp_path)) as engine:
+        blocks = stored(engine, model, prompt)
+        settle(engine)
+        third = engine.keys(prompt)[2].hex()
+    (path,) = tmp_path.rglob(f"{third}.kv1")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    model.lose()
+    with open_engine(model, 16, disk(tmp_path)) as engine:
+        assert engine._store.wait_indexed(LIMIT)
+        assert engine.retrieve(prompt, blocks) == 32
+        model.check(prompt, blocks, 32)
+        stored(engine, model, prompt)
+        settle(engine)
+    with open_engine(model, 16, disk(tmp_path)) as engine:
+        assert engine._store.wait_indexed(LIMIT)
+        model.lose()
+        assert engine.retrieve(prompt, blocks) == 96
+        model.check(prompt, blocks, 96)
+
+
+def test_a_piece_that_does_not_come_in_time_ends_the_prefix(model: Model, tmp_path: Path) -> None:
+    gated = Gated(LocalDiskBackend(tmp_path, namespace().digest))
+    with open_engine(model, 16, Tier(gated, LRU())) as engine:
+        prompt = tokens(64)
+        blocks = stored(engine, model, prompt)
+        settle(engine)
+        engine._store.drop(engine.keys(prompt)[2:])
+        gated.shut("read")
+        assert engine.retrieve(prompt, blocks, timeout=0.05) == 32
+        gated.open()
+        settle(engine)
+        assert engine.retrieve(prompt, blocks) == 64
+        assert_settled(engine._store)
+
+
+# -- prefetch --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cold(model: Model, tmp_path: Path) -> Iterator[tuple[Engine, Gated]]:
+    """An engine whose 6-chunk prompt `tokens(100)` is on disk only."""
+    gated = Gated(LocalDiskBackend(tmp_path, namespace().digest))
+    with open_engine(model, 16, Tier(gated, LRU())) as engine:
+        stored(engine, model, tokens(100))
+        settle(engine)
+        engine._store.drop(engine.keys(tokens(100)))
+        model.lose()
+        yield engine, gated
+        gated.open()
+
+
+def test_prefetch_returns_at_once_and_tells_how_far_it_is(cold: tuple[Engine, Gated], model: Model) -> None:
+    engine, gated = cold
+    gated.shut("read")
+    prefetch = engine.prefetch(tokens(100))
+    assert not prefetch.done
+    assert not prefetch.wait(0.01)
+    assert (prefetch.progress.found_tokens, prefetch.progress.ready_tokens) == (96, 0)
+    assert dict(prefetch.sources) == {"disk": 96}
+    gated.open()
+    assert prefetch.wait(LIMIT)
+    assert prefetch.tokens == 96
+    assert prefetch.progress.share == 1.0
+    assert prefetch.progress.ready_bytes == 6 * model.layout.chunk_bytes
+    again = engine.prefetch(tokens(100))
+    assert (again.done, again.tokens, dict(again.sources)) == (True, 96, {"cpu": 96})
+    assert engine.retrieve(tokens(100), blocks_of(100)) == 96
+    model.check(tokens(100), blocks_of(100), 96)
+    assert [verb for verb, _ in gated.calls].count("read") == 6
+    for handle in (prefetch, again):
+        handle.cancel()
+    assert_settled(engine._store)
+
+
+def test_prefetching_what_nobody_has_is_done_at_once(cold: tuple[Engine, Gated]) -> None:
+    engine, _ = cold
+    prefetch = engine.prefetch(tokens(100, seed=9))
+    assert (prefetch.done, prefetch.tokens, prefetch.progress.share) == (True, 0, 1.0)
+
+
+def test_cancelling_lets_go(cold: tuple[Engine, Gated]) -> None:
+    engine, gated = cold
+    gated.shut("read")
+    prefetch = engine.prefetch(tokens(100))
+    prefetch.cancel()
+    prefetch.cancel()
+    gated.open()
+    assert prefetch.wait(LIMIT)
+    assert_settled(engine._store)
+    assert engine.lookup(tokens(100)) == 96, "it is on disk as before"
+
+
+def test_a_prefetch_can_be_awaited(cold: tuple[Engine, Gated]) -> None:
+    engine, gated = cold
+    gated.shut("read")
+
+    async def wait_for_both() -> tuple[int, int]:
+        prefetch = engine.prefetch(tokens(100))
+        asyncio.get_running_loop().call_later(0.02, gated.open)
+        first = await prefetch
+        return first, await prefetch
+
+    assert asyncio.run(wait_for_both()) == (96, 96)
+
+
+def test_many_tasks_may_await_one_prefetch_and_one_may_give_up(cold: tuple[Engine, Gated]) -> None:
+    engine, gated = cold
+    gated.shut("read")
+
+    async def run() -> list[Any]:
+        prefetch = engine.prefetch(tokens(100))
+
+        async def one() -> int:
+            return await prefetch
+
+        tasks = [asyncio.create_task(one()) for _ in range(5)]
+        await asyncio.sleep(0.01)
+        tasks[0].cancel()
+        gated.open()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    cancelled, *rest = asyncio.run(run())
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert rest == [96] * 4
+
+
+def test_a_loop_that_is_gone_when_the_prefetch_ends_harms_nothing(
+    cold: tuple[Engine, Gated], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, gated = cold
+    gated.shut("read")
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await engine.prefetch(tokens(100))
+
+    asyncio.run(give_up())
+    gated.open()
+    settle(engine)
+    assert engine.retrieve(tokens(100), blocks_of(100)) == 96
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+# -- ends ------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_engine_says_so(model: Model) -> None:
+    engine = open_engine(model)
+    prompt = tokens(32)
+    stored(engine, model, prompt)
+    with engine:
+        pass
+    engine.close()
+    assert engine.closed
+    for call in (
+        lambda: engine.store(prompt, blocks_of(32)),
+        lambda: engine.retrieve(prompt, blocks_of(32)),
+        lambda: engine.lookup(prompt),
+        lambda: engine.prefetch(prompt),
+        lambda: engine.pin(prompt),
+        lambda: engine.unpin(prompt),
+        lambda: engine.clear(),
+    ):
+        with pytest.raises(ClosedError, match="'lmkv' is closed"):
+            call()
+    assert engine.stats().stored_tokens == 32
+
+
+def test_a_store_that_is_overtaken_by_close_publishes_nothing(model: Model, tmp_path: Path) -> None:
+    """Or empty slots would go to disk as if they had been copied, with sound checksums."""
+    engine = open_engine(model, 16, disk(tmp_path))
+    prompt = tokens(64)
+    model.compute(prompt, blocks_of(64))
+    errors: list[BaseException] = []
+
+    def store() -> None:
+        try:
+            engine.store(prompt, blocks_of(64))
+        except ClosedError as error:
+            errors.append(error)
+
+    with engine._copying:
+        storing, closing = threading.Thread(target=store), threading.Thread(target=engine.close)
+        storing.start()
+        while not engine._store.stats().writing:
+            time.sleep(0.001)
+        engine._closed = True
+        engine._copier.close()  # type: ignore[union-attr]
+    storing.join(LIMIT)
+    engine._closed = False
+    closing.start()
+    closing.join(LIMIT)
+    assert len(errors) == 1
+    assert not list(tmp_path.rglob("*.kv1"))
+
+
+def test_an_engine_without_memory_looks_but_does_not_copy(model: Model) -> None:
+    with Engine(TieredStore(host(model.layout, 4)), namespace(), layout=model.layout) as engine:
+        assert engine.lookup(tokens(32)) == 0
+        with pytest.raises(UsageError, match="no paged memory"):
+            engine.store(tokens(32), blocks_of(32))
+        with pytest.raises(UsageError, match="no paged memory"):
+            engine.retrieve(tokens(32), blocks_of(32))
+
+
+def test_slots_must_hold_a_chunk_and_the_primary_tier_must_be_memory(model: Model, tmp_path: Path) -> None:
+    small = TieredStore(Tier(CPUPinnedBackend(1 << 20, 4096, populate=False), LRU()))
+    layout = KVLayout.uniform(chunk_size=16, block_size=4, num_layers=9, page_bytes=4096)
+    with pytest.raises(UsageError, match=r"slot_bytes=layout\.slot_bytes"):
+        Engine(small, namespace(), layout=layout)
+    small.close()
+    with pytest.raises(UsageError, match="host memory"):
+        TieredStore(disk(tmp_path))
+
+
+def test_a_slab_belongs_to_one_store(model: Model) -> None:
+    tier = host(model.layout, 4)
+    store = TieredStore(tier)
+    with pytest.raises(UsageError, match="belong to a store"):
+        TieredStore(tier)
+    with pytest.raises(UsageError, match="belong to a store"):
+        tier.backend.contains([bytes(32)])
+    store.close()
+
+
+def test_open_builds_everything_from_a_config(model: Model, tmp_path: Path) -> None:
+    config = Config(
+        chunk_size=CHUNK,
+        max_local_cpu_size=0.001,
+        local_disk=str(tmp_path),
+        max_local_disk_size=0.01,
+        disk_min_free=0.0,
+        pin_ttl=5.0,
+    )
+    prompt = tokens(40)
+    for expected in (0, 32):
+        with Engine.open(
+            {"layer": model.tensors[0]}, block_size=BLOCK, block_axis=1, model="m", config=config
+        ) as engine:
+            assert engine._store.wait_indexed(LIMIT)
+            assert engine.chunk_size == CHUNK
+            assert engine.lookup(prompt) == expected
+            engine.store(prompt, blocks_of(40))
+            settle(engine)
+    with Engine.open(model.tensors[:1], block_size=BLOCK, block_axis=1, model="n", config=config) as engine:
+        assert engine._store.wait_indexed(LIMIT)
+        assert engine.lookup(prompt) == 0, "another model"
+
+
+def test_without_a_cpu_tier_everything_passes_through(model: Model, tmp_path: Path) -> None:
+    config = Config(
+        chunk_size=CHUNK,
+        local_cpu=False,
+        max_local_cpu_size=0.001,
+        local_disk=str(tmp_path),
+        max_local_disk_size=0.01,
+        disk_min_free=0.0,
+    )
+    with Engine.open(model.tensors, block_size=BLOCK, block_axis=1, model="m", config=config) as engine:
+        prompt = tokens(64)
+        blocks = stored(engine, model, prompt)
+        settle(engine)
+        model.lose()
+        assert engine.retrieve(prompt, blocks) == 64
+        model.check(prompt, blocks, 64)
+        assert engine.stats().store.primary.chunks == 0
+
+
+def test_an_engine_that_cannot_be_made_closes_its_store(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[TieredStore] = []
+    close = TieredStore.close
+    monkeypatch.setattr(TieredStore, "close", lambda self: closed.append(self) or close(self))
+    monkeypatch.setattr("lmkv.engine.make_copier", lambda *args: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        Engine.open(model.tensors, block_size=BLOCK, block_axis=1, model="m", config=Config(chunk_size=CHUNK))
+    assert len(closed) == 1
+
+
+# -- the registry ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def names() -> Iterator[None]:
+    yield
+    for name in ("one", "two"):
+        lmkv.destroy(name)
+
+
+@pytest.mark.usefixtures("names")
+def test_engines_by_name(model: Model) -> None:
+    made = []
+
+    def make() -> Engine:
+        made.append(open_engine(model, 4))
+        return made[-1]
+
+    first = lmkv.get_or_create("one", make)
+    assert lmkv.get_or_create("one", make) is first is lmkv.get("one")
+    second = lmkv.get_or_create("two", make)
+    assert second is not first
+    lmkv.destroy("one")
+    lmkv.destroy("one")
+    assert first.closed
+    assert not second.closed
+    with pytest.raises(UsageError, match=r"no engine 'one'; registered: two"):
+        lmkv.get("one")
+    assert lmkv.get_or_create("one", make) is made[2]
+    made[2].close()
+    assert lmkv.get_or_create("one", make) is made[3], "one that was closed by hand is made anew"
+
+
+@pytest.mark.usefixtures("names")
+def test_an_engine_is_made_once_however_many_ask(model: Model) -> None:
+    made: list[Engine] = []
+
+    def make() -> Engine:
+        time.sleep(0.01)
+        made.append(open_engine(model, 4))
+        return made[-1]
+
+    threads = [threading.Thread(target=lmkv.get_or_create, args=("one", make)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert len(made) == 1

@@ -1,0 +1,571 @@
+"""A small model of vLLM's scheduling around a KV connector, with an oracle for every byte of KV.
+
+It knows nothing of lmkv but the two sides' calls. The KV of a block is a hash of everything that decides it
+(salt and all tokens up to its end), so that one wrong, stale or missing byte shows in the step that reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from attrs import define, field
+
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.chunks.layout import KVLayout, LayerPages
+from lmkv.chunks.namespace import Namespace
+from lmkv.memory.paged import PagedMemory
+from lmkv.policies import LRU
+from lmkv.protocols import Tier
+from lmkv.store.tiered import TieredStore
+from lmkv.testing.faults import FaultyBackend, FaultyCopier
+from lmkv.vllm.geometry import Geometry, Group
+from lmkv.vllm.scheduler.load_policy import LoadMode
+from lmkv.vllm.scheduler.scheduler import Scheduler
+from lmkv.vllm.worker import Worker
+
+PAGE = 32
+NULL = 0
+
+
+def page_of(salt: str, tokens: Sequence[int], layer: int) -> bytes:
+    """What a block of a layer holds once all of `tokens`, its own the last, are computed."""
+    return hashlib.sha256(f"{salt} {layer} ".encode() + bytes(tokens)).digest()
+
+
+def next_token(salt: str, tokens: Sequence[int]) -> int:
+    return hashlib.sha256(f"{salt} next ".encode() + bytes(tokens)).digest()[0] % 50
+
+
+@define(eq=False)
+class SimulatedRequest:
+    """A vLLM Request as connectors see it, and the simulation's own notes."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens: int
+    cache_salt: str
+    kv_transfer_params: dict[str, Any] | None = None
+    blocks: list[list[int]] = field(factory=list)
+    computed: int = 0
+    shareable: int = 0
+    """How many of its leading blocks were offered to others once."""
+    status: str = "waiting"
+    in_flight: int = 0
+    """Tokens sampled on the device and not known to the scheduler yet."""
+    epoch: int = 0
+    """Counts preemptions and rewinds: what was sampled before one is void."""
+    tainted: bool = False
+    """It has read blocks whose load failed: until that is known, all that it computes is rubbish."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def truth(self, upto: int) -> list[int]:
+        """All tokens, those the scheduler does not know yet included."""
+        tokens = list(self.all_token_ids)
+        while len(tokens) < upto:
+            tokens.append(next_token(self.cache_salt, tokens))
+        return tokens[:upto]
+
+
+@define(eq=False)
+class _Step:
+    sampled: list[tuple[SimulatedRequest, int]]
+    report: Any
+    failed_blocks: set[int]
+    finished: set[str]
+    failed: set[str]
+    progress: dict[str, int]
+    """How far each request of the step was before it."""
+
+
+class SimulatedVLLM:
+    """One engine: block pool, waiting and running queues, `depth` steps between scheduling and knowing."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        num_blocks: int,
+        groups: Sequence[Group],
+        chunk_size: int,
+        ram_chunks: int,
+        lower_chunks: int = 0,
+        depth: int = 1,
+        drafts: bool = False,
+        load_faults: float = 0.0,
+        store_faults: float = 0.0,
+        ranks: int = 1,
+        layerwise: bool = False,
+        load_mode: Literal["auto", "sync", "async"] = "auto",
+        volatile_tail: bool = False,
+        prefix_caching: bool = False,
+        aborts: float = 0.0,
+    ) -> None:
+        self.rng = rng
+        self.groups = tuple(groups)
+        self.depth = depth
+        self.drafts = drafts
+        self.load_faults, self.store_faults = load_faults, store_faults
+        self.aborts = aborts
+        self.shares = prefix_caching and len(self.groups) == 1
+        self.num_blocks = num_blocks
+        self.free = list(range(1, num_blocks))
+        self.users: Counter[int] = Counter()
+        self.content: dict[int, tuple[str, tuple[int, ...]]] = {}
+        """Of blocks that others may share, used or free: the salt and tokens that decide what they hold."""
+        self.holder: dict[tuple[str, tuple[int, ...]], int] = {}
+        layers = [
+            LayerPages(PAGE, chunk_size // group.block_size, index)
+            for index, group in enumerate(self.groups)
+            for _ in range(2)
+        ]
+        layout = KVLayout(chunk_size, tuple(layers), ranks)
+        self.now = 0.0
+        self.disks: list[FaultyBackend] = []
+        lower = []
+        if lower_chunks:
+            size = layout.slot_bytes * lower_chunks
+            backend = CPUPinnedBackend(size, layout.slot_bytes, populate=False)
+            backend.name = "lower"
+            self.disks = [FaultyBackend(backend, sleep=self._pass)]
+            lower = [Tier(self.disks[0], LRU(), capacity_bytes=size)]
+        host = CPUPinnedBackend(
+            layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False
+        )
+        self.store = TieredStore(Tier(host, LRU()), lower, clock=lambda: self.now)
+        namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
+        self.scheduler = Scheduler(
+            self.store,
+            namespace,
+            Geometry(chunk_size, self.groups),
+            ranks=ranks,
+            load_mode=LoadMode("async" if depth > 1 else load_mode),
+            volatile_tail=volatile_tail,
+            clock=lambda: self.now,
+        )
+        self.scheduler.watch_blocks(lambda: len(self.free), self._stop_sharing)
+        self.memories: list[list[np.ndarray]] = []
+        """Of each rank, and each of its layers, the same bytes as the worker's."""
+        self.workers = []
+        for rank in range(ranks):
+            rows = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in layers]
+            single = len(self.groups) == 1
+            worker = Worker(rank, layout, block_level_failures=single, layerwise=layerwise and single)
+            worker.register(PagedMemory(rows, [layer.group for layer in layers], fuse=False))
+            self.memories.append([row.numpy() for row in rows])
+            self.workers.append(worker)
+        self.waiting: list[SimulatedRequest] = []
+        self.running: list[SimulatedRequest] = []
+        self.loading: list[SimulatedRequest] = []
+        self.pipeline: list[_Step] = []
+        self.counts = dict.fromkeys(
+            ("hits", "shared", "preempted", "aborted", "recomputed", "streams", "finished"), 0
+        )
+
+    def _pass(self, seconds: float) -> None:
+        """I/O thread: so much simulated time goes by."""
+        end = self.now + seconds
+        while self.now < end:
+            time.sleep(0.0002)
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def add(self, request: SimulatedRequest) -> None:
+        self.waiting.append(request)
+        self.scheduler.on_new_request(request)
+
+    def abort(self, request: SimulatedRequest) -> None:
+        self.counts["aborted"] += 1
+        self._end(request)
+
+    def _end(self, request: SimulatedRequest) -> None:
+        self.scheduler.request_finished(request)
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        if request in self.loading:
+            request.status = "gone"  # its blocks stay until the load is reported
+        else:
+            request.status = "gone"
+            self._free(request)
+
+    def _free(self, request: SimulatedRequest) -> None:
+        for group, table in enumerate(request.blocks):
+            for block in table:
+                if block != NULL:
+                    self._release(group, block)
+        request.blocks, request.shareable = [], 0
+
+    def _release(self, group: int, block: int) -> None:
+        self.users[block] -= 1
+        if not self.users[block]:
+            self.free.append(block)
+            if block not in self.content:
+                self._poison(group, block)
+
+    def _poison(self, group: int, block: int) -> None:
+        """A freed block is soon somebody else's: whoever still reads it must be caught."""
+        for rows in self.memories:
+            for index in self._layers(group):
+                rows[index][block] = 0xEE
+
+    def _layers(self, group: int) -> range:
+        return range(2 * group, 2 * group + 2)
+
+    # -- block tables -------------------------------------------------------------------------------------
+
+    def _share(self, request: SimulatedRequest, upto: int) -> None:
+        """Offer its full blocks of tokens [0, upto) to others, once each and, as vLLM, uncomputed."""
+        if not self.shares:
+            return
+        size = self.groups[0].block_size
+        for place in range(request.shareable, min(upto, request.num_tokens) // size):
+            content = (request.cache_salt, tuple(request.all_token_ids[: (place + 1) * size]))
+            block = request.blocks[0][place]
+            if block not in self.content:
+                self.content[block] = content
+                self.holder.setdefault(content, block)
+            request.shareable = place + 1
+
+    def _stop_sharing(self, blocks: set[int]) -> None:
+        for block in blocks:
+            content = self.content.pop(block, None)
+            if content is not None and self.holder.get(content) == block:
+                del self.holder[content]
+
+    def _shared(self, request: SimulatedRequest) -> list[int]:
+        """The leading blocks that others have or left behind, below the last token."""
+        size, found = self.groups[0].block_size, []
+        for end in range(size, request.num_tokens, size):
+            block = self.holder.get((request.cache_salt, tuple(request.all_token_ids[:end])))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _take(self, group: int) -> int:
+        block = self.free.pop(0)
+        if block in self.content:
+            self._stop_sharing({block})
+            self._poison(group, block)
+        return block
+
+    def _allocate(self, request: SimulatedRequest, upto: int, start: int, shared: Sequence[int] = ()) -> bool:
+        """Blocks for tokens [0, upto); of windowed tables only those that tokens from `start` on can see."""
+        tables = [list(table) for table in request.blocks] or [[] for _ in self.groups]
+        taken: list[int] = list(shared)
+        if shared:
+            tables[0] = list(shared)
+            self.free = [block for block in self.free if block not in taken]
+        for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            skipped = 0 if group.window is None else max(0, start - group.window + 1) // group.block_size
+            while len(table) * group.block_size < upto:
+                if len(table) < skipped:
+                    table.append(NULL)
+                elif self.free:
+                    taken.append(self._take(index))
+                    table.append(taken[-1])
+                else:
+                    self.free += [block for block in taken if not self.users[block]]
+                    return False
+        self.users.update(taken)
+        request.blocks = tables
+        return True
+
+    def _trim(self, request: SimulatedRequest) -> None:
+        """Blocks behind the window become null, before the next tokens are scheduled."""
+        for index, (group, table) in enumerate(zip(self.groups, request.blocks, strict=False)):
+            if group.window is not None:
+                for place in range(max(0, request.computed - group.window + 1) // group.block_size):
+                    if table[place] != NULL:
+                        self._release(index, table[place])
+                        table[place] = NULL
+
+    def forget(self) -> None:
+        """As if others had used the free blocks meanwhile."""
+        self._stop_sharing(set(self.free) & set(self.content))
+
+    # -- one step -----------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Schedule, execute, and take in the output of the step that is `depth` - 1 steps back."""
+        self.now += 0.01
+        if self.rng.random() < 0.1:
+            self.forget()
+        scheduled: dict[SimulatedRequest, int] = {}
+        drafted: dict[str, int] = {}
+        preempted = self.counts["preempted"]
+        self._schedule_running(scheduled, drafted)
+        if self.counts["preempted"] == preempted:  # as vLLM: who was just preempted must not take it back
+            self._schedule_waiting(scheduled)
+        progress = {
+            request.request_id: request.computed + count - drafted.get(request.request_id, 0)
+            for request, count in scheduled.items()
+        }
+        tables = {request.request_id: [list(table) for table in request.blocks] for request in scheduled}
+        plan = self.scheduler.build_plan(progress, tables.get, sum(scheduled.values()))
+        self.pipeline.append(self._execute(plan, scheduled, drafted))
+        if self.rng.random() < self.aborts and self.running:
+            self.abort(self.rng.choice(self.running))
+        for request, count in scheduled.items():
+            request.computed += count - drafted.get(request.request_id, 0)
+        while len(self.pipeline) >= self.depth:
+            self._take_output(self.pipeline.pop(0))
+
+    def _schedule_running(self, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> None:
+        for request in list(self.running):
+            if request not in self.running:
+                continue
+            self._trim(request)
+            left = request.num_tokens + request.in_flight - request.computed
+            if left <= 0:
+                continue
+            count = self.rng.randint(1, left)
+            extra = self.rng.randint(0, 3) if self.drafts and count == left and left == 1 else 0
+            while not self._allocate(request, request.computed + count + extra, request.computed):
+                victim = self.running[-1]
+                self._preempt(victim)
+                scheduled.pop(victim, None)
+                if victim is request:
+                    break
+            else:
+                self._share(request, request.computed + count)
+                scheduled[request] = count + extra
+                drafted[request.request_id] = extra
+
+    def _preempt(self, request: SimulatedRequest) -> None:
+        self.counts["preempted"] += 1
+        self.running.remove(request)
+        self._free(request)
+        request.epoch += 1
+        request.computed, request.status, request.in_flight, request.tainted = 0, "waiting", 0, False
+        self.waiting.insert(0, request)
+
+    def _schedule_waiting(self, scheduled: dict[SimulatedRequest, int]) -> None:
+        for request in list(self.waiting):
+            shared = self._shared(request)
+            local = len(shared) * self.groups[0].block_size if self.shares else self._local_hit(request)
+            external, asynchronous = self.scheduler.get_num_new_matched_tokens(request, local)
+            if external is None:
+                continue
+            assert local + external < request.num_tokens
+            start = local + external
+            count = 0 if asynchronous else self.rng.randint(1, request.num_tokens - start)
+            if not self._allocate(request, start + count, start, shared):
+                return
+            if not self.shares:
+                self._fill(request, local)
+            elif not asynchronous:
+                self._share(request, start + count)
+            self.scheduler.update_state_after_alloc(request, request.blocks, external)
+            self.waiting.remove(request)
+            request.computed = start
+            self.counts["hits"] += external > 0
+            self.counts["shared"] += bool(shared)
+            if asynchronous:
+                self.counts["streams"] += 1
+                request.status = "loading"
+                self.loading.append(request)
+            else:
+                request.status = "running"
+                self.running.append(request)
+                scheduled[request] = count
+
+    def _local_hit(self, request: SimulatedRequest) -> int:
+        """Tokens that the engine's own prefix cache has, at times: whole blocks, below the last token."""
+        if self.rng.random() < 0.7 or len(self.groups) > 1:
+            return 0
+        size = self.groups[0].block_size
+        return self.rng.randint(0, (request.num_tokens - 1) // size) * size
+
+    def _fill(self, request: SimulatedRequest, upto: int) -> None:
+        for group in range(len(self.groups)):
+            self._compute(request, group, 0, upto)
+
+    def _compute(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
+        """Write the KV of tokens [low, high): blocks that are full after it, and rubbish in the last one."""
+        size = self.groups[group].block_size
+        truth = request.truth(high)
+        for place in range(low // size, -(-high // size)):
+            block = request.blocks[group][place]
+            if block == NULL:
+                continue
+            for rows in self.memories:
+                for layer in self._layers(group):
+                    page = page_of(request.cache_salt, truth[: (place + 1) * size], layer)
+                    whole = (place + 1) * size <= high and not request.tainted
+                    rows[layer][block] = np.frombuffer(page, np.uint8) if whole else 0xDD
+
+    def _check(self, request: SimulatedRequest, failed: set[int]) -> None:
+        """What this step reads of earlier tokens is what a prefill from scratch would have written."""
+        if request.tainted:
+            return
+        for index, group in enumerate(self.groups):
+            low = (
+                0 if group.window is None else max(0, request.computed - group.window + 1) // group.block_size
+            )
+            truth = request.truth(request.computed)
+            for place in range(low, request.computed // group.block_size):
+                block = request.blocks[index][place]
+                if block in failed:
+                    request.tainted = True
+                    return
+                assert block != NULL, f"{request.request_id}: block {place} within the window is null"
+                for rows in self.memories:
+                    for layer in self._layers(index):
+                        page = page_of(request.cache_salt, truth[: (place + 1) * group.block_size], layer)
+                        assert rows[layer][block].tobytes() == page, (
+                            f"{request.request_id}: wrong KV in layer {layer}, block {place}"
+                        )
+
+    def _execute(self, plan: Any, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> _Step:
+        reports, failed_blocks = [], set()
+        finished: list[set[str]] = []
+        failed: set[str] = set()
+        for worker in self.workers:
+            worker.begin(plan)
+            self._break(worker)
+            worker.load()
+            for layer in range(len(self.memories[0]) if scheduled else 0):
+                worker.wait_for_layer(layer)
+            failed_blocks |= worker.take_failed_blocks() | _broken(worker)
+        for request, count in scheduled.items():
+            self._check(request, failed_blocks)
+            for group in range(len(self.groups)):
+                self._compute(request, group, request.computed, request.computed + count)
+        for worker in self.workers:
+            for layer in range(len(self.memories[0]) if scheduled else 0):
+                worker.save_layer(layer)
+            worker.save()
+            failed_blocks |= worker.take_failed_blocks()
+            worker.poll()
+            reports.append(worker.take_report())
+            done, bad = worker.take_finished()
+            finished.append(done)
+            failed |= bad
+        present = [report for report in reports if report is not None]
+        merged = None
+        for report in present:
+            merged = report if merged is None else merged.merge(report)
+        assert all(done == finished[0] for done in finished), "every rank reports the same requests"
+        sampled = []
+        for request, count in scheduled.items():
+            if (
+                request.computed + count - drafted.get(request.request_id, 0)
+                == request.num_tokens + request.in_flight
+            ):
+                request.in_flight += 1
+                sampled.append((request, request.epoch))
+        before = {request.request_id: request.computed for request in scheduled}
+        return _Step(sampled, merged, failed_blocks, finished[0], failed, before)
+
+    def _break(self, worker: Worker) -> None:
+        """Let single copies fail from now on, as those of a broken mapping or device would."""
+        if worker._slab is None or isinstance(worker._copier, FaultyCopier):
+            return
+        copier = worker._ready_copier()
+        for verb, rate in (("load", self.load_faults), ("store", self.store_faults)):
+            seed = self.rng.randrange(2**32)
+            copier = FaultyCopier(copier, seed=seed, error_rate=rate, verbs=frozenset({verb}))
+        worker._copier = copier
+
+    def _take_output(self, step: _Step) -> None:
+        for name in step.failed:
+            for request in self.loading:
+                if request.request_id == name:
+                    request.computed = 0
+        self._truncate(self.loading, step)
+        self._truncate(self.running, step)
+        if step.report is not None:
+            self.scheduler.on_report(step.report)
+        for request, epoch in step.sampled:
+            if request.status == "running" and request.epoch == epoch:
+                request.in_flight -= 1
+                request.all_token_ids.append(next_token(request.cache_salt, request.all_token_ids))
+                if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
+                    self.counts["finished"] += 1
+                    self._end(request)
+        for request in [request for request in self.loading if request.request_id in step.finished]:
+            self.loading.remove(request)
+            if request.status == "gone":
+                self._free(request)
+            elif request.computed == 0:
+                self.counts["recomputed"] += 1
+                self._free(request)
+                request.status = "waiting"
+                self.waiting.insert(0, request)
+            else:
+                request.status = "running"
+                self.running.append(request)
+                self._share(request, request.computed)
+
+    def _truncate(self, requests: list[SimulatedRequest], step: _Step) -> None:
+        """Requests go back to their first bad block, or of blocks that an earlier one is to compute again, to
+
+        where they were; what they sampled meanwhile is void. The blocks stay shared, as vLLM has it.
+        """
+        claimed: set[int] = set()
+        for request in requests:
+            size = self.groups[0].block_size
+            before = step.progress.get(request.request_id, request.computed)
+            table = request.blocks[0][: -(-before // size)] if request.blocks else []
+            bad = [place for place, block in enumerate(table) if block in step.failed_blocks]
+            if not bad:
+                continue
+            # vLLM keeps what later steps, already scheduled, make of blocks that were never filled.
+            assert self.depth == 1 or request in self.loading, "a load failed within a pipelined step"
+            own = [place for place in bad if table[place] not in claimed]
+            claimed.update(table[place] for place in own)
+            self.counts["recomputed"] += 1
+            request.computed = own[0] * size if own else before
+            request.in_flight = 0
+            request.tainted = False
+            request.epoch += 1
+
+    def finish(self, limit: int = 3000) -> None:
+        """Step until every request has ended, then prove that nothing is held."""
+        for _ in range(limit):
+            if not (self.waiting or self.running or self.loading or self.pipeline):
+                break
+            if not self.running:
+                self.store.drain(10)
+            self.step()
+            if not (self.waiting or self.running or self.loading):
+                while self.pipeline:
+                    self._take_output(self.pipeline.pop(0))
+        else:
+            raise AssertionError(f"stuck: {self.waiting} {self.running} {self.loading}")
+        for _ in range(2):
+            self.step()
+            while self.pipeline:
+                self._take_output(self.pipeline.pop(0))
+        assert self.store.drain(10)
+        stats = self.store.stats()
+        assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
+        assert not self.scheduler.busy
+        assert self.store.slab.free_slots + stats.primary.chunks == self.store.slab.num_slots
+        assert sorted(self.free) == list(range(1, self.num_blocks))
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()
+
+
+def _broken(worker: Worker) -> set[int]:
+    """Blocks of loads by layers that have failed, which vLLM is told once the step has ended."""
+    reading = worker._reading
+    if reading is None or reading._pipeline is not None:
+        return set()
+    copies = [copy for order in reading.orders for copy in order.copies]
+    return {block for copy in copies for run in copy.runs for block in run.blocks}

@@ -1,0 +1,159 @@
+"""For any schedule: every byte served is what a fresh prefill gives, every lease ends, every slot returns."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import closing
+from typing import Any
+
+import pytest
+from hypothesis import event, given, strategies as st
+
+from lmkv.vllm.geometry import Group
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+
+GROUPS = {
+    "full attention": [Group(4)],
+    "window of two blocks and full": [Group(4), Group(4, window=8)],
+    "window over several chunks, larger blocks": [Group(4), Group(8, window=40)],
+}
+
+engines = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(40, 90),
+        "chunk_size": st.sampled_from([8, 16]),
+        "ram_chunks": st.integers(2, 24),
+        "lower_chunks": st.sampled_from([0, 0, 40]),
+        "depth": st.sampled_from([1, 1, 2, 3]),
+        "drafts": st.booleans(),
+        "load_faults": st.sampled_from([0.0, 0.0, 0.2]),
+        "store_faults": st.sampled_from([0.0, 0.0, 0.2]),
+        "ranks": st.sampled_from([1, 1, 2]),
+        "layerwise": st.booleans(),
+        "volatile_tail": st.booleans(),
+        "load_mode": st.sampled_from(["auto", "auto", "async"]),
+        "prefix_caching": st.booleans(),
+        "aborts": st.sampled_from([0.0, 0.0, 0.1]),
+    }
+)
+
+
+def _request(rng: random.Random, number: int) -> SimulatedRequest:
+    """One of a few conversations, cut anywhere, with a tail of its own now and then."""
+    story = random.Random(rng.randrange(3))
+    tokens = [story.randrange(50) for _ in range(rng.randint(1, 70))]
+    if rng.random() < 0.4:
+        tokens += [rng.randrange(50) for _ in range(rng.randint(1, 20))]
+    salt = rng.choice(["a", "a", "b"])
+    return SimulatedRequest(f"r{number}", tokens, len(tokens), rng.randint(1, 20), salt)
+
+
+def _drive(rng: random.Random, groups: list[Group], options: dict[str, Any]) -> Counter[str]:
+    with closing(SimulatedVLLM(rng, groups=groups, **options)) as engine:
+        pending = [_request(rng, number) for number in range(rng.randint(2, 14))]
+        alive: list[SimulatedRequest] = []
+        for _ in range(rng.randint(10, 60)):
+            while pending and rng.random() < 0.4:
+                alive.append(pending.pop())
+                engine.add(alive[-1])
+            alive = [request for request in alive if request.status != "gone"]
+            if alive and rng.random() < 0.04:
+                engine.abort(rng.choice(alive))
+            if rng.random() < 0.01:
+                engine.scheduler.reset()
+            engine.step()
+        for request in pending:
+            engine.add(request)
+        engine.finish()
+        return Counter(engine.counts)
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@given(seed=st.integers(0, 2**32), options=engines)
+def test_any_schedule(kind: str, seed: int, options: dict[str, Any]) -> None:
+    counts = _drive(random.Random(seed), GROUPS[kind], options)
+    for name in ("hits", "preempted", "aborted", "recomputed", "streams"):
+        if counts[name]:
+            event(name)
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_the_schedules_test_something(kind: str) -> None:
+    """Over fixed seeds, each of the situations that matter occurs."""
+    total: Counter[str] = Counter()
+    for seed in range(30):
+        rng = random.Random(seed)
+        options = {
+            "num_blocks": 70,
+            "chunk_size": 8,
+            "ram_chunks": 4 if seed % 2 else 20,
+            "lower_chunks": 40 if seed % 2 else 0,
+            "depth": 1 + seed % 2,
+            "load_faults": 0.3 * (seed % 3 == 0),
+        }
+        total += _drive(rng, GROUPS[kind], options)
+    missing = [name for name in ("hits", "preempted", "aborted", "recomputed", "streams") if not total[name]]
+    assert not missing, total
+
+
+def _small(seed: int, **options: Any) -> closing[SimulatedVLLM]:
+    rng = random.Random(seed)
+    return closing(SimulatedVLLM(rng, groups=[Group(4)], chunk_size=8, ram_chunks=20, **options))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "volatile", "hit"), [(3, False, 3), (3, True, 2), (1, True, 0), (0, True, 0)]
+)
+def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
+    chunks: int, volatile: bool, hit: int
+) -> None:
+    with _small(0, num_blocks=60, volatile_tail=volatile) as engine:
+        tokens = list(range(8 * chunks + 1))
+        first = SimulatedRequest("first", list(tokens), len(tokens), 1, "a")
+        engine.add(first)
+        engine.finish()
+        again = SimulatedRequest("again", list(tokens), len(tokens), 1, "a")
+        assert engine.scheduler.get_num_new_matched_tokens(again, 0)[0] == 8 * hit
+        engine.scheduler.request_finished(again)
+        engine.finish()
+
+
+@pytest.mark.parametrize("arrives", ["with it", "after it"])
+@pytest.mark.parametrize("first_aborted", [True, False])
+def test_blocks_of_a_load_that_fails_are_shared_with_nobody(arrives: str, first_aborted: bool) -> None:
+    with _small(2, num_blocks=90, prefix_caching=True, load_faults=1.0) as engine:
+        tokens = list(range(40))
+        engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
+        engine.finish()
+        engine.forget()
+        first = SimulatedRequest("first", list(tokens), len(tokens), 4, "a")
+        second = SimulatedRequest("second", list(tokens), len(tokens), 4, "a")
+        engine.add(first)
+        if arrives == "with it":
+            engine.add(second)
+        engine.step()
+        assert engine.counts["recomputed"] == 1
+        if first_aborted:
+            engine.abort(first)
+        if arrives == "after it":
+            engine.add(second)
+        engine.finish()
+        assert second.status == "gone"
+        assert engine.counts["finished"] == (2 if first_aborted else 3)
+
+
+def test_blocks_of_a_load_that_succeeds_are_shared_from_the_next_step_on() -> None:
+    with _small(0, num_blocks=90, prefix_caching=True) as engine:
+        tokens = list(range(40))
+        engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
+        engine.finish()
+        engine.forget()
+        for name in ("first", "second"):
+            engine.add(SimulatedRequest(name, list(tokens), len(tokens), 4, "a"))
+        engine.step()
+        assert (engine.counts["hits"], len(engine.waiting)) == (1, 1)
+        engine.step()
+        assert (engine.counts["hits"], len(engine.waiting)) == (1, 0)
+        assert engine.counts["shared"] == 1
+        engine.finish()

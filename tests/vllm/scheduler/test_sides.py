@@ -1,0 +1,359 @@
+"""The vLLM sides without vLLM: costs, options, versions, geometry, and a worker whose world breaks."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lmkv.chunks.layout import KVLayout, LayerPages
+from lmkv.chunks.namespace import Namespace
+from lmkv.memory.copier import ChunkCopy, Run
+from lmkv.memory.paged import PagedMemory, block_rows
+from lmkv.memory.slab import Slab, SlabRef
+from lmkv.vllm import compat
+from lmkv.vllm.geometry import Geometry, Group
+from lmkv.vllm.identity import content_extras, request_root
+from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
+from lmkv.vllm.model import ServedModel
+from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode
+from lmkv.vllm.scheduler.request import RequestOptions
+from lmkv.vllm.worker import Worker
+
+MIB = 1 << 20
+NAMESPACE = Namespace(model="m", dtype="u8", chunk_size=8, block_size=4)
+
+
+class TestLoadCost:
+    def test_what_is_not_measured_is_loaded(self) -> None:
+        assert LoadCost().worth_loading("disk", 1000, MIB)
+
+    def test_a_slow_tier_is_skipped_and_a_fast_one_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
+        cost = LoadCost()
+        cost.observe_step(1000, 1.0)
+        cost.observe_load("disk", 10 * MIB, 1.0)
+        with caplog.at_level(logging.DEBUG, logger="lmkv"):
+            assert not cost.worth_loading("disk", 1000, 100 * MIB)
+        assert cost.skipped == 1
+        assert "not loaded" in caplog.text
+        assert cost.worth_loading("disk", 1000, 5 * MIB)
+        assert cost.worth_loading("elsewhere", 1000, 100 * MIB)
+
+    def test_a_tier_that_looks_slow_is_tried_again_now_and_then(self) -> None:
+        cost = LoadCost()
+        cost.observe_step(1000, 1.0)
+        cost.observe_load("disk", MIB, 1.0)
+        assert [cost.worth_loading("disk", 1000, 100 * MIB) for _ in range(32)].count(True) == 2
+
+    def test_switched_off_everything_is_loaded(self) -> None:
+        cost = LoadCost(enabled=False)
+        cost.observe_step(1000, 1.0)
+        cost.observe_load("disk", MIB, 1.0)
+        assert cost.worth_loading("disk", 1000, 100 * MIB)
+        assert cost.skipped == 0
+
+    def test_idle_time_and_decode_steps_do_not_make_the_model_look_slow(self) -> None:
+        cost = LoadCost()
+        cost.observe_step(1000, 1.0)
+        cost.observe_step(1000, 60.0)
+        cost.observe_step(1, 0.5)
+        assert cost.prefill_speed > 900
+
+    def test_the_bandwidth_follows_the_tier(self) -> None:
+        cost = LoadCost()
+        for _ in range(30):
+            cost.observe_load("disk", 10 * MIB, 1.0)
+        for _ in range(30):
+            cost.observe_load("disk", 100 * MIB, 1.0)
+        assert cost.bandwidth("disk") == pytest.approx(100 * MIB, rel=0.01)
+
+
+def _request(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"request_id": "r", "kv_transfer_params": None, **fields})
+
+
+class TestOptions:
+    def test_all_of_them(self) -> None:
+        params = {
+            "lmkv.skip_save": True,
+            "lmkv.skip_load": "true",
+            "lmkv.report": 1,
+            "lmkv.prefetch": True,
+            "lmkv.prefetch_tokens": [1, 2, 3],
+            "lmkv.pin": 30,
+            "lmkv.tag.b": 2,
+            "lmkv.tag.a": "x",
+            "do_remote_decode": True,
+        }
+        options = RequestOptions.of(_request(kv_transfer_params=params))
+        assert options.skip_save
+        assert options.skip_load
+        assert not options.report, "1 is not a boolean"
+        assert options.prefetch
+        assert options.prefetch_tokens == (1, 2, 3)
+        assert options.pin_seconds == 30.0
+        assert options.tags == (("a", "x"), ("b", "2"))
+
+    @pytest.mark.parametrize("tokens", ["123", [1, -2], [1.5], {"a": 1}, None, [2**32]])
+    def test_a_clients_mistake_does_not_cost_the_request(self, tokens: object) -> None:
+        params = {"lmkv.prefetch_tokens": tokens, "lmkv.pin": "soon"}
+        options = RequestOptions.of(_request(kv_transfer_params=params))
+        assert options.prefetch_tokens == ()
+        assert options.pin_seconds == 0.0
+
+    def test_prompt_embeddings_are_neither_stored_nor_found(self) -> None:
+        options = RequestOptions.of(_request(prompt_embeds=torch.zeros(1)))
+        assert options.skip_save
+        assert options.skip_load
+
+
+NAMESPACE = Namespace(model="m", dtype="float32", chunk_size=256, block_size=32)
+
+
+class TestIdentity:
+    def test_every_part_of_a_request_separates(self) -> None:
+        lora = SimpleNamespace(lora_name="a", lora_path="/a")
+        requests = [
+            _request(),
+            _request(cache_salt="a"),
+            _request(lora_request=lora),
+            _request(lora_request=SimpleNamespace(lora_name="a", lora_path="/b")),
+            _request(kv_transfer_params={"lmkv.tag.a": "a"}),
+            _request(cache_salt="a", lora_request=lora),
+        ]
+        roots = [request_root(NAMESPACE, request, RequestOptions.of(request).tags) for request in requests]
+        assert len(set(roots)) == len(roots)
+        assert roots[0] == NAMESPACE.digest
+
+    def test_images_mark_the_chunks_they_overlap(self) -> None:
+        def image(identifier: str, offset: int, length: int) -> SimpleNamespace:
+            place = SimpleNamespace(offset=offset, length=length)
+            return SimpleNamespace(identifier=identifier, mm_position=place)
+
+        one = content_extras(_request(mm_features=[image("x", 250, 10)]), 256)
+        assert set(one) == {0, 1}
+        assert one != content_extras(_request(mm_features=[image("y", 250, 10)]), 256)
+        assert one != content_extras(_request(mm_features=[image("x", 251, 10)]), 256)
+        assert content_extras(_request(mm_features=[]), 256) == {}
+
+
+class TestCompat:
+    @pytest.mark.parametrize("version", ["0.31.0", "0.32.0+cpu", "0.33.1", "0.34.0.dev12", "1.0.dev3"])
+    def test_supported(self, version: str) -> None:
+        compat.check_version(version)
+
+    @pytest.mark.parametrize("version", ["0.30.2", "0.9.1", "0.34.0", "1.0.0"])
+    def test_unsupported_says_what_is(self, version: str) -> None:
+        with pytest.raises(ImportError, match=r"0\.31 up to.*0\.34.*" + version.replace(".", r"\.")):
+            compat.check_version(version)
+
+    def test_progress_leaves_drafts_out(self) -> None:
+        output = SimpleNamespace(
+            num_scheduled_tokens={"new": 100, "running": 4},
+            scheduled_spec_decode_tokens={"running": [1, 2, 3]},
+            scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=256)],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=["running", "idle"], num_computed_tokens=[500, 7]),
+        )
+        assert compat.progress(output) == {"new": 356, "running": 501, "idle": 7}
+
+    def test_recurrent_state_is_refused_with_the_reason(self) -> None:
+        class MambaSpec:
+            block_size = 16
+            page_size_bytes = 64
+
+        group = SimpleNamespace(layer_names=["a"], kv_cache_spec=MambaSpec())
+        with pytest.raises(ValueError, match="MambaSpec"):
+            compat.kv_groups(SimpleNamespace(kv_cache_groups=[group]))
+
+
+class TestGeometry:
+    def test_a_load_starts_at_the_first_missing_block(self) -> None:
+        geometry = Geometry(8, (Group(4),))
+        copies = geometry.load_copies([5, 6], [[1, 2, 3, 4]], 4, 16)
+        assert copies == [ChunkCopy(5, (Run(1, [2]),)), ChunkCopy(6, (Run(0, [3, 4]),))]
+        assert geometry.covers(copies, 4, 16)
+        assert not geometry.covers(copies[:1], 4, 16)
+
+    def test_null_blocks_are_never_touched(self) -> None:
+        geometry = Geometry(8, (Group(4), Group(4, window=5)))
+        tables = [[1, 2, 3, 4], [0, 0, 0, 9]]
+        (first, second) = geometry.load_copies([0, 1], tables, 0, 16)
+        assert [run.blocks for copy in (first, second) for run in copy.runs] == [[1, 2], [], [3, 4], [9]]
+        assert second.runs[1].first == 1
+
+    def test_a_chunk_is_stored_when_a_match_at_its_end_could_read_it(self) -> None:
+        geometry = Geometry(8, (Group(4, window=5),))
+        assert geometry.store_copy(0, [[0, 7]], 0) == ChunkCopy(0, (Run(1, [7]),))
+        assert Geometry(8, (Group(4, window=6),)).store_copy(0, [[0, 7]], 0) is None
+        assert geometry.store_copy(0, [[3]], 0) is None, "blocks are missing"
+
+
+class TestWorker:
+    LAYOUT = KVLayout.uniform(chunk_size=8, block_size=4, num_layers=2, page_bytes=64)
+
+    def _worker(self, slab: Slab) -> Worker:
+        worker = Worker(0, self.LAYOUT)
+        worker.register(PagedMemory([torch.zeros((6, 64), dtype=torch.uint8) for _ in range(2)], fuse=False))
+        worker.begin(StepPlan(slab=slab.ref))
+        return worker
+
+    def test_a_slab_that_is_gone_fails_orders_and_raises_nothing(self) -> None:
+        worker = Worker(0, self.LAYOUT)
+        worker.register(PagedMemory([torch.zeros((6, 64), dtype=torch.uint8) for _ in range(2)], fuse=False))
+        order = CopyOrder(1, [ChunkCopy(0, (Run(0, [2, 3]),))])
+        worker.begin(StepPlan(loads=[order], slab=SlabRef("/proc/self/fd/999999", 4096, 4096)))
+        worker.load()
+        assert worker.take_failed_blocks() == {2, 3}
+        report = worker.take_report()
+        assert report is not None
+        assert not report.jobs[1].ok
+        worker.close()
+
+    def test_a_block_that_does_not_exist_is_refused(self) -> None:
+        slab = Slab(4096, 8192, shared=True)
+        worker = self._worker(slab)
+        worker.begin(StepPlan(stores=[CopyOrder(1, [ChunkCopy(0, (Run(0, [2, 6]),))], stores=True)]))
+        worker.save()
+        report = worker.take_report()
+        assert report is not None
+        assert not report.jobs[1].ok
+        assert not worker.take_failed_blocks(), "what could not be stored is sound where it is"
+        worker.close()
+        slab.close()
+
+    def test_orders_are_executed_once(self) -> None:
+        slab = Slab(4096, 8192, shared=True)
+        worker = self._worker(slab)
+        worker.begin(StepPlan(stores=[CopyOrder(7, [ChunkCopy(1, (Run(0, [2, 3]),))])]))
+        worker.load()
+        worker.save()
+        worker.save()
+        report = worker.take_report()
+        assert report is not None
+        assert list(report.jobs) == [7]
+        assert worker.take_report() is None
+        worker.close()
+        slab.close()
+
+    def _layered(self, slab: Slab, **orders: Any) -> tuple[Worker, list[torch.Tensor]]:
+        worker = Worker(0, self.LAYOUT, layerwise=True)
+        rows = [torch.zeros((6, 64), dtype=torch.uint8) for _ in range(2)]
+        worker.register(PagedMemory(rows, fuse=False))
+        worker.begin(StepPlan(slab=slab.ref, **orders))
+        return worker, rows
+
+    def test_layers_are_loaded_when_the_model_comes_to_them(self) -> None:
+        slab = Slab(4096, 8192, shared=True)
+        slab.view(1)[:256] = bytes([1] * 128 + [2] * 128)
+        worker, rows = self._layered(slab, loads=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
+        worker.load()
+        assert not any(bool(row.any()) for row in rows)
+        worker.wait_for_layer(0)
+        assert bool((rows[0][2:4] == 1).all())
+        assert not bool(rows[1].any())
+        worker.wait_for_layer(1)
+        assert bool((rows[1][2:4] == 2).all())
+        assert worker.take_report() is None, "reported when the step ends"
+        worker.save()
+        report = worker.take_report()
+        assert report is not None
+        assert report.jobs[1].ok
+        assert not worker.take_failed_blocks()
+        worker.close()
+        slab.close()
+
+    def test_a_layer_that_the_model_did_not_wait_for_fails_the_load(self) -> None:
+        """It was read before it was there: whole CUDA graphs would do that."""
+        slab = Slab(4096, 8192, shared=True)
+        worker, _ = self._layered(slab, loads=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
+        worker.load()
+        worker.wait_for_layer(0)
+        worker.save()
+        report = worker.take_report()
+        assert report is not None
+        assert not report.jobs[1].ok
+        assert worker.take_failed_blocks() == {2, 3}
+        worker.close()
+        slab.close()
+
+    def test_layers_are_stored_once_saved_and_the_rest_when_the_step_ends(self) -> None:
+        slab = Slab(4096, 8192, shared=True)
+        worker, rows = self._layered(slab, stores=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
+        worker.load()
+        rows[0].fill_(5)
+        worker.save_layer(0)
+        rows[0].fill_(6)
+        rows[1].fill_(7)
+        worker.save()
+        assert bytes(slab.view(1)[:256]) == bytes([5] * 128 + [7] * 128)
+        report = worker.take_report()
+        assert report is not None
+        assert report.jobs[1].ok
+        worker.close()
+        slab.close()
+
+    def test_what_is_loaded_between_steps_needs_no_layers(self) -> None:
+        slab = Slab(4096, 8192, shared=True)
+        order = CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))], between_steps=True, finishes="r")
+        worker, _ = self._layered(slab, loads=[order])
+        worker.load()
+        worker.save()
+        assert worker.take_finished() == ({"r"}, set())
+        worker.close()
+        slab.close()
+
+    def test_reports_merge_in_any_order(self) -> None:
+        parts = [
+            WorkerReport({1: JobReport(1, True, 10, 0.1), 2: JobReport(1, True, 5, 0.1)}),
+            WorkerReport({1: JobReport(1, False, 10, 0.3)}),
+            WorkerReport({3: JobReport(1, True, 1, 0.2)}),
+        ]
+        forward = parts[0].merge(parts[1]).merge(parts[2])
+        backward = parts[2].merge(parts[1]).merge(parts[0])
+        assert forward == backward
+        assert forward.jobs[1] == JobReport(2, False, 20, 0.3)
+
+
+class TestLoadMode:
+    def test_a_cpu_gains_nothing_between_steps(self) -> None:
+        mode = LoadMode(computing=5)
+        mode.observe(1 << 20, 1.0)
+        assert not mode.between_steps(1 << 30)
+
+    def test_a_device_loads_between_steps_what_would_hold_up_others(self) -> None:
+        mode = LoadMode(concurrent=True, computing=1)
+        assert not mode.between_steps(1 << 40), "no speed is known yet"
+        mode.observe(10 << 30, 1.0)
+        assert not mode.between_steps(40 << 20)
+        assert mode.between_steps(60 << 20)
+        mode.computing = 0
+        assert not mode.between_steps(60 << 20), "nobody is held up"
+
+    @pytest.mark.parametrize(("mode", "answer"), [("sync", False), ("async", True)])
+    def test_users_may_decide(self, mode: Any, answer: bool) -> None:
+        assert LoadMode(mode).between_steps(1) is answer
+
+
+class TestServedModel:
+    """Whether the tensors that vLLM registers are what the layout was made for."""
+
+    def _model(self, *, fused: bool) -> ServedModel:
+        pages = (LayerPages(192, 2),) if fused else (LayerPages(64, 2),) * 3
+        geometry = Geometry(8, (Group(4),))
+        return ServedModel(geometry, KVLayout(8, pages), ("a", "b", "c"), fused, 6, 1, 1, lambda: NAMESPACE)
+
+    def test_layers_of_a_block_that_lie_together_are_one_page(self) -> None:
+        whole = torch.arange(6 * 192).to(torch.uint8).view(6, 3, 64)
+        rows = [block_rows(layer) for layer in whole.unbind(1)]
+        memory = self._model(fused=True).paged_memory([rows[2], rows[0], rows[1]])
+        assert torch.equal(memory.rows[0], whole.view(6, 192)), "in the order of memory"
+        assert (memory.num_layers, memory.layers) == (3, [range(3)])
+
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_anything_else_is_refused(self, fused: bool) -> None:
+        apart = [torch.zeros((6, 64 if fused else 60), dtype=torch.uint8) for _ in range(3)]
+        with pytest.raises(ValueError, match="instead of"):
+            self._model(fused=fused).paged_memory(apart)
