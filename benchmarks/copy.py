@@ -1,4 +1,4 @@
-"""Storing and retrieving through the engine beside a contiguous copy of the same bytes.
+"""StorePlanner and retrieving through the engine beside a contiguous copy of the same bytes.
 
     python benchmarks/copy.py [--lmcache PYTHON] [--quick] [--json]
 

@@ -168,10 +168,10 @@ class Engine:
         done = self._store.match(keys)[1]
         idle = False
         while done < len(keys):
-            handled = self._store_piece(tokens, blocks, keys, done, done + window)
-            done += handled
+            accepted = self._store_piece(tokens, blocks, keys, done, done + window)
+            done += accepted
             # Once nothing was under way and there still was no slot, there will be none.
-            stuck, idle = idle and not handled, not handled
+            stuck, idle = idle and not accepted, not accepted
             if stuck or done == len(keys) or not self._store.drain(deadline - time.monotonic()):
                 break
         return done * self.chunk_size
@@ -186,7 +186,7 @@ class Engine:
                 copier.store(copies).wait()
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
-            return reservation.handled
+            return reservation.accepted
 
     def _reserve(self, tokens: Tokens, keys: Sequence[ChunkKey], first: int, end: int) -> Reservation:
         wanted = keys[first:end]
@@ -274,7 +274,7 @@ class Engine:
         first = self._store.match(keys)[1]
         with self._reserve(tokens, keys, first, len(keys)) as reservation:
             copies = self._copies_of(reservation, keys[first:], blocks, first)
-            tokens_stored = (first + reservation.handled) * self.chunk_size
+            tokens_stored = (first + reservation.accepted) * self.chunk_size
             writer = LayerWriter(copier, copies, tokens=tokens_stored, guard=self._copies)
             try:
                 yield writer

@@ -95,15 +95,15 @@ class SharesRoom(Protocol):
     Their keys are longer than 32 bytes.
     """
 
-    def claim(self, nbytes: int) -> int:
+    def reserve_bytes(self, nbytes: int) -> int:
         """Count bytes that are about to be written; returns the bytes of everybody, these included."""
         ...
 
-    def unclaim(self, nbytes: int) -> None:
+    def release_bytes(self, nbytes: int) -> None:
         """They were not written."""
         ...
 
-    def evict(self, keys: Sequence[ChunkKey]) -> int:
+    def reclaim(self, keys: Sequence[ChunkKey]) -> int:
         """`delete`, of others' chunks too; returns the bytes that this freed: none for what was gone."""
         ...
 
@@ -133,10 +133,6 @@ class Policy(Protocol):
     Called only under the owning store's lock. Every key is in one of two states: evictable or held.
     """
 
-    def __len__(self) -> int: ...
-
-    def __contains__(self, key: ChunkKey) -> bool: ...
-
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
         """Add an evictable key. Inserting a known key is a `UsageError`."""
         ...
@@ -149,8 +145,12 @@ class Policy(Protocol):
         """Forget a key, known or not."""
         ...
 
-    def set_evictable(self, key: ChunkKey, evictable: bool) -> None:
-        """Hold a known key back from eviction, or let go of it."""
+    def acquire(self, key: ChunkKey) -> None:
+        """Keep a known key from eviction until it is released. Idempotent."""
+        ...
+
+    def release(self, key: ChunkKey) -> None:
+        """A known key may be evicted again; this counts as a use. Idempotent."""
         ...
 
     def evict(
@@ -161,8 +161,6 @@ class Policy(Protocol):
         All or nothing: None, and nothing changed, when that much cannot be freed.
         """
         ...
-
-    def clear(self) -> None: ...
 
 
 class Admission(Protocol):

@@ -53,7 +53,7 @@ def put(
         for key, slot in reservation.slots.items():
             store.slab.view(slot)[:] = payload(key, version)
         reservation.commit()
-        return reservation.handled
+        return reservation.accepted
 
 
 def put_below(store: TieredStore, keys: Sequence[ChunkKey], version: int = 0) -> None:

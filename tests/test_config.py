@@ -15,7 +15,7 @@ from attrs.exceptions import FrozenInstanceError
 import lmkv.config
 from lmkv.config import GB, Config, Setting
 from lmkv.errors import ConfigError
-from lmkv.policies import make_admission, make_policy
+from lmkv.policies import FIFO, make_admission, make_policy
 
 DEFAULTS: dict[str, object] = {
     "chunk_size": 256,
@@ -67,7 +67,7 @@ def test_defaults_are_valid_as_given_values() -> None:
 
 
 def test_names_of_policies_and_admissions_can_be_made() -> None:
-    assert len(make_policy(load(cache_policy="FIFO").cache_policy)) == 0
+    assert isinstance(make_policy(load(cache_policy="FIFO").cache_policy), FIFO)
     assert not make_admission(load(disk_admission="none").disk_admission).admit(bytes(32))
 
 

@@ -39,8 +39,8 @@ class WrapperBackend:
         if isinstance(inner, SizesChunks):
             self.stored_bytes = inner.stored_bytes
         if isinstance(inner, SharesRoom):
-            self.claim, self.unclaim = inner.claim, inner.unclaim
-            self.evict = partial(self._forward_evict, inner)
+            self.reserve_bytes, self.release_bytes = inner.reserve_bytes, inner.release_bytes
+            self.reclaim = partial(self._forward_reclaim, inner)
             self.list_all = partial(self._forward_list_all, inner)
         if isinstance(inner, Shared):
             self.shared = inner.shared
@@ -79,8 +79,8 @@ class WrapperBackend:
     def _forward_list_keys(self, inner: ListsKeys) -> Iterator[list[Listed]]:
         return self.around("list_keys", inner.list_keys)
 
-    def _forward_evict(self, inner: SharesRoom, keys: Sequence[ChunkKey]) -> int:
-        return self.around("evict", lambda: inner.evict(keys))
+    def _forward_reclaim(self, inner: SharesRoom, keys: Sequence[ChunkKey]) -> int:
+        return self.around("reclaim", lambda: inner.reclaim(keys))
 
     def _forward_list_all(self, inner: SharesRoom) -> Iterator[list[Listed]]:
         return self.around("list_all", inner.list_all)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from lmkv.errors import ConfigError
 from lmkv.policies.admission import ADMISSIONS, AdmitAll, AdmitNone, SecondTouch, make_admission
+from lmkv.policies.base import PolicyBase
 from lmkv.policies.fifo import FIFO
 from lmkv.policies.lru import LRU
 from lmkv.protocols import Policy
@@ -18,6 +19,7 @@ __all__ = [
     "POLICIES",
     "AdmitAll",
     "AdmitNone",
+    "PolicyBase",
     "SecondTouch",
     "make_admission",
     "make_policy",

@@ -5,42 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lmkv.protocols import ChunkKey
-from lmkv.store.flusher import Descents
-from lmkv.store.tiers.iopool import Todo
+from lmkv.store.flusher import Flusher
+from lmkv.store.tiers.iopool import Deferred
 from lmkv.store.tiers.primary import PrimaryTier
 
 _ROOM_SHARE = 16
 """With write-back, one slot in so many is kept free, and as many chunks at most go down at a time."""
 
 
-class Evictor:
+class SlotAllocator:
     """No lock inside, nothing waits.
 
-    `expire`: ends pins and prefetches whose time is over; whether there were any. `max_demotions`: how many
+    `expire`: ends pins and prefetches whose time is over; whether there were any. `max_flushing`: how many
     evicted chunks may be on their way down at a time; 0 without write-back.
     """
 
     def __init__(
         self,
         primary: PrimaryTier,
-        descents: Descents,
-        expire: Callable[[Todo], bool],
+        flusher: Flusher,
+        expire: Callable[[Deferred], bool],
         *,
-        max_demotions: int,
+        max_flushing: int,
     ) -> None:
         self._primary = primary
-        self._descents = descents
+        self._flusher = flusher
         self._expire = expire
         self._room = max(1, primary.slab.num_slots // _ROOM_SHARE)
-        self._write_back = max_demotions > 0
-        self._max_demotions = min(max(4, self._room), max_demotions)
+        self._write_back = max_flushing > 0
+        self._max_flushing = min(max(4, self._room), max_flushing)
 
-    def acquire(self, todo: Todo, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> int | None:
+    def acquire(
+        self, deferred: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()
+    ) -> int | None:
         """A free slot, evicting for it if need be. None: none can be had, or not before others are down."""
         while (slot := self._primary.slab.acquire()) is None:
-            if self._write_back and self._primary.demoting >= self._max_demotions:
+            if self._write_back and self._primary.flushing >= self._max_flushing:
                 return None
-            if not self._evict(todo, protect) and not self._expire(todo):
+            if not self._evict(deferred, protect) and not self._expire(deferred):
                 return None
         return slot
 
@@ -54,19 +56,19 @@ class Evictor:
             for victim in self._primary.victims(protect, missing):
                 self._primary.remove(victim)
 
-    def _evict(self, todo: Todo, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
+    def _evict(self, deferred: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
         """Evict for one slot, at once or after copying down; False when the policy gives nothing."""
         victims = self._primary.victims(protect)
         for victim in victims:
-            if not (self._write_back and self._descents.demote(victim, todo)):
+            if not (self._write_back and self._flusher.flush(victim, deferred)):
                 self._primary.remove(victim)
         return bool(victims)
 
-    def keep_room(self, todo: Todo) -> None:
+    def keep_room(self, deferred: Deferred) -> None:
         """With write-back, send the next victims down before their slots are wanted."""
         if not self._write_back:
             return
         primary = self._primary
         wanted = self._room - primary.slab.free_slots
-        while primary.demoting < min(wanted, self._max_demotions) and self._evict(todo):
+        while primary.flushing < min(wanted, self._max_flushing) and self._evict(deferred):
             wanted = self._room - primary.slab.free_slots

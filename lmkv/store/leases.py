@@ -17,9 +17,9 @@ from lmkv.store.tiers.primary import Entry
 class Lease:
     """A read claim on the leading chunks of a request: their slots keep their bytes until `release`."""
 
-    def __init__(self, entries: Sequence[Entry], let_go: Callable[[Sequence[Entry]], None]) -> None:
+    def __init__(self, entries: Sequence[Entry], unref: Callable[[Sequence[Entry]], None]) -> None:
         self._entries = entries
-        self._let_go = let_go
+        self._unref = unref
         self._released = False
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class Lease:
         """Idempotent. Takes the store's lock."""
         if not self._released:
             self._released = True
-            self._let_go(self._entries)
+            self._unref(self._entries)
 
     def __enter__(self) -> Self:
         return self
@@ -51,20 +51,20 @@ class Lease:
 class Reservation:
     """A write claim on chunks that are about to be stored. What is not committed is aborted at the end.
 
-    `handled`: how many of the wanted keys, from the first, are taken care of: reserved here, or already
+    `accepted`: how many of the wanted keys, from the first, are taken care of: reserved here, or already
     stored or being stored by somebody. Fewer than wanted when the tier has no slot to give. Not thread-safe.
     """
 
     def __init__(
         self,
         entries: Sequence[Entry],
-        handled: int,
+        accepted: int,
         commit: Callable[[Sequence[Entry]], None],
         abort: Callable[[Sequence[Entry]], None],
     ) -> None:
         self._open = {entry.key: entry for entry in entries}
         self._commit, self._abort = commit, abort
-        self.handled = handled
+        self.accepted = accepted
 
     @property
     def slots(self) -> dict[ChunkKey, int]:

@@ -26,7 +26,7 @@ class Pins:
         entries = self._primary.leading_ready(keys)
         for entry in entries:
             if self._pins.pop(entry.key, None) is None:
-                self._primary.hold(entry)
+                self._primary.ref(entry)
             self._pins[entry.key] = entry, end
         self._next_end = min(self._next_end, end)
         return len(entries)
@@ -34,7 +34,7 @@ class Pins:
     def unpin(self, key: ChunkKey) -> bool:
         pin = self._pins.pop(key, None)
         if pin is not None:
-            self._primary.let_go(pin[0])
+            self._primary.unref(pin[0])
         return pin is not None
 
     def expire(self) -> bool:

@@ -9,9 +9,9 @@ from functools import partial
 from attrs import define, evolve
 
 from lmkv.protocols import ChunkKey, Clock
-from lmkv.store.allocator import Evictor
+from lmkv.store.allocator import SlotAllocator
 from lmkv.store.promotion import Promotion
-from lmkv.store.tiers.iopool import IOPool, Job, Priority, Todo
+from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority
 from lmkv.store.tiers.primary import Entry, PrimaryTier, State
 from lmkv.store.tiers.secondary import Secondary, first_with
 
@@ -21,11 +21,11 @@ class _Load(Job):
     tier: Secondary
 
 
-def wake(entry: Entry, todo: Todo) -> None:
+def wake(entry: Entry, deferred: Deferred) -> None:
     """Locked. Tell those who wait for an entry that it is READY, or will never be."""
     waiters, entry.waiters = entry.waiters, ()
     for promotion in waiters:
-        promotion.settled(entry, todo)
+        promotion.on_entry_done(entry, deferred)
 
 
 class Promoter:
@@ -39,7 +39,7 @@ class Promoter:
         lock: threading.Lock,
         primary: PrimaryTier,
         tiers: Sequence[Secondary],
-        evictor: Evictor,
+        allocator: SlotAllocator,
         pool: IOPool,
         max_prefetched: int,
         clock: Clock,
@@ -47,65 +47,67 @@ class Promoter:
         self._lock = lock
         self._primary = primary
         self._tiers = tiers
-        self._evictor = evictor
+        self._allocator = allocator
         self._pool = pool
         self._max_prefetched = max_prefetched
         self._prefetched = 0
         self._clock = clock
-        self._starved: list[Promotion] = []
+        self._waiting: list[Promotion] = []
         self._extending: Promotion | None = None
         self._expiring: dict[Promotion, float] = {}
         self._next_end = float("inf")
 
     def promote(
-        self, keys: Sequence[ChunkKey], priority: Priority, ttl: float | None, todo: Todo
+        self, keys: Sequence[ChunkKey], priority: Priority, ttl: float | None, deferred: Deferred
     ) -> Promotion:
         promotion = Promotion(priority, self._lock, self.release)
         if ttl is not None:
             end = self._expiring[promotion] = self._clock() + ttl
             self._next_end = min(self._next_end, end)
-        self._extend(promotion, keys, todo)
-        self._evictor.keep_room(todo)
+        self._extend(promotion, keys, deferred)
+        self._allocator.keep_room(deferred)
         return promotion
 
-    def _extend(self, promotion: Promotion, keys: Sequence[ChunkKey], todo: Todo) -> None:
+    def _extend(self, promotion: Promotion, keys: Sequence[ChunkKey], deferred: Deferred) -> None:
         """Add the leading chunks of `keys`; `rest` is what has to wait for slots. Finishes it if complete."""
-        promotion.rest = ()
+        promotion.waiting_keys = ()
         self._extending = promotion
         for index, key in enumerate(keys):
-            if promotion.priority is Priority.PREFETCH and not self._may_prefetch(key, todo):
+            if promotion.priority is Priority.PREFETCH and not self._may_prefetch(key, deferred):
                 break
             entry = self._primary.entries.get(key)
             tier = None if entry else first_with(self._tiers, key)
             if tier is not None:
-                slot = self._evictor.acquire(todo)
+                slot = self._allocator.acquire(deferred)
                 if slot is None:
-                    self._starve(promotion, keys[index:])
+                    self._wait_for_slots(promotion, keys[index:])
                     break
-                entry = self._begin_load(key, slot, tier, promotion.priority, todo)
+                entry = self._begin_load(key, slot, tier, promotion.priority, deferred)
             if entry is None:
                 break
-            self._join(promotion, entry, tier, todo)
+            self._join(promotion, entry, tier, deferred)
         self._extending = None
-        promotion.finish_if_complete(todo)
+        promotion.finish_if_complete(deferred)
 
-    def _may_prefetch(self, key: ChunkKey, todo: Todo) -> bool:
+    def _may_prefetch(self, key: ChunkKey, deferred: Deferred) -> bool:
         """Whether a prefetch may hold one more chunk: one that others hold already costs nothing."""
         entry = self._primary.entries.get(key)
         if self._prefetched < self._max_prefetched or (entry is not None and entry.prefetches):
             return True
-        return self.expire(todo) and self._prefetched < self._max_prefetched
+        return self.expire(deferred) and self._prefetched < self._max_prefetched
 
-    def _begin_load(self, key: ChunkKey, slot: int, tier: Secondary, priority: Priority, todo: Todo) -> Entry:
+    def _begin_load(
+        self, key: ChunkKey, slot: int, tier: Secondary, priority: Priority, deferred: Deferred
+    ) -> Entry:
         entry = self._primary.enter(key, slot, State.LOADING)
         work, refused = partial(self._load, tier, entry), partial(self._refused, tier, entry)
         entry.load = _Load(work, priority, refused, tier)
-        tier.index.hold(key)
-        todo.jobs.append(entry.load)
+        tier.index.begin_read(key)
+        deferred.jobs.append(entry.load)
         return entry
 
-    def _join(self, promotion: Promotion, entry: Entry, tier: Secondary | None, todo: Todo) -> None:
-        self._primary.hold(entry)
+    def _join(self, promotion: Promotion, entry: Entry, tier: Secondary | None, deferred: Deferred) -> None:
+        self._primary.ref(entry)
         promotion.add(entry, tier.name if tier else self._primary.name)
         if promotion.priority is Priority.PREFETCH:
             self._prefetched += not entry.prefetches
@@ -113,7 +115,7 @@ class Promoter:
         elif entry.load is not None and entry.load.priority is Priority.PREFETCH:
             # Queued again, with the demand's priority: whichever of the two comes first does it.
             entry.load = evolve(entry.load, priority=Priority.LOAD)
-            todo.jobs.append(entry.load)
+            deferred.jobs.append(entry.load)
 
     # -- loads --------------------------------------------------------------------------------------------
 
@@ -124,80 +126,80 @@ class Promoter:
         if not wanted:
             return
         hit = tier.read(entry.key, self._primary.slab.view(entry.slot))
-        todo = Todo()
+        deferred = Deferred()
         with self._lock:
             if hit:
-                self._primary.settle(entry)
-            self._end_load(tier, entry, todo)
-            self._evictor.keep_room(todo)
-        todo.act(self._pool)
+                self._primary.mark_ready(entry)
+            self._end_load(tier, entry, deferred)
+            self._allocator.keep_room(deferred)
+        deferred.run(self._pool)
 
-    def _end_load(self, tier: Secondary, entry: Entry, todo: Todo) -> None:
+    def _end_load(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
         """The load lets go of its chunk, which is READY or will never be."""
         if entry.state is not State.READY:
             self._primary.remove(entry)
-        tier.index.let_go(entry.key)
-        wake(entry, todo)
-        self._primary.let_go(entry)
+        tier.index.end_read(entry.key)
+        wake(entry, deferred)
+        self._primary.unref(entry)
 
     def _refused(self, tier: Secondary, entry: Entry) -> None:
         """Not locked. The pool is closed."""
-        todo = Todo()
+        deferred = Deferred()
         with self._lock:
             if entry.load is not None:
                 entry.load = None
-                self._end_load(tier, entry, todo)
-        todo.act(self._pool)
+                self._end_load(tier, entry, deferred)
+        deferred.run(self._pool)
 
     # -- waiting for slots --------------------------------------------------------------------------------
 
-    def _starve(self, promotion: Promotion, keys: Sequence[ChunkKey]) -> None:
+    def _wait_for_slots(self, promotion: Promotion, keys: Sequence[ChunkKey]) -> None:
         """A demand waits for slots as long as evicted chunks are being copied down, a prefetch does not."""
-        if promotion.priority is Priority.LOAD and self._primary.demoting:
-            promotion.rest = keys
-            self._starved.append(promotion)
+        if promotion.priority is Priority.LOAD and self._primary.flushing:
+            promotion.waiting_keys = keys
+            self._waiting.append(promotion)
 
-    def resume(self, todo: Todo) -> None:
+    def resume(self, deferred: Deferred) -> None:
         """Chunks have been copied down: go on with the promotions that wait for slots, in their order."""
-        starved, self._starved = self._starved, []
-        for promotion in starved:
+        waiting, self._waiting = self._waiting, []
+        for promotion in waiting:
             if not promotion.released:
-                self._extend(promotion, () if promotion.broken else promotion.rest, todo)
+                self._extend(promotion, () if promotion.failed else promotion.waiting_keys, deferred)
 
     # -- ends ---------------------------------------------------------------------------------------------
 
     def release(self, promotion: Promotion) -> None:
         """Not locked. Idempotent."""
-        todo = Todo()
+        deferred = Deferred()
         with self._lock:
-            self._release(promotion, todo)
-        todo.act(self._pool)
+            self._release(promotion, deferred)
+        deferred.run(self._pool)
 
-    def _release(self, promotion: Promotion, todo: Todo) -> None:
+    def _release(self, promotion: Promotion, deferred: Deferred) -> None:
         if promotion.released:
             return
         promotion.released = True
         self._expiring.pop(promotion, None)
-        promotion.rest = ()
-        promotion.finish_if_complete(todo)
+        promotion.waiting_keys = ()
+        promotion.finish_if_complete(deferred)
         for entry in reversed(promotion.entries):
             if promotion.priority is Priority.PREFETCH:
                 entry.prefetches -= 1
                 self._prefetched -= not entry.prefetches
-            self._primary.let_go(entry)
+            self._primary.unref(entry)
             if entry.load is not None and entry.refs == 1:
-                self._abandon(entry, todo)
+                self._abandon(entry, deferred)
         keys = promotion.keys if self._tiers else ()
         for tier in self._tiers:
             tier.index.policy.touch(keys)
 
-    def _abandon(self, entry: Entry, todo: Todo) -> None:
+    def _abandon(self, entry: Entry, deferred: Deferred) -> None:
         """Nobody waits any more for a read that has not begun."""
         load, entry.load = entry.load, None
         assert isinstance(load, _Load)
-        self._end_load(load.tier, entry, todo)
+        self._end_load(load.tier, entry, deferred)
 
-    def expire(self, todo: Todo) -> bool:
+    def expire(self, deferred: Deferred) -> bool:
         """End the promotions whose time is over; whether there were any."""
         now = self._clock()
         if now < self._next_end:
@@ -208,17 +210,17 @@ class Promoter:
             if end <= now and promotion is not self._extending
         ]
         for promotion in over:
-            self._release(promotion, todo)
+            self._release(promotion, deferred)
         self._next_end = min(self._expiring.values(), default=float("inf"))
         return bool(over)
 
-    def close(self, todo: Todo) -> None:
+    def close(self, deferred: Deferred) -> None:
         """Nothing more will be loaded: tell everybody who waits."""
-        for promotion in self._starved:
-            promotion.rest = ()
-            promotion.finish_if_complete(todo)
-        self._starved.clear()
+        for promotion in self._waiting:
+            promotion.waiting_keys = ()
+            promotion.finish_if_complete(deferred)
+        self._waiting.clear()
         for entry in list(self._primary.entries.values()):
             if entry.state is State.LOADING:
                 self._primary.remove(entry)
-                wake(entry, todo)
+                wake(entry, deferred)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from lmkv.protocols import ChunkKey
-from lmkv.store.tiers.iopool import Priority, Todo
+from lmkv.store.tiers.iopool import Deferred, Priority
 from lmkv.store.tiers.primary import Entry
 
 logger = logging.getLogger(__name__)
@@ -28,17 +28,17 @@ class Promotion:
         self._release = release
         self._entries: list[Entry] = []
         self._sources: dict[str, int] = {}
-        self._unsettled = 0
-        self._broken_at: int | None = None
+        self._unfinished = 0
+        self._failed_at: int | None = None
         self._done = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
         self.released = False
-        self.rest: Sequence[ChunkKey] = ()
+        self.waiting_keys: Sequence[ChunkKey] = ()
         """Locked. Keys that it has found no slots for yet, while other chunks are being copied down."""
 
     def __len__(self) -> int:
         """Chunks that were found, from the first; not all need arrive."""
-        return len(self._entries) if self._broken_at is None else self._broken_at
+        return len(self._entries) if self._failed_at is None else self._failed_at
 
     @property
     def keys(self) -> list[ChunkKey]:
@@ -80,9 +80,9 @@ class Promotion:
     # -- for the promoter: all locked ---------------------------------------------------------------------
 
     @property
-    def broken(self) -> bool:
+    def failed(self) -> bool:
         """Whether one of its chunks will never come."""
-        return self._broken_at is not None
+        return self._failed_at is not None
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -94,18 +94,18 @@ class Promotion:
         self._sources[source] = self._sources.get(source, 0) + 1
         if not entry.ready:
             entry.waiters += (self,)
-            self._unsettled += 1
+            self._unfinished += 1
 
-    def settled(self, entry: Entry, todo: Todo) -> None:
+    def on_entry_done(self, entry: Entry, deferred: Deferred) -> None:
         """An entry that it waits for is READY, or will never be."""
-        self._unsettled -= 1
+        self._unfinished -= 1
         if not entry.ready:
-            self._broken_at = min(self._entries.index(entry), len(self))
-        self.finish_if_complete(todo)
+            self._failed_at = min(self._entries.index(entry), len(self))
+        self.finish_if_complete(deferred)
 
-    def finish_if_complete(self, todo: Todo) -> None:
-        if not self._unsettled and not self.rest:
-            todo.after.append(self._finish)
+    def finish_if_complete(self, deferred: Deferred) -> None:
+        if not self._unfinished and not self.waiting_keys:
+            deferred.after.append(self._finish)
 
     # -- without the lock ---------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """TieredStore: who is where, who may go, who is on the way.
 
 One lock guards the metadata of all tiers; it is never held during I/O, copies, log lines or callbacks. Each
-method plans under it into a `Todo` and acts outside. The parts (`primary`, `pins`, `eviction`, `descent`,
+method plans under it into a `Deferred` and acts outside. The parts (`primary`, `pins`, `eviction`, `flush`,
 `promoter`, `secondary`) share that lock and say which of their methods want it held.
 """
 
@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
 from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, Tier
-from lmkv.store.allocator import Evictor
-from lmkv.store.flusher import Descents
+from lmkv.store.allocator import SlotAllocator
+from lmkv.store.flusher import Flusher
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.pins import Pins
 from lmkv.store.promoter import Promoter, wake
 from lmkv.store.promotion import Promotion
-from lmkv.store.tiers.iopool import IOPool, Job, Priority, Todo, attempt
+from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority, attempt
 from lmkv.store.tiers.primary import Entry, PrimaryTier, State
-from lmkv.store.tiers.scanner import Lister
+from lmkv.store.tiers.scanner import TierScanner
 from lmkv.store.tiers.secondary import Secondary, first_with
 from lmkv.store.tiers.stats import StoreStats
 
@@ -60,20 +60,20 @@ class TieredStore:
         """Chunks that can be stored at a time without a copy down being refused, when no other is waiting."""
         self._pool = IOPool(io_threads, self.store_window)
         self._pins = Pins(self._primary, clock)
-        self._descents = Descents(self._lock, self._primary, self._tiers, self._pool, self._resume)
-        self._evictor = Evictor(
+        self._flusher = Flusher(self._lock, self._primary, self._tiers, self._pool, self._resume)
+        self._allocator = SlotAllocator(
             self._primary,
-            self._descents,
+            self._flusher,
             self._expire,
-            max_demotions=self.store_window if any(tier.write == "back" for tier in secondaries) else 0,
+            max_flushing=self.store_window if any(tier.write == "back" for tier in secondaries) else 0,
         )
         prefetched = max(1, int(slots * prefetch_share))
         self._promoter = Promoter(
-            self._lock, self._primary, self._tiers, self._evictor, self._pool, prefetched, clock
+            self._lock, self._primary, self._tiers, self._allocator, self._pool, prefetched, clock
         )
         self._closed = False
-        self._listers = [
-            Lister(tier, self._lock) for tier in self._tiers if isinstance(tier.backend, ListsKeys)
+        self._scanners = [
+            TierScanner(tier, self._lock) for tier in self._tiers if isinstance(tier.backend, ListsKeys)
         ]
 
     @property
@@ -123,14 +123,14 @@ class TieredStore:
         with self._lock:
             entries = self._primary.leading_ready(keys)
             for entry in entries:
-                self._primary.hold(entry)
+                self._primary.ref(entry)
             self._primary.counters.hits += len(entries)
         return Lease(entries, self._let_go)
 
     def _let_go(self, entries: Sequence[Entry]) -> None:
         with self._lock:
             for entry in reversed(entries):
-                self._primary.let_go(entry)
+                self._primary.unref(entry)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note the use of a chain's chunks, head first, in every tier."""
@@ -155,9 +155,9 @@ class TieredStore:
         what they hold. `protect`: the whole chain, head first: what comes before a chunk is not evicted for
         it, unless a lower tier has it.
         """
-        todo = Todo()
+        deferred = Deferred()
         entries: list[Entry] = []
-        handled = 0
+        accepted = 0
         width = len(tokens) // len(keys) if keys else 0
         with self._lock:
             kept = self._only_copies(keys, protect)
@@ -166,19 +166,19 @@ class TieredStore:
             for key in () if self._closed else keys:
                 known = self._primary.entries.get(key)
                 if known is None:
-                    slot = self._evictor.acquire(todo, kept or frozenset())
+                    slot = self._allocator.acquire(deferred, kept or frozenset())
                     if slot is None:
                         break
-                    ids = tokens[handled * width : (handled + 1) * width]
+                    ids = tokens[accepted * width : (accepted + 1) * width]
                     entries.append(self._primary.enter(key, slot, State.WRITING, parent, ids))
                 elif kept is not None and first_with(self._tiers, key) is None:
                     kept.add(key)
-                handled += 1
+                accepted += 1
                 parent = key
-            self._primary.counters.write_rejects += len(keys) - handled
-        todo.act(self._pool)
+            self._primary.counters.write_rejects += len(keys) - accepted
+        deferred.run(self._pool)
         chain = protect or keys
-        return Reservation(entries, handled, lambda done: self._commit(done, chain), self._abort)
+        return Reservation(entries, accepted, lambda done: self._commit(done, chain), self._abort)
 
     def _only_copies(self, keys: Sequence[ChunkKey], chain: Sequence[ChunkKey]) -> set[ChunkKey] | None:
         """Locked. Chunks before `keys` that no lower tier has; None when nothing need go for these."""
@@ -196,33 +196,33 @@ class TieredStore:
         """Locked. Slots for those of `keys` that are not here; nothing that is wanted goes for it."""
         entries = self._primary.entries
         here = {key for key in keys if key in entries}
-        self._evictor.make_room(len(keys) - len(here), kept | here)
+        self._allocator.make_room(len(keys) - len(here), kept | here)
 
     def _commit(self, entries: Sequence[Entry], chain: Sequence[ChunkKey]) -> None:
-        todo = Todo()
+        deferred = Deferred()
         primary = self._primary
         with self._lock:
             for entry in entries:
-                primary.settle(entry)
+                primary.mark_ready(entry)
                 if entry.waiters:
-                    wake(entry, todo)
+                    wake(entry, deferred)
             if self._tiers:
-                self._descents.store(entries, chain, todo)
+                self._flusher.store(entries, chain, deferred)
             for entry in reversed(entries):
-                primary.let_go(entry)
+                primary.unref(entry)
             primary.counters.writes += len(entries)
             primary.counters.written_bytes += len(entries) * primary.slot_bytes
-            self._evictor.keep_room(todo)
-        todo.act(self._pool)
+            self._allocator.keep_room(deferred)
+        deferred.run(self._pool)
 
     def _abort(self, entries: Sequence[Entry]) -> None:
-        todo = Todo()
+        deferred = Deferred()
         with self._lock:
             for entry in entries:
                 self._primary.remove(entry)
-                wake(entry, todo)
-                self._primary.let_go(entry)
-        todo.act(self._pool)
+                wake(entry, deferred)
+                self._primary.unref(entry)
+        deferred.run(self._pool)
 
     # -- pins ---------------------------------------------------------------------------------------------
 
@@ -239,17 +239,17 @@ class TieredStore:
         with self._lock:
             return sum(self._pins.unpin(key) for key in reversed(keys))
 
-    def _expire(self, todo: Todo) -> bool:
+    def _expire(self, deferred: Deferred) -> bool:
         """Locked. End the pins and prefetches whose time is over; whether there were any."""
         pins = self._pins.expire()
-        return self._promoter.expire(todo) or pins
+        return self._promoter.expire(deferred) or pins
 
     def poll(self) -> None:
         """Housekeeping that otherwise waits until slots are wanted: ends what has run out of time."""
-        todo = Todo()
+        deferred = Deferred()
         with self._lock:
-            self._expire(todo)
-        todo.act(self._pool)
+            self._expire(deferred)
+        deferred.run(self._pool)
 
     # -- from lower tiers ---------------------------------------------------------------------------------
 
@@ -267,22 +267,22 @@ class TieredStore:
         exceed its share of the tier. Never waits; the promotion holds its chunks until it is released, or
         until `ttl` seconds from now are over and the slots are wanted.
         """
-        todo = Todo()
+        deferred = Deferred()
         with self._lock:
-            promotion = self._promoter.promote(() if self._closed else keys[:limit], priority, ttl, todo)
-        todo.act(self._pool)
+            promotion = self._promoter.promote(() if self._closed else keys[:limit], priority, ttl, deferred)
+        deferred.run(self._pool)
         return promotion
 
-    def _resume(self, todo: Todo) -> None:
+    def _resume(self, deferred: Deferred) -> None:
         """Locked."""
-        self._promoter.resume(todo)
+        self._promoter.resume(deferred)
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
         """Wait until the persistent tiers are indexed, at most `timeout` seconds; whether they are."""
         deadline = None if timeout is None else time.monotonic() + timeout
         return all(
-            lister.listed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            for lister in self._listers
+            scanner.listed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            for scanner in self._scanners
         )
 
     # -- removing -----------------------------------------------------------------------------------------
@@ -308,15 +308,15 @@ class TieredStore:
 
         None of them is served any more; `drain` waits until the lower tiers' bytes are gone, too.
         """
-        todo = Todo()
+        deferred = Deferred()
         with self._lock:
             known = sum(self._presence(key) is not Presence.MISS for key in keys)
             self._drop(keys)
             for tier in self._tiers:
                 # Also where a tier that is away now would have served them again later.
-                tier.index.doom(keys)
-                todo.jobs.append(Job(tier.bury, Priority.LOAD, _nothing))
-        todo.act(self._pool)
+                tier.index.mark_deleted(keys)
+                deferred.jobs.append(Job(tier.reclaim, Priority.LOAD, _nothing))
+        deferred.run(self._pool)
         return known
 
     def clear(self) -> int:
@@ -325,14 +325,14 @@ class TieredStore:
         From its return on nothing of before is served, not even what is being stored or loaded right now, or
         what other processes have put into a shared tier. `drain` waits until it is deleted, too.
         """
-        todo = Todo()
+        deferred = Deferred()
         with self._lock:
             keys = set(self._primary.clear())
             self._pins.clear()
             for tier in self._tiers:
                 keys.update(tier.index.clear())
-                todo.jobs.append(Job(tier.wipe, Priority.LOAD, _nothing))
-        todo.act(self._pool)
+                deferred.jobs.append(Job(tier.delete_all, Priority.LOAD, _nothing))
+        deferred.run(self._pool)
         return len(keys)
 
     # -- the rest -----------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class TieredStore:
         with self._lock:
             primary = self._primary
             tiers = (primary.stats(), *(tier.stats() for tier in self._tiers))
-            held, pinned = primary.held, len(self._pins)
+            held, pinned = primary.referenced, len(self._pins)
             writing, loading = primary.writing, primary.loading
         return StoreStats(tiers, held, pinned, writing, loading, self._pool.pending)
 
@@ -359,17 +359,17 @@ class TieredStore:
             if self._closed:
                 return
             self._closed = True
-        for lister in self._listers:
-            lister.stop(max(0.0, deadline - time.monotonic()))
+        for scanner in self._scanners:
+            scanner.stop(max(0.0, deadline - time.monotonic()))
         if not self._pool.close(max(0.0, deadline - time.monotonic())):
             logger.warning("lmkv: an I/O thread hangs and is left behind")
-        todo = Todo()
+        deferred = Deferred()
         with self._lock:
-            self._promoter.close(todo)
+            self._promoter.close(deferred)
             self._primary.clear()
             for tier in self._tiers:
                 tier.close()
-        todo.act(self._pool)
+        deferred.run(self._pool)
         for backend in (*(tier.backend for tier in self._tiers), self._primary.backend):
             _close(backend)
 

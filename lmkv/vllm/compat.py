@@ -62,17 +62,17 @@ def adopt_logging() -> None:
 
 
 @frozen
-class GroupFacts:
-    """One KV cache group as vLLM configured it. `forms`: of each layer, what its pages hold."""
+class KVGroup:
+    """One KV cache group as vLLM configured it. `page_formats`: of each layer, what its pages hold."""
 
     layers: tuple[str, ...]
     page_bytes: tuple[int, ...]
-    forms: tuple[str, ...]
+    page_formats: tuple[str, ...]
     block_size: int
     window: int | None
 
 
-def kv_groups(kv_cache_config: Any) -> list[GroupFacts]:
+def kv_groups(kv_cache_config: Any) -> list[KVGroup]:
     """The groups of a KVCacheConfig. Raises ValueError, with the reason, for what cannot be cached."""
     strides = _strides(kv_cache_config)
     return [_group(group, strides) for group in kv_cache_config.kv_cache_groups]
@@ -87,7 +87,7 @@ def _strides(kv_cache_config: Any) -> dict[str, int]:
     }
 
 
-def _group(group: Any, strides: Mapping[str, int]) -> GroupFacts:
+def _group(group: Any, strides: Mapping[str, int]) -> KVGroup:
     spec, names = group.kv_cache_spec, group.layer_names
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         raise ValueError(f"the blocks of {', '.join(names)} are kept outside the device's block tables")
@@ -100,15 +100,15 @@ def _group(group: Any, strides: Mapping[str, int]) -> GroupFacts:
     if not by_layer and len({strides.get(name) for name in names}) > 1:
         # vLLM's scheduler is told the specification of one layer, whichever comes first, for all of them.
         pages = [strides[name] for name in names]
-    forms = tuple(map(_form, specs))
-    return GroupFacts(tuple(names), tuple(pages), forms, int(spec.block_size), windows.pop())
+    page_formats = tuple(map(_page_format, specs))
+    return KVGroup(tuple(names), tuple(pages), page_formats, int(spec.block_size), windows.pop())
 
 
-_FORM = ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "tokens_per_state")
+_PAGE_FORMAT = ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "tokens_per_state")
 
 
-def _form(spec: Any) -> str:
-    return " ".join([type(spec).__name__, *(f"{name}={getattr(spec, name, None)}" for name in _FORM)])
+def _page_format(spec: Any) -> str:
+    return " ".join([type(spec).__name__, *(f"{name}={getattr(spec, name, None)}" for name in _PAGE_FORMAT)])
 
 
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")

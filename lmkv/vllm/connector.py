@@ -153,7 +153,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             promotion_deadline=config.prefetch_deadline,
             load_cost=LoadCost(enabled=config.load_or_recompute),
             load_mode=LMKVConnector._load_mode(config, vllm_config),
-            volatile_tail=compat.drafts_from_hidden_states(vllm_config),
+            tail_depends_on_next=compat.drafts_from_hidden_states(vllm_config),
             pin_ttl=config.pin_ttl,
         )
 

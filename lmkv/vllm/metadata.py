@@ -66,7 +66,7 @@ class WorkerReport:
         return WorkerReport(merged)
 
 
-class Outbox:
+class StepPlanBuilder:
     """Numbers jobs and collects their orders until the step's plan is taken."""
 
     def __init__(self) -> None:

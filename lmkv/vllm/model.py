@@ -17,7 +17,7 @@ from attrs import field, frozen
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
 from lmkv.memory.paged import PagedMemory
-from lmkv.vllm.compat import GroupFacts, kv_groups, vllm_version
+from lmkv.vllm.compat import KVGroup, kv_groups, vllm_version
 from lmkv.vllm.geometry import Geometry, Group
 from lmkv.vllm.identity import fingerprint
 
@@ -102,9 +102,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _namespace(
-    vllm_config: Any, kv_cache_config: Any, groups: list[GroupFacts], chunk_size: int
-) -> Namespace:
+def _namespace(vllm_config: Any, kv_cache_config: Any, groups: list[KVGroup], chunk_size: int) -> Namespace:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return Namespace(
         model=_source(model),

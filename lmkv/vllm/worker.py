@@ -22,7 +22,7 @@ from lmkv.memory.slab import SlabMap, SlabRef, attach
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 
 
-class Layered:
+class LayerwiseTransfer:
     """`orders` succeed or fail together; nothing here raises. Begins at once."""
 
     def __init__(self, orders: Sequence[CopyOrder], copier: Callable[[], Copier], *, loads: bool) -> None:
@@ -96,8 +96,8 @@ class Worker:
         self._stores = stores
         self._block_level_failures = block_level_failures
         self._layerwise = layerwise
-        self._reading: Layered | None = None
-        self._writing: Layered | None = None
+        self._reading: LayerwiseTransfer | None = None
+        self._writing: LayerwiseTransfer | None = None
         self._memory: PagedMemory | None = None
         self._slab: SlabMap | None = None
         self._slab_ref: SlabRef | None = None
@@ -132,10 +132,12 @@ class Worker:
     def load(self) -> None:
         """Execute the step's loads. Before the model runs, for those that this step reads."""
         orders, self._plan = self._plan.loads, StepPlan(stores=self._plan.stores)
-        layered = [order for order in orders if self._layerwise and order.copies and not order.between_steps]
-        if layered:
-            self._reading = Layered(layered, self._ready_copier, loads=True)
-            orders = [order for order in orders if order not in layered]
+        layerwise = [
+            order for order in orders if self._layerwise and order.copies and not order.between_steps
+        ]
+        if layerwise:
+            self._reading = LayerwiseTransfer(layerwise, self._ready_copier, loads=True)
+            orders = [order for order in orders if order not in layerwise]
         self._execute(orders, lambda copier, order: copier.load(order.copies, overlap=order.between_steps))
 
     def wait_for_layer(self, layer: int) -> None:
@@ -147,7 +149,7 @@ class Worker:
         """The model has written this layer: its stores may begin."""
         if self._writing is None and self._layerwise and self._stores and self._plan.stores:
             orders, self._plan = self._plan.stores, StepPlan(self._plan.loads)
-            self._writing = Layered(orders, self._ready_copier, loads=False)
+            self._writing = LayerwiseTransfer(orders, self._ready_copier, loads=False)
         if self._writing is not None:
             self._writing.step(layer)
 
@@ -187,15 +189,15 @@ class Worker:
         else:
             self._running.append(_Running(order, event, started))
 
-    def _end(self, layered: Layered | None) -> None:
-        if layered is None:
+    def _end(self, layerwise: LayerwiseTransfer | None) -> None:
+        if layerwise is None:
             return
-        event = layered.finish()
-        for order in layered.orders:
+        event = layerwise.finish()
+        for order in layerwise.orders:
             if event is None:
-                self._finish(order, layered.started, ok=False)
+                self._finish(order, layerwise.started, ok=False)
             else:
-                self._follow(order, event, layered.started)
+                self._follow(order, event, layerwise.started)
 
     def _ready_copier(self) -> Copier:
         if self._copier is None:

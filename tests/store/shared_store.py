@@ -18,7 +18,7 @@ from lmkv.policies import make_policy
 from lmkv.protocols import Clock, Tier
 from lmkv.store import tiered
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers.scanner import Lister
+from lmkv.store.tiers.scanner import TierScanner
 from tests.forked import Tell
 
 CHUNK = 128 << 10
@@ -91,7 +91,7 @@ def take_part(
     tell: Tell, folder: str, namespace: int, seed: int, capacity: int, interval: float, start: Barrier
 ) -> None:
     """Store and load for a second or so, and tell the counts. `interval`: from one listing to the next."""
-    pytest.MonkeyPatch().setattr(tiered, "Lister", partial(Lister, interval=interval))
+    pytest.MonkeyPatch().setattr(tiered, "TierScanner", partial(TierScanner, interval=interval))
     store = open_store(folder, namespace, capacity)
     assert store.wait_indexed(20)
     start.wait(20)

@@ -13,7 +13,7 @@ import pytest
 from attrs import frozen
 
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.disk.usage import Ledger
+from lmkv.backends.disk.usage import Usage
 from lmkv.protocols import Chunk
 from tests.forked import Child, barrier
 from tests.store.shared_store import CHUNK, KEYS, THREADS, get, live, open_store, payload, put, take_part
@@ -96,7 +96,7 @@ def test_listings_in_the_middle_of_everything_make_them_exceed_it_by_little(tmp_
 
 
 def test_a_killed_process_leaves_no_wrong_count(tmp_path: Path) -> None:
-    """It dies with claims of room open, again and again; the next one has all of the capacity."""
+    """It dies with reservations of room open, again and again; the next one has all of the capacity."""
     for seed in range(4):
         with Child(live, str(tmp_path), 1, seed, CAPACITY) as process:
             while process.alive and len(list(tmp_path.rglob("*.tmp"))) < 2:
@@ -117,7 +117,7 @@ def test_a_listing_in_the_middle_of_a_deletion_subtracts_nothing_twice(
 ) -> None:
     disk, other = (LocalDiskBackend(tmp_path, bytes([name]) * 32) for name in (1, 2))
     for key in KEYS[:3]:
-        disk.claim(COST)
+        disk.reserve_bytes(COST)
         disk.write([Chunk(key, memoryview(payload(key)))])
     unlink = os.unlink
 
@@ -126,8 +126,8 @@ def test_a_listing_in_the_middle_of_a_deletion_subtracts_nothing_twice(
         list(other.list_all())
 
     monkeypatch.setattr(os, "unlink", unlink_and_list)
-    assert disk.evict(KEYS[:1]) == COST
-    assert disk.claim(0) == 2 * COST
+    assert disk.reclaim(KEYS[:1]) == COST
+    assert disk.reserve_bytes(0) == 2 * COST
 
 
 def test_what_another_process_deletes_first_is_subtracted_once(
@@ -135,27 +135,27 @@ def test_what_another_process_deletes_first_is_subtracted_once(
 ) -> None:
     disk = LocalDiskBackend(tmp_path, bytes([1]) * 32)
     for key in KEYS[:2]:
-        disk.claim(COST)
+        disk.reserve_bytes(COST)
         disk.write([Chunk(key, memoryview(payload(key)))])
     unlink, evicted = os.unlink, []
 
     def too_late(path: str) -> None:
         monkeypatch.undo()
-        evicted.append(disk.evict(KEYS[:1]))
+        evicted.append(disk.reclaim(KEYS[:1]))
         unlink(path)
 
     monkeypatch.setattr(os, "unlink", too_late)
-    assert [disk.evict(KEYS[:1]), *evicted] == [0, COST]
-    assert disk.claim(0) == COST
+    assert [disk.reclaim(KEYS[:1]), *evicted] == [0, COST]
+    assert disk.reserve_bytes(0) == COST
 
 
 def test_what_is_claimed_in_the_middle_of_a_listing_counts(tmp_path: Path) -> None:
-    ledger = Ledger(str(tmp_path / "count"))
-    ledger.claim(100)
-    claimed = ledger.claimed()
-    ledger.claim(10)
-    ledger.set(70, claimed)
-    assert ledger.claim(0) == 80
+    usage = Usage(str(tmp_path / "count"))
+    usage.reserve_bytes(100)
+    reserved = usage.reserved()
+    usage.reserve_bytes(10)
+    usage.set(70, reserved)
+    assert usage.reserve_bytes(0) == 80
 
 
 def test_what_another_model_left_makes_room(tmp_path: Path) -> None:

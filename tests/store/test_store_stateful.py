@@ -120,8 +120,8 @@ class StoreMachine(RuleBasedStateMachine):
     def reserve(self, span: tuple[str, int, int], protected: bool) -> None:
         keys = keys_of(span)
         reservation = self.store.reserve(keys, protect=CHAINS[span[0]] if protected else ())
-        assert reservation.handled <= len(keys)
-        assert set(reservation.slots) <= set(keys[: reservation.handled])
+        assert reservation.accepted <= len(keys)
+        assert set(reservation.slots) <= set(keys[: reservation.accepted])
         for key, slot in reservation.slots.items():
             self.store.slab.view(slot)[:] = payload(key, self.version[key])
         self.reservations.append(Open(reservation, list(reservation.slots)))
@@ -300,7 +300,7 @@ class StoreMachine(RuleBasedStateMachine):
         stats = store.stats()
         assert stats.writing == store._primary.writing >= 0
         assert stats.primary.chunks == sum(entry.ready for entry in entries)
-        assert len(store._primary.policy) == sum(entry.ranked for entry in entries)
+        assert len(store._primary.policy._sizes) == sum(entry.in_policy for entry in entries)
 
     @invariant()
     def no_tier_takes_more_than_its_capacity(self) -> None:
@@ -319,7 +319,7 @@ class StoreMachine(RuleBasedStateMachine):
     def what_is_done_is_settled(self) -> None:
         for promotion in self.promotions:
             if promotion.done and not promotion.released:
-                assert not promotion.rest
+                assert not promotion.waiting_keys
                 assert all(entry.state is State.READY for entry in promotion.entries[: len(promotion)])
 
     @invariant()
@@ -354,12 +354,12 @@ class StoreMachine(RuleBasedStateMachine):
         store, stats = self.store, self.store.stats()
         assert (stats.leased, stats.pinned, stats.writing, stats.loading) == (0, 0, 0, 0)
         assert store.slab.free_slots + stats.primary.chunks == store.slab.num_slots
-        assert store._primary.demoting == store._promoter._prefetched == 0
+        assert store._primary.flushing == store._promoter._prefetched == 0
         assert stats.primary.chunks == 0 or self.retain
         for tier in store._tiers:
-            assert not tier.index._burying
-            assert tier.index._lingering == 0
-            assert len(tier.index.policy) == len(tier.index)
+            assert not tier.index._reclaiming
+            assert tier.index._reclaiming_bytes == 0
+            assert len(tier.index.policy._sizes) == len(tier.index)
             evictable = copy.deepcopy(tier.index.policy).evict(len(tier.index) * SLOT)
             assert evictable is not None, "nobody reads it, and yet it is held"
         for key in ALL:

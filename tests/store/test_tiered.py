@@ -517,7 +517,7 @@ def test_a_closed_store_has_nothing_and_takes_nothing() -> None:
     store.close()
     assert store.match(keys) == (0, 0)
     assert len(store.lease(keys)) == 0
-    assert store.reserve(chain("b", 1)).handled == 0
+    assert store.reserve(chain("b", 1)).accepted == 0
     assert store.promote(keys).wait(1)
     assert store.pin(keys, 1) == 0
     lease.release()

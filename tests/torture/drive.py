@@ -176,7 +176,7 @@ class Drive:
             self.counts.differ(f"{where}: {list(answer.token_ids)} instead of {turn.answer}")
             return
         pairs = zip(answer.token_ids, answer.logprobs, turn.logprobs, strict=True)
-        distance = max(abs(ranked[token].logprob - before) for token, ranked, before in pairs)
+        distance = max(abs(in_policy[token].logprob - before) for token, in_policy, before in pairs)
         if distance > CLOSE_ENOUGH:
             self.counts.differ(f"{where}: a log-probability is off by {distance:.4f}")
 

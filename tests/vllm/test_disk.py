@@ -104,7 +104,7 @@ def test_damaged_files_are_recomputed_with_equal_output(model: Path, tmp_path: P
 
 @pytest.mark.parametrize("length", [1500, 4136])
 def test_files_lost_after_the_promise_are_recomputed(model: Path, tmp_path: Path, length: int) -> None:
-    """Both ways of loading: promoted while queued, and streamed after the blocks are allocated."""
+    """Both ways of loading: promoted while queued, and between_steps after the blocks are allocated."""
     ids = prompt(34, length)
     space = {"max_model_len": 4608, "kv_cache_memory_bytes": 20 << 20}
     with engine(model, extra=disk(tmp_path, ram_chunks=8), **space) as first:

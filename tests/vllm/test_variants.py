@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.worker import Layered
+from lmkv.vllm.worker import LayerwiseTransfer
 from tests.vllm.harness import BLOCK, engine, external_hits, prompt
 
 
@@ -74,13 +74,13 @@ def test_layer_by_layer(model: Path, monkeypatch: pytest.MonkeyPatch, eager: boo
     with engine(model, None, max_num_batched_tokens=480) as plain:
         expected = plain.ids(ids)
     steps: list[bool] = []
-    begin = Layered.__init__
+    begin = LayerwiseTransfer.__init__
 
-    def noted(self: Layered, *args: Any, loads: bool) -> None:
+    def noted(self: LayerwiseTransfer, *args: Any, loads: bool) -> None:
         steps.append(loads)
         begin(self, *args, loads=loads)
 
-    monkeypatch.setattr(Layered, "__init__", noted)
+    monkeypatch.setattr(LayerwiseTransfer, "__init__", noted)
     options = {"extra": {"use_layerwise": True}, "enforce_eager": eager, "max_num_batched_tokens": 480}
     with engine(model, **options) as running:
         assert running.ids(ids) == expected

@@ -14,10 +14,10 @@ from typing import Literal
 
 from attrs import define, field, validators
 
-from lmkv.backends.disk.chunkfile import BlobFiles, RangeReader, WrongLengthError
+from lmkv.backends.disk.chunkfile import ChunkFiles, RangeReader, WrongLengthError
 from lmkv.backends.disk.fileio import FreeSpace, ShortReadError, address_of, probe_direct, sync_folder
 from lmkv.backends.disk.folder import ChunkFolder
-from lmkv.backends.disk.usage import NAME, Ledger
+from lmkv.backends.disk.usage import NAME, Usage
 from lmkv.chunks import codec
 from lmkv.chunks.codec import FormatError
 from lmkv.errors import (
@@ -90,27 +90,27 @@ class LocalDiskBackend:
     name: str = field(default="disk", kw_only=True)
     clock: Clock = field(default=time.monotonic, kw_only=True, repr=False)
     _folder: ChunkFolder = field(init=False, repr=False)
-    _blobs: BlobFiles = field(init=False, repr=False)
+    _files: ChunkFiles = field(init=False, repr=False)
     _space: FreeSpace = field(init=False, repr=False)
-    _ledger: Ledger = field(init=False, repr=False)
+    _usage: Usage = field(init=False, repr=False)
     _closed: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         _check_settings(self)
         self._folder = ChunkFolder(self.path, self.namespace, self.keep_corrupt)
         direct = self._prepare_folder()
-        self._blobs = BlobFiles(self.namespace, self.segment_bytes, self.chunk_tokens, self.sync, direct)
+        self._files = ChunkFiles(self.namespace, self.segment_bytes, self.chunk_tokens, self.sync, direct)
         self._space = FreeSpace(self.path, self.min_free, self.clock)
-        self._ledger = Ledger(os.path.join(self.path, NAME))
+        self._usage = Usage(os.path.join(self.path, NAME))
 
     @property
     def direct_io(self) -> bool:
         """Whether page-aligned memory is read and written past the page cache."""
-        return self._blobs.direct
+        return self._files.direct
 
     def stored_bytes(self, payload_bytes: int) -> int:
         """Exact size of the file of such a payload."""
-        return self._blobs.file_bytes(payload_bytes)
+        return self._files.file_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Whether a file of plausible size is there. Its bytes are verified when they are read."""
@@ -138,9 +138,9 @@ class LocalDiskBackend:
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         """Remove the files; then raise `BackendError` for the first that the medium would not let go of."""
         self._check_keys(keys)
-        self.evict(keys)
+        self.reclaim(keys)
 
-    def evict(self, keys: Sequence[ChunkKey]) -> int:
+    def reclaim(self, keys: Sequence[ChunkKey]) -> int:
         """The same for keys of other namespaces, too, which begin with that; returns the bytes it freed."""
         self._check_open()
         freed, failed = 0, []
@@ -163,23 +163,23 @@ class LocalDiskBackend:
             nbytes = os.lstat(path).st_size
         except (FileNotFoundError, NotADirectoryError):
             return 0
-        self._ledger.free(nbytes)
+        self._usage.release_bytes(nbytes)
         try:
             os.unlink(path)
         except OSError as error:
-            self._ledger.free(-nbytes)
+            self._usage.release_bytes(-nbytes)
             if isinstance(error, FileNotFoundError | NotADirectoryError):
                 return 0
             raise
         return nbytes
 
-    def claim(self, nbytes: int) -> int:
+    def reserve_bytes(self, nbytes: int) -> int:
         """Count bytes that are about to be written; returns what all processes have below the root."""
-        return self._ledger.claim(nbytes)
+        return self._usage.reserve_bytes(nbytes)
 
-    def unclaim(self, nbytes: int) -> None:
+    def release_bytes(self, nbytes: int) -> None:
         """They were not written."""
-        self._ledger.free(nbytes)
+        self._usage.release_bytes(nbytes)
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """What is there, least recently used first (to the minute), by names and sizes alone.
@@ -206,15 +206,15 @@ class LocalDiskBackend:
             yield batch
 
     def _count_all(self) -> Iterator[Listed]:
-        claimed, used = self._ledger.claimed(), 0
+        reserved, used = self._usage.reserved(), 0
         for found in chain(self._folder.scan(), self._folder.scan_others()):
             used += found.nbytes
             yield found
-        self._ledger.set(used, claimed)
+        self._usage.set(used, reserved)
 
     def _read(self, key: ChunkKey, into: memoryview) -> Read:
         path = self._folder.path_of(key)
-        return self._outcome(key, path, partial(self._blobs.read, path, key, into))
+        return self._outcome(key, path, partial(self._files.read, path, key, into))
 
     def _read_ranges(self, key: ChunkKey, parts: list[tuple[int, memoryview]]) -> list[Read]:
         path = self._folder.path_of(key)
@@ -226,7 +226,7 @@ class LocalDiskBackend:
                 results.append(self._outcome(key, path, partial(reader.read, offset, into)))
 
         def open_and_read() -> None:
-            with self._blobs.ranges(path, key, misalignment) as reader:
+            with self._files.ranges(path, key, misalignment) as reader:
                 read_parts(reader)
 
         whole = self._outcome(key, path, open_and_read)
@@ -267,7 +267,7 @@ class LocalDiskBackend:
         A key's chunk has one length only, so a file of another one would fail its readers for ever.
         """
         try:
-            if self._blobs.header(path, chunk.key).payload_bytes == len(chunk.payload):
+            if self._files.header(path, chunk.key).payload_bytes == len(chunk.payload):
                 return True
         except FileNotFoundError:
             return False
@@ -285,10 +285,10 @@ class LocalDiskBackend:
         """
         for _ in range(2):
             try:
-                return self._blobs.write(chunk, path)
+                return self._files.write(chunk, path)
             except FileNotFoundError:
                 self._make_folder(os.path.dirname(path))
-        return self._blobs.write(chunk, path)
+        return self._files.write(chunk, path)
 
     def _make_folder(self, folder: str) -> None:
         self._folder.make(folder)

@@ -41,7 +41,7 @@ class WrongLengthError(Exception):
 
 
 @define
-class BlobFiles:
+class ChunkFiles:
     """How chunks of one namespace become files and come back. Safe in any number of threads; no lock.
 
     `direct`: go past the page cache wherever the caller's memory allows it. `sync`: see `LocalDiskBackend`.
@@ -204,7 +204,7 @@ class RangeReader:
     _scratch: Scratch
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` from the payload's `offset` on; raises like `BlobFiles.read`.
+        """Fill `into` from the payload's `offset` on; raises like `ChunkFiles.read`.
 
         Only whole segments can be verified, so those that `into` covers in part go through scratch memory.
         """

@@ -25,36 +25,36 @@ _PAUSE = 0.001
 
 
 @frozen
-class Ledger:
+class Usage:
     """Any number of threads and processes may use it; the file is locked for each change, some 10 us long."""
 
     path: str
 
-    def claim(self, nbytes: int) -> int:
+    def reserve_bytes(self, nbytes: int) -> int:
         """Count bytes that are about to be written; returns the bytes in use, these included."""
         return self._change(os.O_CREAT, nbytes, nbytes)
 
-    def free(self, nbytes: int) -> None:
+    def release_bytes(self, nbytes: int) -> None:
         """They were deleted, or never written."""
         self._change(0, -nbytes)
 
-    def claimed(self) -> int:
-        """All bytes that were ever claimed."""
+    def reserved(self) -> int:
+        """All bytes that were ever reserved."""
         with contextlib.suppress(OSError), self._open(0) as fd:
             return _read(fd)[1]
         return 0
 
-    def set(self, found: int, claimed: int) -> None:
-        """`found` bytes were counted from the moment on when `claimed` had been claimed."""
+    def set(self, found: int, reserved: int) -> None:
+        """`found` bytes were counted from the moment on when `reserved` had been reserved."""
         with contextlib.suppress(OSError), self._open(os.O_CREAT) as fd:
-            claims = _read(fd)[1]
-            _write(fd, found + max(0, claims - claimed), claims)
+            reservations = _read(fd)[1]
+            _write(fd, found + max(0, reservations - reserved), reservations)
 
-    def _change(self, flags: int, use: int, claims: int = 0) -> int:
+    def _change(self, flags: int, use: int, reservations: int = 0) -> int:
         with contextlib.suppress(OSError), self._open(flags) as fd:
-            used, claimed = _read(fd)
+            used, reserved = _read(fd)
             used = max(0, used + use)
-            _write(fd, used, claimed + claims)
+            _write(fd, used, reserved + reservations)
             return used
         return 0
 
@@ -79,9 +79,9 @@ def _lock(fd: int) -> None:
 
 def _read(fd: int) -> tuple[int, int]:
     data = os.pread(fd, _NUMBERS.size, 0)
-    used, claimed = _NUMBERS.unpack(data) if len(data) == _NUMBERS.size else (0, 0)
-    return used, claimed
+    used, reserved = _NUMBERS.unpack(data) if len(data) == _NUMBERS.size else (0, 0)
+    return used, reserved
 
 
-def _write(fd: int, used: int, claimed: int) -> None:
-    os.pwrite(fd, _NUMBERS.pack(min(used, _MOST), claimed & _MOST), 0)
+def _write(fd: int, used: int, reserved: int) -> None:
+    os.pwrite(fd, _NUMBERS.pack(min(used, _MOST), reserved & _MOST), 0)

@@ -46,14 +46,14 @@ class Job:
 
 
 @define(eq=False)
-class Todo:
-    """What was decided under a lock, to be done once that is released: decide, then `act`."""
+class Deferred:
+    """What was decided under a lock, to be done once that is released: decide, then `run`."""
 
     jobs: list[Job] = field(factory=list)
     after: list[Callable[[], None]] = field(factory=list)
     """Called last. They must not raise."""
 
-    def act(self, pool: IOPool) -> None:
+    def run(self, pool: IOPool) -> None:
         if self.jobs:
             # The tail of a chain is let go of before its head.
             for job in reversed(pool.submit(self.jobs)):

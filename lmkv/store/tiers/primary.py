@@ -15,7 +15,7 @@ from attrs import define
 from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
 from lmkv.protocols import Backend, ChunkKey, Tier
-from lmkv.store.tiers.iopool import Job, Todo
+from lmkv.store.tiers.iopool import Deferred, Job
 from lmkv.store.tiers.stats import TierCounters, TierStats
 
 
@@ -30,7 +30,7 @@ class State(Enum):
 class Waiter(Protocol):
     """Who waits for an entry to be filled: a promotion, seen from below."""
 
-    def settled(self, entry: Entry, todo: Todo) -> None:
+    def on_entry_done(self, entry: Entry, deferred: Deferred) -> None:
         """Locked. The entry is READY, or will never be."""
         ...
 
@@ -40,8 +40,8 @@ class Entry:
     """One chunk of the primary tier. Changed only under the store's lock.
 
     `refs`: leases, reservations, running I/O, promotions and pins that hold the slot. `gone`: out of the
-    index, for good; the slot is freed when the last holder lets go. `demoting`: being copied down before it
-    goes. `ranked`: known to the policy. `prefetches`: of its holders, those that count as prefetches.
+    index, for good; the slot is freed when the last holder lets go. `flushing`: being copied down before it
+    goes. `in_policy`: known to the policy. `prefetches`: of its holders, those that count as prefetches.
     `load`: the read that will fill it, until that begins. `waiters`: promotions to tell when it is filled.
     """
 
@@ -51,16 +51,16 @@ class Entry:
     parent: ChunkKey = b""
     tokens: bytes = b""
     refs: int = 1
-    gone: bool = False
-    demoting: bool = False
-    ranked: bool = False
+    removed: bool = False
+    flushing: bool = False
+    in_policy: bool = False
     prefetches: int = 0
     load: Job | None = None
     waiters: tuple[Waiter, ...] = ()
 
     @property
     def ready(self) -> bool:
-        return self.state is State.READY and not self.gone
+        return self.state is State.READY and not self.removed
 
 
 # Looking a member up in its enum takes as long as everything else that is done with it here.
@@ -89,7 +89,7 @@ class PrimaryTier:
         self.slot_bytes = self.slab.slot_bytes
         self.entries: dict[ChunkKey, Entry] = {}
         self.counters = TierCounters()
-        self.held = self.writing = self.loading = self.demoting = 0
+        self.referenced = self.writing = self.loading = self.flushing = 0
         self._retain = retain
 
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
@@ -103,28 +103,28 @@ class PrimaryTier:
 
     # -- holding ------------------------------------------------------------------------------------------
 
-    def hold(self, entry: Entry) -> None:
+    def ref(self, entry: Entry) -> None:
         if not entry.refs:
-            self.held += 1
-            self.policy.set_evictable(entry.key, False)
-        elif entry.demoting:
-            self._end_demotion(entry)
+            self.referenced += 1
+            self.policy.acquire(entry.key)
+        elif entry.flushing:
+            self._end_flush(entry)
         entry.refs += 1
 
-    def let_go(self, entry: Entry) -> None:
+    def unref(self, entry: Entry) -> None:
         """Whoever lets go of a chain does so tail first: the head is then used last, and evicted last."""
         entry.refs -= 1
         if entry.refs:
             return
-        self.held -= 1
-        if entry.gone:
+        self.referenced -= 1
+        if entry.removed:
             self.slab.release(entry.slot)
-        elif entry.demoting or not self._retain:
+        elif entry.flushing or not self._retain:
             self.remove(entry)
-        elif entry.ranked:
-            self.policy.set_evictable(entry.key, True)
+        elif entry.in_policy:
+            self.policy.release(entry.key)
         else:
-            entry.ranked = True
+            entry.in_policy = True
             self.policy.insert(entry.key, self.slot_bytes, entry.parent)
 
     # -- coming and going ---------------------------------------------------------------------------------
@@ -134,31 +134,31 @@ class PrimaryTier:
     ) -> Entry:
         """A new entry whose only holder is the writer, or the load, that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens)
-        self.held += 1
+        self.referenced += 1
         if state is _WRITING:
             self.writing += 1
         else:
             self.loading += 1
         return entry
 
-    def settle(self, entry: Entry) -> None:
+    def mark_ready(self, entry: Entry) -> None:
         """Its bytes are complete. Its filler still holds it."""
-        if not entry.gone:
+        if not entry.removed:
             self._uncount(entry)
         entry.state = _READY
 
     def remove(self, entry: Entry) -> None:
         """Out of the index, filled or not; the slot is freed now, or by the last who holds it."""
-        if entry.gone:
+        if entry.removed:
             return
-        entry.gone = True
+        entry.removed = True
         del self.entries[entry.key]
         if entry.state is not _READY:
             self._uncount(entry)
-        if entry.ranked:
+        if entry.in_policy:
             self.policy.discard(entry.key)
-        if entry.demoting:
-            self._end_demotion(entry)
+        if entry.flushing:
+            self._end_flush(entry)
         if not entry.refs:
             self.slab.release(entry.slot)
 
@@ -177,20 +177,20 @@ class PrimaryTier:
         evicted = self.policy.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
         for entry in entries:
-            entry.ranked = False
+            entry.in_policy = False
         self.counters.evictions += len(entries)
         return entries
 
-    def demote(self, victim: Entry) -> None:
+    def begin_flush(self, victim: Entry) -> None:
         """Keep a victim until the copy down, its only holder, has ended; longer if it is leased by then."""
-        victim.demoting = True
+        victim.flushing = True
         victim.refs = 1
-        self.held += 1
-        self.demoting += 1
+        self.referenced += 1
+        self.flushing += 1
 
-    def _end_demotion(self, entry: Entry) -> None:
-        entry.demoting = False
-        self.demoting -= 1
+    def _end_flush(self, entry: Entry) -> None:
+        entry.flushing = False
+        self.flushing -= 1
 
     # -- all of it ----------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ _AT_ONCE = 64
 """Chunks that are indexed under one hold of the lock: some 0.1 ms."""
 
 
-class Lister:
+class TierScanner:
     """`lock`: the store's. `listed` is set once the tier was listed to its end."""
 
     def __init__(self, tier: Secondary, lock: threading.Lock, interval: float = INTERVAL) -> None:
@@ -77,8 +77,8 @@ class Lister:
         """List the tier once; False when that has to be done later."""
         index, backend = self._tier.index, self._tier.backend
         assert isinstance(backend, ListsKeys)
-        if index.wiping:
-            self._tier.wipe()
+        if index.clearing:
+            self._tier.delete_all()
         with self._lock:
             if not index.begin_listing():
                 return False
@@ -87,7 +87,7 @@ class Lister:
                 with self._lock:
                     if not index.adopt(part):
                         return True
-            self._tier.bury()
+            self._tier.reclaim()
             if self._stop.is_set():
                 return False
         self._forget_vanished()

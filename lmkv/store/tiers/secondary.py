@@ -42,8 +42,8 @@ class Secondary:
         self._clock = clock
         self._counters = TierCounters()
         self._reads, self._writes = Breaker(clock), Breaker(clock)
-        self._suspects: set[ChunkKey] = set()
-        self._wiping = False
+        self._failed_once: set[ChunkKey] = set()
+        self._clearing = False
         self._closed = False
 
     @property
@@ -63,7 +63,7 @@ class Secondary:
         """Locked."""
         return TierStats(
             self.name,
-            len(self.index) - self.index.foreign,
+            len(self.index) - self.index.other_namespace,
             self.index.used,
             self.index.capacity,
             **attrs.asdict(self._counters),
@@ -92,11 +92,11 @@ class Secondary:
         with self._lock:
             self._reads.end(call, ok=_is_answer(result))
             self._count_read(result, self._clock() - started)
-            doomed = self._judge(key, result)
+            tombstones = self._judge(key, result)
         if result.error is not None:
             logger.warning("lmkv: %s", result.error)
-        if doomed:
-            self.bury()
+        if tombstones:
+            self.reclaim()
         return result.status is ReadStatus.HIT
 
     def _failed_read(self, key: ChunkKey) -> Callable[[Exception], Read]:
@@ -113,27 +113,27 @@ class Secondary:
         counters.read_failures += result.status is ReadStatus.FAILED
 
     def _judge(self, key: ChunkKey, result: Read) -> bool:
-        """Locked. What becomes of a chunk that was not read: forgotten, kept, or doomed, which is True."""
+        """Locked. Forget, keep or mark deleted a chunk that was not read; True for the last."""
         if result.status is ReadStatus.HIT:
-            self._suspects.discard(key)
+            self._failed_once.discard(key)
             return False
-        if isinstance(result.error, BackendUnavailable) and not self._is_suspect(key):
+        if isinstance(result.error, BackendUnavailable) and not self._failed_before(key):
             return False
-        self._suspects.discard(key)
+        self._failed_once.discard(key)
         self._counters.lost += key in self.index
         if result.status is ReadStatus.MISS:
             self.index.discard(key)
             return False
-        self.index.doom([key])
+        self.index.mark_deleted([key])
         return True
 
-    def _is_suspect(self, key: ChunkKey) -> bool:
+    def _failed_before(self, key: ChunkKey) -> bool:
         """Locked. Whether the chunk is at fault, not its tier: others can be read, and it failed before."""
         if self._reads.state != "closed":
-            self._suspects.clear()
+            self._failed_once.clear()
             return False
-        known = key in self._suspects
-        self._suspects.add(key)
+        known = key in self._failed_once
+        self._failed_once.add(key)
         return known
 
     # -- writing ------------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ class Secondary:
 
         asked under the lock.
         """
-        if self.index.wiping:
-            self.wipe()
+        if self.index.clearing:
+            self.delete_all()
         with self._lock:
             begun = self._begin_write(chunk.key, is_wanted, protect)
         if begun is None:
@@ -157,7 +157,7 @@ class Secondary:
             lambda error: Written.failed(_as_backend_error(self.name, "write", chunk.key, error)),
         )
         if result.status is not WriteStatus.STORED:
-            self._unclaim()
+            self._release_bytes()
         with self._lock:
             self._writes.end(call, ok=result.status is not WriteStatus.FAILED)
             self._count_write(result)
@@ -167,7 +167,7 @@ class Secondary:
         if result.error is not None:
             logger.warning("lmkv: %s", result.error)
         if not wanted:
-            self.bury()
+            self.reclaim()
 
     def _begin_write(
         self, key: ChunkKey, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]
@@ -192,26 +192,28 @@ class Secondary:
         Whoever claims room beyond the capacity first frees as much as he claims. So all of them together keep
         within it, although what one frees the others have perhaps deleted before.
         """
-        owed = self._claim()
-        freed = self._bury(victims, self._cost)
+        owed = self._reserve_bytes()
+        freed = self._reclaim(victims, self._cost)
         while freed < owed:
             with self._lock:
                 more = self._evict_more(owed - freed, protect)
             if more is None:
                 return Written.rejected("capacity")
-            freed += self._bury(more)
+            freed += self._reclaim(more)
         return None
 
-    def _claim(self) -> int:
+    def _reserve_bytes(self) -> int:
         """Claim room for a chunk; how much has to be freed for it."""
         if isinstance(self.backend, SharesRoom) and self.index.capacity is not None:
-            return min(self.backend.claim(self._cost) - self.index.capacity, self._cost)
+            return min(self.backend.reserve_bytes(self._cost) - self.index.capacity, self._cost)
         return 0
 
-    def _unclaim(self) -> None:
+    def _release_bytes(self) -> None:
         backend = self.backend
         if isinstance(backend, SharesRoom) and self.index.capacity is not None:
-            attempt(lambda: backend.unclaim(self._cost), lambda error: logger.warning("lmkv: %r", error))
+            attempt(
+                lambda: backend.release_bytes(self._cost), lambda error: logger.warning("lmkv: %r", error)
+            )
 
     def _evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
         """Locked."""
@@ -233,26 +235,28 @@ class Secondary:
 
     # -- deleting -----------------------------------------------------------------------------------------
 
-    def bury(self) -> None:
-        """Delete what is doomed. What cannot be deleted stays doomed, and the next write tries again."""
+    def reclaim(self) -> None:
+        """Delete the tombstones' bytes. What cannot be deleted stays a tombstone for the next write."""
         with self._lock:
-            victims = self.index.take_doomed()
+            victims = self.index.take_tombstones()
         if victims:
-            self._tried("delete", lambda: self._bury(victims))
+            self._tried("delete", lambda: self._reclaim(victims))
 
-    def wipe(self) -> None:
+    def delete_all(self) -> None:
         """Delete everything, listed or not; until that has worked nothing is written."""
         with self._lock:
-            call = None if self._wiping else self._writes.begin()
+            call = None if self._clearing else self._writes.begin()
             if call is None:
                 return
-            self._wiping = True
-            victims = self.index.take_doomed()
-        ok = self._tried("clear", lambda: self._bury(victims)) and self._tried("clear", self._delete_unlisted)
+            self._clearing = True
+            victims = self.index.take_tombstones()
+        ok = self._tried("clear", lambda: self._reclaim(victims)) and self._tried(
+            "clear", self._delete_unlisted
+        )
         with self._lock:
             self._writes.end(call, ok)
-            self.index.wiping = not ok
-            self._wiping = False
+            self.index.clearing = not ok
+            self._clearing = False
 
     def _tried(self, action: str, call: Callable[[], object]) -> bool:
         """Whether it worked; if not, it is logged."""
@@ -267,7 +271,7 @@ class Secondary:
 
         return attempt(run, failed)
 
-    def _bury(self, victims: Victims, replaced_by: int = 0) -> int:
+    def _reclaim(self, victims: Victims, replaced_by: int = 0) -> int:
         """Delete what the index gave out; the bytes that this freed. Raises whatever the backend does."""
         ok = False
         try:
@@ -275,14 +279,14 @@ class Secondary:
             ok = True
         finally:
             with self._lock:
-                self.index.buried(victims, ok, replaced_by)
+                self.index.reclaimed(victims, ok, replaced_by)
         return freed
 
     def _delete(self, victims: Victims) -> int:
         if not victims:
             return 0
         if isinstance(self.backend, SharesRoom):
-            return self.backend.evict(list(victims))
+            return self.backend.reclaim(list(victims))
         self.backend.delete(list(victims))
         return sum(victims.values())
 

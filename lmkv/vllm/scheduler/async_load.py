@@ -12,11 +12,11 @@ from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry
-from lmkv.vllm.scheduler.request import Tracked
+from lmkv.vllm.scheduler.request import RequestState
 
 
 @define(eq=False)
-class Piece:
+class LoadWindow:
     """Copies of one piece, the lease that holds their slots, and whether the request's load ends with it."""
 
     copies: list[ChunkCopy]
@@ -26,7 +26,7 @@ class Piece:
 
 
 @define(eq=False)
-class Stream:
+class AsyncLoad:
     """An asynchronous load of tokens [start, end) of one request into its blocks.
 
     At most `window` chunks are held at a time, one piece being copied while the next is being read. Ends
@@ -56,7 +56,7 @@ class Stream:
         """Number of the first chunk that the load touches."""
         return self.start // self.geometry.chunk_size
 
-    def advance(self) -> Piece | None:
+    def advance(self) -> LoadWindow | None:
         """The next piece that can be copied now, or None. Never waits."""
         if self.stopped and not self.ended:
             return self.give_up()
@@ -72,7 +72,7 @@ class Stream:
         self._drop_promotion()
         if not lease:
             return self.give_up()
-        return self._piece(lease)
+        return self._next_window(lease)
 
     def _look_ahead(self) -> None:
         if self._promotion is None and not self.ended:
@@ -81,25 +81,25 @@ class Stream:
                 self._promotion = self.store.promote(self.keys[upto:], limit=self.window)
                 self._asked = self.clock()
 
-    def _piece(self, lease: Lease) -> Piece:
+    def _next_window(self, lease: Lease) -> LoadWindow:
         size = self.geometry.chunk_size
         base = self.start // size + self._done
         low, high = max(self.start, base * size), min(self.end, (base + len(lease)) * size)
         copies = self.geometry.load_copies(lease.slots, self.block_ids, low, high)
         self.copying = len(lease)
         self.ended = high >= self.end
-        return Piece(copies, lease, [], self.ended)
+        return LoadWindow(copies, lease, [], self.ended)
 
     def _unfilled(self) -> list[int]:
         size = self.geometry.chunk_size
         low = max(self.start, (self.start // size + self._done) * size)
         return self.geometry.blocks_between(self.block_ids, low, self.end)
 
-    def give_up(self) -> Piece:
+    def give_up(self) -> LoadWindow:
         """End here: a piece without copies, naming the blocks that were not filled."""
         self.ended = True
         self._drop_promotion()
-        return Piece([], self.store.lease(()), self._unfilled(), last=True)
+        return LoadWindow([], self.store.lease(()), self._unfilled(), last=True)
 
     def copied(self) -> None:
         """The piece that was being copied has been, so that its slots could be released."""
@@ -121,7 +121,7 @@ class Stream:
             self._promotion = None
 
 
-class Holding:
+class AsyncLoadAdmission:
     """Who holds blocks that are being filled, or have been, and does not compute yet.
 
     vLLM cannot take such blocks back. Before it lets another such request in, it sets aside what the others
@@ -133,20 +133,20 @@ class Holding:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._unreserved = any(group.window is not None for group in geometry.groups)
-        self._requests: dict[str, Tracked] = {}
+        self._requests: dict[str, RequestState] = {}
         self.free_blocks: Callable[[], int] = lambda: 0
 
-    def admits(self, tracked: Tracked) -> bool:
+    def admits(self, state: RequestState) -> bool:
         """Whether the request may become one of them now."""
-        others = [other for other in self._requests.values() if other is not tracked]
+        others = [other for other in self._requests.values() if other is not state]
         if not others or not self._unreserved:
             return True
-        lengths = [other.request.num_tokens for other in (*others, tracked)]
+        lengths = [other.request.num_tokens for other in (*others, state)]
         return sum(map(self._geometry.most_blocks, lengths)) <= self.free_blocks()
 
-    def begin(self, tracked: Tracked) -> None:
-        self._requests[tracked.request_id] = tracked
+    def begin(self, state: RequestState) -> None:
+        self._requests[state.request_id] = state
 
-    def end(self, tracked: Tracked) -> None:
+    def end(self, state: RequestState) -> None:
         """It computes, or has lost its blocks, or is gone."""
-        self._requests.pop(tracked.request_id, None)
+        self._requests.pop(state.request_id, None)

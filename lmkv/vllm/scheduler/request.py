@@ -35,10 +35,10 @@ class RequestOptions:
         """Read them off a request. Prompts given as embeddings have no tokens to be found by: no caching."""
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
-        nameless = getattr(request, "prompt_embeds", None) is not None
+        no_tokens = getattr(request, "prompt_embeds", None) is not None
         return cls(
-            skip_save=nameless or _is_true(params.get("lmkv.skip_save")),
-            skip_load=nameless or _is_true(params.get("lmkv.skip_load")),
+            skip_save=no_tokens or _is_true(params.get("lmkv.skip_save")),
+            skip_load=no_tokens or _is_true(params.get("lmkv.skip_load")),
             report=_is_true(params.get("lmkv.report")),
             prefetch=_is_true(params.get("lmkv.prefetch")),
             prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),
@@ -85,13 +85,13 @@ class Request(Protocol):
 
 
 @define(eq=False)
-class Tracked:
+class RequestState:
     """`root`: of its chunk keys. The rest is written by one side each:
 
     storing: `stored`, the leading chunks that are stored or being stored.
     loading: `computed`, vLLM's own hit at the last lookup; `lease`, what that lookup promised, until it is
     used or the step ends; `promotion`, chunks being brought up while it waits, since `waiting_since`;
-    `streamed` and `streams`, whether the last promise is loaded between steps and how many were.
+    `between_steps` and `async_loads`, whether the last promise is loaded between steps and how many were.
     """
 
     request: Request
@@ -104,15 +104,15 @@ class Tracked:
     promotion: Promotion | None = None
     waiting_since: float | None = None
     worth: bool | None = None
-    streamed: bool = False
-    streams: int = 0
+    between_steps: bool = False
+    async_loads: int = 0
     logged: tuple[int, int] | None = None
     sources: dict[str, int] = field(factory=dict)
     """Tokens that were promised last, by the tier that had them."""
     hit_tokens: int = 0
     load_bytes: int = 0
     load_seconds: float = 0.0
-    bypass: bool = False
+    disabled: bool = False
     """A load of this request failed: it computes the rest by itself and is not offered anything again."""
 
     @property

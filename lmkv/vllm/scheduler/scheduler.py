@@ -17,11 +17,11 @@ from lmkv.store.tiered import TieredStore
 from lmkv.store.tiers.iopool import Priority
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.identity import content_extras, request_root
-from lmkv.vllm.metadata import JobReport, Outbox, StepPlan, WorkerReport
+from lmkv.vllm.metadata import JobReport, StepPlan, StepPlanBuilder, WorkerReport
 from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode
-from lmkv.vllm.scheduler.loading import Loading
-from lmkv.vllm.scheduler.request import BlockTables, Request, RequestOptions, Tracked
-from lmkv.vllm.scheduler.storing import Storing
+from lmkv.vllm.scheduler.loading import LoadPlanner
+from lmkv.vllm.scheduler.request import BlockTables, Request, RequestOptions, RequestState
+from lmkv.vllm.scheduler.storing import StorePlanner
 
 
 class Scheduler:
@@ -45,7 +45,7 @@ class Scheduler:
         promotion_deadline: float = 0.8,
         load_cost: LoadCost | None = None,
         load_mode: LoadMode | None = None,
-        volatile_tail: bool = False,
+        tail_depends_on_next: bool = False,
         pin_ttl: float = 300.0,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -57,110 +57,112 @@ class Scheduler:
         self._clock = clock
         self._cost = load_cost or LoadCost()
         self._mode = load_mode or LoadMode()
-        self._outbox = Outbox()
+        self._builder = StepPlanBuilder()
         self._loads, self._stores = loads, stores
-        self._loading = Loading(
+        self._loading = LoadPlanner(
             store,
             geometry,
-            self._outbox,
+            self._builder,
             self._cost,
             self._mode,
             deadline=promotion_deadline,
             min_tokens=min_retrieve_tokens,
-            volatile_tail=volatile_tail,
+            tail_depends_on_next=tail_depends_on_next,
             clock=clock,
         )
-        self._storing = Storing(store, geometry, self._outbox, save_decode=save_decode)
-        self._requests: dict[str, Tracked] = {}
+        self._storing = StorePlanner(store, geometry, self._builder, save_decode=save_decode)
+        self._requests: dict[str, RequestState] = {}
         self._reports: dict[int, JobReport] = {}
         self._last_step: tuple[int, float] | None = None
         self._mapped = False
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None]) -> None:
         """`free()`: how many of vLLM's blocks are; `evict(blocks)`: no request shares these any more."""
-        self._loading.holding.free_blocks = free
-        self._loading.stop_sharing = evict
+        self._loading.admission.free_blocks = free
+        self._loading.evict_blocks = evict
 
     # -- requests -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         """Track the request and hash its prompt, once, before it is ever scheduled."""
-        tracked = self._track(request)
-        keys = tracked.keys(request.num_tokens // self._chunk_size)
-        other = tracked.options.prefetch_tokens
+        state = self._state_of(request)
+        keys = state.keys(request.num_tokens // self._chunk_size)
+        other = state.options.prefetch_tokens
         for wanted in (
-            keys if tracked.options.prefetch else (),
-            chunk_keys(other, tracked.root, self._chunk_size) if other else (),
+            keys if state.options.prefetch else (),
+            chunk_keys(other, state.root, self._chunk_size) if other else (),
         ):
             if wanted:
                 self._store.promote(wanted, priority=Priority.PREFETCH, ttl=self._pin_ttl)
-        if self._may_load(tracked):
-            self._loading.arrived(tracked, keys)
+        if self._may_load(state):
+            self._loading.arrived(state, keys)
 
-    def _track(self, request: Request) -> Tracked:
-        tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.request is not request:
+    def _state_of(self, request: Request) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None or state.request is not request:
             self._forget(request.request_id)
             options = RequestOptions.of(request)
             root = request_root(self._namespace, request, options.tags)
             chain = KeyChain(root, self._chunk_size, content_extras(request, self._chunk_size))
-            tracked = self._requests[request.request_id] = Tracked(request, root, chain, options)
-        return tracked
+            state = self._requests[request.request_id] = RequestState(request, root, chain, options)
+        return state
 
-    def _may_load(self, tracked: Tracked) -> bool:
-        return self._loads and not tracked.bypass and not tracked.options.skip_load
+    def _may_load(self, state: RequestState) -> bool:
+        return self._loads and not state.disabled and not state.options.skip_load
 
-    def _forget(self, request_id: str) -> Tracked | None:
-        tracked = self._requests.pop(request_id, None)
-        if tracked is not None:
-            self._loading.forget(tracked)
-        return tracked
+    def _forget(self, request_id: str) -> RequestState | None:
+        state = self._requests.pop(request_id, None)
+        if state is not None:
+            self._loading.forget(state)
+        return state
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
         """Forget the request; its keys are touched tail first. Returns its report, if it asked for one."""
-        tracked = self._forget(request.request_id)
-        if tracked is None:
+        state = self._forget(request.request_id)
+        if state is None:
             return None
-        self._store.touch(tracked.chain.keys)
-        if tracked.options.pin_seconds:
-            self._store.pin(tracked.chain.keys, tracked.options.pin_seconds)
-        return {"lmkv": tracked.report()} if tracked.options.report else None
+        self._store.touch(state.chain.keys)
+        if state.options.pin_seconds:
+            self._store.pin(state.chain.keys, state.options.pin_seconds)
+        return {"lmkv": state.report()} if state.options.report else None
 
     # -- one step -----------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """`(tokens, asynchronous)`: what can be loaded beyond `num_computed_tokens`; see `Loading.match`."""
-        tracked = self._track(request)
-        tracked.drop_lease()
-        if self._loading.is_unproven(tracked, num_computed_tokens):
+        """`(tokens, asynchronous)` that can be loaded beyond those computed; see `LoadPlanner.match`."""
+        state = self._state_of(request)
+        state.drop_lease()
+        if self._loading.is_unconfirmed(state, num_computed_tokens):
             return None, False
-        if not self._may_load(tracked):
+        if not self._may_load(state):
             return 0, False
-        return self._loading.match(tracked, num_computed_tokens)
+        return self._loading.match(state, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockTables, num_external_tokens: int
     ) -> None:
         """Blocks are allocated: order the load that was promised, or let go of it."""
-        self._loading.allocated(self._track(request), block_ids, num_external_tokens)
+        self._loading.allocated(self._state_of(request), block_ids, num_external_tokens)
 
     def hit_sources(self, request_id: str) -> dict[str, int]:
         """Of the tokens that were last promised to a request, how many come from which tier."""
-        tracked = self._requests.get(request_id)
-        return dict(tracked.sources) if tracked is not None else {}
+        state = self._requests.get(request_id)
+        return dict(state.sources) if state is not None else {}
 
     def give_up_load(self, request_id: str, tables: BlockTables) -> None:
         """A promised load cannot be ordered: have the request's blocks reported, so that it computes."""
-        tracked = self._requests.get(request_id)
-        streamed = tracked is not None and tracked.streamed
-        if tracked is not None:
-            tracked.bypass = True
-            tracked.drop_lease()
+        state = self._requests.get(request_id)
+        between_steps = state is not None and state.between_steps
+        if state is not None:
+            state.disabled = True
+            state.drop_lease()
         unfilled = [block for block in tables[0] if block]
-        self._loading.stop_sharing(set(unfilled))
-        self._outbox.load([], unfilled, between_steps=streamed, finishes=request_id if streamed else None)
+        self._loading.evict_blocks(set(unfilled))
+        self._builder.load(
+            [], unfilled, between_steps=between_steps, finishes=request_id if between_steps else None
+        )
 
     def build_plan(
         self,
@@ -192,17 +194,17 @@ class Scheduler:
 
     def take_plan(self) -> StepPlan:
         """All orders since the last call."""
-        return self._outbox.take(None if self._mapped else self._store.slab.ref)
+        return self._builder.take(None if self._mapped else self._store.slab.ref)
 
     def _store_completed(
         self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None]
     ) -> None:
-        tracked = self._requests.get(request_id)
-        complete = self._storing.completes(tracked, computed) if tracked is not None else 0
-        if tracked is not None and complete:
+        state = self._requests.get(request_id)
+        complete = self._storing.completes(state, computed) if state is not None else 0
+        if state is not None and complete:
             tables = blocks_of(request_id)
             if tables is not None:
-                self._storing.store(tracked, complete, tables)
+                self._storing.store(state, complete, tables)
 
     def _time_step(self, tokens: int) -> None:
         """Steps follow each other without a pause while there is work: their distance is their duration."""
@@ -218,7 +220,7 @@ class Scheduler:
         self._mapped = True
         # Before any store is published, and also while other ranks have yet to answer.
         if any(not part.ok and job in self._loading for job, part in report.jobs.items()):
-            self._storing.suspect_all()
+            self._storing.taint_all()
         for job, merged in self._merge(report):
             if job in self._loading:
                 self._loading.ended(job, merged)
@@ -242,11 +244,11 @@ class Scheduler:
     def reset(self) -> None:
         """Nothing that was cached until now is served any more."""
         self._store.clear()
-        for tracked in self._requests.values():
-            tracked.drop_lease()
-            tracked.drop_promotion()
+        for state in self._requests.values():
+            state.drop_lease()
+            state.drop_promotion()
             # What is running was computed before the reset, perhaps with other weights.
-            tracked.options.skip_save = True
+            state.options.skip_save = True
 
     def close(self) -> None:
         """Let go of everything and close the store, which finishes its I/O within a bounded time."""

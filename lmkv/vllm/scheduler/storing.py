@@ -1,4 +1,4 @@
-"""Storing: each chunk is copied out in the step that completes it."""
+"""StorePlanner: each chunk is copied out in the step that completes it."""
 
 from __future__ import annotations
 
@@ -13,64 +13,66 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Reservation
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry
-from lmkv.vllm.metadata import JobReport, Outbox
-from lmkv.vllm.scheduler.request import BlockTables, Tracked
+from lmkv.vllm.metadata import JobReport, StepPlanBuilder
+from lmkv.vllm.scheduler.request import BlockTables, RequestState
 
 logger = logging.getLogger("lmkv.vllm")
 
 
 @define(eq=False)
 class _Job:
-    tracked: Tracked
+    state: RequestState
     reservation: Reservation
     first_chunk: int
     upto: int
-    suspect: bool = False
+    tainted: bool = False
     """Ordered before it was known that a load had failed: it may hold what was computed on top of that."""
 
 
-class Storing:
+class StorePlanner:
     """`save_decode`: whether generated tokens are stored too. Called on the scheduling thread only."""
 
-    def __init__(self, store: TieredStore, geometry: Geometry, outbox: Outbox, *, save_decode: bool) -> None:
+    def __init__(
+        self, store: TieredStore, geometry: Geometry, builder: StepPlanBuilder, *, save_decode: bool
+    ) -> None:
         self._store = store
         self._geometry = geometry
         self._chunk_size = geometry.chunk_size
-        self._outbox = outbox
+        self._builder = builder
         self._save_decode = save_decode
         self._jobs: dict[int, _Job] = {}
 
-    def completes(self, tracked: Tracked, computed: int) -> int:
+    def completes(self, state: RequestState, computed: int) -> int:
         """How many leading chunks are complete with `computed` valid tokens, 0 when none of them is new."""
         # With asynchronous scheduling the last sampled tokens are computed before they are known here.
-        known = min(computed, tracked.request.num_tokens)
+        known = min(computed, state.request.num_tokens)
         if not self._save_decode:
-            known = min(known, getattr(tracked.request, "num_prompt_tokens", known))
+            known = min(known, getattr(state.request, "num_prompt_tokens", known))
         complete = known // self._chunk_size
-        return complete if complete > tracked.stored and not tracked.options.skip_save else 0
+        return complete if complete > state.stored and not state.options.skip_save else 0
 
-    def store(self, tracked: Tracked, complete: int, tables: BlockTables) -> None:
+    def store(self, state: RequestState, complete: int, tables: BlockTables) -> None:
         """Order copies of the chunks up to number `complete` that are not here yet.
 
         Where the tier has no slot to give, the rest is tried again in the request's next step.
         """
-        keys = tracked.keys(complete)
-        tracked.stored += self._store.match(keys[tracked.stored :])[0]
-        first = tracked.stored
+        keys = state.keys(complete)
+        state.stored += self._store.match(keys[state.stored :])[0]
+        first = state.stored
         if first == complete:
             return
         size = self._chunk_size
         reservation = self._store.reserve(
             keys[first:],
-            parent=tracked.chain.parent(first),
-            tokens=token_bytes(tracked.request.all_token_ids[first * size : complete * size]),
+            parent=state.chain.parent(first),
+            tokens=token_bytes(state.request.all_token_ids[first * size : complete * size]),
             protect=keys,
         )
-        tracked.stored = first + reservation.handled
-        copies = self._copies(reservation, keys, first, tracked.stored, tables)
+        state.stored = first + reservation.accepted
+        copies = self._copies(reservation, keys, first, state.stored, tables)
         if copies:
-            order = self._outbox.store(copies)
-            self._jobs[order.job] = _Job(tracked, reservation, first, tracked.stored)
+            order = self._builder.store(copies)
+            self._jobs[order.job] = _Job(state, reservation, first, state.stored)
 
     def _copies(
         self,
@@ -96,27 +98,27 @@ class Storing:
     def __contains__(self, job: int) -> bool:
         return job in self._jobs
 
-    def suspect_all(self) -> None:
+    def taint_all(self) -> None:
         """A load failed: what was ordered until now may be built on it, in the request itself and in others
 
         that share its blocks through vLLM's prefix cache.
         """
         for job in self._jobs.values():
-            job.suspect = True
+            job.tainted = True
 
     def ended(self, number: int, report: JobReport) -> None:
         """All ranks have answered: publish the chunks, or forget them."""
         job = self._jobs.pop(number)
-        tracked, count = job.tracked, len(job.reservation)
-        if job.suspect or not report.ok:
+        state, count = job.state, len(job.reservation)
+        if job.tainted or not report.ok:
             job.reservation.abort()
-            tracked.stored = min(tracked.stored, job.first_chunk)
+            state.stored = min(state.stored, job.first_chunk)
             # What cannot be copied now will not be in the next step: no use in trying again and again.
-            tracked.options.skip_save |= not report.ok
+            state.options.skip_save |= not report.ok
             return
         job.reservation.commit()
         stored, total = count * self._chunk_size, job.upto * self._chunk_size
-        logger.info("lmkv: request %s: stored %d of %d tokens", tracked.request_id, stored, total)
+        logger.info("lmkv: request %s: stored %d of %d tokens", state.request_id, stored, total)
 
     @property
     def busy(self) -> bool:

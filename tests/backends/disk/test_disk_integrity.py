@@ -487,9 +487,13 @@ def test_only_abandoned_temporaries_are_swept(tmp_path: Path) -> None:
     chunk = chunk_of(100)
     backend.write([chunk])
     folder = files_of(backend)[0].parent
-    dead, live, foreign = folder / ".1-aa.tmp", folder / f".{os.getpid()}-bb.tmp", folder / "notes.tmp"
+    dead, live, other_namespace = (
+        folder / ".1-aa.tmp",
+        folder / f".{os.getpid()}-bb.tmp",
+        folder / "notes.tmp",
+    )
     probe = folder.parent / ".1-cc.tmp"
-    for path in (dead, live, foreign, probe):
+    for path in (dead, live, other_namespace, probe):
         path.write_bytes(b"half a chu")
     with live.open("rb") as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
@@ -497,7 +501,7 @@ def test_only_abandoned_temporaries_are_swept(tmp_path: Path) -> None:
         assert not dead.exists()
         assert not probe.exists()
         assert live.exists()
-        assert foreign.exists()
+        assert other_namespace.exists()
     listed(backend)
     assert not live.exists()
 

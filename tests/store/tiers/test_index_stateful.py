@@ -51,11 +51,11 @@ class Medium:
     def begin_write(self) -> None:
         key = self.key()
         protected = frozenset(self.rng.sample(KEYS, 3))
-        doomed = set(self.index._doomed)
+        tombstones = set(self.index._tombstones)
         victims = self.index.begin_write(key, SIZES[key], lambda: protected)
         if victims is not None:
             assert key not in self.index
-            assert not (set(victims) - doomed) & (protected | set(self.reading))
+            assert not (set(victims) - tombstones) & (protected | set(self.reading))
             self.writers.append(Writer(key, victims))
 
     def move_writer(self) -> None:
@@ -69,7 +69,7 @@ class Medium:
             writer.stored = writer.deleted and self.write(writer.key)
         else:
             self.writers.remove(writer)
-            self.index.buried(writer.victims, writer.deleted, SIZES[writer.key])
+            self.index.reclaimed(writer.victims, writer.deleted, SIZES[writer.key])
             self.index.end_write(writer.key, SIZES[writer.key], stored=writer.stored, wanted=writer.wanted)
 
     def delete(self, keys: Victims) -> bool:
@@ -88,19 +88,19 @@ class Medium:
         self.held.setdefault(key, self.version[key])
         return True
 
-    def bury(self) -> None:
-        if len(self.deleters) < 2 and (victims := self.index.take_doomed()):
+    def reclaim(self) -> None:
+        if len(self.deleters) < 2 and (victims := self.index.take_tombstones()):
             self.deleters.append(victims)
         elif self.deleters:
             victims = self.deleters.pop(0)
-            self.index.buried(victims, self.delete(victims))
+            self.index.reclaimed(victims, self.delete(victims))
 
-    def doom(self) -> None:
+    def mark_deleted(self) -> None:
         keys = [self.key() for _ in range(self.rng.randint(1, 3))]
         for key in keys:
             self.version[key] += 1
         self.unwant(keys)
-        self.index.doom(keys)
+        self.index.mark_deleted(keys)
 
     def unwant(self, keys: list[ChunkKey]) -> None:
         for writer in self.writers:
@@ -113,16 +113,16 @@ class Medium:
         self.index.clear()
         self.wiper = None
 
-    def wipe(self) -> None:
+    def delete_all(self) -> None:
         """In two steps, and sometimes in vain."""
-        if self.wiper is None and self.index.wiping:
-            self.wiper = self.index.take_doomed()
+        if self.wiper is None and self.index.clearing:
+            self.wiper = self.index.take_tombstones()
             self.deleters.append(self.wiper)
         elif self.wiper is not None and self.wiper in self.deleters:
             self.deleters.remove(self.wiper)
             ok = self.delete(self.wiper)
-            self.index.buried(self.wiper, ok)
-            self.index.wiping = not ok
+            self.index.reclaimed(self.wiper, ok)
+            self.index.clearing = not ok
             self.wiper = None
 
     def list(self) -> None:
@@ -143,11 +143,11 @@ class Medium:
 
     def read(self) -> None:
         if self.reading and self.rng.random() < 0.6:
-            self.index.let_go(self.reading.pop())
+            self.index.end_read(self.reading.pop())
             return
         key = self.key()
         if key in self.index and key not in self.reading:
-            self.index.hold(key)
+            self.index.begin_read(key)
             self.reading.append(key)
 
     def somebody_else(self) -> None:
@@ -170,11 +170,11 @@ class Medium:
         self.reading = [key for key in self.reading if key in index]
         assert index.capacity is not None
         assert 0 <= index.used <= index.capacity
-        assert index._lingering >= 0
+        assert index._reclaiming_bytes >= 0
         assert index.used == sum(SIZES[key] for key in index._sizes) + sum(
             SIZES[writer.key] for writer in self.writers
         )
-        assert len(index.policy) == len(index)
+        assert len(index.policy._sizes) == len(index)
         if self.alone:
             assert sum(SIZES[key] for key in self.held) <= index.capacity, "the medium is over its capacity"
             for key in index._sizes:
@@ -186,20 +186,20 @@ class Medium:
         while self.writers:
             self.move_writer()
         self.wiper = self.wiper if self.wiper in self.deleters else None
-        while self.index.wiping:
-            self.wipe()
+        while self.index.clearing:
+            self.delete_all()
         self.listing = None
         self.index.end_listing()
         self.list()
         while self.listing is not None:
             self.list()
-        while self.deleters or self.index._doomed:
-            self.bury()
+        while self.deleters or self.index._tombstones:
+            self.reclaim()
         self.check()
         assert set(self.held) == set(self.index._sizes)
         assert sum(SIZES[key] for key in self.held) == self.index.used
-        assert not self.index._burying
-        assert not self.index._lingering
+        assert not self.index._reclaiming
+        assert not self.index._reclaiming_bytes
 
 
 def drive(seed: int, alone: bool, steps: int) -> Counter[str]:
@@ -209,12 +209,12 @@ def drive(seed: int, alone: bool, steps: int) -> Counter[str]:
     actions = {
         medium.begin_write: 5,
         medium.move_writer: 12,
-        medium.bury: 4,
-        medium.doom: 2,
+        medium.reclaim: 4,
+        medium.mark_deleted: 2,
         medium.read: 3,
         medium.list: 3,
         medium.clear: 0.2,
-        medium.wipe: 2,
+        medium.delete_all: 2,
         medium.somebody_else: 2,
         medium.discard: 1,
     }

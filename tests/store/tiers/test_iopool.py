@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lmkv.store.tiers.iopool import IOPool, Job, Priority, Todo, attempt
+from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority, attempt
 
 LIMIT = 20.0
 LOAD, PREFETCH, STORE = Priority
@@ -172,11 +172,11 @@ def test_a_todo_submits_refuses_tail_first_and_calls_last() -> None:
     gate = Gate()
     pool.submit([job(gate), job(gate)])
     gate.holds(2)
-    todo = Todo()
+    deferred = Deferred()
     for number in range(4):
-        todo.jobs.append(job(lambda: None, STORE, lambda number=number: log.append(number)))  # type: ignore[misc]
-    todo.after.append(lambda: log.append("after"))
-    todo.act(pool)
+        deferred.jobs.append(job(lambda: None, STORE, lambda number=number: log.append(number)))  # type: ignore[misc]
+    deferred.after.append(lambda: log.append("after"))
+    deferred.run(pool)
     assert log == [3, 2, 1, "after"]
     gate.opened.set()
     assert pool.close(LIMIT)

@@ -107,7 +107,7 @@ class SimulatedVLLM:
         ranks: int = 1,
         layerwise: bool = False,
         load_mode: Literal["auto", "sync", "async"] = "auto",
-        volatile_tail: bool = False,
+        tail_depends_on_next: bool = False,
         prefix_caching: bool = False,
         aborts: float = 0.0,
     ) -> None:
@@ -150,7 +150,7 @@ class SimulatedVLLM:
             Geometry(chunk_size, self.groups),
             ranks=ranks,
             load_mode=LoadMode("async" if depth > 1 else load_mode),
-            volatile_tail=volatile_tail,
+            tail_depends_on_next=tail_depends_on_next,
             clock=lambda: self.now,
         )
         self.scheduler.watch_blocks(lambda: len(self.free), self._stop_sharing)

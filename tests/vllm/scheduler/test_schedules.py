@@ -31,7 +31,7 @@ engines = st.fixed_dictionaries(
         "store_faults": st.sampled_from([0.0, 0.0, 0.2]),
         "ranks": st.sampled_from([1, 1, 2]),
         "layerwise": st.booleans(),
-        "volatile_tail": st.booleans(),
+        "tail_depends_on_next": st.booleans(),
         "load_mode": st.sampled_from(["auto", "auto", "async"]),
         "prefix_caching": st.booleans(),
         "aborts": st.sampled_from([0.0, 0.0, 0.1]),
@@ -108,7 +108,7 @@ def _small(seed: int, **options: Any) -> closing[SimulatedVLLM]:
 def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
     chunks: int, volatile: bool, hit: int
 ) -> None:
-    with _small(0, num_blocks=60, volatile_tail=volatile) as engine:
+    with _small(0, num_blocks=60, tail_depends_on_next=volatile) as engine:
         tokens = list(range(8 * chunks + 1))
         first = SimulatedRequest("first", list(tokens), len(tokens), 1, "a")
         engine.add(first)

@@ -60,7 +60,7 @@ def _run(engine: SimulatedVLLM, requests: list[SimulatedRequest]) -> list[float]
     raise AssertionError("stuck")
 
 
-@pytest.mark.parametrize("chunks", [3, 20], ids=["short", "streamed"])
+@pytest.mark.parametrize("chunks", [3, 20], ids=["short", "between_steps"])
 @pytest.mark.parametrize("spoil", [_hang, _slow, _fail])
 def test_the_wait_for_a_bad_disk_is_bounded(spoil: Callable[[FaultyBackend], None], chunks: int) -> None:
     engine = SimulatedVLLM(
