@@ -18,7 +18,7 @@ LOAD, PREFETCH, STORE = Priority
 def job(
     work: Callable[[], None], priority: Priority = LOAD, refused: Callable[[], None] = lambda: None
 ) -> Job:
-    return Job(work, priority, refused)
+    return Job(lambda deferred: work(), priority, lambda deferred: refused())
 
 
 class Gate:
@@ -167,7 +167,7 @@ def test_a_machine_without_threads_to_spare_refuses(
     assert pool.close(LIMIT)
 
 
-def test_a_todo_submits_refuses_tail_first_and_calls_last() -> None:
+def test_deferred_work_is_submitted_refused_tail_first_and_called_last() -> None:
     pool, log = IOPool(2, max_stores=1), []
     gate = Gate()
     pool.submit([job(gate), job(gate)])
@@ -175,9 +175,14 @@ def test_a_todo_submits_refuses_tail_first_and_calls_last() -> None:
     deferred = Deferred()
     for number in range(4):
         deferred.jobs.append(job(lambda: None, STORE, lambda number=number: log.append(number)))  # type: ignore[misc]
-    deferred.after.append(lambda: log.append("after"))
+
+    def plan_more(deferred: Deferred) -> None:
+        log.append("call")
+        deferred.calls.append(lambda deferred: log.append("planned by a call"))
+
+    deferred.calls.append(plan_more)
     deferred.run(pool)
-    assert log == [3, 2, 1, "after"]
+    assert log == [3, 2, 1, "call", "planned by a call"]
     gate.opened.set()
     assert pool.close(LIMIT)
 
