@@ -8,8 +8,12 @@ method plans under it into a `Deferred`, and runs that outside. The parts (`allo
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 
 from lmkv.memory.slab import Slab
@@ -97,7 +101,7 @@ class TieredStore:
         # Writes must not refer to so many slots that loads find none.
         self.store_window = max(1, min(_MAX_STORES, slots // 2)) if secondaries else slots
         """Chunks that can be stored at a time without a write to a lower tier being refused for them."""
-        self._pool = IOPool(io_threads, self.store_window)
+        self._pool = IOPool(io_threads, self.store_window * max(1, len(secondaries)))
         self._pins = Pins(self._primary, clock)
         self._flusher = Flusher(self._lock, self._primary, self._tiers, self._resume)
         self._allocator = SlotAllocator(
@@ -109,10 +113,15 @@ class TieredStore:
         self._promoter = Promoter(
             self._lock, self._primary, self._tiers, self._allocator, self._pool, prefetched, clock
         )
-        self._closed = False
+        self._closed = self.forked = False
+        _stores.add(self)
         self._scanners = [
             TierScanner(tier, self._lock) for tier in self._tiers if isinstance(tier.backend, ListsKeys)
         ]
+
+    def __repr__(self) -> str:
+        tiers = " over ".join([self._primary.name, *(tier.name for tier in self._tiers)])
+        return f"<TieredStore {tiers}{' (closed)' if self._closed else ''}: {self._primary!r}>"
 
     @property
     def slab(self) -> Slab:
@@ -425,6 +434,10 @@ class TieredStore:
             writing, loading = primary.writing, primary.loading
         return StoreStats(tiers, leased, pinned, writing, loading, self._pool.pending)
 
+    def wait_for_room(self, timeout: float) -> bool:
+        """Wait until a whole `store_window` can be stored without a refusal, at most `timeout` seconds."""
+        return self._pool.wait_for_room(self.store_window * max(1, len(self._tiers)), timeout)
+
     def drain(self, timeout: float = 10.0) -> bool:
         """Wait until no I/O is waiting or running, at most `timeout` seconds; True when that is so."""
         return self._pool.drain(timeout)
@@ -452,6 +465,28 @@ class TieredStore:
         deferred.run(self._pool)
         for backend in (*(tier.backend for tier in self._tiers), self._primary.backend):
             _close(backend)
+
+    def _after_fork(self) -> None:
+        """In a child process, which has none of the threads: nobody can use the store there."""
+        self._closed = self.forked = True
+        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
+        self._pool.after_fork()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
+            self.close()
+
+
+_stores: weakref.WeakSet[TieredStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_stores):
+        store._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _nothing(deferred: Deferred) -> None:

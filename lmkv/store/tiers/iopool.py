@@ -88,6 +88,7 @@ class IOPool:
         self._lock = threading.Lock()
         self._wakeup = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
         self._running = 0
         self._closed = False
@@ -130,6 +131,7 @@ class IOPool:
     def _next(self, loads_only: bool) -> Job | None:
         for priority in (Priority.LOAD, Priority.PREFETCH) if loads_only else Priority:
             if self._queues[priority]:
+                self._room.notify_all()
                 return self._queues[priority].popleft()
         return None
 
@@ -173,6 +175,20 @@ class IOPool:
         """Jobs waiting or running."""
         with self._lock:
             return self._pending
+
+    def wait_for_room(self, stores: int, timeout: float) -> bool:
+        """Wait until so many stores would be taken, at most `timeout` seconds; True when that is so."""
+        waiting = self._queues[Priority.STORE]
+        with self._lock:
+            return self._room.wait_for(lambda: len(waiting) + stores <= self._max_stores, timeout)
+
+    def after_fork(self) -> None:
+        """In a child process: there are no threads, and the lock may have been held by one of them."""
+        self._lock = threading.Lock()
+        self._wakeup, self._idle, self._room = (threading.Condition(self._lock) for _ in range(3))
+        self._threads, self._running, self._closed = [], 0, True
+        for queue in self._queues.values():
+            queue.clear()
 
     def drain(self, timeout: float) -> bool:
         """Wait until nothing waits or runs, at most `timeout` seconds; True when that is so."""
