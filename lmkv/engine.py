@@ -127,7 +127,7 @@ class Engine:
     ) -> None:
         self.name = name
         self._store = store
-        self._closed = False
+        self._closed = True
         if layout.slot_bytes > store.slab.slot_bytes:
             raise UsageError(
                 f"a chunk of this layout takes {layout.slot_bytes} bytes, the store's slots have "
@@ -140,6 +140,7 @@ class Engine:
         self._copy_lock = threading.Lock()
         self._pace_lock = threading.Lock()
         self._stored = self._retrieved = self._requested = 0
+        self._closed = False
 
     @classmethod
     def open(

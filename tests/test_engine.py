@@ -501,7 +501,7 @@ def test_a_store_that_is_overtaken_by_close_publishes_nothing(model: Model, tmp_
         except ClosedError as error:
             errors.append(error)
 
-    with engine._copying:
+    with engine._copy_lock:
         storing, closing = threading.Thread(target=store), threading.Thread(target=engine.close)
         storing.start()
         while not engine._store.stats().writing:
