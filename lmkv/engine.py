@@ -6,7 +6,6 @@ Orchestration only: `chunks` names what is stored, `memory` moves the bytes, `st
 from __future__ import annotations
 
 import contextlib
-import reprlib
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from lmkv.chunks.hashing import Tokens, chunk_keys, token_bytes
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
-from lmkv.errors import ClosedError, UsageError
+from lmkv.errors import ClosedError, UsageError, shown
 from lmkv.memory.copier import ChunkCopy, Copier, Run
 from lmkv.memory.copiers import make_copier
 from lmkv.memory.layerwise import LayerReader, LayerWriter
@@ -514,12 +513,8 @@ def _block_ids(blocks: object) -> list[int]:
         # A tensor on any device, an array, or a plain sequence.
         found = np.asarray(blocks.cpu() if isinstance(blocks, torch.Tensor) else blocks)
     except (TypeError, ValueError):
-        raise UsageError(f"blocks must be a sequence of ints, not {_short(blocks)}") from None
+        raise UsageError(f"blocks must be a sequence of ints, not {shown(blocks)}") from None
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise UsageError(f"blocks must be a sequence of ints, not {_short(blocks)}")
+        raise UsageError(f"blocks must be a sequence of ints, not {shown(blocks)}")
     ids: list[int] = found.tolist()
     return ids
-
-
-def _short(value: object) -> str:
-    return reprlib.repr(value)

@@ -253,7 +253,7 @@ def threads_of_lmkv() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("lmkv")}
 
 
-def drop_engines(folder: str, tell: Callable[[Any], None]) -> None:
+def drop_engines(tell: Callable[[Any], None], folder: str) -> None:
     """In a process of its own, where no other test's threads are."""
     before = threads_of_lmkv()
     with warnings.catch_warnings(record=True) as caught:

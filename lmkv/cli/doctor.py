@@ -22,7 +22,7 @@ from rich.table import Table
 from lmkv.backends.disk.probe import try_folder
 from lmkv.chunks import codec
 from lmkv.chunks.layout import ALIGNMENT
-from lmkv.config import GB, Config
+from lmkv.config import GIB, Config
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.memory.slab import available_ram, clamp_capacity
 from lmkv.vllm import compat, plugin
@@ -207,7 +207,7 @@ def import_finding() -> Finding:
 
 
 def gigabytes(nbytes: int) -> str:
-    return f"{nbytes / GB:.2f} GB"
+    return f"{nbytes / GIB:.2f} GiB"
 
 
 def show(findings: list[Finding], problems: list[str]) -> None:

@@ -67,12 +67,12 @@ class TestMemory:
     def test_limits_are_named(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=0.01))))
         assert list(found) == ["available", "control group's limit", "RLIMIT_MEMLOCK", "CPU tier"]
-        assert (found["CPU tier"].value, found["CPU tier"].note) == ("0.01 GB", "as configured")
+        assert (found["CPU tier"].value, found["CPU tier"].note) == ("0.01 GiB", "as configured")
         assert not any(item.problem for item in found.values())
 
     def test_a_cut_is_said(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=1e6))))
-        assert found["CPU tier"].note == "cut from 1000000.00 GB"
+        assert found["CPU tier"].note == "cut from 1000000.00 GiB"
         assert not found["CPU tier"].problem
 
     def test_less_than_a_page_is_a_problem(self) -> None:
