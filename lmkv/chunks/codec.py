@@ -43,23 +43,6 @@ class FormatError(LmkvError):
 
 
 @frozen
-class Cover:
-    """The segments that a range of the payload touches, as payload offsets that meet.
-
-    `start..begin` is one segment covered in part, `begin..stop` are segments covered wholly, `stop..end` is
-    one covered in part again; each may be empty. `first` and `last` number the segments at `start` and at
-    `stop`.
-    """
-
-    first: int
-    last: int
-    start: int
-    begin: int
-    stop: int
-    end: int
-
-
-@frozen
 class Header:
     """What the header of a blob says.
 
@@ -80,20 +63,6 @@ class Header:
     @property
     def file_bytes(self) -> int:
         return self.header_bytes + align_up(self.payload_bytes, PAGE)
-
-    def cover(self, offset: int, nbytes: int) -> Cover:
-        """The segments of `nbytes` of payload from `offset` on; one ending inside a page is never whole."""
-        until = offset + nbytes
-        first, last = offset // self.segment_bytes, (until - 1) // self.segment_bytes
-        start, end = self._start_of(first), self._start_of(last + 1)
-        begin = start if start == offset else self._start_of(first + 1)
-        stop = end if end == until and end % PAGE == 0 else self._start_of(last)
-        if begin > stop:
-            begin = stop = end
-        return Cover(first, last, start, begin, stop, end)
-
-    def _start_of(self, segment: int) -> int:
-        return min(segment * self.segment_bytes, self.payload_bytes)
 
 
 @lru_cache(maxsize=1024)

@@ -23,13 +23,13 @@ from lmkv.backends.null import NullBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.errors import BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk, ListsKeys, ReadsRanges, Shared, SizesChunks
+from lmkv.protocols import Backend, Chunk, ListsKeys, Shared, SizesChunks
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, statuses
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
 
 NAMESPACE = bytes(range(32))
-CAPABILITIES = (ReadsRanges, ListsKeys, SizesChunks, Shared)
+CAPABILITIES = (ListsKeys, SizesChunks, Shared)
 
 
 def example(name: str) -> Any:
@@ -161,18 +161,6 @@ def test_aligned_memory_in_every_combination(disk: LocalDiskBackend) -> None:
                 assert into == chunk.payload
 
 
-def test_ranges_of_aligned_memory(disk: LocalDiskBackend) -> None:
-    """Slices of one page-aligned slot, as a layer-wise reader asks for them."""
-    chunk = Chunk(new_key(), page_aligned(65536, os.urandom(65536)))
-    disk.write([chunk])
-    for step in (4096, 8192, 12288, 16384, 5000, 32768):
-        slot = page_aligned(65536)
-        starts = range(0, 65536, step)
-        reads = disk.read_ranges([(chunk.key, start, slot[start : start + step]) for start in starts])
-        assert {read.status for read in reads} == {ReadStatus.HIT}
-        assert slot == chunk.payload
-
-
 def test_namespaces_do_not_see_each_other(disk: LocalDiskBackend, tmp_path: Path) -> None:
     other = LocalDiskBackend(tmp_path, bytes(32))
     chunk = chunk_of(100)
@@ -257,10 +245,6 @@ def test_chunks_of_real_size(disk: LocalDiskBackend, nbytes: int) -> None:
     slot = page_aligned(nbytes)
     assert disk.read([(chunk.key, slot)])[0].status is ReadStatus.HIT
     assert slot == chunk.payload
-    part = slot[12288 : 12288 + (3 << 20)]
-    part[:] = bytes(len(part))
-    assert disk.read_ranges([(chunk.key, 12288, part)])[0].status is ReadStatus.HIT
-    assert slot == chunk.payload
 
 
 def test_settings_of_another_writer_do_not_matter(tmp_path: Path) -> None:
@@ -270,9 +254,6 @@ def test_settings_of_another_writer_do_not_matter(tmp_path: Path) -> None:
     writer.write([chunk])
     assert read_back(reader, chunk) == chunk.payload
     assert statuses(reader, [chunk]) == [WriteStatus.PRESENT]
-    part = memoryview(bytearray(10_000))
-    assert reader.read_ranges([(chunk.key, 5000, part)])[0].status is ReadStatus.HIT
-    assert part == chunk.payload[5000:15000]
 
 
 @pytest.mark.parametrize(
@@ -430,10 +411,9 @@ def test_a_wrapper_sees_every_call(tmp_path: Path) -> None:
     wrapped.write([chunk])
     wrapped.contains([chunk.key])
     read_back(wrapped, chunk)
-    wrapped.read_ranges([(chunk.key, 0, memoryview(bytearray(10)))])
     list(wrapped.list_keys())
     wrapped.delete([chunk.key])
-    assert seen == ["write", "contains", "read", "read_ranges", "list_keys", "delete"]
+    assert seen == ["write", "contains", "read", "list_keys", "delete"]
 
 
 def test_faults_hit_some_keys_of_a_batch_and_repeat_with_the_seed(tmp_path: Path) -> None:
