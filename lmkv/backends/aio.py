@@ -59,11 +59,6 @@ class AsyncAdapter:
     def name(self) -> str:
         return self.inner.name
 
-    @property
-    def alive(self) -> bool:
-        """Whether the event-loop thread runs."""
-        return self._thread.is_alive()
-
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self._call("contains", self.inner.contains(keys))
 

@@ -512,7 +512,7 @@ def slow() -> Any:
     adapter = AsyncAdapter(SlowAsync(), deadline=0.05)
     yield adapter
     adapter.close()
-    assert not adapter.alive
+    assert not adapter._thread.is_alive()
 
 
 def test_a_missed_deadline_is_a_value_per_key(slow: AsyncAdapter) -> None:

@@ -209,7 +209,7 @@ def test_each_group_has_its_own_blocks() -> None:
 def test_memory_layout_and_slab_must_fit_each_other() -> None:
     axis, make = LAYOUTS["[B,H,N,C]"]
     setup = Setup(make(torch.bfloat16), axis)
-    other = KVLayout.uniform(chunk_size=12, block_size=4, num_layers=3, page_bytes=99)
+    other = KVLayout(12, (LayerPages(99, 3),) * 3)
     with pytest.raises(UsageError, match="page sizes"):
         CPUCopier(setup.memory, other, setup.slab)
     with pytest.raises(UsageError, match="do not fit"):
