@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from attrs import field, frozen
 
+from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.chunks.layout import align_up
 from lmkv.errors import LmkvError
 
@@ -27,7 +28,6 @@ CHECKSUMS = crc32.__module__
 MAGIC = b"LMKV\r\n\x1a\n"
 VERSION = 1
 PAGE = 4096
-DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 1 << 20
 DEFAULT_SEGMENT_BYTES = 1 << 20
 MAX_SEGMENT_BYTES = 16 << 20
@@ -35,7 +35,7 @@ MAX_SEGMENT_BYTES = 16 << 20
 _FIXED = struct.Struct("<8sHHIQIII32s32s32s")
 _CHECKSUM = struct.Struct("<I")
 _HAS_PARENT = 1
-_NO_PARENT = bytes(DIGEST_BYTES)
+_NO_PARENT = bytes(KEY_BYTES)
 
 
 class FormatError(LmkvError):
@@ -86,7 +86,7 @@ def pack_header(header: Header, into: memoryview) -> None:
     flags = _HAS_PARENT if header.parent else 0
     sizes = header.header_bytes, header.payload_bytes, header.segment_bytes, *counts
     digests = header.namespace, header.key, header.parent or _NO_PARENT
-    if any(len(digest) != DIGEST_BYTES for digest in digests):
+    if any(len(digest) != KEY_BYTES for digest in digests):
         raise FormatError("a digest is not 32 bytes long")
     _FIXED.pack_into(into, 0, MAGIC, VERSION, flags, *sizes, *digests)
     struct.pack_into(f"<{counts[0]}I", into, _FIXED.size, *header.checksums)

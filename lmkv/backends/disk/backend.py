@@ -18,6 +18,7 @@ from lmkv.backends.disk.folder import ChunkFolder
 from lmkv.backends.disk.usage import NAME, Usage
 from lmkv.chunks import codec
 from lmkv.chunks.codec import FormatError
+from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import (
     BackendError,
     BackendUnavailable,
@@ -301,8 +302,8 @@ class LocalDiskBackend:
     def _check_keys(self, keys: Sequence[ChunkKey]) -> None:
         self._check_open()
         for key in keys:
-            if len(key) != codec.DIGEST_BYTES:
-                raise UsageError(f"a key of {len(key)} bytes instead of {codec.DIGEST_BYTES}")
+            if len(key) != KEY_BYTES:
+                raise UsageError(f"a key of {len(key)} bytes instead of {KEY_BYTES}")
 
 
 def _oldest_use(found: Listed) -> tuple[float, float]:
@@ -327,13 +328,13 @@ def _is_damage(error: Exception, path: str) -> bool:
 def _check_chunk(chunk: Chunk) -> None:
     if not len(chunk.payload) or chunk.payload.ndim != 1 or chunk.payload.itemsize != 1:
         raise UsageError("a payload is a flat view of at least one byte")
-    if len(chunk.parent) not in (0, codec.DIGEST_BYTES) or len(chunk.tokens) % 4:
+    if len(chunk.parent) not in (0, KEY_BYTES) or len(chunk.tokens) % 4:
         raise UsageError("a parent is a key or empty, tokens are uint32")
 
 
 def _check_settings(backend: LocalDiskBackend) -> None:
-    if len(backend.namespace) != codec.DIGEST_BYTES:
-        raise ConfigError(f"a namespace of {len(backend.namespace)} bytes instead of {codec.DIGEST_BYTES}")
+    if len(backend.namespace) != KEY_BYTES:
+        raise ConfigError(f"a namespace of {len(backend.namespace)} bytes instead of {KEY_BYTES}")
     if backend.sync not in ("none", "data", "full"):
         raise ConfigError(f"sync={backend.sync!r} is none of 'none', 'data', 'full'")
     if backend.direct not in ("auto", "on", "off"):
