@@ -178,15 +178,13 @@ class DeviceCopier:
         self._to_store = list(
             map(_sets, by_layer(planes, self.num_layers, lambda plane: plane.layers.stop - 1))
         )
-        self._limits = {
-            group: len(row) for row, group in zip(memory.rows[::-1], memory.groups[::-1], strict=True)
-        }
+        self._num_blocks = memory.num_blocks
         self._incoming, self._outgoing = device.stream(), device.stream()
         self._load_buffers = _Buffers(device, self._buffer_bytes)
         self._store_buffers = _Buffers(device, self._buffer_bytes)
 
     def _check(self, copies: Sequence[ChunkCopy]) -> None:
-        check_copies(copies, self._slab.num_slots, self._limits)
+        check_copies(copies, self._slab.num_slots, self._num_blocks)
 
     # -- storing ------------------------------------------------------------------------------------------
 
