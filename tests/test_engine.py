@@ -16,7 +16,7 @@ import lmkv
 from lmkv import Config, Engine, Namespace, PagedMemory, Tier, TieredStore, Variant
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.chunks.layout import KVLayout
+from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.errors import ClosedError, UsageError
 from lmkv.policies import LRU
 from lmkv.testing.clocks import ManualClock
@@ -527,7 +527,7 @@ def test_an_engine_without_memory_looks_but_does_not_copy(model: Model) -> None:
 
 def test_slots_must_hold_a_chunk_and_the_primary_tier_must_be_memory(model: Model, tmp_path: Path) -> None:
     small = TieredStore(Tier(CPUPinnedBackend(1 << 20, 4096, populate=False), LRU()))
-    layout = KVLayout.uniform(chunk_size=16, block_size=4, num_layers=9, page_bytes=4096)
+    layout = KVLayout(16, (LayerPages(4096, 4),) * 9)
     with pytest.raises(UsageError, match=r"slot_bytes=layout\.slot_bytes"):
         Engine(small, namespace(), layout=layout)
     small.close()

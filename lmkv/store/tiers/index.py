@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from attrs import define, field
 
-from lmkv.chunks.namespace import KEY_BYTES
+from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed, Policy
 
 Victims = dict[ChunkKey, int]
