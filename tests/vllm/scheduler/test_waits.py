@@ -51,7 +51,7 @@ def _run(engine: SimulatedVLLM, requests: list[SimulatedRequest]) -> list[float]
         # The threads of the tier want to get on, too.
         time.sleep(0.0002)
         for number, request in list(alive.items()):
-            if request.status == "gone":
+            if request.status == "ended":
                 del alive[number]
             elif request.status in ("waiting", "loading"):
                 waits[number] += engine.now - before
@@ -60,7 +60,7 @@ def _run(engine: SimulatedVLLM, requests: list[SimulatedRequest]) -> list[float]
     raise AssertionError("stuck")
 
 
-@pytest.mark.parametrize("chunks", [3, 20], ids=["short", "between_steps"])
+@pytest.mark.parametrize("chunks", [3, 20], ids=["short", "between steps"])
 @pytest.mark.parametrize("spoil", [_hang, _slow, _fail])
 def test_the_wait_for_a_bad_disk_is_bounded(spoil: Callable[[FaultyBackend], None], chunks: int) -> None:
     engine = SimulatedVLLM(
