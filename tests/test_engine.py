@@ -20,7 +20,7 @@ from lmkv.chunks.layout import KVLayout
 from lmkv.errors import ClosedError, UsageError
 from lmkv.policies import LRU
 from lmkv.testing.clocks import ManualClock
-from tests.kit import Gated, assert_settled
+from tests.kit import Gated, assert_idle
 
 BLOCK = 4
 CHUNK = 16
@@ -93,7 +93,7 @@ def open_engine(model: Model, chunks: int = 64, *tiers: Tier, **options: Any) ->
 def engine(model: Model) -> Iterator[Engine]:
     with open_engine(model) as engine:
         yield engine
-        assert_settled(engine._store)
+        assert_idle(engine._store)
 
 
 def blocks_of(count: int, first: int = 0) -> list[int]:
@@ -290,7 +290,7 @@ def test_a_prefix_four_times_the_host_tier_comes_from_disk(model: Model, tmp_pat
             assert engine.retrieve(prompt, blocks) == len(prompt)
             model.check(prompt, blocks, len(prompt))
         settle(engine)
-        assert_settled(engine._store)
+        assert_idle(engine._store)
 
 
 def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_piece_that_does_not_come_in_time_ends_the_prefix(model: Model, tmp_pa
         gated.open()
         settle(engine)
         assert engine.retrieve(prompt, blocks) == 64
-        assert_settled(engine._store)
+        assert_idle(engine._store)
 
 
 # -- prefetch --------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_prefetch_returns_at_once_and_tells_how_far_it_is(cold: tuple[Engine, Ga
     assert [verb for verb, _ in gated.calls].count("read") == 6
     for handle in (prefetch, again):
         handle.cancel()
-    assert_settled(engine._store)
+    assert_idle(engine._store)
 
 
 def test_prefetching_what_nobody_has_is_done_at_once(cold: tuple[Engine, Gated]) -> None:
@@ -407,7 +407,7 @@ def test_cancelling_lets_go(cold: tuple[Engine, Gated]) -> None:
     prefetch.cancel()
     gated.open()
     assert prefetch.wait(LIMIT)
-    assert_settled(engine._store)
+    assert_idle(engine._store)
     assert engine.lookup(tokens(100)) == 96, "it is on disk as before"
 
 
