@@ -103,6 +103,7 @@ def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tupl
 def test_listings_in_the_middle_of_everything_make_them_exceed_it_by_little(tmp_path: Path) -> None:
     use = use_together(tmp_path / "kv", (1, 2, 1), listing=True)
     assert use.most <= BOUND
+    assert sum(report["evictions"] for report in use.reports) > 500
     assert min(report["listings"] for report in use.reports) > 20
 
 
