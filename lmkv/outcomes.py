@@ -69,12 +69,3 @@ class Written:
 
 STORED = Written(WriteStatus.STORED)
 PRESENT = Written(WriteStatus.PRESENT)
-
-
-class RemovalCause(Enum):
-    """Why a chunk left a tier."""
-
-    EVICTED = "evicted"
-    DELETED = "deleted"
-    QUARANTINED = "quarantined"
-    LOST = "lost"

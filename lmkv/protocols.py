@@ -62,13 +62,6 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class ReadsRanges(Protocol):
-    """A backend that can read part of a chunk: `(key, offset, into)`."""
-
-    def read_ranges(self, items: Sequence[tuple[ChunkKey, int, memoryview]]) -> list[Read]: ...
-
-
 @frozen
 class Listed:
     """One chunk found by `ListsKeys.list_keys`. `nbytes` is what it takes of the tier's capacity."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError
 from lmkv.outcomes import Read, ReadStatus, Written
-from lmkv.protocols import Chunk, ChunkKey
+from lmkv.protocols import Chunk, ChunkKey, Listed
 
 T = TypeVar("T")
 
@@ -35,6 +36,13 @@ class AsyncBackend(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
+class AsyncListsKeys(Protocol):
+    """`ListsKeys` for an asynchronous backend, usually an asynchronous generator."""
+
+    def list_keys(self) -> AsyncIterator[list[Listed]]: ...
+
+
 class AsyncAdapter:
     """An `AsyncBackend` as a `Backend`: its coroutines run on one event-loop thread that this object owns.
 
@@ -54,15 +62,13 @@ class AsyncAdapter:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"lmkv-aio-{inner.name}", daemon=True)
         self._thread.start()
+        if isinstance(inner, AsyncListsKeys):
+            # On the instance and not the class: `ListsKeys` looks for the attribute.
+            self.list_keys = partial(self._list_keys, inner)
 
     @property
     def name(self) -> str:
         return self.inner.name
-
-    @property
-    def alive(self) -> bool:
-        """Whether the event-loop thread runs."""
-        return self._thread.is_alive()
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self._call("contains", self.inner.contains(keys))
@@ -87,6 +93,11 @@ class AsyncAdapter:
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         self._call("delete", self.inner.delete(keys))
+
+    def _list_keys(self, inner: AsyncListsKeys) -> Iterator[list[Listed]]:
+        batches = inner.list_keys()
+        while (batch := self._call("list_keys", _next(batches))) is not None:
+            yield batch
 
     def close(self) -> None:
         """Close the inner backend, cancel what still runs, and join the thread, each within the deadline."""
@@ -133,4 +144,9 @@ class AsyncAdapter:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
         await self.inner.close()
+
+
+async def _next(batches: AsyncIterator[T]) -> T | None:
+    return await anext(batches, None)

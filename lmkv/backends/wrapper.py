@@ -7,17 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from lmkv.outcomes import Read, Written
-from lmkv.protocols import (
-    Backend,
-    Chunk,
-    ChunkKey,
-    Listed,
-    ListsKeys,
-    ReadsRanges,
-    Shared,
-    SharesRoom,
-    SizesChunks,
-)
+from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, Shared, SharesRoom, SizesChunks
 
 T = TypeVar("T")
 
@@ -32,8 +22,6 @@ class WrapperBackend:
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         # On the instance and not the class: protocols look for the attribute, and not every inner has it.
-        if isinstance(inner, ReadsRanges):
-            self.read_ranges = partial(self._forward_read_ranges, inner)
         if isinstance(inner, ListsKeys):
             self.list_keys = partial(self._forward_list_keys, inner)
         if isinstance(inner, SizesChunks):
@@ -70,11 +58,6 @@ class WrapperBackend:
 
     def close(self) -> None:
         self.inner.close()
-
-    def _forward_read_ranges(
-        self, inner: ReadsRanges, items: Sequence[tuple[ChunkKey, int, memoryview]]
-    ) -> list[Read]:
-        return self.around("read_ranges", lambda: inner.read_ranges(items))
 
     def _forward_list_keys(self, inner: ListsKeys) -> Iterator[list[Listed]]:
         return self.around("list_keys", inner.list_keys)

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from attrs import field, frozen
 
+from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.chunks.layout import align_up
 from lmkv.errors import LmkvError
 
@@ -27,7 +28,6 @@ CHECKSUMS = crc32.__module__
 MAGIC = b"LMKV\r\n\x1a\n"
 VERSION = 1
 PAGE = 4096
-DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 1 << 20
 DEFAULT_SEGMENT_BYTES = 1 << 20
 MAX_SEGMENT_BYTES = 16 << 20
@@ -35,28 +35,11 @@ MAX_SEGMENT_BYTES = 16 << 20
 _FIXED = struct.Struct("<8sHHIQIII32s32s32s")
 _CHECKSUM = struct.Struct("<I")
 _HAS_PARENT = 1
-_NO_PARENT = bytes(DIGEST_BYTES)
+_NO_PARENT = bytes(KEY_BYTES)
 
 
 class FormatError(LmkvError):
     """These bytes are not a sound blob of this version; the message says what is wrong."""
-
-
-@frozen
-class Cover:
-    """The segments that a range of the payload touches, as payload offsets that meet.
-
-    `start..begin` is one segment covered in part, `begin..stop` are segments covered wholly, `stop..end` is
-    one covered in part again; each may be empty. `first` and `last` number the segments at `start` and at
-    `stop`.
-    """
-
-    first: int
-    last: int
-    start: int
-    begin: int
-    stop: int
-    end: int
 
 
 @frozen
@@ -81,20 +64,6 @@ class Header:
     def file_bytes(self) -> int:
         return self.header_bytes + align_up(self.payload_bytes, PAGE)
 
-    def cover(self, offset: int, nbytes: int) -> Cover:
-        """The segments of `nbytes` of payload from `offset` on; one ending inside a page is never whole."""
-        until = offset + nbytes
-        first, last = offset // self.segment_bytes, (until - 1) // self.segment_bytes
-        start, end = self._start_of(first), self._start_of(last + 1)
-        begin = start if start == offset else self._start_of(first + 1)
-        stop = end if end == until and end % PAGE == 0 else self._start_of(last)
-        if begin > stop:
-            begin = stop = end
-        return Cover(first, last, start, begin, stop, end)
-
-    def _start_of(self, segment: int) -> int:
-        return min(segment * self.segment_bytes, self.payload_bytes)
-
 
 @lru_cache(maxsize=1024)
 def header_bytes(payload_bytes: int, segment_bytes: int, token_room: int) -> int:
@@ -117,7 +86,7 @@ def pack_header(header: Header, into: memoryview) -> None:
     flags = _HAS_PARENT if header.parent else 0
     sizes = header.header_bytes, header.payload_bytes, header.segment_bytes, *counts
     digests = header.namespace, header.key, header.parent or _NO_PARENT
-    if any(len(digest) != DIGEST_BYTES for digest in digests):
+    if any(len(digest) != KEY_BYTES for digest in digests):
         raise FormatError("a digest is not 32 bytes long")
     _FIXED.pack_into(into, 0, MAGIC, VERSION, flags, *sizes, *digests)
     struct.pack_into(f"<{counts[0]}I", into, _FIXED.size, *header.checksums)

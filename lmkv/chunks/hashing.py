@@ -15,7 +15,9 @@ from typing import Any, Final, Literal, Protocol
 
 from lmkv.errors import UsageError
 
-_DIGEST_BYTES: Final = 32
+KEY_BYTES: Final = 32
+"""Length of a chunk key, of a namespace's digest and of a root: all are sha256."""
+
 _TOKEN_BYTES: Final = 4
 _UINT32: Final[Literal["I", "L"]] = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 _REROOT_TAG: Final = b"lmkv extras\0"
@@ -97,8 +99,8 @@ def token_bytes(tokens: Tokens) -> bytes:
 
 
 def _checked_digest(digest: object, name: str) -> bytes:
-    if not isinstance(digest, bytes) or len(digest) != _DIGEST_BYTES:
-        raise UsageError(f"{name} must be {_DIGEST_BYTES} bytes, not {digest!r}")
+    if not isinstance(digest, bytes) or len(digest) != KEY_BYTES:
+        raise UsageError(f"{name} must be {KEY_BYTES} bytes, not {digest!r}")
     return digest
 
 
@@ -109,7 +111,7 @@ def _checked_extras(extras: Mapping[int, bytes]) -> dict[int, bytes]:
 
 
 def _length(tokens: Tokens) -> int:
-    if isinstance(tokens, (str, bytes, bytearray)):
+    if isinstance(tokens, (str, bytes, bytearray, Mapping)) or not hasattr(tokens, "__getitem__"):
         raise UsageError(f"tokens must be a sequence of ints, not {type(tokens).__name__}")
     if getattr(tokens, "ndim", 1) != 1:
         raise UsageError(f"tokens must have one dimension, not the shape {getattr(tokens, 'shape', None)}")

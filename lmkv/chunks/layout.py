@@ -11,8 +11,6 @@ from itertools import accumulate
 
 from attrs import field, frozen, validators
 
-from lmkv.errors import UsageError
-
 ALIGNMENT = 4096
 """Slots start and end on this boundary: a memory page, and what O_DIRECT wants."""
 
@@ -49,16 +47,6 @@ class KVLayout:
     layers: tuple[LayerPages, ...] = field(validator=validators.min_len(1))
     num_ranks: int = field(default=1, validator=validators.gt(0))
 
-    @classmethod
-    def uniform(
-        cls, *, chunk_size: int, block_size: int, num_layers: int, page_bytes: int, num_ranks: int = 1
-    ) -> KVLayout:
-        """The layout of a model whose layers are all alike, with `block_size` tokens a block."""
-        if chunk_size % block_size:
-            raise UsageError(f"chunk_size {chunk_size} is not a multiple of block_size {block_size}")
-        layer = LayerPages(page_bytes, chunk_size // block_size)
-        return cls(chunk_size, (layer,) * num_layers, num_ranks)
-
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
         """Offset of each layer inside a rank's segment, and the segment's length as the last item."""
@@ -76,10 +64,6 @@ class KVLayout:
     def slot_bytes(self) -> int:
         """`chunk_bytes` rounded up, so that slots stay aligned."""
         return align_up(self.chunk_bytes)
-
-    @cached_property
-    def num_groups(self) -> int:
-        return 1 + max(layer.group for layer in self.layers)
 
     def pages_per_chunk(self, group: int) -> int:
         """Blocks of `group` that a chunk covers."""

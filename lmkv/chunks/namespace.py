@@ -20,9 +20,6 @@ from lmkv.errors import UsageError
 FORMAT_VERSION = 1
 """Of the keys: raised whenever the same tokens, under the same description, get other keys than before."""
 
-KEY_BYTES = 32
-"""Length of a chunk key, of a namespace digest and of a root (sha256)."""
-
 _NAMESPACE_TAG = b"lmkv namespace\0"
 _ROOT_TAG = b"lmkv root\0"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -23,7 +23,7 @@ from rich.text import Text
 from lmkv.backends.disk.probe import try_folder
 from lmkv.chunks import codec
 from lmkv.chunks.layout import ALIGNMENT
-from lmkv.config import GB, Config
+from lmkv.config import GIB, Config
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.memory.slab import available_ram, clamp_capacity
 from lmkv.vllm import compat, plugin
@@ -200,7 +200,7 @@ def import_finding() -> Finding:
 
 
 def gibibytes(nbytes: int) -> str:
-    return f"{nbytes / GB:.2f} GiB"
+    return f"{nbytes / GIB:.2f} GiB"
 
 
 def show(findings: list[Finding], problems: list[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from attrs import frozen
 
@@ -91,18 +93,37 @@ def by_layer(planes: Sequence[_P], num_layers: int, layer_of: Callable[[_P], int
     return due
 
 
-def check_copies(copies: Sequence[ChunkCopy], num_slots: int, limits: Mapping[int, int]) -> None:
+def block_ids(blocks: object) -> list[int]:
+    """The ids in a sequence, a numpy array or a torch tensor of integers.
+
+    Raises UsageError for anything else, such as floats and booleans, which an index would silently convert.
+    """
+    ids = blocks.tolist() if hasattr(blocks, "tolist") else blocks
+    if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray)):
+        raise UsageError(f"block ids must be a sequence of integers, not {reprlib.repr(blocks)}")
+    return list(ids) if {int}.issuperset(map(type, ids)) else list(map(_block_id, ids))
+
+
+def _block_id(value: Any) -> int:
+    """`value`, or the only value of a numpy scalar or a torch tensor without dimensions, if it is an int."""
+    found = value.item() if getattr(value, "ndim", None) == 0 else value
+    if isinstance(found, int) and not isinstance(found, bool):
+        return found
+    raise UsageError(f"a block id must be an integer, not {reprlib.repr(value)}")
+
+
+def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mapping[int, int]) -> None:
     """Before the first byte moves: raise UsageError for slots and blocks that do not exist.
 
-    They would become copies of others. `limits`: how many blocks there are, by block table.
+    They would become copies of others. `num_blocks`: how many there are, by block table.
     """
     for copy in copies:
         if not 0 <= copy.slot < num_slots:
             raise UsageError(f"slot {copy.slot} is not within {num_slots} slots")
-        for group, limit in limits.items():
-            blocks = copy.runs[group].blocks
-            if blocks and (min(blocks) < 0 or max(blocks) >= limit):
-                raise UsageError(f"block ids {min(blocks)}..{max(blocks)} are not within {limit} blocks")
+    for group, limit in num_blocks.items():
+        ids = block_ids(list(chain.from_iterable(copy.runs[group].blocks for copy in copies)))
+        if ids and (min(ids) < 0 or max(ids) >= limit):
+            raise UsageError(f"block ids {min(ids)}..{max(ids)} are not within {limit} blocks")
 
 
 def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:

@@ -66,7 +66,7 @@ class CPUCopier:
         self._to_load = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.start)
         self._to_store = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.stop - 1)
         self._num_slots = slab.num_slots
-        self._limits = {plane.group: len(plane.pages) for plane in reversed(self._planes)}
+        self._num_blocks = memory.num_blocks
 
     def store(self, copies: Sequence[ChunkCopy]) -> Event:
         self._check(copies)
@@ -97,7 +97,7 @@ class CPUCopier:
         return DONE
 
     def _check(self, copies: Sequence[ChunkCopy]) -> None:
-        check_copies(copies, self._num_slots, self._limits)
+        check_copies(copies, self._num_slots, self._num_blocks)
 
     def close(self) -> None:
         for planes in (self._planes, *self._to_load, *self._to_store):

@@ -119,10 +119,9 @@ class CUDADevice:
         )
         self._pinned = PinnedSlab(slab, device)
 
-    def compute(self) -> Stream:
-        return _CUDAStream(torch.cuda.current_stream(self._device))
-
-    def stream(self) -> Stream:
+    def stream(self, *, compute: bool = False) -> Stream:
+        if compute:
+            return _CUDAStream(torch.cuda.current_stream(self._device))
         return _CUDAStream(torch.cuda.Stream(self._device))
 
     def allocate(self, nbytes: int) -> tuple[int, object]:

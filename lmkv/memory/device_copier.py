@@ -63,12 +63,8 @@ class Stream(Protocol):
 class Device(Protocol):
     """What `DeviceCopier` needs of an accelerator. Nothing blocks but `synchronize`."""
 
-    def compute(self) -> Stream:
-        """The queue that the model's computation goes to."""
-        ...
-
-    def stream(self) -> Stream:
-        """A new queue."""
+    def stream(self, *, compute: bool = False) -> Stream:
+        """A new queue, or the one that the model's computation is launched on now."""
         ...
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
@@ -182,15 +178,13 @@ class DeviceCopier:
         self._to_store = list(
             map(_sets, by_layer(planes, self.num_layers, lambda plane: plane.layers.stop - 1))
         )
-        self._limits = {
-            group: len(row) for row, group in zip(memory.rows[::-1], memory.groups[::-1], strict=True)
-        }
+        self._num_blocks = memory.num_blocks
         self._incoming, self._outgoing = device.stream(), device.stream()
         self._load_buffers = _Buffers(device, self._buffer_bytes)
         self._store_buffers = _Buffers(device, self._buffer_bytes)
 
     def _check(self, copies: Sequence[ChunkCopy]) -> None:
-        check_copies(copies, self._slab.num_slots, self._limits)
+        check_copies(copies, self._slab.num_slots, self._num_blocks)
 
     # -- storing ------------------------------------------------------------------------------------------
 
@@ -207,7 +201,7 @@ class DeviceCopier:
             return self._begin_store(copies, planes)
 
     def _begin_store(self, copies: Sequence[ChunkCopy], planes: Sequence[_PlaneSet]) -> Event:
-        compute, outgoing = self._device.compute(), self._outgoing
+        compute, outgoing = self._device.stream(compute=True), self._outgoing
         for batch in self._batches(copies, planes):
             buffer = self._store_buffers.take()
             compute.wait_for(buffer.free)
@@ -224,12 +218,12 @@ class DeviceCopier:
 
     def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
         self._check(copies)
-        target = self._incoming if overlap else self._device.compute()
+        target = self._incoming if overlap else self._device.stream(compute=True)
         return next(self._load(copies, [self._all], target))
 
     def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
         self._check(copies)
-        return self._load(copies, self._to_load, self._device.compute())
+        return self._load(copies, self._to_load, self._device.stream(compute=True))
 
     def _load(
         self, copies: Sequence[ChunkCopy], parts: Sequence[Sequence[_PlaneSet]], target: Stream
@@ -242,7 +236,7 @@ class DeviceCopier:
         self, copies: Sequence[ChunkCopy], parts: Sequence[Sequence[_PlaneSet]], target: Stream
     ) -> Iterator[Event]:
         # What was launched until now may still be using the blocks.
-        self._incoming.wait_for(self._device.compute().mark())
+        self._incoming.wait_for(self._device.stream(compute=True).mark())
         coming = deque(
             (number, batch) for number, part in enumerate(parts) for batch in self._batches(copies, part)
         )

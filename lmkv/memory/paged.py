@@ -65,6 +65,7 @@ class PagedMemory:
         if not rows:
             raise UsageError("no KV tensors to register")
         self.rows, self.groups = list(rows), list(groups or [0] * len(rows))
+        self.num_blocks = _num_blocks(self.rows, self.groups)
         self.layers = [range(layer, layer + 1) for layer in layers or range(len(rows))]
         if fuse:
             self._fuse()
@@ -110,6 +111,17 @@ class PagedMemory:
             else:
                 fused.append((row, group, layers))
         self.rows, self.groups, self.layers = map(list, zip(*fused, strict=True))
+
+
+def _num_blocks(rows: Sequence[torch.Tensor], groups: Sequence[int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for row, group in zip(rows, groups, strict=True):
+        if found.setdefault(group, len(row)) != len(row):
+            raise UsageError(
+                f"KV tensors of {found[group]} and of {len(row)} blocks cannot share a block table: a block "
+                "must exist in every tensor of its table"
+            )
+    return found
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ import pytest
 
 from lmkv.errors import BackendError, ClosedError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, ReadsRanges, SizesChunks
+from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, SizesChunks
 
 T = TypeVar("T")
 HIT, MISS, FAILED = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.FAILED
@@ -31,10 +31,6 @@ LIMIT = 30.0
 
 class Persistent(Backend, ListsKeys, Protocol):
     """What the tests of listing and reopening need."""
-
-
-class Ranged(Backend, ReadsRanges, Protocol):
-    """What the tests of byte ranges need."""
 
 
 def new_key() -> ChunkKey:
@@ -80,11 +76,6 @@ class BackendSuite:
     def keeping(self, backend: Backend) -> Backend:
         if not self.keeps:
             pytest.skip("this backend keeps nothing")
-        return backend
-
-    @pytest.fixture
-    def ranged(self, keeping: Backend) -> Ranged:
-        backend: Ranged = _skip_unless(keeping, ReadsRanges)
         return backend
 
     @pytest.fixture
@@ -136,8 +127,6 @@ class BackendSuite:
             lambda: backend.write([chunk]),
             lambda: backend.delete([chunk.key]),
         ]
-        if isinstance(backend, ReadsRanges):
-            calls.append(lambda: backend.read_ranges([(chunk.key, 0, buffer)]))
         if isinstance(backend, ListsKeys):
             calls.append(lambda: list(backend.list_keys()))
         for call in calls:
@@ -249,29 +238,6 @@ class BackendSuite:
             assert read_back(keeping, chunk) == chunk.payload
 
     # -- capabilities -------------------------------------------------------------------------------------
-
-    def test_ranges_are_slices(self, ranged: Ranged) -> None:
-        chooser = random.Random(0)
-        for nbytes in self.sizes:
-            chunk = chunk_of(nbytes)
-            ranged.write([chunk])
-            edges = [tuple(sorted(chooser.sample(range(nbytes + 1), 2))) for _ in range(20)]
-            buffers = [memoryview(bytearray(until - start)) for start, until in [(0, nbytes), *edges]]
-            starts = [0, *(start for start, _ in edges)]
-            reads = ranged.read_ranges(
-                [(chunk.key, start, into) for start, into in zip(starts, buffers, strict=True)]
-            )
-            assert {read.status for read in reads} == {HIT}
-            for start, into in zip(starts, buffers, strict=True):
-                assert into == chunk.payload[start : start + len(into)]
-
-    def test_ranges_miss_and_fail_one_by_one(self, ranged: Ranged) -> None:
-        chunk, buffer = chunk_of(5000), memoryview(bytearray(1000))
-        ranged.write([chunk])
-        items = [(chunk.key, 4001), (new_key(), 0), (chunk.key, 4000), (chunk.key, 5000), (chunk.key, 0)]
-        reads = ranged.read_ranges([(key, offset, buffer) for key, offset in items])
-        assert [read.status for read in reads] == [FAILED, MISS, HIT, FAILED, HIT]
-        assert buffer == chunk.payload[:1000]
 
     def test_what_is_listed_is_what_is_there(self, persistent: Persistent) -> None:
         chunks = [chunk_of(nbytes) for nbytes in self.sizes]

@@ -16,12 +16,12 @@ from lmkv.backends.wrapper import WrapperBackend
 from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.memory.copier import ChunkCopy, Copier, Event
 from lmkv.outcomes import Read, Written
-from lmkv.protocols import Backend, Chunk, ChunkKey, ReadsRanges
+from lmkv.protocols import Backend, Chunk, ChunkKey
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-VERBS = frozenset({"contains", "read", "read_ranges", "write", "delete", "list_keys"})
+VERBS = frozenset({"contains", "read", "write", "delete", "list_keys"})
 COPIES = frozenset({"store", "load"})
 
 
@@ -90,11 +90,6 @@ class FaultyBackend(WrapperBackend):
 
     def write(self, chunks: Sequence[Chunk]) -> list[Written]:
         return self._some("write", chunks, [c.key for c in chunks], self.inner.write, Written.failed)
-
-    def _forward_read_ranges(
-        self, inner: ReadsRanges, items: Sequence[tuple[ChunkKey, int, memoryview]]
-    ) -> list[Read]:
-        return self._some("read_ranges", items, [key for key, _, _ in items], inner.read_ranges, Read.failed)
 
     def _some(
         self,

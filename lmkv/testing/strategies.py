@@ -31,11 +31,6 @@ def chunks(max_bytes: int = 20_000) -> st.SearchStrategy[Chunk]:
     return st.builds(Chunk, keys(), payloads(max_bytes), parents, tokens())
 
 
-def chunk_lists(max_count: int = 8, max_bytes: int = 20_000) -> st.SearchStrategy[list[Chunk]]:
-    """Chunks of different keys."""
-    return st.lists(chunks(max_bytes), max_size=max_count, unique_by=lambda chunk: chunk.key)
-
-
 def _repeated(drawn: tuple[int, bytes]) -> memoryview:
     length, seed = drawn
     return memoryview((seed * (length // len(seed) + 1))[:length])

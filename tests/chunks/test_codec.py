@@ -182,34 +182,6 @@ def test_any_changed_byte_of_a_payload_is_noticed(
         codec.verify_segments(header, memoryview(broken))
 
 
-@given(
-    payload_bytes=st.integers(1, 100_000),
-    segment_bytes=SEGMENTS,
-    edges=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-)
-def test_a_cover_is_whole_segments_around_the_range(
-    payload_bytes: int, segment_bytes: int, edges: tuple[float, float]
-) -> None:
-    header = evolve(SMALL, payload_bytes=payload_bytes, segment_bytes=segment_bytes, checksums=())
-    offset, until = (int(edge * payload_bytes) for edge in sorted(edges))
-    until = max(until, offset + 1)
-    if until > payload_bytes:
-        return
-    cover = header.cover(offset, until - offset)
-    assert cover.start <= cover.begin <= cover.stop <= cover.end <= payload_bytes
-    assert cover.start <= offset < until <= cover.end
-    assert cover.start == cover.first * segment_bytes
-    assert cover.end == min((cover.last + 1) * segment_bytes, payload_bytes)
-    # Only what lies inside the range is read straight into the caller's memory, and in whole pages.
-    assert cover.begin == cover.stop or (offset <= cover.begin and cover.stop <= until)
-    assert cover.begin % segment_bytes == 0 or cover.begin == payload_bytes
-    assert (cover.stop - cover.begin) % PAGE == 0
-    # At most one segment on either side is covered in part, and it really is.
-    assert cover.begin - cover.start <= segment_bytes
-    assert cover.end - cover.stop <= segment_bytes
-    assert cover.begin == cover.start or offset > cover.start or cover.begin == cover.end
-
-
 @pytest.mark.parametrize(
     ("nbytes", "plausible"), [(0, 0), (4096, 0), (8191, 0), (8192, 1), (8193, 0), (12288, 1)]
 )

@@ -64,7 +64,7 @@ class World:
             if layers is None or index in layers:
                 value = self.rng.randrange(256)
                 expected[block] = value
-                self.device.compute().do(lambda row=row, value=value: row[block].fill_(value))
+                self.device.compute.do(lambda row=row, value=value: row[block].fill_(value))
 
     def copies(self, slots: list[int]) -> list[ChunkCopy]:
         blocks = self.rng.sample(range(BLOCKS), PAGES * len(slots))
@@ -117,14 +117,14 @@ def test_a_layer_is_there_when_the_model_comes_to_it(
     world.oracle.load(copies)
     wanted = [row.clone() for row in world.expected.rows]
     for row in world.memory.rows:
-        world.device.compute().do(lambda row=row: row.fill_(7))
+        world.device.compute.do(lambda row=row: row.fill_(7))
     blocks = [block for copy in copies for block in copy.runs[0].blocks]
     reader = LayerReader(world.copier, copies)
     read: list[torch.Tensor] = []
     for layer in range(LAYERS):
         reader.wait(layer)
         row = world.memory.rows[min(layer, len(world.memory.rows) - 1)]
-        world.device.compute().do(lambda row=row: read.append(row[blocks].clone()))
+        world.device.compute.do(lambda row=row: read.append(row[blocks].clone()))
     assert reader.complete
     reader.finish().wait()
     world.device.synchronize()
@@ -181,7 +181,7 @@ def test_a_load_beside_the_computation_delays_none_of_it(
         world.compute(block)
     copies = world.copies([2, 5])
     event = world.copier.load(copies, overlap=True)
-    waiting = [item for item in world.device.compute().queue if isinstance(item, tuple) and item[0] == "wait"]
+    waiting = [item for item in world.device.compute.queue if isinstance(item, tuple) and item[0] == "wait"]
     assert not waiting
     world.oracle.load(copies)
     event.wait()

@@ -458,7 +458,7 @@ def test_the_histories_test_something() -> None:
     for seed in range(100, 120):
         seen += drive(seed, 400)
     rare = {name: seen[name] for name in ("hits", "reads", "writes", "evictions", "write_rejects", "dropped")}
-    assert min(rare.values()) > 50, rare
+    assert min(rare.values()) > 10, rare
     assert min(seen["read_failures"], seen["write_failures"], seen["opened"]) > 5
 
 

@@ -6,20 +6,19 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
-from itertools import chain, groupby, islice
-from operator import itemgetter, or_
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Literal
 
 from attrs import define, field, validators
 
-from lmkv.backends.disk.chunkfile import ChunkFiles, RangeReader, WrongLengthError
-from lmkv.backends.disk.fileio import FreeSpace, ShortReadError, address_of, probe_direct, sync_folder
+from lmkv.backends.disk.chunkfile import ChunkFiles, WrongLengthError
+from lmkv.backends.disk.fileio import FreeSpace, ShortReadError, probe_direct, sync_folder
 from lmkv.backends.disk.folder import ChunkFolder
 from lmkv.backends.disk.usage import NAME, Usage
 from lmkv.chunks import codec
 from lmkv.chunks.codec import FormatError
+from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import (
     BackendError,
     BackendUnavailable,
@@ -121,14 +120,6 @@ class LocalDiskBackend:
         self._check_keys([key for key, _ in items])
         return [self._read(key, into.cast("B")) for key, into in items]
 
-    def read_ranges(self, items: Sequence[tuple[ChunkKey, int, memoryview]]) -> list[Read]:
-        """Read parts of chunks, each verified. Neighbours in `items` of one key share one open file."""
-        self._check_keys([key for key, _, _ in items])
-        results: list[Read] = []
-        for key, group in groupby(items, key=itemgetter(0)):
-            results += self._read_ranges(key, [(offset, into.cast("B")) for _, offset, into in group])
-        return results
-
     def write(self, chunks: Sequence[Chunk]) -> list[Written]:
         self._check_keys([chunk.key for chunk in chunks])
         for chunk in chunks:
@@ -213,29 +204,10 @@ class LocalDiskBackend:
         self._usage.set(used, reserved)
 
     def _read(self, key: ChunkKey, into: memoryview) -> Read:
+        """Read one chunk; what goes wrong with it becomes a value, and a bad file is set aside."""
         path = self._folder.path_of(key)
-        return self._outcome(key, path, partial(self._files.read, path, key, into))
-
-    def _read_ranges(self, key: ChunkKey, parts: list[tuple[int, memoryview]]) -> list[Read]:
-        path = self._folder.path_of(key)
-        misalignment = reduce(or_, (address_of(into) - offset for offset, into in parts))
-        results: list[Read] = []
-
-        def read_parts(reader: RangeReader) -> None:
-            for offset, into in parts:
-                results.append(self._outcome(key, path, partial(reader.read, offset, into)))
-
-        def open_and_read() -> None:
-            with self._files.ranges(path, key, misalignment) as reader:
-                read_parts(reader)
-
-        whole = self._outcome(key, path, open_and_read)
-        return results or [whole] * len(parts)
-
-    def _outcome(self, key: ChunkKey, path: str, fill: Callable[[], None]) -> Read:
-        """Do a read; what goes wrong with it becomes a value, and a bad file is set aside."""
         try:
-            fill()
+            self._files.read(path, key, into)
         except (FileNotFoundError, NotADirectoryError):
             return MISS
         except WrongLengthError as error:
@@ -330,8 +302,8 @@ class LocalDiskBackend:
     def _check_keys(self, keys: Sequence[ChunkKey]) -> None:
         self._check_open()
         for key in keys:
-            if len(key) != codec.DIGEST_BYTES:
-                raise UsageError(f"a key of {len(key)} bytes instead of {codec.DIGEST_BYTES}")
+            if len(key) != KEY_BYTES:
+                raise UsageError(f"a key of {len(key)} bytes instead of {KEY_BYTES}")
 
 
 def _oldest_use(found: Listed) -> tuple[float, float]:
@@ -356,13 +328,13 @@ def _is_damage(error: Exception, path: str) -> bool:
 def _check_chunk(chunk: Chunk) -> None:
     if not len(chunk.payload) or chunk.payload.ndim != 1 or chunk.payload.itemsize != 1:
         raise UsageError("a payload is a flat view of at least one byte")
-    if len(chunk.parent) not in (0, codec.DIGEST_BYTES) or len(chunk.tokens) % 4:
+    if len(chunk.parent) not in (0, KEY_BYTES) or len(chunk.tokens) % 4:
         raise UsageError("a parent is a key or empty, tokens are uint32")
 
 
 def _check_settings(backend: LocalDiskBackend) -> None:
-    if len(backend.namespace) != codec.DIGEST_BYTES:
-        raise ConfigError(f"a namespace of {len(backend.namespace)} bytes instead of {codec.DIGEST_BYTES}")
+    if len(backend.namespace) != KEY_BYTES:
+        raise ConfigError(f"a namespace of {len(backend.namespace)} bytes instead of {KEY_BYTES}")
     if backend.sync not in ("none", "data", "full"):
         raise ConfigError(f"sync={backend.sync!r} is none of 'none', 'data', 'full'")
     if backend.direct not in ("auto", "on", "off"):

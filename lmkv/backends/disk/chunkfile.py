@@ -22,7 +22,7 @@ from lmkv.backends.disk.fileio import (
     write_fully,
 )
 from lmkv.chunks import codec
-from lmkv.chunks.codec import PAGE, Cover, FormatError, Header
+from lmkv.chunks.codec import PAGE, FormatError, Header
 from lmkv.chunks.layout import align_up
 from lmkv.protocols import Chunk, ChunkKey
 
@@ -115,9 +115,11 @@ class ChunkFiles:
         """
         with self._opened(path, address_of(into)) as (fd, status):
             header, done = self._read_start(fd, status.st_size, key, into)
-            reader, step = RangeReader(fd, header, self._scratch), self._piece(header.segment_bytes)
+            step = self._piece(header.segment_bytes)
             for at in range(done, len(into), step):
-                reader.read(at, into[at : at + step])
+                part = into[at : at + step]
+                self._fill(fd, header.header_bytes + at, part)
+                codec.verify_segments(header, part, at // header.segment_bytes)
 
     def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
         """The header, and how much of `into` is filled and verified already.
@@ -125,30 +127,32 @@ class ChunkFiles:
         A file of the size that we would make has its payload where we would put it, so that a first piece can
         come along with the header.
         """
-        first = min(len(into) - len(into) % PAGE, self._piece(self.segment_bytes))
-        header_bytes = self.header_bytes(len(into))
-        if size != self.file_bytes(len(into)):
-            header, first = self._header_of(fd, size, key), 0
-        else:
+        header_bytes, first = self.header_bytes(len(into)), into[: self._piece(self.segment_bytes)]
+        if size == self.file_bytes(len(into)):
             start = self._scratch.take("header", header_bytes)
-            read_fully(fd, [start, into[:first]])
+            self._fill(fd, 0, first, start)
             header = self._checked(codec.parse_header(start), size, key)
+        else:
+            header, first = self._header_of(fd, size, key), into[:0]
         _check_length(header, len(into))
-        if header.header_bytes != header_bytes or (first % header.segment_bytes and first != len(into)):
+        whole_segments = len(first) == len(into) or len(first) % header.segment_bytes == 0
+        if header.header_bytes != header_bytes or not whole_segments:
             return header, 0
-        codec.verify_segments(header, into[:first])
-        return header, first
+        codec.verify_segments(header, first)
+        return header, len(first)
+
+    def _fill(self, fd: int, offset: int, into: memoryview, *before: memoryview) -> None:
+        """Fill `before`, then `into`, from `offset` on; the last part of a page by way of scratch memory."""
+        rest = len(into) % PAGE
+        whole = len(into) - rest
+        tail = self._scratch.take("tail", PAGE if rest else 0)
+        read_fully(fd, [*before, into[:whole], tail], offset)
+        into[whole:] = tail[:rest]
 
     @staticmethod
     def _piece(segment_bytes: int) -> int:
         """Bytes of payload to move between two looks at checksums: whole segments."""
         return max(PIECE // segment_bytes, 1) * segment_bytes
-
-    @contextlib.contextmanager
-    def ranges(self, path: str, key: ChunkKey, misalignment: int) -> Iterator[RangeReader]:
-        """Read parts of one file. `misalignment`: how far the callers' memory is off page boundaries."""
-        with self._opened(path, misalignment) as (fd, status):
-            yield RangeReader(fd, self._header_of(fd, status.st_size, key), self._scratch)
 
     def header(self, path: str, key: ChunkKey) -> Header:
         """The file's header, checked against its size. Raises `FormatError` or `OSError`."""
@@ -193,41 +197,6 @@ class ChunkFiles:
         if header.file_bytes != size:
             raise FormatError(f"it is {size} bytes long instead of {header.file_bytes}")
         return header
-
-
-@define
-class RangeReader:
-    """An open file and its verified header, for as many ranges as one wants."""
-
-    fd: int
-    header: Header
-    _scratch: Scratch
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` from the payload's `offset` on; raises like `ChunkFiles.read`.
-
-        Only whole segments can be verified, so those that `into` covers in part go through scratch memory.
-        """
-        until = offset + len(into)
-        if not 0 <= offset < until <= self.header.payload_bytes:
-            raise WrongLengthError(f"bytes {offset} to {until} of a payload of {self.header.payload_bytes}")
-        cover = self.header.cover(offset, len(into))
-        head = self._scratch.take("head", align_up(cover.begin - cover.start, PAGE))
-        body = into[cover.begin - offset : cover.stop - offset] if cover.begin < cover.stop else into[:0]
-        tail = self._scratch.take("tail", align_up(cover.end - cover.stop, PAGE))
-        read_fully(self.fd, [head, body, tail], self.header.header_bytes + cover.start)
-        head, tail = head[: cover.begin - cover.start], tail[: cover.end - cover.stop]
-        self._verify(cover, head, body, tail)
-        if head:
-            wanted = head[offset - cover.start :][: len(into)]
-            into[: len(wanted)] = wanted
-        if tail:
-            into[cover.stop - offset :] = tail[: until - cover.stop]
-
-    def _verify(self, cover: Cover, head: memoryview, body: memoryview, tail: memoryview) -> None:
-        codec.verify_segments(self.header, head, cover.first)
-        codec.verify_segments(self.header, body, cover.first + bool(head))
-        codec.verify_segments(self.header, tail, cover.last)
 
 
 def _regular(fd: int) -> os.stat_result:

@@ -16,11 +16,12 @@ from attrs import evolve, field, frozen
 
 from lmkv.backends.disk.fileio import TEMPORARY_SUFFIX, is_abandoned
 from lmkv.chunks import codec
+from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed
 
 SUFFIX = f".kv{codec.VERSION}"
 QUARANTINE = "quarantine"
-_NAME_LENGTH = 2 * codec.DIGEST_BYTES + len(SUFFIX)
+_NAME_LENGTH = 2 * KEY_BYTES + len(SUFFIX)
 
 
 @frozen
@@ -42,7 +43,7 @@ class ChunkFolder:
 
     def path_of(self, key: ChunkKey) -> str:
         """A key of another namespace begins with that."""
-        namespace, key = key[: -codec.DIGEST_BYTES] or self.namespace, key[-codec.DIGEST_BYTES :]
+        namespace, key = key[:-KEY_BYTES] or self.namespace, key[-KEY_BYTES:]
         return os.path.join(self.root, namespace.hex(), key[:1].hex(), key.hex() + SUFFIX)
 
     def make(self, *below: str) -> None:
@@ -117,7 +118,7 @@ def _digest_of(digits: str) -> bytes | None:
         digest = bytes.fromhex(digits)
     except ValueError:
         return None
-    return digest if len(digest) == codec.DIGEST_BYTES and digest.hex() == digits else None
+    return digest if len(digest) == KEY_BYTES and digest.hex() == digits else None
 
 
 def _sweep(entry: os.DirEntry[str]) -> None:

@@ -130,21 +130,6 @@ def test_pages_that_never_reached_the_disk(specimen: Specimen) -> None:
         specimen.check(b"".join(kept), must_fail=True)
 
 
-def test_ranges_of_flipped_bytes(specimen: Specimen) -> None:
-    """A range is served from sound segments even if another one is broken, and never from a broken one."""
-    for at in range(0, len(specimen.good), 97):
-        data = bytearray(specimen.good)
-        data[at] ^= 0x80
-        for start, until in ((0, 4096), (100, 200), (4000, 4200), (4096, 5000), (4999, 5000)):
-            specimen.path.write_bytes(data)
-            buffer = memoryview(bytearray(until - start))
-            (read,) = specimen.backend.read_ranges([(specimen.key, start, buffer)])
-            segments = set(range(start // 4096, (until - 1) // 4096 + 1))
-            broken = at < 4096 or ((at - 4096) // 4096 in segments and at < 4096 + len(PAYLOAD))
-            assert (read.status is ReadStatus.HIT) != broken
-            assert broken or buffer == PAYLOAD[start:until]
-
-
 def test_chunks_that_swapped_places(tmp_path: Path) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE)
     chunks = [chunk_of(5000), chunk_of(5000)]
@@ -250,10 +235,8 @@ def test_a_medium_that_is_full_halfway_through(
 def test_a_failing_read_harms_no_file(specimen: Specimen, monkeypatch: Any, call: str, code: int) -> None:
     with failing(monkeypatch, call, code):
         read, _ = try_read(specimen.backend, specimen.key)
-        ranged = specimen.backend.read_ranges([(specimen.key, 0, memoryview(bytearray(10)))] * 2)
-    for result in (read, *ranged):
-        assert result.status is ReadStatus.FAILED
-        assert not isinstance(result.error, CorruptChunkError)
+    assert read.status is ReadStatus.FAILED
+    assert not isinstance(read.error, CorruptChunkError)
     assert try_read(specimen.backend, specimen.key)[0].status is ReadStatus.HIT
 
 

@@ -192,7 +192,7 @@ class TestGeometry:
 
 
 class TestWorker:
-    LAYOUT = KVLayout.uniform(chunk_size=8, block_size=4, num_layers=2, page_bytes=64)
+    LAYOUT = KVLayout(8, (LayerPages(64, 2),) * 2)
 
     def _worker(self, slab: Slab) -> Worker:
         worker = Worker(0, self.LAYOUT)
