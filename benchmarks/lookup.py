@@ -28,7 +28,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
+from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.measure.limits import bare_chain

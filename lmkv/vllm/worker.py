@@ -56,8 +56,8 @@ class LayerwiseTransfer:
         unread = isinstance(pipeline, LayerReader) and not pipeline.complete
         self._attempt(lambda: events.append(pipeline.finish()))
         if unread and events:
-            # The model has read layers that were not loaded yet. The copies must end before their blocks are
-            # reported as failed: vLLM may give these blocks to another request at once.
+            # The model has read layers before they were loaded. The copies must end before vLLM is told so:
+            # it then computes the same blocks again.
             logger.error("lmkv: the model did not wait for the layers of a load, which therefore failed")
             events.pop().wait()
         return events[0] if events else None

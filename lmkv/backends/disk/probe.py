@@ -13,7 +13,7 @@ from attrs import frozen
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.layout import ALIGNMENT
-from lmkv.errors import BackendError
+from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 
@@ -34,6 +34,7 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
     """Store one chunk below `path`, read it back and remove it.
 
     Raises what the backend would: `ConfigError`, or a `BackendError` when the medium fails; or OSError.
+    `BackendUnavailable`, with what to do, where a file is in the way.
     """
     tried = _existing(Path(path).absolute())
     with tempfile.TemporaryDirectory(prefix=".lmkv-try-", dir=tried) as folder:
@@ -46,7 +47,10 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 
 
 def _existing(path: Path) -> Path:
-    return next(place for place in (path, *path.parents) if place.exists())
+    found = next(place for place in (path, *path.parents) if place.exists())
+    if not found.is_dir():
+        raise BackendUnavailable("disk", "open", reason=f"{found} is not a folder: remove it or name another")
+    return found
 
 
 def _round_trip(backend: LocalDiskBackend) -> None:

@@ -22,13 +22,13 @@ class LoadCost:
 
     A step's duration includes everything the engine waited for, so that a single step can make the model look
     slower but not faster than it is: the fastest of the recent steps counts. `prefill_speed`: tokens per
-    second. `skipped`: loads that were not worth it.
+    second. `bandwidths`: bytes per second, by tier. `skipped`: loads that were not worth it.
     """
 
     enabled: bool = True
     prefill_speed: float = 0.0
     skipped: int = 0
-    _bandwidths: dict[str, float] = field(factory=dict)
+    bandwidths: dict[str, float] = field(factory=dict)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
         """A step of the model computed so many tokens in so many seconds."""
@@ -39,16 +39,12 @@ class LoadCost:
         """A tier delivered so many bytes in so many seconds, waiting in its queue included."""
         if nbytes and seconds > 0:
             speed = nbytes / seconds
-            known = self._bandwidths.get(tier, speed)
-            self._bandwidths[tier] = known + _SMOOTHING * (speed - known)
-
-    def bandwidth(self, tier: str) -> float | None:
-        """Bytes per second that the tier delivers, None before the first load from it."""
-        return self._bandwidths.get(tier)
+            known = self.bandwidths.get(tier, speed)
+            self.bandwidths[tier] = known + _SMOOTHING * (speed - known)
 
     def worth_loading(self, tier: str, tokens: int, nbytes: int) -> bool:
         """Whether loading is expected to be faster than computing; True for a tier without measurements."""
-        bandwidth = self._bandwidths.get(tier)
+        bandwidth = self.bandwidths.get(tier)
         if not self.enabled or bandwidth is None or not self.prefill_speed:
             return True
         load, compute = nbytes / bandwidth, tokens / self.prefill_speed

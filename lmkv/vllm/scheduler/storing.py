@@ -67,6 +67,7 @@ class StorePlanner:
         if first == complete:
             return
         size = self._chunk_size
+        # Protected: to store the end of a prompt must not evict its beginning, without which it is not found.
         reservation = self._store.reserve(
             keys[first:],
             parent=state.chain.parent(first),
