@@ -76,7 +76,8 @@ class LoadPlanner:
     # -- before the request is scheduled ------------------------------------------------------------------
 
     def arrived(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
-        """Begin to promote a new request's chunks while it waits in vLLM's queue."""
+        """Begin to discover and promote a new request's chunks while it waits in vLLM's queue."""
+        state.discovery = self._store.discover(keys)
         ready, found = self._store.match(keys)
         if ready < found <= self._max_promoted and self._is_worth_loading(state, keys, ready, found):
             state.promotion = self._promote(keys[:found], Priority.PREFETCH)
@@ -113,15 +114,17 @@ class LoadPlanner:
     def match(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`(tokens, between_steps)`: the tokens that can be loaded beyond the computed ones, and how.
 
-        None instead of tokens: ask again in the next step, because chunks are still being promoted, or
-        because no further asynchronous load is admitted. A promise ends with the step that is being
-        scheduled.
+        None instead of tokens: ask again in the next step, because shared tiers have not answered yet,
+        chunks are still being promoted, or no further asynchronous load is admitted. A promise ends with the
+        step that is being scheduled.
         """
         self.admission.end(state)
         state.computed, state.between_steps = num_computed_tokens, False
         # The last token is always computed: vLLM needs its logits.
         keys = state.keys((state.request.num_tokens - 1) // self._chunk_size)
         first = num_computed_tokens // self._chunk_size
+        if state.discovery is not None and not state.discovery.done and self._has_time(state):
+            return None, False
         ready, found = self._store.match(keys)
         if found > max(ready, first):
             if self._must_wait(state, keys, ready, found):
