@@ -94,8 +94,8 @@ class LocalDiskBackend:
     -----
     After construction a failure of the medium is a value per key; `delete`, `reclaim` and the listings, which
     have no such values, raise a `BackendError` when they have done what they could. Each call tries anew, so
-    that the backend works as soon as the medium does. Any number of threads may call; no lock is held during
-    I/O but that of the count of bytes, which is held for some microseconds.
+    that the backend works as soon as the medium does. Any number of threads may call; the only lock during I/O
+    is that of the count of bytes, for some microseconds.
 
     Examples
     --------
