@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from errno import EACCES, EDQUOT, EFBIG, EIO, ENODEV, ENOENT, ENOSPC, ENOTDIR, ENXIO, EPERM, EROFS, ESTALE
 from itertools import chain, islice
 from typing import Literal
 
@@ -32,17 +32,8 @@ from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
 from lmkv.protocols import Chunk, ChunkKey, Clock, Listed
 
 LIST_BATCH = 1024
-_REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
-_AWAY = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.ENODEV,
-    errno.ENXIO,
-    errno.ESTALE,
-}
+_REFUSED = {ENOSPC, EDQUOT, EROFS, EFBIG}
+_AWAY = {EACCES, EPERM, EIO, ENOENT, ENOTDIR, ENODEV, ENXIO, ESTALE}
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -94,8 +85,8 @@ class LocalDiskBackend:
     -----
     After construction a failure of the medium is a value per key; `delete`, `reclaim` and the listings, which
     have no such values, raise a `BackendError` when they have done what they could. Each call tries anew, so
-    that the backend works as soon as the medium does. Any number of threads may call; the only lock during I/O
-    is that of the count of bytes, for some microseconds.
+    that the backend works as soon as the medium does. Any number of threads may call: no lock is taken for
+    I/O but that of the count of bytes, for some microseconds.
 
     Examples
     --------
@@ -351,7 +342,7 @@ def _is_damage(error: Exception, path: str) -> bool:
     EIO counts as damage: it is a bad sector, or a checksum of the file system that does not match. The file
     could never be read, and would keep the chunk from being stored again.
     """
-    if not isinstance(error, OSError) or error.errno == errno.EIO:
+    if not isinstance(error, OSError) or error.errno == EIO:
         return True
     try:
         return not stat.S_ISREG(os.lstat(path).st_mode)

@@ -135,7 +135,8 @@ class ChunkFiles:
             header = self._checked(codec.parse_header(start), size, key)
         else:
             header, first = self._header_of(fd, size, key), into[:0]
-        _check_length(header, len(into))
+        if header.payload_bytes != len(into):
+            raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the buffer {len(into)}")
         whole_segments = len(first) == len(into) or len(first) % header.segment_bytes == 0
         if header.header_bytes != header_bytes or not whole_segments:
             return header, 0
@@ -208,11 +209,6 @@ def _regular(fd: int) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise FormatError("it is not a regular file")
     return status
-
-
-def _check_length(header: Header, nbytes: int) -> None:
-    if header.payload_bytes != nbytes:
-        raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the buffer has {nbytes}")
 
 
 def _sync_or_remove(folder: str, path: str) -> None:
