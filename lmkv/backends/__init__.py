@@ -1,4 +1,4 @@
-"""Where chunks are kept. Each backend is imported when it is first named."""
+"""Where tiers keep their chunks. Each backend is imported when its name is first used."""
 
 from __future__ import annotations
 

@@ -22,18 +22,23 @@ _SUFFIX = ".chunk"
 class AsyncFileBackend:
     """The reference for backends that are written as coroutines; `AsyncAdapter` makes a `Backend` of it.
 
-    For a disk that serves a model take `LocalDiskBackend`: it verifies checksums, passes the page cache by,
-    shares its capacity with other processes, and removes the temporary files of processes that were killed.
+    To serve a model from a disk take `LocalDiskBackend`: it verifies checksums, avoids the page cache, shares
+    its capacity with other processes, and removes the temporary files of processes that were killed.
 
     Parameters
     ----------
     folder
-        Where the files lie, made where missing, for its user only. Its file system must have hard links.
+        Where the files are; created where missing, for its user only. Its file system needs hard links.
+
+    Raises
+    ------
+    OSError
+        When the folder cannot be created.
 
     Notes
     -----
-    A file gets its name once it is complete and on the medium, and never changes after that. What has another
-    length than was asked for is a failure; bytes that rotted on the medium are not noticed.
+    A file gets its name when it is complete and on the medium, and never changes afterwards. A file of
+    another length than the buffer is FAILED; bytes that changed on the medium are not detected.
 
     Examples
     --------
@@ -95,9 +100,9 @@ class AsyncFileBackend:
             async with aiofiles.open(unfinished, "xb") as file:
                 await file.write(chunk.payload)
                 await file.flush()
-                # A name that outlives a power cut must not belong to a file whose bytes did not.
+                # Otherwise a power failure could leave the name, and not the bytes.
                 await asyncio.to_thread(os.fdatasync, file.fileno())
-            # Not `rename`, which replaces: of two writers of a key one has to be told PRESENT.
+            # A hard link, because a rename would replace what another writer of this key has published.
             await aiofiles.os.link(unfinished, self._path(chunk.key))
         except FileExistsError:
             return PRESENT
@@ -110,7 +115,7 @@ class AsyncFileBackend:
 
     def _scan(self) -> Iterator[Listed]:
         for path in self.folder.glob(f"*{_SUFFIX}"):
-            # Another name, or a file that was deleted meanwhile.
+            # Not a chunk's name, or a file that was deleted meanwhile.
             with contextlib.suppress(ValueError, FileNotFoundError):
                 status = path.stat()
                 yield Listed(bytes.fromhex(path.stem), status.st_size, status.st_mtime)

@@ -82,9 +82,7 @@ def pack_header(header: Header, into: memoryview) -> None:
     counts = len(header.checksums), len(header.tokens) // 4
     body = _FIXED.size + 4 * sum(counts)
     if body + _CHECKSUM.size > header.header_bytes or header.header_bytes > MAX_HEADER_BYTES:
-        raise FormatError(
-            f"{counts[0]} checksums and {counts[1]} tokens do not fit a header of {header.header_bytes} bytes"
-        )
+        raise FormatError(f"{counts} checksums and tokens do not fit {header.header_bytes} bytes of header")
     flags = _HAS_PARENT if header.parent else 0
     sizes = header.header_bytes, header.payload_bytes, header.segment_bytes, *counts
     digests = header.namespace, header.key, header.parent or _NO_PARENT

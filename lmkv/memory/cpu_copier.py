@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,25 +22,14 @@ def _words(nbytes: int) -> np.dtype[np.generic]:
     return np.dtype(next(f"u{size}" for size in (8, 4, 2, 1) if nbytes % size == 0))
 
 
-def _take(pages: Array, blocks: list[int], out: Array) -> None:
-    np.take(pages, blocks, axis=0, out=out, mode="clip")
-
-
-def _take_apart(pages: Array, blocks: list[int], out: Array) -> None:
-    # np.take would first make a contiguous copy of all pages, which is as large as the paged memory.
-    for place, block in enumerate(blocks):
-        out[place] = pages[block]
-
-
 @frozen
 class _Plane:
-    """A plane's `pages` [block, word], its part of every slot `slots` [slot, page, word], and their copy."""
+    """A plane's `pages` [block, word], and its part of every slot `slots` [slot, page, word]."""
 
     pages: Array
     slots: Array
     group: int
     layers: range
-    take: Callable[[Array, list[int], Array], None]
 
 
 class CPUCopier:
@@ -61,8 +50,7 @@ class CPUCopier:
             pages: Array = row.numpy().view(word)
             part: Array = slab.array[:, offset : offset + nbytes].view(word)
             slots = part.reshape(slab.num_slots, -1, pages.shape[1])
-            take = _take if pages.flags.c_contiguous else _take_apart
-            self._planes.append(_Plane(pages, slots, group, layers, take))
+            self._planes.append(_Plane(pages, slots, group, layers))
         self._to_load = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.start)
         self._to_store = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.stop - 1)
         self._num_slots = slab.num_slots
@@ -90,7 +78,12 @@ class CPUCopier:
     @staticmethod
     def _store(copies: Sequence[ChunkCopy], planes: Sequence[_Plane]) -> Event:
         for plane, blocks, part in _parts(copies, planes):
-            plane.take(plane.pages, blocks, part)
+            if plane.pages.flags.c_contiguous:
+                np.take(plane.pages, blocks, axis=0, out=part, mode="clip")
+                continue
+            # np.take would first make a contiguous copy of all pages, which is as large as the paged memory.
+            for place, block in enumerate(blocks):
+                part[place] = plane.pages[block]
         return DONE
 
     @staticmethod

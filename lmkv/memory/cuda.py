@@ -6,6 +6,7 @@ import ctypes
 import functools
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -112,12 +113,8 @@ class CUDADevice:
     def __init__(self, device: torch.device, slab: SlabMap) -> None:
         self._device = device
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._driver.cuMemcpyAsync.argtypes = (
-            ctypes.c_uint64,
-            ctypes.c_uint64,
-            ctypes.c_size_t,
-            ctypes.c_void_p,
-        )
+        address, size, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+        self._driver.cuMemcpyAsync.argtypes = (address, address, size, pointer)
         self._pinned = PinnedSlab(slab, device)
 
     def stream(self, *, compute: bool = False) -> Stream:
@@ -163,49 +160,21 @@ class CUDADevice:
         self._pinned.close()
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
-
-    _fields_ = (
-        ("source_access_order", ctypes.c_uint),
-        ("source", _Location),
-        ("target", _Location),
-        ("flags", ctypes.c_uint),
-    )
-
-
-class _BatchedCopy:
-    """`cuMemcpyBatchAsync` as CUDA 12.8 defines it: any number of copies in one call."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def __call__(self, spans: Spans, queue: int) -> bool:
-        """Queue all copies; False when the driver refused, and queued none."""
-        sources, targets = np.ascontiguousarray(spans.sources), np.ascontiguousarray(spans.targets)
-        sizes = np.full(len(sources), spans.nbytes, np.uint64)
-        attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
-        status: int = self._function(
-            targets.ctypes.data,
-            sources.ctypes.data,
-            sizes.ctypes.data,
-            len(sizes),
-            ctypes.addressof(attributes),
-            ctypes.addressof(first),
-            1,
-            ctypes.addressof(failed),
-            queue,
-        )
-        return status == 0
+def _copy_batch(function: Any, spans: Spans, queue: int) -> bool:
+    """Queue all copies in one call; False when the driver refused, and queued none."""
+    sources, targets = np.ascontiguousarray(spans.sources), np.ascontiguousarray(spans.targets)
+    sizes = np.full(len(sources), spans.nbytes, np.uint64)
+    # CUmemcpyAttributes: the access order, two hints of a type and an id each, flags.
+    attributes = (ctypes.c_uint * 6)(_IN_STREAM_ORDER)
+    first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    copies = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)
+    options = ctypes.addressof(attributes), ctypes.addressof(first), 1, ctypes.addressof(failed)
+    return bool(function(*copies, *options, queue) == 0)
 
 
 @functools.cache
-def _batched_copy() -> _BatchedCopy | None:
-    """None with a driver older than CUDA 12.8."""
+def _batched_copy() -> Callable[[Spans, int], bool] | None:
+    """`_copy_batch` with `cuMemcpyBatchAsync` as CUDA 12.8 defines it; None with an older driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     function, found = ctypes.c_void_p(), ctypes.c_int()
     status = driver.cuGetProcAddress_v2(
@@ -217,7 +186,7 @@ def _batched_copy() -> _BatchedCopy | None:
     kind = ctypes.CFUNCTYPE(
         ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
     )
-    return _BatchedCopy(kind(function.value))
+    return functools.partial(_copy_batch, kind(function.value))
 
 
 def make_cuda_copier(memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> DeviceCopier:

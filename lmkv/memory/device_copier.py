@@ -135,14 +135,6 @@ class _Buffer:
     free: Event = DONE
 
 
-@frozen
-class _Fetched:
-    """Pages that are being transferred into a staging buffer: they are there after its `free`."""
-
-    batch: Sequence[_Pages]
-    buffer: _Buffer
-
-
 class DeviceCopier:
     """The copier for paged memory on a device, by way of staging memory there.
 
@@ -201,24 +193,21 @@ class DeviceCopier:
         return (self._store(copies, planes) for planes in self._to_store)
 
     def _store(self, copies: Sequence[ChunkCopy], planes: Sequence[_PlaneSet]) -> Event:
-        with self._idle_after_failure():
-            return self._begin_store(copies, planes)
-
-    def _begin_store(self, copies: Sequence[ChunkCopy], planes: Sequence[_PlaneSet]) -> Event:
         compute, outgoing = self._device.stream(compute=True), self._outgoing
-        for batch in self._batches(copies, planes):
-            buffer = self._store_buffers.take()
-            # The transfer of what it had before may still be reading it.
-            compute.wait_for(buffer.free)
-            for pages, staging, nbytes in _moves(batch, buffer.address):
-                self._device.move(Spans(pages, staging, nbytes), compute)
-            # Nothing on the compute stream waits for `outgoing`: what computes next overlaps the transfer.
-            outgoing.wait_for(compute.mark())
-            for host, staged, nbytes in _runs(batch, buffer.address):
-                self._device.transfer(_one(staged, host, nbytes), outgoing)
-            buffer.free = outgoing.mark()
-            self._store_buffers.give_back(buffer)
-        return outgoing.mark()
+        with self._idle_after_failure():
+            for batch in self._batches(copies, planes):
+                buffer = self._store_buffers.take()
+                # The transfer of what it had before may still be reading it.
+                compute.wait_for(buffer.free)
+                for pages, staging, nbytes in _moves(batch, buffer.address):
+                    self._device.move(Spans(pages, staging, nbytes), compute)
+                # The compute stream does not wait for `outgoing`: computation overlaps the transfer.
+                outgoing.wait_for(compute.mark())
+                for host, staged, nbytes in _runs(batch, buffer.address):
+                    self._device.transfer(_one(staged, host, nbytes), outgoing)
+                buffer.free = outgoing.mark()
+                self._store_buffers.give_back(buffer)
+            return outgoing.mark()
 
     # -- loading ------------------------------------------------------------------------------------------
 
@@ -246,23 +235,23 @@ class DeviceCopier:
         coming = deque(
             (number, batch) for number, part in enumerate(parts) for batch in self._batches(copies, part)
         )
-        fetched: deque[tuple[int, _Fetched]] = deque()
+        fetched: deque[tuple[int, list[_Pages], _Buffer]] = deque()
         try:
             for number in range(len(parts)):
                 while coming or fetched:
                     while coming and (not fetched or self._load_buffers.has_one):
                         part, batch = coming.popleft()
-                        fetched.append((part, self._fetch(batch)))
+                        fetched.append((part, *self._fetch(batch)))
                     if fetched[0][0] != number:
                         break
-                    self._place(fetched.popleft()[1], target)
+                    self._place(*fetched.popleft()[1:], target)
                 yield target.mark()
         finally:
-            for _, left in fetched:
-                self._load_buffers.give_back(left.buffer)
+            for _, _, buffer in fetched:
+                self._load_buffers.give_back(buffer)
 
-    def _fetch(self, batch: Sequence[_Pages]) -> _Fetched:
-        """Transfer to staging memory, or large pages directly to their blocks."""
+    def _fetch(self, batch: Sequence[_Pages]) -> tuple[list[_Pages], _Buffer]:
+        """Transfer large pages to their blocks, and the others to a staging buffer; returns these two."""
         buffer, incoming = self._load_buffers.take(), self._incoming
         # The moves out of it may not be done yet.
         incoming.wait_for(buffer.free)
@@ -274,14 +263,13 @@ class DeviceCopier:
         for host, staged, nbytes in _runs(small, buffer.address):
             self._device.transfer(_one(host, staged, nbytes), incoming)
         buffer.free = incoming.mark()
-        return _Fetched(small, buffer)
+        return small, buffer
 
-    def _place(self, fetched: _Fetched, target: Stream) -> None:
-        """Move from staging memory to the blocks."""
-        buffer = fetched.buffer
+    def _place(self, batch: Sequence[_Pages], buffer: _Buffer, target: Stream) -> None:
+        """Move pages from a staging buffer to their blocks."""
         # Also when nothing was staged: it is the event of the direct transfers, too.
         target.wait_for(buffer.free)
-        for pages, staging, nbytes in _moves(fetched.batch, buffer.address):
+        for pages, staging, nbytes in _moves(batch, buffer.address):
             self._device.move(Spans(staging, pages, nbytes), target)
         buffer.free = target.mark()
         self._load_buffers.give_back(buffer)
@@ -353,17 +341,11 @@ class _Buffers:
 
 def _sets(planes: Iterable[_Plane]) -> list[_PlaneSet]:
     """Neighbouring planes of one block table, stride and page size in one set."""
-    return [
-        _PlaneSet(
-            np.array([plane.address for plane in same], np.int64),
-            np.array([plane.offset for plane in same], np.int64),
-            *kind,
-        )
-        for kind, same in (
-            (kind, list(same))
-            for kind, same in groupby(planes, lambda plane: (plane.stride, plane.nbytes, plane.group))
-        )
-    ]
+    sets = []
+    for kind, same in groupby(planes, lambda plane: (plane.stride, plane.nbytes, plane.group)):
+        addresses, offsets = np.array([(plane.address, plane.offset) for plane in same], np.int64).T
+        sets.append(_PlaneSet(addresses, offsets, *kind))
+    return sets
 
 
 def _moves(batch: Sequence[_Pages], address: int) -> Iterator[tuple[Addresses, Addresses, int]]:

@@ -1,11 +1,4 @@
-"""`BackendSuite`: what every backend has to do, as pytest tests to inherit.
-
-    class TestMyBackend(BackendSuite):
-        def make(self, folder):
-            return MyBackend(folder)
-
-Tests of a capability are skipped for backends that do not have it.
-"""
+"""`BackendSuite`: the contract of `Backend` and its capabilities, as pytest tests to inherit."""
 
 from __future__ import annotations
 
@@ -30,7 +23,7 @@ LIMIT = 30.0
 
 
 class Persistent(Backend, ListsKeys, Protocol):
-    """What the tests of listing and reopening need."""
+    """A backend for the tests of listing and reopening."""
 
 
 def new_key() -> ChunkKey:
@@ -42,7 +35,7 @@ def chunk_of(nbytes: int, key: ChunkKey = b"") -> Chunk:
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
-    """Results of `work(0)` to `work(count - 1)`, all started at the same moment."""
+    """Results of `work(0)` to `work(count - 1)`, each in a thread; all begin at the same moment."""
     barrier = threading.Barrier(count)
 
     def start(index: int) -> T:
@@ -54,16 +47,30 @@ def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
 
 
 class BackendSuite:
-    """Inherit, and give `make`. Everything is written below `folder`; no test stores over 2 MB.
+    """Tests for a backend: inherit and define `make`. pytest runs them.
 
-    `keeps`: False for a backend that may drop what it was given. `sizes`: payload lengths that it must take.
+    Tests of a capability are skipped for a backend that does not have it. No test stores more than 2 MB.
+
+    Attributes
+    ----------
+    keeps
+        False for a backend that may drop what it was given.
+    sizes
+        Payload lengths in bytes that the backend must take.
+
+    Examples
+    --------
+    >>> from lmkv.backends import LocalDiskBackend
+    >>> class TestMyBackend(BackendSuite):
+    ...     def make(self, folder):
+    ...         return LocalDiskBackend(folder, bytes(32))
     """
 
     keeps: ClassVar[bool] = True
     sizes: ClassVar[Sequence[int]] = (1, 100, 4095, 4096, 4097, 16384, 70001)
 
     def make(self, folder: Path) -> Backend:
-        """A backend over `folder`; called again after `close` it finds what a persistent one kept there."""
+        """A backend over `folder`. One that is made after `close` finds what a persistent one has there."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -270,7 +277,7 @@ def statuses(backend: Backend, chunks: Sequence[Chunk]) -> list[WriteStatus]:
 
 
 def read_back(backend: Backend, chunk: Chunk) -> memoryview | None:
-    """The chunk's payload as the backend has it, None for a miss; anything else is a failed test."""
+    """The chunk's payload as the backend returns it, None for a miss; a failure fails the test."""
     buffer = memoryview(bytearray(len(chunk.payload)))
     (read,) = backend.read([(chunk.key, buffer)])
     assert isinstance(read, Read)
@@ -285,14 +292,14 @@ def listed(backend: ListsKeys) -> dict[ChunkKey, int]:
 
 
 def sizes_of(backend: Backend, chunks: Sequence[Chunk]) -> dict[ChunkKey, int]:
-    """What these chunks should take of the tier's capacity."""
+    """Bytes of the tier's capacity that these chunks should take."""
     if isinstance(backend, SizesChunks):
         return {chunk.key: backend.stored_bytes(len(chunk.payload)) for chunk in chunks}
     return {chunk.key: len(chunk.payload) for chunk in chunks}
 
 
 def _skip_unless(backend: Backend, capability: type) -> Any:
-    """The same backend, whose static type the fixtures narrow."""
+    """The backend, if it has that capability; its static type is narrowed by the fixtures."""
     if not isinstance(backend, capability):
         pytest.skip(f"not {capability.__name__}")
     return backend
