@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-import numpy as np
 import torch
 from attrs import field, frozen
 
@@ -22,8 +21,8 @@ from lmkv.chunks.hashing import Tokens, chunk_keys, token_bytes
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
-from lmkv.errors import ClosedError, UsageError, shown
-from lmkv.memory.copier import ChunkCopy, Copier, Run
+from lmkv.errors import ClosedError, UsageError
+from lmkv.memory.copier import ChunkCopy, Copier, Run, block_ids
 from lmkv.memory.copiers import make_copier
 from lmkv.memory.layerwise import LayerReader, LayerWriter
 from lmkv.memory.paged import PagedMemory
@@ -349,7 +348,7 @@ class Engine:
     ) -> tuple[list[ChunkKey], list[int]]:
         """The keys of the whole chunks that `blocks` covers, and the block ids as plain ints."""
         self._check_copies()
-        ids = _block_ids(blocks)
+        ids = block_ids(blocks)
         return self.keys(tokens, variant)[: len(ids) // self._layout.pages_per_chunk(0)], ids
 
     def _first_chunk(self, skip_tokens: Any, keys: Sequence[ChunkKey]) -> int:
@@ -505,16 +504,3 @@ def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:
     """What decides which value each byte of a layer's pages belongs to."""
     inner = block_axis + 1
     return str(tensor.dtype), (*tensor.shape[:block_axis], *tensor.shape[inner:]), tensor.stride()[inner:]
-
-
-def _block_ids(blocks: object) -> list[int]:
-    """Block ids as plain ints. Raises UsageError for what is not a sequence of integers."""
-    try:
-        # A tensor on any device, an array, or a plain sequence.
-        found = np.asarray(blocks.cpu() if isinstance(blocks, torch.Tensor) else blocks)
-    except (TypeError, ValueError):
-        raise UsageError(f"blocks must be a sequence of ints, not {shown(blocks)}") from None
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise UsageError(f"blocks must be a sequence of ints, not {shown(blocks)}")
-    ids: list[int] = found.tolist()
-    return ids

@@ -1,4 +1,4 @@
-"""CUDA as a `Device`: torch's streams and memory, the driver's transfers, and one Triton kernel."""
+"""CUDA as a `Device`: torch's streams and memory, the driver's transfers, and a Triton kernel."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from lmkv.memory.slab import SlabMap
 logger = logging.getLogger(__name__)
 
 _REGISTER_PIECE = 1 << 30
-"""One registration of hundreds of GiB fails; pieces do not."""
+"""Bytes per registration: one of hundreds of GiB would fail."""
 
 _BATCH = 32
-"""From so many transfers on, one call for all of them is tried."""
+"""Fewest transfers for which one call for all of them is tried."""
 
 _IN_STREAM_ORDER = 1
-"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream gets there."""
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read in the stream's order, not before."""
 
 
 class CUDAError(LmkvError):
-    """The driver refused a call."""
+    """A call of the CUDA driver failed."""
 
 
 class PinnedSlab:
-    """Registers a mapped slab with the driver, so that copies run at full speed beside the CPU.
+    """Registers a slab with the driver (pins it), so that transfers are asynchronous and at full speed.
 
-    In pieces and in the background: a large tier takes seconds, and until its turn comes, as when the driver
-    refuses, memory stays pageable: slower to copy, and just as correct.
+    This takes seconds for a large slab and is done in the background. What is not registered, yet or because
+    the driver refuses, is pageable memory: slower to copy, and just as correct.
     """
 
     def __init__(self, slab: SlabMap, device: torch.device) -> None:
@@ -61,8 +61,8 @@ class PinnedSlab:
             status = int(runtime.cudaHostRegister(address, nbytes, 0))
             if status:
                 logger.warning(
-                    "lmkv: the driver pinned %d of %d bytes of the CPU tier (error %d); the rest is copied "
-                    "at pageable speed",
+                    "lmkv: the driver pinned %d of %d bytes of the CPU tier (error %d); copies of the rest "
+                    "are slower. Check ulimit -l, or lower max_local_cpu_size",
                     offset,
                     self._slab.nbytes,
                     status,
@@ -73,6 +73,7 @@ class PinnedSlab:
     def close(self) -> None:
         """Unregister what is registered. No copy may be under way. Idempotent."""
         self._stop.set()
+        # Afterwards `_pieces` is complete: nothing stays registered that is unmapped next.
         self._thread.join()
         runtime: Any = torch.cuda.cudart()
         while self._pieces:
@@ -106,7 +107,7 @@ class _CUDAStream:
 
 
 class CUDADevice:
-    """One CUDA device. `pinned`: the slab's registration, ended with the device's use."""
+    """One CUDA device, which pins the slab from its construction until `close`."""
 
     def __init__(self, device: torch.device, slab: SlabMap) -> None:
         self._device = device
@@ -126,7 +127,8 @@ class CUDADevice:
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        # Made on the compute stream, and used on others for as long as it lives.
+        # torch may give out memory that work queued on the compute stream still uses, and orders only that
+        # stream after it; this memory is used on other streams, too.
         torch.cuda.current_stream(self._device).synchronize()
         return memory.data_ptr(), memory
 
@@ -146,13 +148,13 @@ class CUDADevice:
         assert isinstance(stream, _CUDAStream)
         queue = stream.stream.cuda_stream
         batched = _batched_copy() if len(spans.sources) >= _BATCH else None
-        # It may refuse memory that is not pinned yet, which single copies take.
+        # One call may fail for memory that is not pinned yet; single copies work with it.
         if batched is not None and batched(spans, queue):
             return
         for source, target in zip(spans.sources.tolist(), spans.targets.tolist(), strict=True):
             status = self._driver.cuMemcpyAsync(target, source, spans.nbytes, queue)
             if status:
-                raise CUDAError(f"cuMemcpyAsync failed with error {status} of the CUDA driver")
+                raise CUDAError(f"cuMemcpyAsync of {spans.nbytes} bytes failed with driver error {status}")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -177,13 +179,13 @@ class _Attributes(ctypes.Structure):
 
 
 class _BatchedCopy:
-    """`cuMemcpyBatchAsync` as CUDA 12.8 defined it: any number of copies for one call."""
+    """`cuMemcpyBatchAsync` as CUDA 12.8 defines it: any number of copies in one call."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
 
     def __call__(self, spans: Spans, queue: int) -> bool:
-        """Whether the driver took them, which it does all or none."""
+        """Queue all copies; False when the driver refused, and queued none."""
         sources, targets = np.ascontiguousarray(spans.sources), np.ascontiguousarray(spans.targets)
         sizes = np.full(len(sources), spans.nbytes, np.uint64)
         attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
@@ -203,7 +205,7 @@ class _BatchedCopy:
 
 @functools.cache
 def _batched_copy() -> _BatchedCopy | None:
-    """None where the driver is older than CUDA 12.8."""
+    """None with a driver older than CUDA 12.8."""
     driver = ctypes.CDLL("libcuda.so.1")
     function, found = ctypes.c_void_p(), ctypes.c_int()
     status = driver.cuGetProcAddress_v2(
@@ -219,5 +221,5 @@ def _batched_copy() -> _BatchedCopy | None:
 
 
 def make_cuda_copier(memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> DeviceCopier:
-    """Raises what torch raises where there is no such device."""
+    """Raises UsageError when they do not fit, and what torch or the driver raises without such a device."""
     return DeviceCopier(CUDADevice(memory.device, slab), memory, layout, slab, rank)

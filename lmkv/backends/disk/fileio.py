@@ -45,7 +45,9 @@ class Scratch(threading.local):
         """`nbytes` of undefined content, valid until this thread takes the same kind again."""
         piece = self._pieces.get(kind)
         if piece is None or len(piece) < nbytes:
-            piece = self._pieces[kind] = memoryview(mmap.mmap(-1, align_up(max(nbytes, 1))))
+            # Private, because otherwise a forked child and its parent would use the same memory.
+            memory = mmap.mmap(-1, align_up(max(nbytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            piece = self._pieces[kind] = memoryview(memory)
         return piece[:nbytes]
 
 
@@ -80,14 +82,40 @@ def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
         left = _advance(left, done)
 
 
+_open: dict[object, str] = {}
+"""The names of the files that threads of this process work with, from before they are opened until after."""
+
+
+def _close_inherited() -> None:
+    """In a forked child: its copies would keep their locks, and the bytes of deleted files, while it lives.
+
+    By name, because a thread that was forked in the middle of opening a file has not learnt its number.
+    """
+    names = set(_open.values())
+    _open.clear()
+    for number in os.listdir("/proc/self/fd") if names else ():
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{number}")
+            if os.path.basename(path).removesuffix(" (deleted)") in names:
+                os.close(int(number))
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
 @contextlib.contextmanager
 def opened(path: str, flags: int, mode: int = 0o600) -> Iterator[int]:
     """A file descriptor for the time of a block. Never follows a link, never waits for a pipe's other end."""
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    this = object()
+    _open[this] = os.path.basename(path)
     try:
-        yield fd
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
     finally:
-        os.close(fd)
+        _open.pop(this, None)
 
 
 @contextlib.contextmanager

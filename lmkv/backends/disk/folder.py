@@ -7,10 +7,12 @@ another one removed meanwhile is simply not there.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import stat
 from collections.abc import Iterator
+from functools import cache
 
 from attrs import evolve, field, frozen
 
@@ -18,6 +20,8 @@ from lmkv.backends.disk.fileio import TEMPORARY_SUFFIX, is_abandoned
 from lmkv.chunks import codec
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = f".kv{codec.VERSION}"
 QUARANTINE = "quarantine"
@@ -64,12 +68,14 @@ class ChunkFolder:
             _keep_newest(away, self.keep_corrupt)
 
     def scan_others(self) -> Iterator[Listed]:
-        """The same of the root's other namespaces; their keys begin with the namespace."""
-        for entry in _entries(self.root):
-            namespace = _digest_of(entry.name)
-            if namespace and namespace != self.namespace and entry.is_dir(follow_symlinks=False):
-                for found in ChunkFolder(self.root, namespace, self.keep_corrupt).scan():
-                    yield evolve(found, key=namespace + found.key)
+        """The same of the root's other namespaces that can be read; their keys begin with the namespace."""
+        with _left_out_if_unreadable(self.root):
+            for entry in _entries(self.root):
+                namespace = _digest_of(entry.name)
+                if namespace and namespace != self.namespace and entry.is_dir(follow_symlinks=False):
+                    with _left_out_if_unreadable(entry.path):
+                        for found in ChunkFolder(self.root, namespace, self.keep_corrupt).scan():
+                            yield evolve(found, key=namespace + found.key)
 
     def scan(self) -> Iterator[Listed]:
         """Every chunk, in no order, by name and size alone; dead writers' leavings are removed on the way."""
@@ -97,6 +103,20 @@ class ChunkFolder:
 def _entries(path: str) -> Iterator[os.DirEntry[str]]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
         yield from entries
+
+
+@contextlib.contextmanager
+def _left_out_if_unreadable(path: str) -> Iterator[None]:
+    """A neighbour's folder that belongs to another user, say, must not end the listing of one's own."""
+    try:
+        yield
+    except OSError as error:
+        _warn_once(path, str(error))
+
+
+@cache
+def _warn_once(path: str, reason: str) -> None:
+    logger.warning("lmkv: the chunks in %s are neither counted nor evicted: %s", path, reason)
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:

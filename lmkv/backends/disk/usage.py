@@ -62,7 +62,11 @@ class Usage:
     def _open(self, flags: int) -> Iterator[int]:
         with opened(self.path, os.O_RDWR | flags) as fd:
             _lock(fd)
-            yield fd
+            try:
+                yield fd
+            finally:
+                # Closing would not do: the lock stays as long as a child that was forked has the file open.
+                fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _lock(fd: int) -> None:

@@ -19,6 +19,8 @@ GROUPS = {
     "window over several chunks, larger blocks": [Group(4), Group(8, window=40)],
 }
 
+SITUATIONS = ("hits", "preempted", "aborted", "recomputed", "async_loads")
+
 engines = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(40, 90),
@@ -73,7 +75,7 @@ def _drive(rng: random.Random, groups: list[Group], options: dict[str, Any]) -> 
 @given(seed=st.integers(0, 2**32), options=engines)
 def test_any_schedule(kind: str, seed: int, options: dict[str, Any]) -> None:
     counts = _drive(random.Random(seed), GROUPS[kind], options)
-    for name in ("hits", "preempted", "aborted", "recomputed", "async_loads"):
+    for name in SITUATIONS:
         if counts[name]:
             event(name)
 
