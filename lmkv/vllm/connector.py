@@ -350,6 +350,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:
             return None
+        # Copies that have ended since the last step are reported with this one.
         self._worker.poll()
         report = self._worker.take_report()
         return None if report is None else LMKVWorkerMetadata(report)

@@ -45,6 +45,7 @@ class Geometry:
     def _first_needed(self, group: Group) -> int:
         if group.window is None:
             return 0
+        # The first token after the chunk sees itself and window - 1 tokens before it.
         return max(0, self.chunk_size - (group.window - 1)) // group.block_size
 
     def load_copies(

@@ -81,13 +81,7 @@ class StepPlanBuilder:
         finishes: str | None = None,
     ) -> CopyOrder:
         """Add a load to the plan."""
-        order = CopyOrder(
-            self._new_job(),
-            copies,
-            failed_blocks=failed_blocks,
-            between_steps=between_steps,
-            finishes=finishes,
-        )
+        order = CopyOrder(self._new_job(), copies, False, failed_blocks, between_steps, finishes)
         self._plan.loads.append(order)
         return order
 

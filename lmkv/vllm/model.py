@@ -57,6 +57,7 @@ class ServedModel:
         Raises ValueError when their pages are not those of the layout.
         """
         if self.fused:
+            # In the order of memory, which need not be that of the layers.
             memory = PagedMemory(sorted(rows, key=lambda row: row.storage_offset()))
         else:
             memory = PagedMemory(rows, [pages.group for pages in self.layout.layers], fuse=False)

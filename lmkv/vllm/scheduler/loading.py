@@ -294,6 +294,7 @@ class LoadPlanner:
                 self._order_window(state, load, window)
             if load.ended:
                 del self._async_loads[state.request_id]
+        # Not scheduled after all. A lease that waited with its request would keep its chunks from eviction.
         for state in self._promised.values():
             state.drop_lease()
         self._promised.clear()

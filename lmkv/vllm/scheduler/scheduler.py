@@ -74,6 +74,7 @@ class Scheduler:
 
     def _state_of(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
+        # Clients choose ids, and may choose the one of a request that was aborted.
         if state is None or state.request is not request:
             self._forget(request.request_id)
             options = RequestOptions.of(request)

@@ -62,6 +62,7 @@ class StorePlanner:
         When no slot can be allocated the rest is tried again in the request's next step.
         """
         keys = state.keys(complete)
+        # Some may have been loaded, or stored by another request with the same prefix.
         state.stored += self._store.match(keys[state.stored :])[0]
         first = state.stored
         if first == complete:
