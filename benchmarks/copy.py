@@ -1,4 +1,4 @@
-"""StorePlanner and retrieving through the engine beside a contiguous copy of the same bytes.
+"""`Engine.store` and `Engine.retrieve` beside a contiguous copy of the same bytes.
 
     python benchmarks/copy.py [--lmcache PYTHON] [--quick] [--json]
 
@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -29,8 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks._lmcache_server import environment
-from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
+from benchmarks._lmcache_server import ENVIRONMENT
+from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv import Config, Engine
 from lmkv.memory.copier import DONE
 
@@ -51,7 +52,7 @@ class LMCache:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env={**os.environ, **ENVIRONMENT},
         )
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self._ask({"layers": layers, "blocks": blocks, "tokens": tokens, "gb": HOST_GB})

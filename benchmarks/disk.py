@@ -35,7 +35,7 @@ from typing import Any
 import aiofiles
 from attrs import frozen
 
-from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
+from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.config import Config

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._rounds import Row, arguments_of, finish
+from benchmarks._timing import Row, arguments_of, finish
 from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab

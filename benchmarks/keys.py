@@ -13,7 +13,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import random
 
-from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
+from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.chunks.hashing import chunk_keys
 from lmkv.cli.measure.limits import bare_chain
 

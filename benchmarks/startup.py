@@ -19,7 +19,7 @@ import subprocess
 
 ROOT = Path(__file__).resolve().parents[1]
 
-from benchmarks._rounds import Row, arguments_of, finish
+from benchmarks._timing import Row, arguments_of, finish
 
 IMPORT = """
 import gc, json, sys, time

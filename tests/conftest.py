@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Read when lmkv is imported: methods marked @locked check that their lock is held.
+os.environ["LMKV_CHECK_LOCKS"] = "1"
+
 # Wall-clock deadlines measure the machine's other load, not lmkv.
 settings.register_profile(
     "dev",

@@ -52,7 +52,7 @@ class Child:
         return self._process.exitcode
 
     def kill(self) -> int | None:
-        """By SIGKILL, unless it has ended by itself; the exit code."""
+        """By SIGKILL, unless it has ended before; the exit code."""
         self._process.kill()
         return self.ended()
 

@@ -1,22 +1,46 @@
-"""Small stores for the tests, chunks whose bytes say whose they are, backends that wait or fail."""
+"""Small stores for the tests, chunks whose bytes say which key they are of, backends that wait or fail.
+
+Nothing waits for a time: clocks stand still until a test moves them, and what another thread or process does
+is waited for as a state, for as long as only a hang takes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
+import pytest
+
+import lmkv.store.tiered
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.policies import make_policy
 from lmkv.protocols import Backend, ChunkKey, Listed, Tier
 from lmkv.store.leases import Lease
 from lmkv.store.tiered import TieredStore
+from lmkv.store.tiers.scanner import TierScanner
+from lmkv.testing.clocks import ManualClock
 
 T = TypeVar("T")
 SLOT = 4096
-LIMIT = 20.0
+LIMIT = 60.0
+"""Seconds that only a hang takes, on however busy a machine."""
+
+NEVER = 1e6
+"""More seconds than any test takes."""
+
+
+def eventually(condition: Callable[[], bool], what: str = "it never came true") -> None:
+    """Wait for a state that another thread or process brings about."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
 
 
 def chain(name: str, count: int) -> list[ChunkKey]:
@@ -42,13 +66,24 @@ def lower(backend: Backend, slots: int | None = None, *, policy: str = "LRU", **
 
 
 def small_store(slots: int, *tiers: Tier, policy: str = "LRU", **options: Any) -> TieredStore:
-    return TieredStore(Tier(memory(slots), make_policy(policy)), tiers, **options)
+    """Its clock stands still unless `options` bring another: no call is ever slow, and no breaker closes."""
+    with listing_every(NEVER):
+        host = Tier(memory(slots), make_policy(policy))
+        return TieredStore(host, tiers, **{"clock": ManualClock(), **options})
+
+
+@contextmanager
+def listing_every(seconds: float) -> Iterator[None]:
+    """Stores that are made in here list a tier again after so long, if it is shared or was not listed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lmkv.store.tiered, "TierScanner", partial(TierScanner, interval=seconds))
+        yield
 
 
 def put(
     store: TieredStore, keys: Sequence[ChunkKey], version: int = 0, protect: Iterable[ChunkKey] = ()
 ) -> int:
-    """Store chunks as an engine does; returns how many, from the first, are taken care of."""
+    """Store chunks as an engine does; returns how many, from the first, were accepted."""
     with store.reserve(keys, protect=tuple(protect) or keys) as reservation:
         for key, slot in reservation.slots.items():
             store.slab.view(slot)[:] = payload(key, version)
@@ -70,13 +105,13 @@ def versions(store: TieredStore, lease: Lease) -> list[int]:
     for key, slot in zip(lease.keys, lease.slots, strict=True):
         data = bytes(store.slab.view(slot))
         version = int.from_bytes(data[32:36], "little")
-        assert data == payload(key, version), f"a slot of {key.hex()[:8]} holds other bytes"
+        assert data == payload(key, version), f"a slot of {key.hex()[:8]} has other bytes"
         found.append(version)
     return found
 
 
 def get(store: TieredStore, keys: Sequence[ChunkKey]) -> list[int]:
-    """Promote and read as an engine does, in one piece; the versions of the leading chunks."""
+    """Promote and read as an engine does, all at once; the versions of the leading chunks."""
     promotion = store.promote(keys)
     assert promotion.wait(LIMIT)
     try:
@@ -86,8 +121,8 @@ def get(store: TieredStore, keys: Sequence[ChunkKey]) -> list[int]:
         promotion.release()
 
 
-def assert_settled(store: TieredStore) -> None:
-    """Nothing is held, nothing is under way, and every slot is either free or an entry's."""
+def assert_idle(store: TieredStore) -> None:
+    """Nothing is referenced, nothing is under way, and every slot is either free or an entry's."""
     assert store.drain(LIMIT)
     stats = store.stats()
     assert (stats.leased, stats.writing, stats.loading, stats.pinned) == (0, 0, 0, 0)
@@ -95,13 +130,13 @@ def assert_settled(store: TieredStore) -> None:
 
 
 class Gated(WrapperBackend):
-    """Holds calls of `shut` verbs until `open` is called; `waiting(verb)` waits until one is held."""
+    """Stops calls of `shut` verbs until `open` is called; `waiting(verb)` waits until one is stopped."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
         self._changed = threading.Condition()
         self._shut: set[str] = set()
-        self._held: list[str] = []
+        self._stopped: list[str] = []
         self.calls: list[tuple[str, str]] = []
         """Verb and thread of every call."""
 
@@ -116,34 +151,36 @@ class Gated(WrapperBackend):
 
     def waiting(self, verb: str, count: int = 1) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._held.count(verb) >= count, LIMIT), f"no {verb} came"
+            assert self._changed.wait_for(lambda: self._stopped.count(verb) >= count, LIMIT), (
+                f"no {verb} came"
+            )
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
         self.calls.append((verb, threading.current_thread().name))
         with self._changed:
-            self._held.append(verb)
+            self._stopped.append(verb)
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: verb not in self._shut, LIMIT)
-            self._held.remove(verb)
+            self._stopped.remove(verb)
         return call()
 
 
 class Failing(WrapperBackend):
-    """Raises from the verbs in `broken`, whatever they are."""
+    """Raises from the verbs in `failing`, whatever they are."""
 
-    def __init__(self, inner: Backend, *broken: str, error: Exception | None = None) -> None:
+    def __init__(self, inner: Backend, *failing: str, error: Exception | None = None) -> None:
         super().__init__(inner)
-        self.broken = set(broken)
-        self.error = error or RuntimeError("broken on purpose")
+        self.failing = set(failing)
+        self.error = error or RuntimeError("fails on purpose")
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
-        if verb in self.broken:
+        if verb in self.failing:
             raise self.error
         return call()
 
 
 class Persistent(WrapperBackend):
-    """Memory that outlives its store and can say what it holds. `shared`: other processes write to it."""
+    """Memory that outlives its store and can be listed. `shared`: other processes write to it."""
 
     def __init__(self, inner: CPUPinnedBackend, *, shared: bool = False) -> None:
         super().__init__(inner)

@@ -194,5 +194,5 @@ def test_keys_of_lmcache_are_where_the_docs_say() -> None:
 
 
 def test_no_key_of_lmcache_is_left_out() -> None:
-    known = set(config._LMCACHE_ONLY.split()) | set(config._LMCACHE_EQUIVALENT)
+    known = config.lmcache_only() | set(config._LMCACHE_EQUIVALENT)
     assert known == set(keys_in("Not there", 1)) | set(keys_in("Another name", 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.errors import ClosedError, UsageError
 from lmkv.policies import LRU
 from lmkv.testing.clocks import ManualClock
-from tests.kit import Gated, assert_settled
+from tests.kit import LIMIT, Gated, assert_idle, eventually
 
 BLOCK = 4
 CHUNK = 16
 BLOCKS = 256
 LAYERS = 2
-LIMIT = 30.0
 
 
 class Model:
@@ -85,7 +83,7 @@ def model() -> Model:
 
 
 def open_engine(model: Model, chunks: int = 64, *tiers: Tier, **options: Any) -> Engine:
-    store = TieredStore(host(model.layout, chunks), tiers, **options)
+    store = TieredStore(host(model.layout, chunks), tiers, **{"clock": ManualClock(), **options})
     return Engine(store, namespace(), layout=model.layout, memory=model.memory)
 
 
@@ -93,7 +91,7 @@ def open_engine(model: Model, chunks: int = 64, *tiers: Tier, **options: Any) ->
 def engine(model: Model) -> Iterator[Engine]:
     with open_engine(model) as engine:
         yield engine
-        assert_settled(engine._store)
+        assert_idle(engine._store)
 
 
 def blocks_of(count: int, first: int = 0) -> list[int]:
@@ -109,7 +107,7 @@ def stored(engine: Engine, model: Model, prompt: Sequence[int], salt: int = 0, *
     return blocks
 
 
-def settle(engine: Engine) -> None:
+def drain(engine: Engine) -> None:
     assert engine.drain(LIMIT)
 
 
@@ -249,11 +247,11 @@ def test_clear_forgets_everything_or_one_prompt(model: Model, tmp_path: Path) ->
         for prompt in (first, second):
             stored(engine, model, prompt)
             engine.pin(prompt)
-        settle(engine)
+        drain(engine)
         assert engine.clear(first) == 48
         assert (engine.lookup(first), engine.lookup(second)) == (0, 48)
         assert engine.clear() == 48
-        settle(engine)
+        drain(engine)
         assert engine.lookup(second) == 0
         assert not list(tmp_path.rglob("*.kv1"))
         assert engine.stats().store.pinned == 0
@@ -263,7 +261,7 @@ def test_stats_count_tokens_and_chunks(model: Model, tmp_path: Path) -> None:
     with open_engine(model, 16, disk(tmp_path)) as engine:
         prompt = tokens(50)
         stored(engine, model, prompt)
-        settle(engine)
+        drain(engine)
         engine.retrieve(tokens(80), blocks_of(80))
         stats = engine.stats()
         assert (stats.stored_tokens, stats.requested_tokens, stats.retrieved_tokens) == (48, 80, 48)
@@ -284,20 +282,20 @@ def test_a_prefix_four_times_the_host_tier_comes_from_disk(model: Model, tmp_pat
     with open_engine(model, 8, lower) as engine:
         prompt = tokens(32 * CHUNK)
         blocks = stored(engine, model, prompt, wait=LIMIT)
-        settle(engine)
+        drain(engine)
         for _ in range(3):
             model.lose()
             assert engine.retrieve(prompt, blocks) == len(prompt)
             model.check(prompt, blocks, len(prompt))
-        settle(engine)
-        assert_settled(engine._store)
+        drain(engine)
+        assert_idle(engine._store)
 
 
 def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path) -> None:
     prompt = tokens(200)
     with open_engine(model, 16, disk(tmp_path)) as engine:
         blocks = stored(engine, model, prompt, wait=LIMIT)
-        settle(engine)
+        drain(engine)
     model.lose()
     with open_engine(model, 16, disk(tmp_path)) as engine:
         assert engine._store.wait_indexed(LIMIT)
@@ -309,7 +307,10 @@ def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path) -> None:
         assert engine.stats().store.tiers[1].hits == 12, "it has been promoted"
 
 
-def test_close_finishes_what_goes_to_disk(model: Model, tmp_path: Path) -> None:
+def test_close_finishes_what_goes_to_disk(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TieredStore.close, "__defaults__", (LIMIT,))
     with open_engine(model, 16, disk(tmp_path)) as engine:
         stored(engine, model, tokens(128))
     assert len(list(tmp_path.rglob("*.kv1"))) == 8
@@ -319,7 +320,7 @@ def test_damaged_files_end_the_prefix_and_are_written_again(model: Model, tmp_pa
     prompt = tokens(96)
     with open_engine(model, 16, disk(tmp_path)) as engine:
         blocks = stored(engine, model, prompt)
-        settle(engine)
+        drain(engine)
         third = engine.keys(prompt)[2].hex()
     (path,) = tmp_path.rglob(f"{third}.kv1")
     data = bytearray(path.read_bytes())
@@ -331,7 +332,7 @@ def test_damaged_files_end_the_prefix_and_are_written_again(model: Model, tmp_pa
         assert engine.retrieve(prompt, blocks) == 32
         model.check(prompt, blocks, 32)
         stored(engine, model, prompt)
-        settle(engine)
+        drain(engine)
     with open_engine(model, 16, disk(tmp_path)) as engine:
         assert engine._store.wait_indexed(LIMIT)
         model.lose()
@@ -344,14 +345,14 @@ def test_a_piece_that_does_not_come_in_time_ends_the_prefix(model: Model, tmp_pa
     with open_engine(model, 16, Tier(gated, LRU())) as engine:
         prompt = tokens(64)
         blocks = stored(engine, model, prompt)
-        settle(engine)
+        drain(engine)
         engine._store.drop(engine.keys(prompt)[2:])
         gated.shut("read")
         assert engine.retrieve(prompt, blocks, timeout=0.05) == 32
         gated.open()
-        settle(engine)
+        drain(engine)
         assert engine.retrieve(prompt, blocks) == 64
-        assert_settled(engine._store)
+        assert_idle(engine._store)
 
 
 # -- prefetch --------------------------------------------------------------------------------------------
@@ -363,7 +364,7 @@ def cold(model: Model, tmp_path: Path) -> Iterator[tuple[Engine, Gated]]:
     gated = Gated(LocalDiskBackend(tmp_path, namespace().digest))
     with open_engine(model, 16, Tier(gated, LRU())) as engine:
         stored(engine, model, tokens(100))
-        settle(engine)
+        drain(engine)
         engine._store.drop(engine.keys(tokens(100)))
         model.lose()
         yield engine, gated
@@ -375,7 +376,7 @@ def test_prefetch_returns_at_once_and_tells_how_far_it_is(cold: tuple[Engine, Ga
     gated.shut("read")
     prefetch = engine.prefetch(tokens(100))
     assert not prefetch.done
-    assert not prefetch.wait(0.01)
+    assert not prefetch.wait(0)
     assert (prefetch.progress.found_tokens, prefetch.progress.ready_tokens) == (96, 0)
     assert dict(prefetch.sources) == {"disk": 96}
     gated.open()
@@ -390,7 +391,7 @@ def test_prefetch_returns_at_once_and_tells_how_far_it_is(cold: tuple[Engine, Ga
     assert [verb for verb, _ in gated.calls].count("read") == 6
     for handle in (prefetch, again):
         handle.cancel()
-    assert_settled(engine._store)
+    assert_idle(engine._store)
 
 
 def test_prefetching_what_nobody_has_is_done_at_once(cold: tuple[Engine, Gated]) -> None:
@@ -399,7 +400,7 @@ def test_prefetching_what_nobody_has_is_done_at_once(cold: tuple[Engine, Gated])
     assert (prefetch.done, prefetch.tokens, prefetch.progress.share) == (True, 0, 1.0)
 
 
-def test_cancelling_lets_go(cold: tuple[Engine, Gated]) -> None:
+def test_cancelling_releases_every_slot(cold: tuple[Engine, Gated]) -> None:
     engine, gated = cold
     gated.shut("read")
     prefetch = engine.prefetch(tokens(100))
@@ -407,7 +408,7 @@ def test_cancelling_lets_go(cold: tuple[Engine, Gated]) -> None:
     prefetch.cancel()
     gated.open()
     assert prefetch.wait(LIMIT)
-    assert_settled(engine._store)
+    assert_idle(engine._store)
     assert engine.lookup(tokens(100)) == 96, "it is on disk as before"
 
 
@@ -417,7 +418,7 @@ def test_a_prefetch_can_be_awaited(cold: tuple[Engine, Gated]) -> None:
 
     async def wait_for_both() -> tuple[int, int]:
         prefetch = engine.prefetch(tokens(100))
-        asyncio.get_running_loop().call_later(0.02, gated.open)
+        asyncio.get_running_loop().call_soon(gated.open)
         first = await prefetch
         return first, await prefetch
 
@@ -435,7 +436,7 @@ def test_many_tasks_may_await_one_prefetch_and_one_may_give_up(cold: tuple[Engin
             return await prefetch
 
         tasks = [asyncio.create_task(one()) for _ in range(5)]
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         tasks[0].cancel()
         gated.open()
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -445,7 +446,7 @@ def test_many_tasks_may_await_one_prefetch_and_one_may_give_up(cold: tuple[Engin
     assert rest == [96] * 4
 
 
-def test_a_loop_that_is_gone_when_the_prefetch_ends_harms_nothing(
+def test_a_loop_that_is_closed_before_the_prefetch_ends_harms_nothing(
     cold: tuple[Engine, Gated], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, gated = cold
@@ -453,12 +454,12 @@ def test_a_loop_that_is_gone_when_the_prefetch_ends_harms_nothing(
 
     async def give_up() -> None:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
+            async with asyncio.timeout(0):
                 await engine.prefetch(tokens(100))
 
     asyncio.run(give_up())
     gated.open()
-    settle(engine)
+    drain(engine)
     assert engine.retrieve(tokens(100), blocks_of(100)) == 96
     assert not [record for record in caplog.records if record.exc_info]
 
@@ -501,11 +502,10 @@ def test_a_store_that_is_overtaken_by_close_publishes_nothing(model: Model, tmp_
         except ClosedError as error:
             errors.append(error)
 
-    with engine._copying:
+    with engine._copy_lock:
         storing, closing = threading.Thread(target=store), threading.Thread(target=engine.close)
         storing.start()
-        while not engine._store.stats().writing:
-            time.sleep(0.001)
+        eventually(lambda: engine._store.stats().writing > 0)
         engine._closed = True
         engine._copier.close()  # type: ignore[union-attr]
     storing.join(LIMIT)
@@ -563,7 +563,7 @@ def test_open_builds_everything_from_a_config(model: Model, tmp_path: Path) -> N
             assert engine.chunk_size == CHUNK
             assert engine.lookup(prompt) == expected
             engine.store(prompt, blocks_of(40))
-            settle(engine)
+            drain(engine)
     with Engine.open(model.tensors[:1], block_size=BLOCK, block_axis=1, model="n", config=config) as engine:
         assert engine._store.wait_indexed(LIMIT)
         assert engine.lookup(prompt) == 0, "another model"
@@ -581,7 +581,7 @@ def test_without_a_cpu_tier_everything_passes_through(model: Model, tmp_path: Pa
     with Engine.open(model.tensors, block_size=BLOCK, block_axis=1, model="m", config=config) as engine:
         prompt = tokens(64)
         blocks = stored(engine, model, prompt)
-        settle(engine)
+        drain(engine)
         model.lose()
         assert engine.retrieve(prompt, blocks) == 64
         model.check(prompt, blocks, 64)
@@ -636,13 +636,18 @@ def test_engines_by_name(model: Model) -> None:
 @pytest.mark.usefixtures("names")
 def test_an_engine_is_made_once_however_many_ask(model: Model) -> None:
     made: list[Engine] = []
+    asking: list[int] = []
 
     def make() -> Engine:
-        time.sleep(0.01)
+        eventually(lambda: len(asking) == 8)
         made.append(open_engine(model, 4))
         return made[-1]
 
-    threads = [threading.Thread(target=lmkv.get_or_create, args=("one", make)) for _ in range(8)]
+    def ask(number: int) -> None:
+        asking.append(number)
+        lmkv.get_or_create("one", make)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -115,7 +115,7 @@ def _checked_extras(extras: Mapping[int, bytes]) -> dict[int, bytes]:
 
 
 def _length(tokens: Tokens) -> int:
-    if isinstance(tokens, (str, bytes, bytearray)):
+    if isinstance(tokens, (str, bytes, bytearray, Mapping)) or not hasattr(tokens, "__getitem__"):
         raise UsageError(f"tokens must be a sequence of ints, not {type(tokens).__name__}")
     if getattr(tokens, "ndim", 1) != 1:
         raise UsageError(f"tokens must have one dimension, not the shape {getattr(tokens, 'shape', None)}")

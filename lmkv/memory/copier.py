@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from attrs import frozen
 
-from lmkv.errors import UsageError
+from lmkv.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from lmkv.chunks.layout import KVLayout
@@ -100,7 +99,7 @@ def block_ids(blocks: object) -> list[int]:
     """
     ids = blocks.tolist() if hasattr(blocks, "tolist") else blocks
     if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray)):
-        raise UsageError(f"block ids must be a sequence of integers, not {reprlib.repr(blocks)}")
+        raise UsageError(f"block ids must be a sequence of integers, not {shown(blocks)}")
     return list(ids) if {int}.issuperset(map(type, ids)) else list(map(_block_id, ids))
 
 
@@ -109,7 +108,7 @@ def _block_id(value: Any) -> int:
     found = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(found, int) and not isinstance(found, bool):
         return found
-    raise UsageError(f"a block id must be an integer, not {reprlib.repr(value)}")
+    raise UsageError(f"a block id must be an integer, not {shown(value)}")
 
 
 def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mapping[int, int]) -> None:

@@ -9,9 +9,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -22,6 +22,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.files import AsyncFileBackend
 from lmkv.backends.null import NullBackend
 from lmkv.backends.wrapper import WrapperBackend
+from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk, Listed, ListsKeys, Shared, SizesChunks
@@ -29,9 +30,10 @@ from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, 
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from tests.forked import python
-from tests.kit import LIMIT, chain, get, lower, put_below, small_store
+from tests.kit import LIMIT, chain, eventually, get, lower, put_below, small_store
 from tests.pages import ROOT
 
+T = TypeVar("T")
 NAMESPACE = bytes(range(32))
 CAPABILITIES = (ListsKeys, SizesChunks, Shared)
 
@@ -169,18 +171,22 @@ def test_the_least_recently_used_comes_first(disk: LocalDiskBackend, tmp_path: P
         path = next(tmp_path.rglob(f"{chunk.key.hex()}.kv1"))
         os.utime(path, (0, time.time() - age))
     assert list(listed(disk)) == [chunk.key for chunk in chunks]
+    before = time.time()
     read_back(disk, chunks[0])
     assert list(listed(disk)) == [chunks[1].key, chunks[2].key, chunks[0].key]
     (first,) = [item for batch in disk.list_keys() for item in batch if item.key == chunks[0].key]
-    assert abs(first.last_used - time.time()) < 60
+    # A file system may know the time a little less finely than Python.
+    assert before - 1 < first.last_used <= time.time()
 
 
 def test_a_chunk_in_use_is_touched_once_a_minute(disk: LocalDiskBackend, tmp_path: Path) -> None:
     chunk = chunk_of(100)
     disk.write([chunk])
-    written = only_file(tmp_path).stat().st_mtime_ns
-    read_back(disk, chunk)
-    assert only_file(tmp_path).stat().st_mtime_ns == written
+    for age, touched in ((chunkfile.TOUCH_EVERY - 30, False), (chunkfile.TOUCH_EVERY + 1, True)):
+        used = time.time() - age
+        os.utime(only_file(tmp_path), (used, used))
+        read_back(disk, chunk)
+        assert (only_file(tmp_path).stat().st_mtime > used + 1) == touched
 
 
 def test_min_free_rejects_before_it_writes(tmp_path: Path) -> None:
@@ -357,19 +363,21 @@ def test_what_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: A
 
 
 def test_ten_thousand_chunks_are_listed_at_once(memory_path: Path) -> None:
-    """Best of three, CPU seconds of this thread: the target is 0.3 s on a warm cache."""
+    """In a few times the CPU time in which the kernel lists as many names and sizes."""
     backend = LocalDiskBackend(memory_path, NAMESPACE, direct="off")
     payload = memoryview(b"x")
     keys = {new_key() for _ in range(10_000)}
     for key in keys:
         backend.write([Chunk(key, payload)])
-    best = float("inf")
-    for _ in range(3):
-        started = time.thread_time()
-        found = listed(backend)
-        best = min(best, time.thread_time() - started)
-    assert found.keys() == keys
-    assert best < 0.3
+    assert listed(backend).keys() == keys
+
+    def bare() -> None:
+        for folder in os.scandir(Path(backend.path) / NAMESPACE.hex()):
+            for entry in os.scandir(folder.path):
+                entry.stat(follow_symlinks=False)
+
+    times = interleaved({"lmkv": lambda: listed(backend), "bare": bare}, 5, clock=time.thread_time)
+    assert median_ratio(times, "lmkv", "bare") < 6
 
 
 def test_the_disk_is_shared_only_when_told(tmp_path: Path) -> None:
@@ -458,12 +466,12 @@ def test_a_black_hole_holds_calls_until_it_is_released() -> None:
     answers: list[list[bool]] = []
     caller = threading.Thread(target=lambda: answers.append(faulty.contains([new_key()])))
     caller.start()
-    caller.join(0.1)
-    assert caller.is_alive()
+    eventually(lambda: faulty.calls["contains"] == 1)
+    assert answers == []
     faulty.release()
-    caller.join(10)
+    caller.join(LIMIT)
     assert answers == [[False]]
-    faulty.max_hold = 0.01
+    faulty.max_hold = 0.0
     faulty.black_hole()
     (read,) = faulty.read([(new_key(), memoryview(bytearray(1)))])
     assert read.status is ReadStatus.FAILED
@@ -472,26 +480,31 @@ def test_a_black_hole_holds_calls_until_it_is_released() -> None:
 # -- asynchronous backends -----------------------------------------------------------------------------
 
 
-class SlowAsync:
+class HangingAsync:
     """Never answers, and writes into its buffers long after it was given up."""
 
-    name = "slow"
+    name = "hanging"
 
     def __init__(self) -> None:
+        self.begun = 0
         self.kept: list[memoryview] = []
 
+    async def _hang(self) -> None:
+        self.begun += 1
+        await asyncio.Event().wait()
+
     async def contains(self, keys: Any) -> list[bool]:
-        await asyncio.sleep(60)
+        await self._hang()
         return []
 
     async def read(self, items: Any) -> list[Any]:
         self.kept += [into for _, into in items]
-        await asyncio.sleep(60)
+        await self._hang()
         return []
 
     async def write(self, chunks: Any) -> list[Any]:
         self.kept += [chunk.payload for chunk in chunks]
-        await asyncio.sleep(60)
+        await self._hang()
         return []
 
     async def delete(self, keys: Any) -> None:
@@ -501,44 +514,59 @@ class SlowAsync:
 
 
 @pytest.fixture
-def slow() -> Any:
-    adapter = AsyncAdapter(SlowAsync(), deadline=0.05)
+def hanging() -> Iterator[AsyncAdapter]:
+    adapter = AsyncAdapter(HangingAsync(), deadline=LIMIT)
     yield adapter
     adapter.close()
     assert not adapter._thread.is_alive()
 
 
-def test_a_missed_deadline_is_a_value_per_key(slow: AsyncAdapter) -> None:
+def given_up(adapter: AsyncAdapter, call: Callable[[], T]) -> T:
+    """What a call returns whose deadline was over some time after the backend had begun with it."""
+    adapter.deadline = 0.01
+    inner: Any = adapter.inner
+    before = inner.begun
+    while True:
+        answer = call()
+        if inner.begun > before:
+            adapter.deadline = LIMIT
+            return answer
+
+
+def test_a_missed_deadline_is_a_value_per_key(hanging: AsyncAdapter) -> None:
     keys = [new_key(), new_key()]
-    reads = slow.read([(key, memoryview(bytearray(10))) for key in keys])
+    hanging.deadline = 0.0
+    reads = hanging.read([(key, memoryview(bytearray(10))) for key in keys])
     assert [read.status for read in reads] == [ReadStatus.FAILED] * 2
     assert [read.error.key for read in reads if read.error] == [key.hex() for key in keys]
     assert all(isinstance(read.error, BackendUnavailable) for read in reads)
-    (written,) = slow.write([chunk_of(10)])
+    (written,) = hanging.write([chunk_of(10)])
     assert written.status is WriteStatus.FAILED
     with pytest.raises(BackendUnavailable):
-        slow.contains(keys)
+        hanging.contains(keys)
+    hanging.deadline = LIMIT
 
 
-def test_a_coroutine_that_was_given_up_cannot_reach_the_callers_memory(slow: AsyncAdapter) -> None:
+def test_a_coroutine_that_was_given_up_cannot_reach_the_callers_memory(hanging: AsyncAdapter) -> None:
     slot = memoryview(bytearray(10))
-    slow.read([(new_key(), slot)])
-    slow.write([Chunk(new_key(), slot)])
-    read_buffer, payload = slow.inner.kept  # type: ignore[attr-defined]
+    given_up(hanging, lambda: hanging.read([(new_key(), slot)]))
+    given_up(hanging, lambda: hanging.write([Chunk(new_key(), slot)]))
+    read_buffer, *_, payload = hanging.inner.kept  # type: ignore[attr-defined]
     read_buffer[:] = b"late bytes"
     assert slot == bytes(10)
     slot[:] = b"next chunk"
     assert payload == bytes(10)
 
 
-def test_bugs_of_an_async_backend_come_through(slow: AsyncAdapter) -> None:
+def test_bugs_of_an_async_backend_come_through(hanging: AsyncAdapter) -> None:
     with pytest.raises(ValueError, match="a bug"):
-        slow.delete([new_key()])
+        hanging.delete([new_key()])
 
 
 def test_the_adapters_thread_is_named_and_joined() -> None:
-    adapter = AsyncAdapter(SlowAsync(), deadline=5)
-    assert "lmkv-aio-slow" in {thread.name for thread in threading.enumerate()}
+    inner = HangingAsync()
+    adapter = AsyncAdapter(inner, deadline=LIMIT)
+    assert "lmkv-aio-hanging" in {thread.name for thread in threading.enumerate()}
     caught: list[BaseException] = []
 
     def call() -> None:
@@ -549,19 +577,17 @@ def test_the_adapters_thread_is_named_and_joined() -> None:
 
     caller = threading.Thread(target=call)
     caller.start()
-    while not adapter._loop.is_running():
-        time.sleep(0.001)
-    time.sleep(0.02)
+    eventually(lambda: inner.begun == 1)
     adapter.close()
-    caller.join(10)
+    caller.join(LIMIT)
     assert len(caught) == 1
-    assert "lmkv-aio-slow" not in {thread.name for thread in threading.enumerate()}
+    assert "lmkv-aio-hanging" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_an_asynchronous_listing_can_be_left_half_way() -> None:
     ended: list[str] = []
 
-    class Endless(SlowAsync):
+    class Endless(HangingAsync):
         async def list_keys(self) -> AsyncIterator[list[Listed]]:
             try:
                 while True:

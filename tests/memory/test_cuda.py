@@ -13,6 +13,7 @@ from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.memory.cpu_copier import CPUCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
+from tests.kit import LIMIT
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,7 +138,7 @@ def test_the_slab_is_pinned_in_the_background_and_unpinned_at_the_end() -> None:
 
     slab = Slab(1 << 20, 64 << 20)
     pinned = PinnedSlab(slab, torch.device("cuda", 0))
-    pinned._thread.join(30)
+    pinned._thread.join(LIMIT)
     assert pinned._pieces
     pinned.close()
     assert not pinned._pieces

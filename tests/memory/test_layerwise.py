@@ -9,6 +9,7 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.errors import ClosedError
+from tests.kit import LIMIT
 
 BLOCK, CHUNK, LAYERS, BLOCKS = 4, 8, 3, 10
 TOKENS = list(range(3 * CHUNK + 5))
@@ -124,7 +125,7 @@ def test_other_threads_copy_between_two_layers() -> None:
         reader.wait(0)
         other = threading.Thread(target=engine.store, args=([7] * CHUNK, [0, 1]))
         other.start()
-        other.join(10)
+        other.join(LIMIT)
         assert not other.is_alive()
 
 

@@ -5,21 +5,24 @@ It stores random chunks of a common pool and loads others, and checks every byte
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
-import time
-from functools import partial
+import threading
 from threading import Barrier
 
 import pytest
 
 from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.backends.disk import usage
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.policies import make_policy
 from lmkv.protocols import Clock, Tier
-from lmkv.store import tiered
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers.scanner import TierScanner
+from lmkv.store.tiers import scanner
+from lmkv.testing.clocks import ManualClock
 from tests.forked import Tell
+from tests.kit import LIMIT, NEVER, listing_every
 
 CHUNK = 128 << 10
 THREADS = 4
@@ -30,15 +33,18 @@ def payload(key: bytes) -> bytes:
     return key * (CHUNK // len(key))
 
 
-def open_store(folder: str, namespace: int, capacity: int, clock: Clock = time.monotonic) -> TieredStore:
+def open_store(
+    folder: str, namespace: int, capacity: int, clock: Clock | None = None, interval: float = NEVER
+) -> TieredStore:
+    """It has listed the folder once, and does so again each `interval` seconds. Its clock stands still."""
     disk = LocalDiskBackend(folder, bytes([namespace]) * 32, shared=True)
     tier = Tier(disk, make_policy("LRU"), capacity_bytes=capacity)
-    return TieredStore(
-        Tier(CPUPinnedBackend(16 * CHUNK, CHUNK), make_policy("LRU")),
-        [tier],
-        io_threads=THREADS,
-        clock=clock,
-    )
+    with listing_every(interval):
+        host = Tier(CPUPinnedBackend(16 * CHUNK, CHUNK), make_policy("LRU"))
+        store = TieredStore(host, [tier], io_threads=THREADS, clock=clock or ManualClock())
+    # A listing may count twice what is written meanwhile.
+    assert store.wait_indexed(LIMIT)
+    return store
 
 
 def put(store: TieredStore, keys: list[bytes]) -> None:
@@ -51,7 +57,7 @@ def put(store: TieredStore, keys: list[bytes]) -> None:
 def get(store: TieredStore, keys: list[bytes]) -> int:
     """Load the leading chunks that there are; returns how many."""
     promotion = store.promote(keys)
-    promotion.wait(20)
+    assert promotion.wait(LIMIT)
     with store.lease(promotion.keys) as lease:
         for key, slot in zip(lease.keys, lease.slots, strict=True):
             assert store.slab.view(slot) == payload(key), "wrong bytes"
@@ -74,28 +80,51 @@ def work(store: TieredStore, seed: int, rounds: int) -> int:
             first = chooser.choice([first, latest])
             keys = KEYS[first : first + 4]
             hits += get(store, keys)
-        assert store.drain(20)
+        assert store.drain(LIMIT)
         store.drop(keys)
     return hits
 
 
-def live(_: Tell, folder: str, namespace: int, seed: int, capacity: int) -> None:
-    """Store and load until somebody ends it."""
+def live(tell: Tell, folder: str, namespace: int, seed: int, capacity: int) -> None:
+    """Store, tell that, then store and load until somebody ends it."""
     store = open_store(folder, namespace, capacity)
-    assert store.wait_indexed(20)
+    put(store, KEYS[:4])
+    assert store.drain(LIMIT)
+    tell("stored")
     while True:
         work(store, seed, 1000)
 
 
-def take_part(
-    tell: Tell, folder: str, namespace: int, seed: int, capacity: int, interval: float, start: Barrier
-) -> None:
-    """Store and load for a second or so, and tell the counts. `interval`: from one listing to the next."""
-    pytest.MonkeyPatch().setattr(tiered, "TierScanner", partial(TierScanner, interval=interval))
+def stop_halfway(tell: Tell, folder: str, namespace: int, seed: int, capacity: int) -> None:
+    """Store and load, stop for ever in the middle of two writes, and tell that."""
+    link, links, stopped = os.link, itertools.count(), itertools.count(1)
+
+    def stop(source: str, path: str) -> None:
+        if next(links) >= 50 + 20 * seed:
+            if next(stopped) == 2:
+                tell("halfway")
+            threading.Event().wait()
+        link(source, path)
+
     store = open_store(folder, namespace, capacity)
-    assert store.wait_indexed(20)
-    start.wait(20)
+    pytest.MonkeyPatch().setattr(os, "link", stop)
+    work(store, seed, 1000)
+
+
+def take_part(
+    tell: Tell, folder: str, namespace: int, seed: int, capacity: int, listing: bool, start: Barrier
+) -> None:
+    """Store and load for a second or so, and tell the counts. `listing`: half of the time, not just once."""
+    patch = pytest.MonkeyPatch()
+    # Who does not get the lock on the count in this time does without the count.
+    patch.setattr(usage, "_PATIENCE", LIMIT)
+    patch.setattr(scanner, "_SHARE", 0.5)
+    listings = itertools.count()
+    list_all = LocalDiskBackend.list_all
+    patch.setattr(LocalDiskBackend, "list_all", lambda disk: (next(listings), list_all(disk))[1])
+    store = open_store(folder, namespace, capacity, interval=0.0 if listing else NEVER)
+    start.wait(LIMIT)
     hits = work(store, seed, 300)
     disk = store.stats().tiers[1]
-    store.close()
-    tell({"hits": hits, "writes": disk.writes, "evictions": disk.evictions})
+    store.close(LIMIT)
+    tell({"hits": hits, "writes": disk.writes, "evictions": disk.evictions, "listings": next(listings)})

@@ -5,27 +5,34 @@ Only one thread runs at any moment, so that whatever happens, happens again for 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import pytest
+
+import lmkv.store.tiered
 from lmkv.backends.wrapper import WrapperBackend
-from lmkv.store.tiers.iopool import Job, Priority
+from lmkv.store.tiers.iopool import Deferred, Job, Priority
+from tests.kit import LIMIT
 
 T = TypeVar("T")
-LIMIT = 30.0
 
 
 class _Running:
     """A job on a thread of its own that runs only while its owner waits for it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, pool: SteppedPool) -> None:
+        self._pool: Any = pool
         # Plain locks, released by the other side: many times as fast as semaphores.
         self._turn, self._back = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._back.acquire()
         self.ended = False
+        self.sleeps: Callable[[], bool] = lambda: False
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(job,), name="lmkv-io-stepped", daemon=True)
         self._thread.start()
@@ -34,7 +41,9 @@ class _Running:
         threading.current_thread().stepped = self  # type: ignore[attr-defined]
         assert self._turn.acquire(timeout=LIMIT)
         try:
-            job.work()
+            deferred = Deferred()
+            job.work(deferred)
+            deferred.run(self._pool)
         except BaseException as error:  # noqa: BLE001
             self.error = error
         self.ended = True
@@ -44,6 +53,12 @@ class _Running:
         self._back.release()
         assert self._turn.acquire(timeout=LIMIT), "left alone"
 
+    def sleep(self, while_: Callable[[], bool]) -> None:
+        self.sleeps = while_
+        while while_():
+            self.pause()
+        self.sleeps = lambda: False
+
     def step(self) -> None:
         """Go on to the next backend call, or to the end."""
         self._turn.release()
@@ -52,11 +67,22 @@ class _Running:
             raise self.error
 
 
+def sleep(while_: Callable[[], bool]) -> None:
+    """For a backend: have the job that calls it stop for as long as this is so."""
+    running = _running_here()
+    assert running is not None
+    running.sleep(while_)
+
+
+def _running_here() -> _Running | None:
+    return getattr(threading.current_thread(), "stepped", None)
+
+
 class Pausing(WrapperBackend):
     """Stops a stepped job before and after each call, and lets everybody else through."""
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
-        running = getattr(threading.current_thread(), "stepped", None)
+        running = _running_here()
         if running is None:
             return call()
         running.pause()
@@ -93,23 +119,39 @@ class SteppedPool:
         """Start the first job, if there is one and a thread for it."""
         queue = next((queue for queue in self._queues.values() if queue), None)
         if queue is not None and len(self._running) < self._size:
-            self._running.append(_Running(queue.popleft()))
+            self._running.append(_Running(queue.popleft(), self))
 
-    def step(self, which: int) -> None:
-        """Move one of the begun jobs."""
-        if self._running:
-            running = self._running[which % len(self._running)]
+    def step(self, which: int) -> bool:
+        """Move one of the begun jobs that do not sleep; whether there was one."""
+        awake = [running for running in self._running if not running.sleeps()]
+        if awake:
+            running = awake[which % len(awake)]
             running.step()
             if running.ended:
                 self._running.remove(running)
+        return bool(awake)
+
+    def move(self, choices: Iterable[int]) -> None:
+        """Begin and step, once for each choice, while there is anything to move."""
+        for which in choices:
+            self.begin()
+            if not self.step(which):
+                break
 
     def drain(self, timeout: float) -> bool:
-        while self.pending:
-            self.begin()
-            self.step(0)
-        return True
+        """All but what sleeps."""
+        self.move(itertools.repeat(0))
+        return not self.pending
 
     def close(self, timeout: float = 5.0) -> bool:
         self.drain(timeout)
         self._closed = True
         return True
+
+
+@contextmanager
+def stepped() -> Iterator[None]:
+    """Stores that are made in here have a `SteppedPool`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lmkv.store.tiered, "IOPool", SteppedPool)
+        yield

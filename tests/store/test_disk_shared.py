@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +17,23 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.usage import Usage
 from lmkv.protocols import Chunk
 from tests.forked import Child, barrier
-from tests.store.shared_store import CHUNK, KEYS, THREADS, get, live, open_store, payload, put, take_part
+from tests.kit import LIMIT
+from tests.store.shared_store import (
+    CHUNK,
+    KEYS,
+    THREADS,
+    get,
+    open_store,
+    payload,
+    put,
+    stop_halfway,
+    take_part,
+)
 
 COST = CHUNK + 4096
 CAPACITY = 40 * COST
 BOUND = CAPACITY + 3 * (THREADS + 1) * COST
-"""What three processes may hold: see docs/concurrency.md."""
+"""What three processes may take: see docs/concurrency.md."""
 COUNT = 4096
 """What the file takes that holds the count."""
 
@@ -61,20 +73,18 @@ class Use:
     reports: list[dict[str, int]]
 
 
-def use_together(folder: Path, namespaces: tuple[int, ...], interval: float) -> Use:
-    """Have processes use the folder, watched all the time.
-
-    They list it at the start, and again each so many seconds.
-    """
+def use_together(folder: Path, namespaces: tuple[int, ...], *, listing: bool = False) -> Use:
+    """Have processes use the folder, watched all the time. They list it when they start, or all the time."""
     start = barrier(len(namespaces))
     with small_disk(folder) as used, ExitStack() as stack:
         processes = [
-            stack.enter_context(Child(take_part, str(folder), name, seed, CAPACITY, interval, start))
+            stack.enter_context(Child(take_part, str(folder), name, seed, CAPACITY, listing, start))
             for seed, name in enumerate(namespaces)
         ]
         most = 0
         while any(process.alive for process in processes):
             most = max(most, used())
+        most = max(most, used())
         assert list(folder.rglob("*.tmp")) == []
         reports = [process.heard() for process in processes]
         return Use(most - COUNT, chunks_below(folder), reports)
@@ -82,7 +92,7 @@ def use_together(folder: Path, namespaces: tuple[int, ...], interval: float) -> 
 
 @pytest.mark.parametrize("namespaces", [(1, 1, 1), (1, 2, 3)], ids=["one namespace", "three"])
 def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tuple[int, ...]) -> None:
-    use = use_together(tmp_path / "kv", namespaces, interval=1000.0)
+    use = use_together(tmp_path / "kv", namespaces)
     assert CAPACITY <= use.most <= BOUND
     assert use.left == CAPACITY
     # Not each: who comes when all is full knows nothing to evict before it lists again.
@@ -91,22 +101,23 @@ def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tupl
 
 
 def test_listings_in_the_middle_of_everything_make_them_exceed_it_by_little(tmp_path: Path) -> None:
-    use = use_together(tmp_path / "kv", (1, 2, 1), interval=0.1)
-    assert CAPACITY <= use.most <= BOUND
+    use = use_together(tmp_path / "kv", (1, 2, 1), listing=True)
+    assert use.most <= BOUND
+    assert sum(report["evictions"] for report in use.reports) > 500
+    assert min(report["listings"] for report in use.reports) > 20
 
 
 def test_a_killed_process_leaves_no_wrong_count(tmp_path: Path) -> None:
-    """It dies with reservations of room open, again and again; the next one has all of the capacity."""
+    """It dies with room reserved for two chunks, again and again; the next one has all of the capacity."""
     for seed in range(4):
-        with Child(live, str(tmp_path), 1, seed, CAPACITY) as process:
-            while process.alive and len(list(tmp_path.rglob("*.tmp"))) < 2:
-                pass
-            assert process.alive
+        with Child(stop_halfway, str(tmp_path), 1, seed, CAPACITY) as process:
+            assert process.heard() == "halfway"
+            assert process.kill() == -signal.SIGKILL
+        assert len(list(tmp_path.rglob("*.tmp"))) >= 2
     store = open_store(str(tmp_path), 1, CAPACITY)
-    assert store.wait_indexed(20)
     for key in KEYS[:80]:
         put(store, [key])
-        assert store.drain(20)
+        assert store.drain(LIMIT)
     assert store.stats().tiers[1].chunks == 40
     store.close()
     assert chunks_below(tmp_path) == CAPACITY
@@ -149,7 +160,7 @@ def test_what_another_process_deletes_first_is_subtracted_once(
     assert disk.reserve_bytes(0) == COST
 
 
-def test_what_is_claimed_in_the_middle_of_a_listing_counts(tmp_path: Path) -> None:
+def test_what_is_reserved_in_the_middle_of_a_listing_counts(tmp_path: Path) -> None:
     usage = Usage(str(tmp_path / "count"))
     usage.reserve_bytes(100)
     reserved = usage.reserved()
@@ -159,24 +170,23 @@ def test_what_is_claimed_in_the_middle_of_a_listing_counts(tmp_path: Path) -> No
 
 
 def test_what_another_model_left_makes_room(tmp_path: Path) -> None:
-    """The oldest goes first, whosever it is; clearing one's own leaves the rest alone."""
+    """The oldest is evicted first, whatever its namespace; clearing one's own leaves the rest alone."""
     old = open_store(str(tmp_path), 1, CAPACITY)
     for key in KEYS[:40]:
         put(old, [key])
-        assert old.drain(20)
+        assert old.drain(LIMIT)
     old.close()
     new = open_store(str(tmp_path), 2, CAPACITY)
-    assert new.wait_indexed(20)
     assert new.stats().tiers[1].chunks == 0
     assert new.stats().tiers[1].used_bytes == CAPACITY
     for key in KEYS[:30]:
         put(new, [key])
-        assert new.drain(20)
+        assert new.drain(LIMIT)
     new.drop(KEYS)
     assert get(new, KEYS[:10]) == 10
     assert chunks_below(tmp_path) == CAPACITY
     new.clear()
-    assert new.drain(20)
+    assert new.drain(LIMIT)
     new.close()
     assert chunks_below(tmp_path) == 10 * COST
     listed = LocalDiskBackend(tmp_path, bytes([1]) * 32).list_keys()
@@ -187,10 +197,9 @@ def test_what_another_model_left_makes_room(tmp_path: Path) -> None:
 def test_a_chunk_that_another_process_uses_is_not_the_oldest(tmp_path: Path) -> None:
     disk = LocalDiskBackend(tmp_path, bytes([1]) * 32)
     store = open_store(str(tmp_path), 1, 4 * COST)
-    assert store.wait_indexed(20)
     for key in KEYS[:4]:
         put(store, [key])
-        assert store.drain(20)
+        assert store.drain(LIMIT)
     store.drop(KEYS)
     (tier,) = store._tiers
     for again in range(2):
@@ -201,6 +210,6 @@ def test_a_chunk_that_another_process_uses_is_not_the_oldest(tmp_path: Path) -> 
         if not again:
             os.utime(disk._folder.path_of(KEYS[0]), (time.time() + 1,) * 2)
     put(store, [KEYS[10]])
-    assert store.drain(20)
+    assert store.drain(LIMIT)
     assert disk.contains(KEYS[:4]) == [True, False, True, True]
     store.close()

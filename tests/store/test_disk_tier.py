@@ -6,28 +6,21 @@ import fcntl
 import os
 import shutil
 import subprocess
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lmkv.protocols import Clock
+from lmkv.backends.disk import usage
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
 from tests.forked import Child, Tell
-from tests.store import shared_store
-from tests.store.shared_store import CHUNK, KEYS, get, put
+from tests.kit import LIMIT
+from tests.store.shared_store import CHUNK, KEYS, get, open_store, put
 
 COST = CHUNK + 4096
 CAPACITY = 20 * COST
-
-
-def open_store(folder: str, namespace: int, capacity: int, clock: Clock = time.monotonic) -> TieredStore:
-    """Listed before anything is stored: a listing may count twice what is written meanwhile."""
-    store = shared_store.open_store(folder, namespace, capacity, clock)
-    assert store.wait_indexed(20)
-    return store
 
 
 @pytest.fixture
@@ -51,7 +44,7 @@ def mount(folder: Path, *options: str) -> None:
 def store_one_by_one(store: TieredStore, keys: list[bytes]) -> None:
     for key in keys:
         put(store, [key])
-        assert store.drain(20)
+        assert store.drain(LIMIT)
     store.drop(keys)
 
 
@@ -73,10 +66,10 @@ def on_disk(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in {".kv1", ".tmp"})
 
 
-def eventually(clock: ManualClock, holds: Callable[[], bool]) -> None:
-    """The breaker tries a tier that failed again after a second, and later each time."""
+def in_time(clock: ManualClock, true: Callable[[], bool]) -> None:
+    """By the store's own clock: its breaker tries a tier that failed after a second, and later each time."""
     until = clock() + 20
-    while not holds():
+    while not true():
         assert clock() < until
         clock.advance(0.05)
 
@@ -94,12 +87,12 @@ def test_a_disk_that_becomes_read_only_while_it_has_to_evict(medium: Path) -> No
     store_one_by_one(store, KEYS[100:110])
     assert refused(store) == 10
     assert served(store, KEYS[100:110]) == 0
-    # One victim was chosen, its file could not be deleted; nobody else had to go for the other nine.
+    # One victim was chosen, its file could not be deleted; none was evicted for the other nine.
     assert served(store, KEYS[:20]) == 19
     assert store.stats().tiers[1].used_bytes == 19 * COST
     assert on_disk(medium) == CAPACITY
     mount(medium, "-o", "remount,rw")
-    eventually(clock, lambda: stores_again(store, KEYS[200:205]))
+    in_time(clock, lambda: stores_again(store, KEYS[200:205]))
     store.close()
     assert on_disk(medium) == CAPACITY
 
@@ -114,8 +107,8 @@ def test_a_disk_that_is_full_before_the_capacity_is(medium: Path) -> None:
     assert served(store, KEYS[:40]) == stored
     assert on_disk(medium) == stored * COST == store.stats().tiers[1].used_bytes
     store.delete(KEYS[:3])
-    assert store.drain(20)
-    eventually(clock, lambda: stores_again(store, KEYS[200:203]))
+    assert store.drain(LIMIT)
+    in_time(clock, lambda: stores_again(store, KEYS[200:203]))
     store.close()
 
 
@@ -130,7 +123,7 @@ def test_a_folder_that_is_removed_and_made_again(tmp_path: Path) -> None:
     assert served(store, KEYS[:20]) == 0
     assert not root.exists()
     root.mkdir()
-    eventually(clock, lambda: stores_again(store, KEYS[200:205]))
+    in_time(clock, lambda: stores_again(store, KEYS[200:205]))
     store.close()
     assert on_disk(root) == store_bytes(root)
 
@@ -138,7 +131,6 @@ def test_a_folder_that_is_removed_and_made_again(tmp_path: Path) -> None:
 def store_bytes(root: Path) -> int:
     """What a new store finds there."""
     store = open_store(str(root), 1, CAPACITY)
-    assert store.wait_indexed(20)
     used = store.stats().tiers[1].used_bytes
     store.close()
     return used
@@ -148,18 +140,18 @@ def clear_until_killed(tell: Tell, folder: str) -> None:
     store = open_store(folder, 1, CAPACITY)
     for key in KEYS[:20]:
         put(store, [key])
-        assert store.drain(20)
+        assert store.drain(LIMIT)
     left = iter(range(7))
 
     def unlink(path: str) -> None:
         if next(left, None) is None:
             tell("half")
-            time.sleep(60)
+            threading.Event().wait()
         os.remove(path)
 
     pytest.MonkeyPatch().setattr(os, "unlink", unlink)
     store.clear()
-    store.drain(60)
+    store.drain(LIMIT)
 
 
 def test_a_kill_in_the_middle_of_clear(tmp_path: Path) -> None:
@@ -167,11 +159,10 @@ def test_a_kill_in_the_middle_of_clear(tmp_path: Path) -> None:
     with Child(clear_until_killed, str(tmp_path)) as child:
         assert child.heard() == "half"
     store = open_store(str(tmp_path), 1, CAPACITY)
-    assert store.wait_indexed(20)
     assert served(store, KEYS[:20]) == 13 == store.stats().tiers[1].chunks
     store.clear()
     assert served(store, KEYS[:20]) == 0
-    assert store.drain(20)
+    assert store.drain(LIMIT)
     assert on_disk(tmp_path) == 0
     assert stores_again(store, KEYS[:20])
     store.close()
@@ -179,7 +170,7 @@ def test_a_kill_in_the_middle_of_clear(tmp_path: Path) -> None:
 
 
 def test_a_corrupt_file_that_cannot_be_set_aside_is_not_forgotten(medium: Path) -> None:
-    """No file stays that no index knows: it goes as soon as the disk lets it."""
+    """No file stays that no index knows: it is deleted as soon as the disk takes writes."""
     clock = ManualClock()
     store = open_store(str(medium / "kv"), 1, CAPACITY, clock)
     store_one_by_one(store, KEYS[:2])
@@ -189,7 +180,7 @@ def test_a_corrupt_file_that_cannot_be_set_aside_is_not_forgotten(medium: Path) 
     assert served(store, KEYS[:2]) == 1
     assert path.exists()
     mount(medium, "-o", "remount,rw")
-    eventually(clock, lambda: stores_again(store, KEYS[5:6]))
+    in_time(clock, lambda: stores_again(store, KEYS[5:6]))
     assert not path.exists()
     store.close()
 
@@ -198,19 +189,20 @@ def test_a_corrupt_file_that_cannot_be_set_aside_is_not_forgotten(medium: Path) 
 def test_a_count_that_is_nonsense_is_set_right(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".lmkv-use").write_bytes(content)
     store = open_store(str(tmp_path), 1, CAPACITY)
-    assert store.wait_indexed(20)
     assert stores_again(store, KEYS[:20])
     store_one_by_one(store, KEYS[20:40])
     store.close()
     assert on_disk(tmp_path) == CAPACITY
 
 
-def test_a_count_that_somebody_holds_or_that_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_count_that_is_locked_or_that_is_no_file_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage, "_PATIENCE", 0.01)
     store = open_store(str(tmp_path), 1, CAPACITY)
-    assert store.wait_indexed(20)
     count = tmp_path / ".lmkv-use"
-    with count.open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with count.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
         assert stores_again(store, KEYS[:3])
     count.unlink()
     os.mkfifo(count)

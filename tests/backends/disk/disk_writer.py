@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import os
 import random
-import time
+import signal
+import threading
+from threading import Barrier
 from typing import Any
+
+import pytest
 
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from tests.forked import Tell
+from tests.kit import LIMIT
 
 NAMESPACE = bytes(range(32))
 KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(24)]
@@ -35,9 +42,14 @@ def open_disk(folder: str, direct: Any) -> LocalDiskBackend:
     return LocalDiskBackend(folder, NAMESPACE, direct=direct)
 
 
-def write_until_killed(tell: Tell, folder: str, direct: Any, seed: int) -> None:
-    """Writes and deletes; the store it makes is right at every moment, so it may be killed at any."""
+def write_until_killed(tell: Tell, folder: str, direct: Any, seed: int, step: int | None = None) -> None:
+    """Write and delete; the folder is right at every moment, so this may be killed at any.
+
+    `step`: this system call of a write ends the process, when the half of it is done.
+    """
     backend = open_disk(folder, direct)
+    if step is not None:
+        die_at(step)
     chooser = random.Random(seed)
     chunks = [Chunk(key, memoryview(payload), KEYS[0], bytes(64)) for key, payload in PAYLOADS.items()]
     tell("ready")
@@ -50,13 +62,43 @@ def write_until_killed(tell: Tell, folder: str, direct: Any, seed: int) -> None:
             assert written.status in (WriteStatus.STORED, WriteStatus.PRESENT), written
 
 
-def churn(tell: Tell, folder: str, direct: Any, seed: int, seconds: float) -> None:
+def die_at(step: int) -> None:
+    pwritev, link, steps = os.pwritev, os.link, itertools.count(1)
+
+    def write(fd: int, views: list[memoryview], at: int) -> int:
+        if next(steps) == step:
+            half = len(views[0]) // 8192 * 4096
+            pwritev(fd, [views[0][:half]], at)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pwritev(fd, views, at)
+
+    def publish(source: str, path: str) -> None:
+        if next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        link(source, path)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(os, "pwritev", write)
+    patch.setattr(os, "link", publish)
+
+
+def stop_halfway(tell: Tell, folder: str, direct: Any) -> None:
+    """Stop for ever before a complete file gets its name, and tell the name it has."""
+
+    def stop(source: str, path: str) -> None:
+        tell(source)
+        threading.Event().wait()
+
+    pytest.MonkeyPatch().setattr(os, "link", stop)
+    open_disk(folder, direct).write([Chunk(KEYS[0], memoryview(PAYLOADS[KEYS[0]]))])
+
+
+def churn(_: Tell, folder: str, direct: Any, seed: int, rounds: int, start: Barrier) -> None:
     """Everything at once beside other processes that do the same; any wrong byte ends it with an error."""
     backend = open_disk(folder, direct)
     chooser = random.Random(seed)
-    tell("ready")
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    start.wait(LIMIT)
+    for _ in range(rounds):
         key = chooser.choice(KEYS)
         payload = PAYLOADS[key]
         action = chooser.random()

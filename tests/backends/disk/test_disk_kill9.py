@@ -15,8 +15,8 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.outcomes import WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import listed, read_back, statuses
-from tests.backends.disk.disk_writer import NAMESPACE, PAYLOADS, churn, write_until_killed
-from tests.forked import Child
+from tests.backends.disk.disk_writer import NAMESPACE, PAYLOADS, churn, stop_halfway, write_until_killed
+from tests.forked import Child, barrier
 
 
 @pytest.fixture(params=["off", "auto"])
@@ -50,18 +50,22 @@ def check_store(folder: Path) -> int:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("cycles", [25, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("cycles", [24, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_killed_at_any_moment(tmp_path: Path, direct: str, cycles: int) -> None:
+    """In turn by itself, in the middle of a write, and by another process at any time."""
     chooser = random.Random(cycles)
-    leavings, sizes = 0, set()
-    for seed in range(cycles):
-        child = working(write_until_killed, tmp_path, direct, seed)
+    unfinished, sizes = 0, set()
+    for seed in range(0, cycles, 2):
+        child = working(write_until_killed, tmp_path, direct, seed, chooser.randint(1, 60))
+        assert child.ended() == -signal.SIGKILL
+        unfinished += len(temporaries(tmp_path))
+        sizes.add(check_store(tmp_path))
+        child = working(write_until_killed, tmp_path, direct, seed + 1)
         time.sleep(chooser.uniform(0.0, 0.03))
         assert child.kill() == -signal.SIGKILL
-        leavings += len(temporaries(tmp_path))
         sizes.add(check_store(tmp_path))
     # Otherwise the kills came too early or too late to prove anything.
-    assert leavings > cycles // 10
+    assert unfinished == cycles // 2
     assert len(sizes) > 3
     backend = LocalDiskBackend(tmp_path, NAMESPACE)
     chunks = [Chunk(key, memoryview(payload)) for key, payload in PAYLOADS.items()]
@@ -70,20 +74,22 @@ def test_killed_at_any_moment(tmp_path: Path, direct: str, cycles: int) -> None:
 
 
 def test_a_sweep_spares_the_living(tmp_path: Path, direct: str) -> None:
-    """One writer is killed, another one in the same folder goes on while its temporaries are looked at."""
-    survivor = working(write_until_killed, tmp_path, direct, 0)
-    for seed in range(1, 8):
-        victim = working(write_until_killed, tmp_path, direct, seed)
-        time.sleep(0.03)
-        assert victim.kill() == -signal.SIGKILL
-        list(LocalDiskBackend(tmp_path, NAMESPACE).list_keys())
-    # It ends with an error of its own, and not by our hand, if a single write of it failed.
-    assert survivor.kill() == -signal.SIGKILL
+    """One writer after the other is killed in the middle of a write, beside one that takes its time."""
+    with Child(stop_halfway, str(tmp_path), direct) as living:
+        temporary = Path(living.heard())
+        for seed in range(4):
+            dead = working(write_until_killed, tmp_path, direct, seed, 10 * seed + 1)
+            assert dead.ended() == -signal.SIGKILL
+            assert len(temporaries(tmp_path)) == 2
+            list(LocalDiskBackend(tmp_path, NAMESPACE).list_keys())
+            assert temporaries(tmp_path) == [temporary]
+        assert living.kill() == -signal.SIGKILL
     check_store(tmp_path)
 
 
 def test_processes_that_share_a_folder(tmp_path: Path, direct: str) -> None:
     """Three of them write, read, list and delete the same keys; each checks every byte it is given."""
-    children = [working(churn, tmp_path, direct, seed, 1.5) for seed in range(3)]
+    start = barrier(3)
+    children = [Child(churn, str(tmp_path), direct, seed, 400, start) for seed in range(3)]
     assert [child.ended() for child in children] == [0, 0, 0]
     check_store(tmp_path)

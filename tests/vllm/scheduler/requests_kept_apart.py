@@ -24,6 +24,7 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.identity import content_extras, request_root
 from lmkv.vllm.scheduler.request import RequestOptions
+from tests.kit import LIMIT
 
 CHUNK = 16
 NAMESPACE = Namespace(model="m", dtype="float32", chunk_size=CHUNK, block_size=4)
@@ -93,7 +94,7 @@ def open_store(folder: Path) -> Iterator[TieredStore]:
         disk_min_free=0.0,
     )
     with closing(build_store(config, NAMESPACE, LAYOUT, shared=False)) as store:
-        assert store.wait_indexed(10)
+        assert store.wait_indexed(LIMIT)
         yield store
 
 
@@ -104,13 +105,13 @@ def store_all(folder: Path) -> None:
                 for slot in reservation.slots.values():
                     store.slab.view(slot)[:] = content(name)
                 reservation.commit()
-            assert store.drain()
+            assert store.drain(LIMIT)
 
 
 def whose(store: TieredStore, name: str) -> list[str]:
     """The requests whose chunk this one finds."""
     promotion = store.promote([last_key(REQUESTS[name])])
-    assert store.drain()
+    assert store.drain(LIMIT)
     with store.lease([last_key(REQUESTS[name])]) as lease:
         found = [bytes(store.slab.view(slot)) for slot in lease.slots]
     promotion.release()

@@ -1,6 +1,9 @@
 """A small model of vLLM's scheduling around a KV connector, with an oracle for every byte of KV.
 
-It knows nothing of lmkv but the two sides' calls. The KV of a block is a hash of everything that decides it
+It knows nothing of lmkv but the two sides' calls. Time passes by steps alone, and I/O gets on between them:
+the same seed gives the same history.
+
+The KV of a block is a hash of everything that decides it
 (salt and all tokens up to its end), so that one wrong, stale or missing byte shows in the step that reads it.
 """
 
@@ -8,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -26,9 +28,11 @@ from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.vllm.geometry import Geometry, Group
-from lmkv.vllm.scheduler.load_policy import LoadMode
+from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
+from tests.kit import LIMIT
+from tests.store.stepped import Pausing, sleep, stepped
 
 PAGE = 32
 NULL = 0
@@ -89,7 +93,10 @@ class _Step:
 
 
 class SimulatedVLLM:
-    """One engine: block pool, waiting and running queues, `depth` steps between scheduling and knowing."""
+    """One engine: block pool, waiting and running queues, `depth` steps between scheduling and knowing.
+
+    `io_moves`: how often jobs get on between two steps, at most; three times, and one is done.
+    """
 
     def __init__(
         self,
@@ -110,8 +117,10 @@ class SimulatedVLLM:
         tail_depends_on_next: bool = False,
         prefix_caching: bool = False,
         aborts: float = 0.0,
+        io_moves: int = 10,
     ) -> None:
         self.rng = rng
+        self.io_moves = io_moves
         self.groups = tuple(groups)
         self.depth = depth
         self.drafts = drafts
@@ -123,7 +132,7 @@ class SimulatedVLLM:
         self.users: Counter[int] = Counter()
         self.content: dict[int, tuple[str, tuple[int, ...]]] = {}
         """Of blocks that others may share, used or free: the salt and tokens that decide what they hold."""
-        self.holder: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.cached: dict[tuple[str, tuple[int, ...]], int] = {}
         layers = [
             LayerPages(PAGE, chunk_size // group.block_size, index)
             for index, group in enumerate(self.groups)
@@ -137,23 +146,26 @@ class SimulatedVLLM:
             size = layout.slot_bytes * lower_chunks
             backend = CPUPinnedBackend(size, layout.slot_bytes, populate=False)
             backend.name = "lower"
-            self.disks = [FaultyBackend(backend, sleep=self._pass)]
-            lower = [Tier(self.disks[0], LRU(), capacity_bytes=size)]
+            self.disks = [FaultyBackend(backend, sleep=self._sleep)]
+            lower = [Tier(Pausing(self.disks[0]), LRU(), capacity_bytes=size)]
         host = CPUPinnedBackend(
             layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False
         )
-        self.store = TieredStore(Tier(host, LRU()), lower, clock=lambda: self.now)
+        with stepped():
+            self.store = TieredStore(Tier(host, LRU()), lower, clock=lambda: self.now)
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
         self.scheduler = Scheduler(
             self.store,
             namespace,
             Geometry(chunk_size, self.groups),
-            ranks=ranks,
-            load_mode=LoadMode("async" if depth > 1 else load_mode),
-            tail_depends_on_next=tail_depends_on_next,
-            clock=lambda: self.now,
+            SchedulerOptions(
+                ranks=ranks,
+                load_mode="async" if depth > 1 else load_mode,
+                tail_depends_on_next=tail_depends_on_next,
+                clock=lambda: self.now,
+            ),
         )
-        self.scheduler.watch_blocks(lambda: len(self.free), self._stop_sharing)
+        self.scheduler.watch_blocks(lambda: len(self.free), self._evict_blocks)
         self.memories: list[list[np.ndarray]] = []
         """Of each rank, and each of its layers, the same bytes as the worker's."""
         self.workers = []
@@ -169,14 +181,13 @@ class SimulatedVLLM:
         self.loading: list[SimulatedRequest] = []
         self.pipeline: list[_Step] = []
         self.counts = dict.fromkeys(
-            ("hits", "shared", "preempted", "aborted", "recomputed", "streams", "finished"), 0
+            ("hits", "shared", "preempted", "aborted", "recomputed", "async_loads", "finished"), 0
         )
 
-    def _pass(self, seconds: float) -> None:
-        """I/O thread: so much simulated time goes by."""
+    def _sleep(self, seconds: float) -> None:
+        """A call of the disk takes so long, or until the disk is fast again."""
         end = self.now + seconds
-        while self.now < end:
-            time.sleep(0.0002)
+        sleep(lambda: self.now < end and self.disks[0].latency > 0)
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -194,9 +205,9 @@ class SimulatedVLLM:
             if request in queue:
                 queue.remove(request)
         if request in self.loading:
-            request.status = "gone"  # its blocks stay until the load is reported
+            request.status = "ended"  # its blocks stay until the load is reported
         else:
-            request.status = "gone"
+            request.status = "ended"
             self._free(request)
 
     def _free(self, request: SimulatedRequest) -> None:
@@ -214,7 +225,7 @@ class SimulatedVLLM:
                 self._poison(group, block)
 
     def _poison(self, group: int, block: int) -> None:
-        """A freed block is soon somebody else's: whoever still reads it must be caught."""
+        """A freed block is soon another request's: what still reads it must be caught."""
         for rows in self.memories:
             for index in self._layers(group):
                 rows[index][block] = 0xEE
@@ -234,20 +245,20 @@ class SimulatedVLLM:
             block = request.blocks[0][place]
             if block not in self.content:
                 self.content[block] = content
-                self.holder.setdefault(content, block)
+                self.cached.setdefault(content, block)
             request.shareable = place + 1
 
-    def _stop_sharing(self, blocks: set[int]) -> None:
+    def _evict_blocks(self, blocks: set[int]) -> None:
         for block in blocks:
             content = self.content.pop(block, None)
-            if content is not None and self.holder.get(content) == block:
-                del self.holder[content]
+            if content is not None and self.cached.get(content) == block:
+                del self.cached[content]
 
     def _shared(self, request: SimulatedRequest) -> list[int]:
         """The leading blocks that others have or left behind, below the last token."""
         size, found = self.groups[0].block_size, []
         for end in range(size, request.num_tokens, size):
-            block = self.holder.get((request.cache_salt, tuple(request.all_token_ids[:end])))
+            block = self.cached.get((request.cache_salt, tuple(request.all_token_ids[:end])))
             if block is None:
                 break
             found.append(block)
@@ -256,7 +267,7 @@ class SimulatedVLLM:
     def _take(self, group: int) -> int:
         block = self.free.pop(0)
         if block in self.content:
-            self._stop_sharing({block})
+            self._evict_blocks({block})
             self._poison(group, block)
         return block
 
@@ -293,13 +304,15 @@ class SimulatedVLLM:
 
     def forget(self) -> None:
         """As if others had used the free blocks meanwhile."""
-        self._stop_sharing(set(self.free) & set(self.content))
+        self._evict_blocks(set(self.free) & set(self.content))
 
     # -- one step -----------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Schedule, execute, and take in the output of the step that is `depth` - 1 steps back."""
         self.now += 0.01
+        pool: Any = self.store._pool
+        pool.move(self.rng.choices(range(8), k=self.rng.randint(0, self.io_moves)))
         if self.rng.random() < 0.1:
             self.forget()
         scheduled: dict[SimulatedRequest, int] = {}
@@ -313,7 +326,8 @@ class SimulatedVLLM:
             for request, count in scheduled.items()
         }
         tables = {request.request_id: [list(table) for table in request.blocks] for request in scheduled}
-        plan = self.scheduler.build_plan(progress, tables.get, sum(scheduled.values()))
+        self.scheduler.plan_step(progress, tables.get, sum(scheduled.values()))
+        plan = self.scheduler.take_plan()
         self.pipeline.append(self._execute(plan, scheduled, drafted))
         if self.rng.random() < self.aborts and self.running:
             self.abort(self.rng.choice(self.running))
@@ -373,7 +387,7 @@ class SimulatedVLLM:
             self.counts["hits"] += external > 0
             self.counts["shared"] += bool(shared)
             if asynchronous:
-                self.counts["streams"] += 1
+                self.counts["async_loads"] += 1
                 request.status = "loading"
                 self.loading.append(request)
             else:
@@ -497,7 +511,7 @@ class SimulatedVLLM:
                     self._end(request)
         for request in [request for request in self.loading if request.request_id in step.finished]:
             self.loading.remove(request)
-            if request.status == "gone":
+            if request.status == "ended":
                 self._free(request)
             elif request.computed == 0:
                 self.counts["recomputed"] += 1
@@ -514,7 +528,7 @@ class SimulatedVLLM:
 
         where they were; what they sampled meanwhile is void. The blocks stay shared, as vLLM has it.
         """
-        claimed: set[int] = set()
+        recomputed: set[int] = set()
         for request in requests:
             size = self.groups[0].block_size
             before = step.progress.get(request.request_id, request.computed)
@@ -524,8 +538,8 @@ class SimulatedVLLM:
                 continue
             # vLLM keeps what later steps, already scheduled, make of blocks that were never filled.
             assert self.depth == 1 or request in self.loading, "a load failed within a pipelined step"
-            own = [place for place in bad if table[place] not in claimed]
-            claimed.update(table[place] for place in own)
+            own = [place for place in bad if table[place] not in recomputed]
+            recomputed.update(table[place] for place in own)
             self.counts["recomputed"] += 1
             request.computed = own[0] * size if own else before
             request.in_flight = 0
@@ -533,12 +547,12 @@ class SimulatedVLLM:
             request.epoch += 1
 
     def finish(self, limit: int = 3000) -> None:
-        """Step until every request has ended, then prove that nothing is held."""
+        """Step until every request has ended, then prove that nothing is referenced."""
         for _ in range(limit):
             if not (self.waiting or self.running or self.loading or self.pipeline):
                 break
             if not self.running:
-                self.store.drain(10)
+                self.store.drain(LIMIT)
             self.step()
             if not (self.waiting or self.running or self.loading):
                 while self.pipeline:
@@ -549,7 +563,7 @@ class SimulatedVLLM:
             self.step()
             while self.pipeline:
                 self._take_output(self.pipeline.pop(0))
-        assert self.store.drain(10)
+        assert self.store.drain(LIMIT)
         stats = self.store.stats()
         assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
         assert not self.scheduler.busy

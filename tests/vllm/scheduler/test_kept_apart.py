@@ -13,7 +13,7 @@ import pytest
 from lmkv.vllm.scheduler.request import RequestOptions
 from tests.vllm.scheduler.requests_kept_apart import REQUESTS, image, last_key, request, store_all
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ GROUPS = {
     "window over several chunks, larger blocks": [Group(4), Group(8, window=40)],
 }
 
+SITUATIONS = ("hits", "preempted", "aborted", "recomputed", "async_loads")
+
 engines = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(40, 90),
@@ -57,7 +59,7 @@ def _drive(rng: random.Random, groups: list[Group], options: dict[str, Any]) -> 
             while pending and rng.random() < 0.4:
                 alive.append(pending.pop())
                 engine.add(alive[-1])
-            alive = [request for request in alive if request.status != "gone"]
+            alive = [request for request in alive if request.status != "ended"]
             if alive and rng.random() < 0.04:
                 engine.abort(rng.choice(alive))
             if rng.random() < 0.01:
@@ -73,7 +75,7 @@ def _drive(rng: random.Random, groups: list[Group], options: dict[str, Any]) -> 
 @given(seed=st.integers(0, 2**32), options=engines)
 def test_any_schedule(kind: str, seed: int, options: dict[str, Any]) -> None:
     counts = _drive(random.Random(seed), GROUPS[kind], options)
-    for name in ("hits", "preempted", "aborted", "recomputed", "streams"):
+    for name in SITUATIONS:
         if counts[name]:
             event(name)
 
@@ -93,7 +95,9 @@ def test_the_schedules_test_something(kind: str) -> None:
             "load_faults": 0.3 * (seed % 3 == 0),
         }
         total += _drive(rng, GROUPS[kind], options)
-    missing = [name for name in ("hits", "preempted", "aborted", "recomputed", "streams") if not total[name]]
+    missing = [
+        name for name in ("hits", "preempted", "aborted", "recomputed", "async_loads") if not total[name]
+    ]
     assert not missing, total
 
 
@@ -103,12 +107,12 @@ def _small(seed: int, **options: Any) -> closing[SimulatedVLLM]:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "volatile", "hit"), [(3, False, 3), (3, True, 2), (1, True, 0), (0, True, 0)]
+    ("chunks", "depends", "hit"), [(3, False, 3), (3, True, 2), (1, True, 0), (0, True, 0)]
 )
 def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
-    chunks: int, volatile: bool, hit: int
+    chunks: int, depends: bool, hit: int
 ) -> None:
-    with _small(0, num_blocks=60, tail_depends_on_next=volatile) as engine:
+    with _small(0, num_blocks=60, tail_depends_on_next=depends) as engine:
         tokens = list(range(8 * chunks + 1))
         first = SimulatedRequest("first", list(tokens), len(tokens), 1, "a")
         engine.add(first)
@@ -139,7 +143,7 @@ def test_blocks_of_a_load_that_fails_are_shared_with_nobody(arrives: str, first_
         if arrives == "after it":
             engine.add(second)
         engine.finish()
-        assert second.status == "gone"
+        assert second.status == "ended"
         assert engine.counts["finished"] == (2 if first_aborted else 3)
 
 

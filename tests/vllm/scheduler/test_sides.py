@@ -68,7 +68,7 @@ class TestLoadCost:
             cost.observe_load("disk", 10 * MIB, 1.0)
         for _ in range(30):
             cost.observe_load("disk", 100 * MIB, 1.0)
-        assert cost.bandwidth("disk") == pytest.approx(100 * MIB, rel=0.01)
+        assert cost.bandwidths["disk"] == pytest.approx(100 * MIB, rel=0.01)
 
 
 def _request(**fields: Any) -> SimpleNamespace:
@@ -200,7 +200,7 @@ class TestWorker:
         worker.begin(StepPlan(slab=slab.ref))
         return worker
 
-    def test_a_slab_that_is_gone_fails_orders_and_raises_nothing(self) -> None:
+    def test_a_slab_that_cannot_be_mapped_fails_orders_and_raises_nothing(self) -> None:
         worker = Worker(0, self.LAYOUT)
         worker.register(PagedMemory([torch.zeros((6, 64), dtype=torch.uint8) for _ in range(2)], fuse=False))
         order = CopyOrder(1, [ChunkCopy(0, (Run(0, [2, 3]),))])

@@ -1,10 +1,11 @@
-"""How long a request is held back for chunks on a tier that does not deliver: a second at most."""
+"""How long a request waits for chunks on a tier that does not deliver: its deadline, and a few steps."""
 
 from __future__ import annotations
 
+import math
 import random
-import time
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 
@@ -12,13 +13,15 @@ from lmkv.testing.faults import FaultyBackend
 from lmkv.vllm.geometry import Group
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
-LONGEST = 1.0
+LONGEST = 0.85
 CHUNK = 8
-REQUESTS = 240
+REQUESTS = 120
+EVERY = 8
+"""Steps from one request to the next, of 0.01 simulated seconds each."""
 
 
 def _hang(disk: FaultyBackend) -> None:
-    disk.black_hole()
+    disk.latency = math.inf
 
 
 def _slow(disk: FaultyBackend) -> None:
@@ -36,31 +39,30 @@ def _request(number: int, round_: int, chunks: int) -> SimulatedRequest:
 
 
 def _run(engine: SimulatedVLLM, requests: list[SimulatedRequest]) -> list[float]:
-    """A new one each few steps, until all have ended; for how many simulated seconds each was held back.
+    """A new one each few steps, until all have ended; for how many simulated seconds each had to wait.
 
-    There are blocks for all of them: whoever has not begun waits for its chunks, in the queue or loading.
+    There are blocks for all of them: what has not begun waits for its chunks, in the queue or loading.
     """
     waits = [0.0] * len(requests)
-    alive: dict[int, SimulatedRequest] = {}
-    for count in range(100_000):
-        if count % 4 == 0 and count // 4 < len(requests):
-            alive[count // 4] = requests[count // 4]
-            engine.add(requests[count // 4])
+    coming, alive = list(enumerate(requests)), dict[int, SimulatedRequest]()
+    for step in range(100_000):
+        if coming and step % EVERY == 0:
+            number, request = coming.pop(0)
+            alive[number] = request
+            engine.add(request)
         before = engine.now
         engine.step()
-        # The threads of the tier want to get on, too.
-        time.sleep(0.0002)
         for number, request in list(alive.items()):
-            if request.status == "gone":
+            if request.status == "ended":
                 del alive[number]
             elif request.status in ("waiting", "loading"):
                 waits[number] += engine.now - before
-        if count // 4 >= len(requests) and not alive:
+        if not coming and not alive:
             return waits
     raise AssertionError("stuck")
 
 
-@pytest.mark.parametrize("chunks", [3, 20], ids=["short", "between_steps"])
+@pytest.mark.parametrize("chunks", [3, 10], ids=["short", "between_steps"])
 @pytest.mark.parametrize("spoil", [_hang, _slow, _fail])
 def test_the_wait_for_a_bad_disk_is_bounded(spoil: Callable[[FaultyBackend], None], chunks: int) -> None:
     engine = SimulatedVLLM(
@@ -68,28 +70,27 @@ def test_the_wait_for_a_bad_disk_is_bounded(spoil: Callable[[FaultyBackend], Non
         num_blocks=2000,
         groups=[Group(4)],
         chunk_size=CHUNK,
-        ram_chunks=32,
+        ram_chunks=16,
         lower_chunks=REQUESTS * chunks,
+        prefix_caching=True,
+        io_moves=200,
     )
-    try:
+    with closing(engine):
         for number in range(REQUESTS):
             engine.add(_request(number, 0, chunks))
             engine.finish()
+        engine.forget()
         hits = engine.counts["hits"]
         engine.add(_request(0, 1, chunks))
         engine.finish()
         assert engine.counts["hits"] > hits, "a good disk delivers"
+        engine.forget()
         spoil(engine.disks[0])
         waits = _run(engine, [_request(number, 2, chunks) for number in range(REQUESTS)])
-        assert any(waits), "none was held back: nothing was tested"
-        assert sorted(waits)[REQUESTS * 99 // 100] <= LONGEST
+        assert any(waits), "none had to wait: nothing was tested"
+        assert max(waits) <= LONGEST
         if spoil is not _slow:
             assert engine.store.stats().tiers[1].breaker != "closed"
-            assert max(waits[-20:]) < 0.1, "an open breaker holds nobody back"
-        engine.disks[0].release()
+            assert max(waits[-20:]) < 0.1, "nobody waits for a tier whose breaker is open"
         engine.disks[0].latency = 0.0
-        engine.now += 10
         engine.finish()
-    finally:
-        engine.now += 1000
-        engine.close()

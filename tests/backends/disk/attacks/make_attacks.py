@@ -1,4 +1,4 @@
-"""Writes the hostile files beside it: `python tests/attacks/make_attacks.py`. The same bytes every time.
+"""Writes the hostile files beside it, the same bytes every time: run it as a script.
 
 Each is a file of format version 1 for chunk `KEY` of `NAMESPACE` with something wrong. Where the lie is
 in a field, the header's checksum is right all the same: an attacker would see to that, as bit rot would not.
@@ -24,7 +24,7 @@ def sealed(header: bytes, nbytes: int = PAGE) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def blob(
+def file(
     *,
     magic: bytes = b"LMKV\r\n\x1a\n",
     version: int = 1,
@@ -63,47 +63,47 @@ def pickle_bomb() -> bytes:
 ATTACKS: dict[str, Callable[[], bytes]] = {
     "empty": lambda: b"",
     "one-byte": lambda: b"L",
-    "magic-alone": lambda: blob()[:8],
-    "header-alone": lambda: blob()[:PAGE],
-    "payload-cut": lambda: blob()[: 2 * PAGE],
-    "page-too-long": lambda: blob() + bytes(PAGE),
-    "byte-too-long": lambda: blob() + b"\0",
+    "magic-alone": lambda: file()[:8],
+    "header-alone": lambda: file()[:PAGE],
+    "payload-cut": lambda: file()[: 2 * PAGE],
+    "page-too-long": lambda: file() + bytes(PAGE),
+    "byte-too-long": lambda: file() + b"\0",
     "zeros": lambda: bytes(3 * PAGE),
     "ones": lambda: b"\xff" * (3 * PAGE),
     "pickle": pickle_bomb,
     "zip": lambda: b"PK\3\4".ljust(3 * PAGE, b"\0"),
-    "text-mode": lambda: blob().replace(b"\r\n", b"\n", 1) + b"\0",
-    "magic-of-a-relative": lambda: blob(magic=b"LMKV\r\n\x1a\r"),
-    "version-0": lambda: blob(version=0),
-    "version-2": lambda: blob(version=2),
-    "version-65535": lambda: blob(version=65535),
-    "unknown-flag": lambda: blob(flags=0x8000),
-    "header-0-long": lambda: blob(header_bytes=0),
-    "header-odd": lambda: blob(header_bytes=PAGE + 1),
-    "header-over-the-end": lambda: blob(header_bytes=1 << 20),
-    "header-4-gib": lambda: blob(header_bytes=0xFFFFF000),
-    "header-reaches-into-payload": lambda: blob(header_bytes=2 * PAGE),
-    "header-unsealed": lambda: flipped(blob(), PAGE - 1),
-    "payload-0-long": lambda: blob(payload_bytes=0, checksums=()),
-    "payload-shorter": lambda: blob(payload_bytes=4097),
-    "payload-longer": lambda: blob(payload_bytes=5001),
-    "payload-16-eib": lambda: blob(payload_bytes=2**64 - 1),
-    "payload-and-checksums-16-tib": lambda: blob(payload_bytes=(2**32 - 1) * PAGE, checksum_count=2**32 - 1),
-    "segments-of-0": lambda: blob(segment_bytes=0),
-    "segments-of-1": lambda: blob(segment_bytes=1),
-    "segments-of-2-gib": lambda: blob(segment_bytes=1 << 31),
-    "checksums-missing": lambda: blob(checksums=()),
-    "checksums-too-many": lambda: blob(checksum_count=1000),
-    "checksums-wrong": lambda: blob(checksums=(1, 2)),
-    "checksums-swapped": lambda: blob(checksums=(zlib.crc32(PAYLOAD[PAGE:]), zlib.crc32(PAYLOAD[:PAGE]))),
-    "tokens-4-gi": lambda: blob(token_count=2**32 - 1),
-    "tokens-just-too-many": lambda: blob(token_count=(PAGE - 4 - 132 - 8) // 4 + 1),
-    "other-key": lambda: blob(key=bytes(32)),
-    "other-namespace": lambda: blob(namespace=bytes(32)),
-    "payload-of-zeros": lambda: blob(payload=bytes(len(PAYLOAD))),
-    "payload-torn": lambda: blob(payload=PAYLOAD[:PAGE] + bytes(len(PAYLOAD) - PAGE)),
-    "payload-bit": lambda: flipped(blob(), PAGE + 4999),
-    "payload-segments-swapped": lambda: blob(payload=PAYLOAD[PAGE:].ljust(PAGE, b"\0") + PAYLOAD[:PAGE]),
+    "text-mode": lambda: file().replace(b"\r\n", b"\n", 1) + b"\0",
+    "magic-of-a-relative": lambda: file(magic=b"LMKV\r\n\x1a\r"),
+    "version-0": lambda: file(version=0),
+    "version-2": lambda: file(version=2),
+    "version-65535": lambda: file(version=65535),
+    "unknown-flag": lambda: file(flags=0x8000),
+    "header-0-long": lambda: file(header_bytes=0),
+    "header-odd": lambda: file(header_bytes=PAGE + 1),
+    "header-over-the-end": lambda: file(header_bytes=1 << 20),
+    "header-4-gib": lambda: file(header_bytes=0xFFFFF000),
+    "header-reaches-into-payload": lambda: file(header_bytes=2 * PAGE),
+    "header-unsealed": lambda: flipped(file(), PAGE - 1),
+    "payload-0-long": lambda: file(payload_bytes=0, checksums=()),
+    "payload-shorter": lambda: file(payload_bytes=4097),
+    "payload-longer": lambda: file(payload_bytes=5001),
+    "payload-16-eib": lambda: file(payload_bytes=2**64 - 1),
+    "payload-and-checksums-16-tib": lambda: file(payload_bytes=(2**32 - 1) * PAGE, checksum_count=2**32 - 1),
+    "segments-of-0": lambda: file(segment_bytes=0),
+    "segments-of-1": lambda: file(segment_bytes=1),
+    "segments-of-2-gib": lambda: file(segment_bytes=1 << 31),
+    "checksums-missing": lambda: file(checksums=()),
+    "checksums-too-many": lambda: file(checksum_count=1000),
+    "checksums-wrong": lambda: file(checksums=(1, 2)),
+    "checksums-swapped": lambda: file(checksums=(zlib.crc32(PAYLOAD[PAGE:]), zlib.crc32(PAYLOAD[:PAGE]))),
+    "tokens-4-gi": lambda: file(token_count=2**32 - 1),
+    "tokens-just-too-many": lambda: file(token_count=(PAGE - 4 - 132 - 8) // 4 + 1),
+    "other-key": lambda: file(key=bytes(32)),
+    "other-namespace": lambda: file(namespace=bytes(32)),
+    "payload-of-zeros": lambda: file(payload=bytes(len(PAYLOAD))),
+    "payload-torn": lambda: file(payload=PAYLOAD[:PAGE] + bytes(len(PAYLOAD) - PAGE)),
+    "payload-bit": lambda: flipped(file(), PAGE + 4999),
+    "payload-segments-swapped": lambda: file(payload=PAYLOAD[PAGE:].ljust(PAGE, b"\0") + PAYLOAD[:PAGE]),
 }
 
 
@@ -114,7 +114,7 @@ def attacks() -> Iterator[tuple[str, bytes]]:
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sound.kv1").write_bytes(blob())
+    (folder / "sound.kv1").write_bytes(file())
     for name, data in attacks():
         (folder / f"{name}.kv1").write_bytes(data)
 
