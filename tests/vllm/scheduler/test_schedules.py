@@ -125,7 +125,7 @@ def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
 
 @pytest.mark.parametrize("arrives", ["with it", "after it"])
 @pytest.mark.parametrize("first_aborted", [True, False])
-def test_blocks_of_a_load_that_fails_are_shared_with_nobody(arrives: str, first_aborted: bool) -> None:
+def test_blocks_of_a_load_that_fails_are_not_shared(arrives: str, first_aborted: bool) -> None:
     with _small(2, num_blocks=90, prefix_caching=True, load_faults=1.0) as engine:
         tokens = list(range(40))
         engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
