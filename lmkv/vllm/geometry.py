@@ -60,13 +60,9 @@ class Geometry:
             return []
         size = self.chunk_size
         low = start // size * size
-        spans = [
-            (max(start, at), min(end, at + size))
-            for at in range(low, min(end, low + len(slots) * size), size)
-        ]
+        spans = [(max(start, at), min(end, at + size)) for at in range(low, min(end, low + len(slots) * size), size)]
         columns = [
-            self._load_runs(group, list(table), spans)
-            for group, table in zip(self.groups, block_ids, strict=True)
+            self._load_runs(group, list(table), spans) for group, table in zip(self.groups, block_ids, strict=True)
         ]
         # There may be more slots than spans.
         return [ChunkCopy(slot, runs) for slot, runs in zip(slots, zip(*columns, strict=True), strict=False)]

@@ -44,10 +44,7 @@ class JobReport:
 
     def merge(self, other: JobReport) -> JobReport:
         return JobReport(
-            self.ranks + other.ranks,
-            self.ok and other.ok,
-            self.nbytes + other.nbytes,
-            max(self.seconds, other.seconds),
+            self.ranks + other.ranks, self.ok and other.ok, self.nbytes + other.nbytes, max(self.seconds, other.seconds)
         )
 
 

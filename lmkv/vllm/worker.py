@@ -142,9 +142,7 @@ class Worker:
         """Execute the step's loads, before the model runs."""
         # Taken out of the plan first: whatever happens, no order is executed twice.
         orders, self._plan = self._plan.loads, StepPlan(stores=self._plan.stores)
-        layerwise = [
-            order for order in orders if self._layerwise and order.copies and not order.between_steps
-        ]
+        layerwise = [order for order in orders if self._layerwise and order.copies and not order.between_steps]
         if layerwise:
             self._reading = LayerwiseTransfer(layerwise, self._ready_copier, loads=True)
             orders = [order for order in orders if order not in layerwise]

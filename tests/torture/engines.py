@@ -21,9 +21,7 @@ _KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 MODELS = {
     "gqa": Family(lambda: families.qwen3(**_SMALL, **_HEADS)),
-    "hybrid": Family(
-        lambda: families.gemma3(48, **_SMALL, **{**_HEADS, "num_hidden_layers": 3}, layer_types=_KINDS)
-    ),
+    "hybrid": Family(lambda: families.gemma3(48, **_SMALL, **{**_HEADS, "num_hidden_layers": 3}, layer_types=_KINDS)),
     "mla": Family(lambda: families.deepseek_v2(**_SMALL, num_hidden_layers=2, first_k_dense_replace=2)),
 }
 

@@ -16,9 +16,7 @@ CHUNK_BYTES = 256 * 4096
 """Of the test model: 4 layers, 2 KV heads of 64, keys and values, float32."""
 
 
-def over_disk(
-    model: Path, folder: Path, *, ram_chunks: float = 64, **options: Any
-) -> AbstractContextManager[Engine]:
+def over_disk(model: Path, folder: Path, *, ram_chunks: float = 64, **options: Any) -> AbstractContextManager[Engine]:
     """An engine for which no time passes: it waits for its disk as long as that takes."""
     extra = {
         "local_disk": f"file://{folder}",

@@ -45,9 +45,7 @@ class RequestOptions:
             prefetch=_is_true(params.get("lmkv.prefetch")),
             prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),
             pin_seconds=_seconds(params.get("lmkv.pin")),
-            tags=tuple(
-                sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))
-            ),
+            tags=tuple(sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))),
         )
 
 

@@ -34,11 +34,7 @@ class StorePlanner:
     """Which chunks are stored in which step. Called on the scheduling thread only."""
 
     def __init__(
-        self,
-        store: TieredStore,
-        geometry: Geometry,
-        builder: StepPlanBuilder,
-        options: SchedulerOptions,
+        self, store: TieredStore, geometry: Geometry, builder: StepPlanBuilder, options: SchedulerOptions
     ) -> None:
         self._store = store
         self._geometry = geometry
@@ -82,12 +78,7 @@ class StorePlanner:
             self._jobs[order.job] = _Job(state, reservation, first, state.stored)
 
     def _copies(
-        self,
-        reservation: Reservation,
-        keys: Sequence[ChunkKey],
-        first: int,
-        end: int,
-        tables: BlockTables,
+        self, reservation: Reservation, keys: Sequence[ChunkKey], first: int, end: int, tables: BlockTables
     ) -> list[ChunkCopy]:
         """Copies into the reserved slots. Slots of chunks whose blocks are not all there are freed."""
         slots = reservation.slots
