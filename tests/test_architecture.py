@@ -60,26 +60,26 @@ ALLOWED: dict[str, frozenset[str]] = {
 
 BUDGET = {
     "": 60,
-    "errors": 25,
+    "errors": 30,
     "outcomes": 50,
     "protocols": 90,
     "config": 310,
     "build": 50,
-    "engine": 310,
+    "engine": 320,
     "registry": 30,
-    "chunks": 370,
-    "memory": 930,
-    "policies": 220,
-    "store": 850,
-    "store.tiers": 850,
-    "backends": 300,
-    "backends.disk": 760,
-    "vllm": 950,
-    "vllm.scheduler": 830,
+    "chunks": 330,
+    "memory": 850,
+    "policies": 210,
+    "store": 900,
+    "store.tiers": 930,
+    "backends": 360,
+    "backends.disk": 700,
+    "vllm": 920,
+    "vllm.scheduler": 780,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 6600
+WHOLE = 6750
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
