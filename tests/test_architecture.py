@@ -71,7 +71,7 @@ BUDGET = {
     "memory": 850,
     "policies": 210,
     "store": 900,
-    "store.tiers": 930,
+    "store.tiers": 935,
     "backends": 360,
     "backends.disk": 700,
     "vllm": 920,
