@@ -120,9 +120,7 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
     for name, goal in (("store", store_target), ("retrieve", retrieve_target)):
         ratio = 1 / median_ratio(times, name, "limit")
         speed = nbytes / sorted(times[name])[rounds // 2] / 1e9
-        rows.append(
-            Row(f"{name}, {label}", speed, "GB/s of CPU", "contiguous copy", ratio, goal, ratio >= goal)
-        )
+        rows.append(Row(f"{name}, {label}", speed, "GB/s of CPU", "contiguous copy", ratio, goal, ratio >= goal))
         if peer is not None:
             theirs = f"peer {name}"
             speed = nbytes / statistics.median(times[theirs]) / 1e9
@@ -164,13 +162,8 @@ class _NoCopies:
 def control(engine: Engine, tokens: list[int], blocks: list[int], rounds: int) -> list[Row]:
     engine._copier = _NoCopies()
     chunks = len(tokens) // CHUNK
-    cases = {
-        "store": lambda: engine.store(tokens, blocks),
-        "retrieve": lambda: engine.retrieve(tokens, blocks),
-    }
-    times = interleaved(
-        cases, 10 * rounds, before=lambda name: engine.clear() and None if name == "store" else None
-    )
+    cases = {"store": lambda: engine.store(tokens, blocks), "retrieve": lambda: engine.retrieve(tokens, blocks)}
+    times = interleaved(cases, 10 * rounds, before=lambda name: engine.clear() and None if name == "store" else None)
     rows = []
     for name, goal in CONTROL.items():
         micros = statistics.median(times[name]) / chunks * 1e6

@@ -28,9 +28,7 @@ def main() -> int:
     times = interleaved(cases, rounds=15 if options.quick else 101)
     ratio = median_ratio(times, "lmkv", "limit")
     value = sorted(times["lmkv"])[len(times["lmkv"]) // 2] * 1e3
-    row = Row(
-        f"keys of {TOKENS:,} tokens", value, "ms", "array + streaming sha256", ratio, TARGET, ratio <= TARGET
-    )
+    row = Row(f"keys of {TOKENS:,} tokens", value, "ms", "array + streaming sha256", ratio, TARGET, ratio <= TARGET)
     return finish([row], options.json)
 
 

@@ -25,13 +25,7 @@ from contextlib import ExitStack, closing
 
 from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
 from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
-from lmkv.cli.measure.engines import (
-    ONE_PROCESS,
-    SEVERAL_PROCESSES,
-    EngineProcess,
-    EngineSpec,
-    engine_specs,
-)
+from lmkv.cli.measure.engines import ONE_PROCESS, SEVERAL_PROCESSES, EngineProcess, EngineSpec, engine_specs
 from lmkv.cli.measure.ttft import OWN, first_time, send
 
 RAM_TARGET = 1.10

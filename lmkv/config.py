@@ -145,9 +145,7 @@ class _Parsed:
 
 
 def _converter(attribute: Attribute[Any]) -> _Parse:
-    return lambda value: (
-        value.value if isinstance(value, _Parsed) else _parsed(attribute, value, KEYWORD).value
-    )
+    return lambda value: value.value if isinstance(value, _Parsed) else _parsed(attribute, value, KEYWORD).value
 
 
 def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
@@ -174,10 +172,7 @@ class Config:
     """The settings of one engine. A bad value is a `ConfigError` that names key, value and source."""
 
     chunk_size: int = _option(
-        256,
-        _integer(1, 1 << 20),
-        "What is stored and loaded as one; a multiple of vLLM's block size",
-        "tokens",
+        256, _integer(1, 1 << 20), "What is stored and loaded as one; a multiple of vLLM's block size", "tokens"
     )
     local_cpu: bool = _option(True, _boolean, "Keep chunks in host memory after they were stored or loaded")
     max_local_cpu_size: float = _option(

@@ -179,9 +179,7 @@ class Engine:
             raise
 
     def __repr__(self) -> str:
-        return (
-            f"<Engine {self.name!r}{' (closed)' if self.closed else ''}: chunks of {self.chunk_size} tokens>"
-        )
+        return f"<Engine {self.name!r}{' (closed)' if self.closed else ''}: chunks of {self.chunk_size} tokens>"
 
     # -- keys ---------------------------------------------------------------------------------------------
 
@@ -201,9 +199,7 @@ class Engine:
 
     # -- copying ------------------------------------------------------------------------------------------
 
-    def store(
-        self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = _PLAIN, wait: float = 0.0
-    ) -> int:
+    def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = _PLAIN, wait: float = 0.0) -> int:
         """Store the KV of a prompt that lies in `blocks`, the first of which holds its first token.
 
         Only whole chunks that `blocks` covers are stored; those already in some tier are not copied again.
@@ -230,9 +226,7 @@ class Engine:
                     break
         return done * self.chunk_size
 
-    def _store_window(
-        self, tokens: Tokens, blocks: list[int], keys: Sequence[ChunkKey], first: int, end: int
-    ) -> int:
+    def _store_window(self, tokens: Tokens, blocks: list[int], keys: Sequence[ChunkKey], first: int, end: int) -> int:
         """Store chunks [first, end) as far as there are slots; how many need nothing more."""
         with self._reserve(tokens, keys, first, end) as reservation:
             copies = self._slot_copies(reservation, keys[first:end], blocks, first)
@@ -253,11 +247,7 @@ class Engine:
     ) -> list[ChunkCopy]:
         """What fills the reserved slots. `keys`: of the chunks from number `first`."""
         slots = reservation.slots
-        return [
-            self._chunk_copy(slots[key], blocks, index)
-            for index, key in enumerate(keys, first)
-            if key in slots
-        ]
+        return [self._chunk_copy(slots[key], blocks, index) for index, key in enumerate(keys, first) if key in slots]
 
     def retrieve(
         self,
@@ -343,9 +333,7 @@ class Engine:
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
 
-    def _request(
-        self, tokens: Tokens, blocks: Sequence[int], variant: Variant
-    ) -> tuple[list[ChunkKey], list[int]]:
+    def _request(self, tokens: Tokens, blocks: Sequence[int], variant: Variant) -> tuple[list[ChunkKey], list[int]]:
         """The keys of the whole chunks that `blocks` covers, and the block ids as plain ints."""
         self._check_copies()
         ids = block_ids(blocks)
@@ -387,9 +375,7 @@ class Engine:
     def _check_copies(self) -> Copier:
         self._check_open()
         if self._copier is None:
-            raise UsageError(
-                f"engine {self.name!r} has no paged memory: give it `memory` to store and retrieve"
-            )
+            raise UsageError(f"engine {self.name!r} has no paged memory: give it `memory` to store and retrieve")
         return self._copier
 
     @contextlib.contextmanager

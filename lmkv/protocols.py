@@ -146,9 +146,7 @@ class Policy(Protocol):
         """A known key may be evicted again; this counts as a use. Idempotent."""
         ...
 
-    def evict(
-        self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()
-    ) -> list[ChunkKey] | None:
+    def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
         """Remove and return victims of at least `nbytes` together, none of them in `protect`.
 
         All or nothing: None, and nothing changed, when that much cannot be freed.
@@ -181,9 +179,7 @@ class Tier:
     policy: Policy
     capacity_bytes: int | None = None
     admission: Admission | None = None
-    write: Literal["through", "back"] = field(
-        default="through", validator=validators.in_(("through", "back"))
-    )
+    write: Literal["through", "back"] = field(default="through", validator=validators.in_(("through", "back")))
 
     @property
     def name(self) -> str:

@@ -90,10 +90,7 @@ FORBIDDEN: dict[str, frozenset[str]] = {
 STANDARD_LIBRARY_AND_ATTRS = frozenset({"errors", "outcomes", "protocols"})
 STANDARD_LIBRARY = "lmkv.chunks.hashing"
 BACKENDS = ("lmkv.backends.cpu", "lmkv.backends.disk", "lmkv.backends.null")
-NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
-}
+NO_CODE = {*(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE), *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)}
 
 
 @frozen
@@ -186,11 +183,7 @@ def inside_problems(imported: Imported, where: str) -> Iterator[str]:
 
 
 def all_problems(module: str, source: str, *, is_package: bool = False) -> list[str]:
-    return [
-        problem
-        for imported in imports_of(module, source, is_package=is_package)
-        for problem in problems(imported)
-    ]
+    return [problem for imported in imports_of(module, source, is_package=is_package) for problem in problems(imported)]
 
 
 def test_every_room_is_there() -> None:
@@ -242,14 +235,8 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("lmkv.policies.lru", "from lmkv.protocols import ChunkKey\nfrom ..errors import UsageError"),
-        (
-            "lmkv.backends.disk.backend",
-            "from lmkv.chunks.codec import encode\nfrom .folder import ChunkFolder",
-        ),
-        (
-            "lmkv.store.tiered",
-            "from lmkv import protocols\nimport threading\nfrom lmkv.memory.slab import Slab",
-        ),
+        ("lmkv.backends.disk.backend", "from lmkv.chunks.codec import encode\nfrom .folder import ChunkFolder"),
+        ("lmkv.store.tiered", "from lmkv import protocols\nimport threading\nfrom lmkv.memory.slab import Slab"),
         ("lmkv.cli.demo", "def run():\n    import vllm\nif TYPE_CHECKING:\n    from vllm import LLM"),
         ("lmkv.vllm.worker", "import vllm\nfrom lmkv.config import Config\nfrom .metadata import Orders"),
         ("lmkv.chunks.hashing", "from __future__ import annotations\nimport hashlib"),
@@ -282,9 +269,7 @@ def code_lines(source: str) -> int:
     docstrings = {
         line
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or 0) + 1)
     }
     lines: set[int] = set()

@@ -77,35 +77,10 @@ def test_the_block_axis_belongs_to_the_layout(tmp_path: Path) -> None:
 
 # -- arguments -----------------------------------------------------------------------------------------
 
-BAD_BLOCKS = [
-    None,
-    "0123",
-    3,
-    1.5,
-    {0: 1},
-    [[0, 1]],
-    [0.0, 1.0, 2.0, 3.0],
-    [0, 1, 2, float("nan")],
-    [None] * 4,
-]
+BAD_BLOCKS = [None, "0123", 3, 1.5, {0: 1}, [[0, 1]], [0.0, 1.0, 2.0, 3.0], [0, 1, 2, float("nan")], [None] * 4]
 BAD_BLOCKS += [[True] * 4, torch.ones(4), torch.ones(4, dtype=torch.bool), np.zeros((2, 2), int), [b"1"] * 4]
-BAD_TOKENS = [
-    None,
-    "tokens",
-    17,
-    1.5,
-    dict.fromkeys(range(CHUNK), 1),
-    [[1, 2]] * CHUNK,
-    [1.5] * CHUNK,
-    {1, 2},
-]
-BAD_TOKENS += [
-    [float("nan")] * CHUNK,
-    [-1] * CHUNK,
-    [2**32] * CHUNK,
-    torch.ones(CHUNK),
-    np.ones((CHUNK, 1), int),
-]
+BAD_TOKENS = [None, "tokens", 17, 1.5, dict.fromkeys(range(CHUNK), 1), [[1, 2]] * CHUNK, [1.5] * CHUNK, {1, 2}]
+BAD_TOKENS += [[float("nan")] * CHUNK, [-1] * CHUNK, [2**32] * CHUNK, torch.ones(CHUNK), np.ones((CHUNK, 1), int)]
 
 
 @pytest.mark.parametrize("blocks", BAD_BLOCKS, ids=repr)

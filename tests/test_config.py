@@ -238,9 +238,7 @@ def test_a_bound_itself_is_good(key: str, bound: float) -> None:
 
 
 def test_a_bad_value_in_the_environment_names_the_variable() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^environment LMKV_CHUNK_SIZE: chunk_size = 'abc' must be a whole"
-    ):
+    with pytest.raises(ConfigError, match=r"^environment LMKV_CHUNK_SIZE: chunk_size = 'abc' must be a whole"):
         load(env={"LMKV_CHUNK_SIZE": "abc"})
 
 
@@ -283,9 +281,7 @@ def test_a_key_of_lmcache_gets_a_hint(key: str) -> None:
             load(extra={name: True})
 
 
-@pytest.mark.parametrize(
-    ("key", "here"), [("pin_timeout_sec", "pin_ttl"), ("lmcache.chunk_size", "chunk_size")]
-)
+@pytest.mark.parametrize(("key", "here"), [("pin_timeout_sec", "pin_ttl"), ("lmcache.chunk_size", "chunk_size")])
 def test_a_key_of_lmcache_with_an_equivalent_names_it(key: str, here: str) -> None:
     with pytest.raises(ConfigError, match=f"LMCache's, here it is '{here}'"):
         load(extra={key: 1})
@@ -356,12 +352,8 @@ def test_names_of_choices_in_any_case() -> None:
     assert load(disk_sync=" Full ").disk_sync == "full"
 
 
-@pytest.mark.parametrize(
-    ("word", "expected"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")]
-)
-def test_on_and_off_in_yaml_are_choices_where_choices_are_wanted(
-    file: Path, word: str, expected: str
-) -> None:
+@pytest.mark.parametrize(("word", "expected"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")])
+def test_on_and_off_in_yaml_are_choices_where_choices_are_wanted(file: Path, word: str, expected: str) -> None:
     file.write_text(f"disk_direct: {word}\n")
     assert load(file=file).disk_direct == expected
 
@@ -373,11 +365,7 @@ def test_a_whole_file(file: Path) -> None:
     )
     config = load(file=str(file))
     assert config == Config(
-        chunk_size=128,
-        local_cpu=False,
-        max_local_cpu_size=1.5,
-        local_disk="/mnt/kv",
-        max_local_disk_size=100.0,
+        chunk_size=128, local_cpu=False, max_local_cpu_size=1.5, local_disk="/mnt/kv", max_local_disk_size=100.0
     )
     assert isinstance(config.max_local_disk_size, float)
 
@@ -469,9 +457,7 @@ def test_a_file_that_is_no_configuration_is_one_short_error(tmp_path: Path, text
     assert len(str(caught.value)) < 1000 + len(str(file))
 
 
-@pytest.mark.parametrize(
-    "value", [10**400, "9" * 5000, 1e308, 10**5000, "1" + "0" * 400], ids=lambda v: type(v)
-)
+@pytest.mark.parametrize("value", [10**400, "9" * 5000, 1e308, 10**5000, "1" + "0" * 400], ids=lambda v: type(v))
 @pytest.mark.parametrize("name", ["chunk_size", "max_local_cpu_size", "disk_io_threads"])
 def test_a_number_beyond_reason_is_one_short_error(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name) as caught:

@@ -39,9 +39,7 @@ class Model:
         for place, block in enumerate(blocks):
             self.expect(tokens, place, block, salt, write=True)
 
-    def expect(
-        self, tokens: Sequence[int], place: int, block: int, salt: int = 0, *, write: bool = False
-    ) -> None:
+    def expect(self, tokens: Sequence[int], place: int, block: int, salt: int = 0, *, write: bool = False) -> None:
         seed = hash((tuple(tokens[: (place + 1) * BLOCK]), salt))
         for layer, tensor in enumerate(self.tensors):
             generator = torch.Generator().manual_seed((seed + layer) % 2**63)
@@ -134,9 +132,7 @@ def test_tokens_of_any_kind(engine: Engine, model: Model, make: Any) -> None:
     assert engine.retrieve(make(prompt), blocks_of(50)) == 48
 
 
-def test_a_longer_prompt_finds_its_known_prefix_and_stores_only_the_rest(
-    engine: Engine, model: Model
-) -> None:
+def test_a_longer_prompt_finds_its_known_prefix_and_stores_only_the_rest(engine: Engine, model: Model) -> None:
     short, long = tokens(40), tokens(40) + tokens(60, seed=1)
     stored(engine, model, short)
     assert engine.lookup(long) == 32
@@ -307,9 +303,7 @@ def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path) -> None:
         assert engine.stats().store.tiers[1].hits == 12, "it has been promoted"
 
 
-def test_close_finishes_what_goes_to_disk(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_finishes_what_goes_to_disk(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TieredStore.close, "__defaults__", (LIMIT,))
     with open_engine(model, 16, disk(tmp_path)) as engine:
         stored(engine, model, tokens(128))

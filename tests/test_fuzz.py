@@ -24,12 +24,7 @@ CANARY = 0xA5
 BLOCK, PAGES = 4, 2
 CHUNK = BLOCK * PAGES
 LIMIT = 60.0
-ALIKE = {
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.int16,
-    torch.int8: torch.uint8,
-    torch.int64: torch.float64,
-}
+ALIKE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.int8: torch.uint8, torch.int64: torch.float64}
 """Types of the same size."""
 
 
@@ -181,9 +176,7 @@ class Machine:
 
     def page_of(self, memory: torch.Tensor, layer: int, block: int) -> torch.Tensor:
         tensor = self.built[layer][1]
-        view = torch.as_strided(
-            memory.view(tensor.dtype), tensor.size(), tensor.stride(), tensor.storage_offset()
-        )
+        view = torch.as_strided(memory.view(tensor.dtype), tensor.size(), tensor.stride(), tensor.storage_offset())
         return view.select(self.model[layer].axis, block)
 
 
@@ -217,9 +210,7 @@ def retyped(model: list[Layer]) -> list[Layer]:
 
 
 sessions = st.lists(
-    st.tuples(
-        mostly(st.just(same), st.sampled_from([transposed, retyped])), st.lists(calls, min_size=4, max_size=9)
-    ),
+    st.tuples(mostly(st.just(same), st.sampled_from([transposed, retyped])), st.lists(calls, min_size=4, max_size=9)),
     min_size=1,
     max_size=3,
 )
@@ -227,8 +218,7 @@ sessions = st.lists(
 
 @given(models(), sessions)
 def test_any_calls_over_any_tensors(
-    first: list[Layer],
-    sessions: list[tuple[Callable[[list[Layer]], list[Layer]], list[tuple[Any, ...]]]],
+    first: list[Layer], sessions: list[tuple[Callable[[list[Layer]], list[Layer]], list[tuple[Any, ...]]]]
 ) -> None:
     """Engines one after the other over one folder: of the same layout, or of another."""
     kept: dict[tuple[object, ...], dict[Any, Any]] = {}

@@ -55,13 +55,7 @@ class CPUPinnedBackend:
     name = "cpu"
 
     def __init__(
-        self,
-        capacity_bytes: int,
-        slot_bytes: int,
-        *,
-        shared: bool = False,
-        populate: bool = True,
-        pinned: bool = False,
+        self, capacity_bytes: int, slot_bytes: int, *, shared: bool = False, populate: bool = True, pinned: bool = False
     ) -> None:
         slot_bytes = align_up(slot_bytes)
         capacity = clamp_capacity(capacity_bytes, slot_bytes, pinned=pinned)

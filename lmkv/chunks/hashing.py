@@ -84,9 +84,7 @@ class KeyChain:
         return hashlib.sha256(hashlib.sha256(_REROOT_TAG + before + extra).digest())
 
 
-def chunk_keys(
-    tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None
-) -> list[bytes]:
+def chunk_keys(tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None) -> list[bytes]:
     """The keys of the `len(tokens) // chunk_size` complete chunks of `tokens`. See `KeyChain`.
 
     >>> [key.hex()[:8] for key in chunk_keys(range(10), root=bytes(32), chunk_size=4)]

@@ -28,18 +28,13 @@ def bench(
     ] = None,
     tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt for vLLM.")] = 8000,
     host_gib: Annotated[float, typer.Option(help="Host memory of lmkv's tier beside vLLM, in GiB.")] = 4.0,
-    engine: Annotated[
-        bool, typer.Option("--engine/--no-engine", help="Whether to measure vLLM, if installed.")
-    ] = True,
+    engine: Annotated[bool, typer.Option("--engine/--no-engine", help="Whether to measure vLLM, if installed.")] = True,
     disk: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="Folder on the disk to measure.", show_default="TMPDIR"),
+        Path | None, typer.Option(file_okay=False, help="Folder on the disk to measure.", show_default="TMPDIR")
     ] = None,
     report: Annotated[Path, typer.Option(help="Where to draw the comparisons.")] = Path("lmkv-bench.png"),
     quick: Annotated[bool, typer.Option("--quick", help="Rough figures in a fraction of the time.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The result as JSON too, in the last line.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON too, in the last line.")] = False,
 ) -> None:
     """Measure copies, disk, hashing and vLLM's time to first token with lmkv, beside the limit of each."""
     parent = disk or Path(tempfile.gettempdir())

@@ -42,19 +42,14 @@ def demo(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
     hidden: Annotated[int, typer.Option(callback=whole_heads, help="Its hidden size, in heads of 64.")] = 512,
     tier: Annotated[
-        Medium,
-        typer.Option(help="ram: send the prompts again; disk: kill vLLM and start it again in between."),
+        Medium, typer.Option(help="ram: send the prompts again; disk: kill vLLM and start it again in between.")
     ] = Medium.RAM,
     disk: Annotated[
         Path | None,
-        typer.Option(
-            file_okay=False, help="Where to put the disk tier's temporary folder.", show_default="TMPDIR"
-        ),
+        typer.Option(file_okay=False, help="Where to put the disk tier's temporary folder.", show_default="TMPDIR"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the model, the disk tier and vLLM's log.")
-    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the model, the disk tier and vLLM's log.")] = False,
     connector: Annotated[str, typer.Option(hidden=True)] = CONNECTOR,
 ) -> None:
     """Send long prompts to real vLLM cold, then again once its own cache has evicted them."""

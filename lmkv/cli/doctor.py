@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lmkv.backends.disk.probe import try_folder
 from lmkv.chunks import codec
 from lmkv.chunks.layout import ALIGNMENT
+from lmkv.cli.measure.probe import try_folder
 from lmkv.config import GIB, Config
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.memory.slab import available_ram, clamp_capacity

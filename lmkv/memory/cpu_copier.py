@@ -100,9 +100,7 @@ class CPUCopier:
             planes.clear()
 
 
-def _parts(
-    copies: Sequence[ChunkCopy], planes: Sequence[_Plane]
-) -> Iterator[tuple[_Plane, list[int], Array]]:
+def _parts(copies: Sequence[ChunkCopy], planes: Sequence[_Plane]) -> Iterator[tuple[_Plane, list[int], Array]]:
     """Plane by plane, each copy's blocks and their part of its slot, `[page, word]`."""
     for plane in planes:
         for copy in copies:

@@ -183,9 +183,7 @@ def _batched_copy() -> Callable[[Spans, int], bool] | None:
     if status or not function.value:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    kind = ctypes.CFUNCTYPE(
-        ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
-    )
+    kind = ctypes.CFUNCTYPE(ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
     return functools.partial(_copy_batch, kind(function.value))
 
 

@@ -162,15 +162,11 @@ class DeviceCopier:
         self._direct_bytes = direct_bytes
         planes = [
             _Plane(row.data_ptr(), layout.span(rank, index)[0], row.stride(0), row.shape[1], group, layers)
-            for index, (row, group, layers) in enumerate(
-                zip(memory.rows, memory.groups, memory.layers, strict=True)
-            )
+            for index, (row, group, layers) in enumerate(zip(memory.rows, memory.groups, memory.layers, strict=True))
         ]
         self._all = _sets(planes)
         self._to_load = list(map(_sets, by_layer(planes, self.num_layers, lambda plane: plane.layers.start)))
-        self._to_store = list(
-            map(_sets, by_layer(planes, self.num_layers, lambda plane: plane.layers.stop - 1))
-        )
+        self._to_store = list(map(_sets, by_layer(planes, self.num_layers, lambda plane: plane.layers.stop - 1)))
         self._num_blocks = memory.num_blocks
         self._incoming, self._outgoing = device.stream(), device.stream()
         self._load_buffers = _Buffers(device, self._buffer_bytes)
@@ -232,9 +228,7 @@ class DeviceCopier:
     ) -> Iterator[Event]:
         # What was launched until now may still read the blocks, and `_fetch` may write to them directly.
         self._incoming.wait_for(self._device.stream(compute=True).mark())
-        coming = deque(
-            (number, batch) for number, part in enumerate(parts) for batch in self._batches(copies, part)
-        )
+        coming = deque((number, batch) for number, part in enumerate(parts) for batch in self._batches(copies, part))
         fetched: deque[tuple[int, list[_Pages], _Buffer]] = deque()
         try:
             for number in range(len(parts)):
@@ -356,11 +350,7 @@ def _moves(batch: Sequence[_Pages], address: int) -> Iterator[tuple[Addresses, A
         by_size.setdefault(pages.page_bytes, []).append((pages.pages.ravel(), staging))
         address += pages.nbytes
     for nbytes, parts in by_size.items():
-        yield (
-            np.concatenate([part for part, _ in parts]),
-            np.concatenate([staging for _, staging in parts]),
-            nbytes,
-        )
+        yield (np.concatenate([part for part, _ in parts]), np.concatenate([staging for _, staging in parts]), nbytes)
 
 
 def _runs(batch: Sequence[_Pages], address: int) -> Iterator[tuple[int, int, int]]:

@@ -101,9 +101,7 @@ class PagedMemory:
     def of(cls, tensors: Iterable[torch.Tensor], *, block_axis: int = 0) -> PagedMemory:
         """From one tensor per layer, all of one block table. `block_axis`: 0, or 1 for [2, block, ...]."""
         rows = [
-            (layer, block_rows(plane))
-            for layer, tensor in enumerate(tensors)
-            for plane in planes(tensor, block_axis)
+            (layer, block_rows(plane)) for layer, tensor in enumerate(tensors) for plane in planes(tensor, block_axis)
         ]
         return cls([row for _, row in rows], layers=[layer for layer, _ in rows])
 
@@ -124,9 +122,7 @@ class PagedMemory:
         layers = []
         for row, group in zip(self.rows, self.groups, strict=True):
             if chunk_size % block_sizes[group]:
-                raise UsageError(
-                    f"chunk_size {chunk_size} is not a multiple of the block size {block_sizes[group]}"
-                )
+                raise UsageError(f"chunk_size {chunk_size} is not a multiple of the block size {block_sizes[group]}")
             layers.append(LayerPages(row.shape[1], chunk_size // block_sizes[group], group))
         return KVLayout(chunk_size, tuple(layers), num_ranks)
 

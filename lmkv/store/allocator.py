@@ -24,9 +24,7 @@ class SlotAllocator:
         self._write_back = max_flushing > 0
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
-    def acquire(
-        self, deferred: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()
-    ) -> int | None:
+    def acquire(self, deferred: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> int | None:
         """A free slot, evicting for it if need be. None: there is none, or none before flushes have ended."""
         while (slot := self._primary.slab.acquire()) is None:
             if self._write_back and self._primary.flushing >= self._max_flushing:

@@ -29,9 +29,7 @@ class Discovery:
 
     def __repr__(self) -> str:
         state = "done" if self.done else "under way"
-        return (
-            f"<Discovery {state}: {len(self._keys)} chunks in {', '.join(tier.name for tier in self._tiers)}>"
-        )
+        return f"<Discovery {state}: {len(self._keys)} chunks in {', '.join(tier.name for tier in self._tiers)}>"
 
     @property
     def done(self) -> bool:

@@ -50,10 +50,7 @@ class Prefetch:
     def progress(self) -> Progress:
         found, ready = len(self._promotion), self._promotion.ready
         return Progress(
-            found * self._chunk_size,
-            ready * self._chunk_size,
-            found * self._chunk_bytes,
-            ready * self._chunk_bytes,
+            found * self._chunk_size, ready * self._chunk_size, found * self._chunk_bytes, ready * self._chunk_bytes
         )
 
     @property

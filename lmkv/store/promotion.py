@@ -22,9 +22,7 @@ class Promotion:
     nothing is under way any more: then the first `ready` chunks can be leased. Thread-safe.
     """
 
-    def __init__(
-        self, priority: Priority, lock: threading.Lock, release: Callable[[Promotion], None]
-    ) -> None:
+    def __init__(self, priority: Priority, lock: threading.Lock, release: Callable[[Promotion], None]) -> None:
         self.priority = priority
         self._lock = lock
         self._release = release

@@ -115,9 +115,7 @@ class TieredStore:
         )
         self._closed = self.forked = False
         _stores.add(self)
-        self._scanners = [
-            TierScanner(tier, self._lock) for tier in self._tiers if isinstance(tier.backend, ListsKeys)
-        ]
+        self._scanners = [TierScanner(tier, self._lock) for tier in self._tiers if isinstance(tier.backend, ListsKeys)]
 
     def __repr__(self) -> str:
         tiers = " over ".join([self._primary.name, *(tier.name for tier in self._tiers)])
@@ -194,12 +192,7 @@ class TieredStore:
     # -- writing ------------------------------------------------------------------------------------------
 
     def reserve(
-        self,
-        keys: Sequence[ChunkKey],
-        *,
-        parent: ChunkKey = b"",
-        tokens: bytes = b"",
-        protect: Sequence[ChunkKey] = (),
+        self, keys: Sequence[ChunkKey], *, parent: ChunkKey = b"", tokens: bytes = b"", protect: Sequence[ChunkKey] = ()
     ) -> Reservation:
         """Reserve slots for consecutive chunks of a chain, head first, evicting what the policy gives.
 
@@ -353,10 +346,7 @@ class TieredStore:
 
     @locked
     def _plan_discovery(
-        self,
-        keys: Sequence[ChunkKey],
-        deferred: Deferred,
-        on_done: Callable[[Deferred], None] = lambda deferred: None,
+        self, keys: Sequence[ChunkKey], deferred: Deferred, on_done: Callable[[Deferred], None] = lambda deferred: None
     ) -> Discovery | None:
         shared = [tier for tier in self._tiers if tier.shared and tier.usable]
         unknown = keys[self._count_found(keys) :] if shared else ()
@@ -498,7 +488,4 @@ def _without_plans(work: Callable[[], None]) -> Callable[[Deferred], None]:
 
 
 def _close(backend: Backend) -> None:
-    attempt(
-        backend.close,
-        lambda error: logger.warning("lmkv: closing %s failed: %r", backend.name, error),
-    )
+    attempt(backend.close, lambda error: logger.warning("lmkv: closing %s failed: %r", backend.name, error))

@@ -195,9 +195,7 @@ class BackendSuite:
         buffers = [memoryview(bytearray(len(chunk.payload))) for chunk in chunks]
         reads = keeping.read([(chunk.key, into) for chunk, into in zip(chunks, buffers, strict=True)])
         assert [read.status for read in reads] == expected[: len(chunks)]
-        assert keeping.contains([chunk.key for chunk in chunks]) == [
-            s is HIT for s in expected[: len(chunks)]
-        ]
+        assert keeping.contains([chunk.key for chunk in chunks]) == [s is HIT for s in expected[: len(chunks)]]
         for chunk, into in list(zip(chunks, buffers, strict=True))[::2]:
             assert into == chunk.payload
 

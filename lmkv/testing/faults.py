@@ -246,9 +246,7 @@ class FaultyCopier:
     def close(self) -> None:
         self._inner.close()
 
-    def _copy(
-        self, verb: str, copy: Callable[[Sequence[ChunkCopy]], Event], copies: Sequence[ChunkCopy]
-    ) -> Event:
+    def _copy(self, verb: str, copy: Callable[[Sequence[ChunkCopy]], Event], copies: Sequence[ChunkCopy]) -> Event:
         if self._unlucky(verb):
             copy(copies[: len(copies) // 2])
             raise self._fault()

@@ -140,9 +140,7 @@ def progress(scheduler_output: Any) -> dict[str, int]:
     }
 
 
-def tensors_by_layer(
-    kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int
-) -> list[tuple[str, Any]]:
+def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int) -> list[tuple[str, Any]]:
     """`(layer, tensor [num_blocks, ...])` in the given order, for kernels with smaller blocks too."""
     found = []
     for layer in layers:

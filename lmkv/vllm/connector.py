@@ -97,8 +97,7 @@ def _warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
     assert transfer is not None
     if transfer.kv_load_failure_policy != "recompute":
         logger.warning(
-            "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; "
-            "set it to 'recompute'",
+            "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; set it to 'recompute'",
             transfer.kv_load_failure_policy,
         )
     if model.geometry.chunk_size != config.chunk_size:
@@ -183,9 +182,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     "recompute".
     """
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = _config(vllm_config)
         self._scheduler: Scheduler | None = None
@@ -235,16 +232,12 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.on_new_request(request)
 
     @_harmless(lambda: (0, False))
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._scheduler is None:
             return
         tables = blocks.get_block_ids()
@@ -340,9 +333,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         finished, failed = (set(), set()) if self._worker is None else self._worker.take_finished()
-        return KVConnectorTransferResults(
-            finished_sending=set(), finished_recving=finished, failed_recving=failed
-        )
+        return KVConnectorTransferResults(finished_sending=set(), finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_failed_blocks()
@@ -350,6 +341,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:
             return None
+        # Copies that have ended since the last step are reported with this one.
         self._worker.poll()
         report = self._worker.take_report()
         return None if report is None else LMKVWorkerMetadata(report)

@@ -45,6 +45,7 @@ class Geometry:
     def _first_needed(self, group: Group) -> int:
         if group.window is None:
             return 0
+        # The first token after the chunk sees itself and window - 1 tokens before it.
         return max(0, self.chunk_size - (group.window - 1)) // group.block_size
 
     def load_copies(
@@ -59,13 +60,9 @@ class Geometry:
             return []
         size = self.chunk_size
         low = start // size * size
-        spans = [
-            (max(start, at), min(end, at + size))
-            for at in range(low, min(end, low + len(slots) * size), size)
-        ]
+        spans = [(max(start, at), min(end, at + size)) for at in range(low, min(end, low + len(slots) * size), size)]
         columns = [
-            self._load_runs(group, list(table), spans)
-            for group, table in zip(self.groups, block_ids, strict=True)
+            self._load_runs(group, list(table), spans) for group, table in zip(self.groups, block_ids, strict=True)
         ]
         # There may be more slots than spans.
         return [ChunkCopy(slot, runs) for slot, runs in zip(slots, zip(*columns, strict=True), strict=False)]

@@ -44,10 +44,7 @@ class JobReport:
 
     def merge(self, other: JobReport) -> JobReport:
         return JobReport(
-            self.ranks + other.ranks,
-            self.ok and other.ok,
-            self.nbytes + other.nbytes,
-            max(self.seconds, other.seconds),
+            self.ranks + other.ranks, self.ok and other.ok, self.nbytes + other.nbytes, max(self.seconds, other.seconds)
         )
 
 
@@ -81,13 +78,7 @@ class StepPlanBuilder:
         finishes: str | None = None,
     ) -> CopyOrder:
         """Add a load to the plan."""
-        order = CopyOrder(
-            self._new_job(),
-            copies,
-            failed_blocks=failed_blocks,
-            between_steps=between_steps,
-            finishes=finishes,
-        )
+        order = CopyOrder(self._new_job(), copies, False, failed_blocks, between_steps, finishes)
         self._plan.loads.append(order)
         return order
 

@@ -57,6 +57,7 @@ class ServedModel:
         Raises ValueError when their pages are not those of the layout.
         """
         if self.fused:
+            # In the order of memory, which need not be that of the layers.
             memory = PagedMemory(sorted(rows, key=lambda row: row.storage_offset()))
         else:
             memory = PagedMemory(rows, [pages.group for pages in self.layout.layers], fuse=False)
@@ -202,9 +203,7 @@ def _page_format(vllm_config: Any) -> str:
     """What decides the bytes inside a page: device, attention backend if chosen, and on CPUs the ISA."""
     device = str(getattr(vllm_config.device_config, "device_type", ""))
     attention = getattr(vllm_config, "attention_config", None)
-    chosen = [
-        str(getattr(attention, name, None)) for name in ("backend", "backend_per_kind", "indexer_kv_dtype")
-    ]
+    chosen = [str(getattr(attention, name, None)) for name in ("backend", "backend_per_kind", "indexer_kv_dtype")]
     skipped = sorted(getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", ()))
     backend = " ".join((*chosen, *skipped))
     isa = ""

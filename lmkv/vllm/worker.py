@@ -133,16 +133,16 @@ class Worker:
             self._slab = attach(ref)
             self._slab.populate()
             self._slab_ref = ref
+            # A copier is made for one slab and one paged memory; the next copy makes another one.
             self._copier = None
         except Exception:
             logger.exception("lmkv: cannot map the CPU tier at %s; nothing is cached", ref.path)
 
     def load(self) -> None:
         """Execute the step's loads, before the model runs."""
+        # Taken out of the plan first: whatever happens, no order is executed twice.
         orders, self._plan = self._plan.loads, StepPlan(stores=self._plan.stores)
-        layerwise = [
-            order for order in orders if self._layerwise and order.copies and not order.between_steps
-        ]
+        layerwise = [order for order in orders if self._layerwise and order.copies and not order.between_steps]
         if layerwise:
             self._reading = LayerwiseTransfer(layerwise, self._ready_copier, loads=True)
             orders = [order for order in orders if order not in layerwise]
@@ -255,6 +255,7 @@ class Worker:
 
     def close(self) -> None:
         """Wait for the running copies and unmap the slab. Idempotent."""
+        # Before the slab is unmapped: the device reads and writes it.
         for item in self._running:
             item.event.wait()
         self._running.clear()

@@ -132,11 +132,7 @@ def test_the_listing_of_the_folder_is_what_the_format_says(disk: LocalDiskBacken
     chunk = chunk_of(5000)
     disk.write([chunk])
     path = only_file(tmp_path)
-    assert path.relative_to(tmp_path).parts == (
-        NAMESPACE.hex(),
-        chunk.key[:1].hex(),
-        f"{chunk.key.hex()}.kv1",
-    )
+    assert path.relative_to(tmp_path).parts == (NAMESPACE.hex(), chunk.key[:1].hex(), f"{chunk.key.hex()}.kv1")
     assert path.stat().st_size == disk.stored_bytes(5000) == 4096 + 8192
     assert [folder.stat().st_mode & 0o777 for folder in list(path.parents)[:2]] == [0o700] * 2
     assert path.stat().st_mode & 0o777 == 0o600
@@ -204,9 +200,7 @@ def test_min_free_rejects_before_it_writes(tmp_path: Path) -> None:
     assert written.status is WriteStatus.PRESENT
 
 
-def test_free_space_counts_what_was_written_since_it_was_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_space_counts_what_was_written_since_it_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two questions to the kernel the backend's own chunks count, so a burst cannot overshoot."""
     clock = ManualClock()
     asked: list[float] = []
@@ -219,10 +213,7 @@ def test_free_space_counts_what_was_written_since_it_was_asked(
     monkeypatch.setattr(os, "statvfs", statvfs)
     free = one_more.f_bavail * one_more.f_frsize
     backend = LocalDiskBackend(tmp_path, NAMESPACE, min_free=free - 3 * 8192, clock=clock)
-    assert (
-        statuses(backend, [chunk_of(100) for _ in range(5)])
-        == [WriteStatus.STORED] * 3 + [WriteStatus.REJECTED] * 2
-    )
+    assert statuses(backend, [chunk_of(100) for _ in range(5)]) == [WriteStatus.STORED] * 3 + [WriteStatus.REJECTED] * 2
     assert len(asked) == 1
     clock.advance(1)
     assert statuses(backend, [chunk_of(100)]) == [WriteStatus.STORED]

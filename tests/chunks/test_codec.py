@@ -68,9 +68,7 @@ def test_golden_bytes() -> None:
     assert data[68:100] == b"\x02" * 32
     assert data[100:132] == b"\x03" * 32
     payload = bytes(range(256)) * 40
-    assert struct.unpack_from("<3I", data, 132) == tuple(
-        zlib.crc32(payload[at : at + 4096]) for at in (0, 4096, 8192)
-    )
+    assert struct.unpack_from("<3I", data, 132) == tuple(zlib.crc32(payload[at : at + 4096]) for at in (0, 4096, 8192))
     assert data[144:176] == bytes(range(32))
     assert data[176:4092] == bytes(4092 - 176)
     assert struct.unpack_from("<I", data, 4092) == (zlib.crc32(data[:4092]),)
@@ -156,13 +154,7 @@ def test_a_lie_about_many_segments_needs_the_bytes_to_be_there() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"tokens": bytes(4096)},
-        {"key": b"short"},
-        {"namespace": b""},
-        {"parent": b"x"},
-        {"header_bytes": 1 << 21},
-    ],
+    [{"tokens": bytes(4096)}, {"key": b"short"}, {"namespace": b""}, {"parent": b"x"}, {"header_bytes": 1 << 21}],
 )
 def test_a_header_that_cannot_be_is_not_packed(change: dict[str, Any]) -> None:
     header = evolve(SMALL, **change)
@@ -171,9 +163,7 @@ def test_a_header_that_cannot_be_is_not_packed(change: dict[str, Any]) -> None:
 
 
 @given(data=st.data(), chunk=strategies.chunks(), segment_bytes=SEGMENTS)
-def test_any_changed_byte_of_a_payload_is_noticed(
-    data: st.DataObject, chunk: Chunk, segment_bytes: int
-) -> None:
+def test_any_changed_byte_of_a_payload_is_noticed(data: st.DataObject, chunk: Chunk, segment_bytes: int) -> None:
     header = header_of(chunk, segment_bytes)
     at = data.draw(st.integers(0, len(chunk.payload) - 1))
     broken = bytearray(chunk.payload)
@@ -182,9 +172,7 @@ def test_any_changed_byte_of_a_payload_is_noticed(
         codec.verify_segments(header, memoryview(broken))
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "plausible"), [(0, 0), (4096, 0), (8191, 0), (8192, 1), (8193, 0), (12288, 1)]
-)
+@pytest.mark.parametrize(("nbytes", "plausible"), [(0, 0), (4096, 0), (8191, 0), (8192, 1), (8193, 0), (12288, 1)])
 def test_sizes_that_a_sound_file_can_have(nbytes: int, plausible: int) -> None:
     assert codec.plausible_file_bytes(nbytes) == bool(plausible)
 

@@ -20,9 +20,7 @@ LOADED = Answer(token_ids=(1, 2), ttft_s=0.5, hit_tokens=768, load_gb_s=9.0, sou
 
 def summary(loaded: list[Answer], warm: Answer = WARM) -> Measurement:
     count = len(loaded)
-    return summarize(
-        PLAN, [COLD] * count, [warm] * count, loaded, engine="vllm 0.0", device="cpu", direct_io=True
-    )
+    return summarize(PLAN, [COLD] * count, [warm] * count, loaded, engine="vllm 0.0", device="cpu", direct_io=True)
 
 
 def test_the_best_time_and_the_worst_hit_count() -> None:
@@ -78,9 +76,7 @@ def test_waiting_for_files_ends_when_they_are_there(tmp_path: Path) -> None:
     assert said == ["waiting for 2 chunks to be on disk"]
 
 
-def test_waiting_for_files_is_bounded_and_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_files_is_bounded_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "WRITE_TIMEOUT", 0.2)
     said: list[str] = []
     wait_for_files(tmp_path, 3, said.append)

@@ -45,10 +45,7 @@ class TestConfiguration:
         config = Config.load(env={"LMKV_CHUNK_SIZE": "512"}, extra={"lmkv.pin_ttl": 60})
         found = by_name(list(doctor.examine_configuration(config)))
         assert list(found) == [setting.name for setting in config.describe()]
-        assert (found["chunk_size"].value, found["chunk_size"].note) == (
-            "512 tokens",
-            "environment LMKV_CHUNK_SIZE",
-        )
+        assert (found["chunk_size"].value, found["chunk_size"].note) == ("512 tokens", "environment LMKV_CHUNK_SIZE")
         assert (found["pin_ttl"].value, found["pin_ttl"].note) == ("60.0 s", "kv_connector_extra_config")
         assert (found["local_disk"].value, found["local_disk"].note) == ("none", "default")
 
@@ -166,9 +163,7 @@ class TestShow:
         assert shown.count(value) == 6
         assert f"Will not work: problem {value}" in shown
 
-    def test_the_command_shows_a_bad_value_as_it_is(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_command_shows_a_bad_value_as_it_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(old_vllm(tmp_path))
         for value in ("[/x]", "[red]"):
             result = CliRunner().invoke(app, ["doctor"], env={"LMKV_CHUNK_SIZE": value})
@@ -191,6 +186,4 @@ def test_the_command_exits_with_what_it_found(tmp_path: Path) -> None:
     full, old = answer["problems"]
     assert "disk_min_free" in full
     assert "0.1" in old
-    assert {"configuration", "memory", "disk", "versions", "vllm"} == {
-        found["area"] for found in answer["findings"]
-    }
+    assert {"configuration", "memory", "disk", "versions", "vllm"} == {found["area"] for found in answer["findings"]}

@@ -49,10 +49,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[torch.dtype], list[torch.Tensor]]]] = {
     "[B,H,N,C]": (0, lambda dtype: [empty(BLOCKS, 2, BLOCK_SIZE, 16, dtype=dtype) for _ in range(3)]),
     "[B,2,N,H,D]": (0, lambda dtype: [empty(BLOCKS, 2, BLOCK_SIZE, 2, 8, dtype=dtype) for _ in range(3)]),
     "[2,B,N,H,D]": (1, lambda dtype: [empty(2, BLOCKS, BLOCK_SIZE, 2, 8, dtype=dtype) for _ in range(3)]),
-    "permuted": (
-        0,
-        lambda dtype: [empty(BLOCKS, 2, BLOCK_SIZE, 8, dtype=dtype).permute(0, 2, 1, 3) for _ in range(2)],
-    ),
+    "permuted": (0, lambda dtype: [empty(BLOCKS, 2, BLOCK_SIZE, 8, dtype=dtype).permute(0, 2, 1, 3) for _ in range(2)]),
     "interleaved": (0, interleaved),
     "every second": (0, every_second),
     "odd": (0, lambda dtype: [empty(BLOCKS, 3, 5, dtype=dtype), empty(BLOCKS, 7, dtype=dtype)]),
@@ -216,9 +213,7 @@ def test_memory_layout_and_slab_must_fit_each_other() -> None:
     with pytest.raises(UsageError, match="page sizes"):
         CPUCopier(setup.memory, other, setup.slab)
     with pytest.raises(UsageError, match="do not fit"):
-        CPUCopier(
-            setup.memory, setup.memory.layout(BLOCK_SIZE * PAGES, [BLOCK_SIZE], num_ranks=2), Slab(4096, 8192)
-        )
+        CPUCopier(setup.memory, setup.memory.layout(BLOCK_SIZE * PAGES, [BLOCK_SIZE], num_ranks=2), Slab(4096, 8192))
 
 
 def test_apart_layers_are_gathered_without_copying_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,7 @@ def memory_of(shape: str) -> PagedMemory:
 class World:
     """Paged memory that a model keeps writing to, slots, and what both must hold in the end."""
 
-    def __init__(
-        self, shape: str, seed: int, favourite: int | None = None, direct_bytes: int = 1 << 20
-    ) -> None:
+    def __init__(self, shape: str, seed: int, favourite: int | None = None, direct_bytes: int = 1 << 20) -> None:
         self.rng = random.Random(seed)
         self.memory = memory_of(shape)
         self.layout = self.memory.layout(4 * PAGES, [4])
@@ -68,9 +66,7 @@ class World:
 
     def copies(self, slots: list[int]) -> list[ChunkCopy]:
         blocks = self.rng.sample(range(BLOCKS), PAGES * len(slots))
-        return [
-            ChunkCopy(slot, (Run(0, blocks[at * PAGES : (at + 1) * PAGES]),)) for at, slot in enumerate(slots)
-        ]
+        return [ChunkCopy(slot, (Run(0, blocks[at * PAGES : (at + 1) * PAGES]),)) for at, slot in enumerate(slots)]
 
     def check(self) -> None:
         self.device.synchronize()
@@ -106,9 +102,7 @@ def test_any_order_of_the_device_gives_what_program_order_gives(
 
 
 @given(seed=seeds, favourite=favourites, shape=shapes, direct=detours)
-def test_a_layer_is_there_when_the_model_comes_to_it(
-    seed: int, favourite: int | None, shape: str, direct: int
-) -> None:
+def test_a_layer_is_there_when_the_model_comes_to_it(seed: int, favourite: int | None, shape: str, direct: int) -> None:
     world = World(shape, seed, favourite, direct)
     for slot in range(SLOTS):
         for view in (world.slab.view(slot), world.slots.view(slot)):
@@ -173,9 +167,7 @@ def test_several_loads_by_layers_at_once(seed: int, favourite: int | None, direc
 
 
 @given(seed=seeds, favourite=favourites, direct=detours)
-def test_a_load_beside_the_computation_delays_none_of_it(
-    seed: int, favourite: int | None, direct: int
-) -> None:
+def test_a_load_beside_the_computation_delays_none_of_it(seed: int, favourite: int | None, direct: int) -> None:
     world = World("alike", seed, favourite, direct)
     for block in range(BLOCKS):
         world.compute(block)

@@ -180,9 +180,7 @@ def test_closing_ends_the_populating(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(thread.name.startswith("lmkv-populate") for thread in threading.enumerate())
 
 
-def _files(
-    folder: Path, available: int, limit: str = "max", current: int = 0, cache: int = 0
-) -> dict[str, Path]:
+def _files(folder: Path, available: int, limit: str = "max", current: int = 0, cache: int = 0) -> dict[str, Path]:
     folder.mkdir(exist_ok=True)
     (folder / "meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable: {available // 1024} kB\n")
     (folder / "memory.max").write_text(limit + "\n")

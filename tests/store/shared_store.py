@@ -111,9 +111,7 @@ def stop_halfway(tell: Tell, folder: str, namespace: int, seed: int, capacity: i
     work(store, seed, 1000)
 
 
-def take_part(
-    tell: Tell, folder: str, namespace: int, seed: int, capacity: int, listing: bool, start: Barrier
-) -> None:
+def take_part(tell: Tell, folder: str, namespace: int, seed: int, capacity: int, listing: bool, start: Barrier) -> None:
     """Store and load for a second or so, and tell the counts. `listing`: half of the time, not just once."""
     patch = pytest.MonkeyPatch()
     # Who does not get the lock on the count in this time does without the count.

@@ -71,8 +71,8 @@ def ask(plain: Engine, prompts: list[list[int]], lengths: list[int]) -> list[tup
 
 def _turn(prompt: list[int], output: Any) -> tuple[Turn, bool]:
     answer, best, gap = list(output.token_ids), [], float("inf")
-    for token, in_policy in zip(answer, output.logprobs, strict=True):
-        first, second = sorted((entry.logprob for entry in in_policy.values()), reverse=True)[:2]
-        best.append(in_policy[token].logprob)
+    for token, likely in zip(answer, output.logprobs, strict=True):
+        first, second = sorted((entry.logprob for entry in likely.values()), reverse=True)[:2]
+        best.append(likely[token].logprob)
         gap = min(gap, first - second)
     return Turn(prompt, answer, best), gap > NEAR_TIE

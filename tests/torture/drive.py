@@ -58,7 +58,7 @@ class Drive:
             self.saboteur.strike()
             self._step()
         self.saboteur.make_peace()
-        self._settle()
+        self._wind_down()
         self._count_evictions()
 
     def _count_preemptions(self) -> None:
@@ -176,14 +176,14 @@ class Drive:
             self.counts.differ(f"{where}: {list(answer.token_ids)} instead of {turn.answer}")
             return
         pairs = zip(answer.token_ids, answer.logprobs, turn.logprobs, strict=True)
-        distance = max(abs(in_policy[token].logprob - before) for token, in_policy, before in pairs)
+        distance = max(abs(likely[token].logprob - before) for token, likely, before in pairs)
         if distance > CLOSE_ENOUGH:
             self.counts.differ(f"{where}: a log-probability is off by {distance:.4f}")
 
     # -- the end ------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Nothing is asked any more: all that was held must come back by itself."""
+    def _wind_down(self) -> None:
+        """Nothing is asked any more: every slot and block must come back by itself."""
         core = self.running.llm.llm_engine.engine_core
         scheduler, deadline = self.running.scheduler, time.monotonic() + _PATIENCE
         while scheduler.has_requests() or self.running.connector._scheduler.busy:
@@ -196,9 +196,16 @@ class Drive:
         core.get_output()
         if not self.running.store.drain(_PATIENCE):
             self.counts.hang("I/O never came to an end")
-        time.sleep(0.6)  # what was pinned or prefetched is let go of by time
-        self.running.store.poll()
+        self._wait_for_pins()
         self._look_for_leaks()
+
+    def _wait_for_pins(self) -> None:
+        """What was pinned or prefetched is released when its time is over."""
+        store, deadline = self.running.store, time.monotonic() + _PATIENCE
+        while any((store.stats().pinned, store.stats().leased)) and time.monotonic() < deadline:
+            self.alive()
+            time.sleep(0.05)
+            store.poll()
 
     def _look_for_leaks(self) -> None:
         store, scheduler = self.running.store, self.running.scheduler
@@ -216,7 +223,7 @@ class Drive:
             self.counts.leak("requests are still known")
         for tier in stats.tiers:
             if tier.capacity_bytes is not None and tier.used_bytes > tier.capacity_bytes:
-                self.counts.leak(f"{tier.name} holds {tier.used_bytes} of {tier.capacity_bytes} bytes")
+                self.counts.leak(f"{tier.name} takes {tier.used_bytes} of {tier.capacity_bytes} bytes")
 
     def _count_evictions(self) -> None:
         self.counts.evictions += sum(tier.evictions for tier in self.running.store.stats().tiers)

@@ -174,9 +174,7 @@ def falcon_h1() -> Any:
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
     return FalconH1ForCausalLM(
-        FalconH1Config(
-            **_SMALL, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16
-        )
+        FalconH1Config(**_SMALL, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lmkv.protocols import Clock
+from lmkv.store.tiered import TieredStore
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -32,8 +36,13 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def engine(model: Path, connector: str | None = "LMKVConnector", **overrides: Any) -> Iterator[Engine]:
-    """A vLLM engine in this process. `extra`, `kv_role` and `kv_load_failure_policy` go to the connector."""
+def engine(
+    model: Path, connector: str | None = "LMKVConnector", clock: Clock | None = None, **overrides: Any
+) -> Iterator[Engine]:
+    """A vLLM engine in this process. `extra`, `kv_role` and `kv_load_failure_policy` go to the connector.
+
+    `clock`: all that lmkv's scheduler side knows of time. One that stands still lets nothing be late or slow.
+    """
     os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from vllm import LLM
     from vllm.config import KVTransferConfig
@@ -57,13 +66,25 @@ def engine(model: Path, connector: str | None = "LMKVConnector", **overrides: An
     }
     if connector is not None:
         options["kv_transfer_config"] = KVTransferConfig(kv_connector=connector, **transfer)
-    llm = LLM(model=str(model), **options)
+    with timed_by(clock) if clock is not None else contextlib.nullcontext():
+        llm = LLM(model=str(model), **options)
     try:
         yield Engine(llm)
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+@contextlib.contextmanager
+def timed_by(clock: Clock) -> Iterator[None]:
+    """Engines that are made in here take the time from this clock."""
+    from lmkv.vllm.scheduler.scheduler import Scheduler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmkv.build.TieredStore", functools.partial(TieredStore, clock=clock))
+        patch.setattr("lmkv.vllm.connector.Scheduler", functools.partial(Scheduler, clock=clock))
+        yield
 
 
 @contextlib.contextmanager

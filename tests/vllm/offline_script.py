@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def main(model: str, result: str, stay: bool) -> None:
     unfinished.write_text(json.dumps(answers))
     unfinished.rename(result)
     while stay:
-        time.sleep(1)
+        signal.pause()
 
 
 if __name__ == "__main__":

@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.kit import LIMIT
 from tests.vllm.harness import BLOCK, ENVIRONMENT
 
-START_TIMEOUT = 240.0
-STOP_TIMEOUT = 60.0
+START_TIMEOUT = 400.0
+STOP_TIMEOUT = 120.0
 LOG_LINES = 80
 SERVED_NAME = "small"
 
 
-def wait_until(true: Callable[[], bool], timeout: float, what: str) -> None:
+def wait_until(true: Callable[[], bool], what: str, timeout: float = LIMIT) -> None:
     """Raise TimeoutError, saying `what` did not come true, after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not true():
@@ -50,9 +51,9 @@ def kill_group(group: int) -> None:
 
     But for Python's resource trackers: they remove the names of vLLM's shared memory, and end by themselves.
     """
-    wait_until(lambda: not kill_members(group), 30, f"the end of process group {group}")
+    wait_until(lambda: not kill_members(group), f"the end of process group {group}")
     try:
-        wait_until(lambda: not members(group), 30, f"the end of process group {group}")
+        wait_until(lambda: not members(group), f"the end of process group {group}")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
@@ -139,7 +140,7 @@ class Server:
     def wait_ready(self) -> None:
         """Raises with the end of the log when the server ends early or does not come up."""
         try:
-            wait_until(self._answers, START_TIMEOUT, "an answer of the server")
+            wait_until(self._answers, "an answer of the server", START_TIMEOUT)
         except Exception as error:
             raise RuntimeError(f"{error}\n{self.log_tail()}") from error
 
@@ -151,7 +152,7 @@ class Server:
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
 
-    def get(self, path: str, timeout: float = 30) -> str:
+    def get(self, path: str, timeout: float = LIMIT) -> str:
         with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
             text: str = answer.read().decode()
         return text
@@ -178,7 +179,7 @@ class Server:
             self.process.terminate()
         try:
             self.process.wait(STOP_TIMEOUT)
-            wait_until(lambda: not members(group), 30, "the end of the server's processes")
+            wait_until(lambda: not members(group), "the end of the server's processes")
         except (subprocess.TimeoutExpired, TimeoutError) as error:
             raise AssertionError(f"the server does not stop: {error}\n{self.log_tail()}") from error
         finally:
@@ -187,7 +188,7 @@ class Server:
     def kill(self) -> None:
         """SIGKILL for all its processes at once, as when the machine runs out of memory."""
         kill_group(self.process.pid)
-        self.process.wait(10)
+        self.process.wait(LIMIT)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,31 @@ import pytest
 import torch
 
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
+from tests.kit import LIMIT, eventually
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 
 CHUNK_BYTES = 256 * 4096
 DEADLINE = 0.8
 
 
+CROWD = [prompt(1000 + number, 300) for number in range(120)]
+STEP = 0.01
+"""Seconds on the engine's clock from one step to the next, where it does not stand still."""
+
+
 @contextlib.contextmanager
-def over_faulty_disk(model: Path, folder: Path, **options: Any) -> Iterator[tuple[Engine, FaultyBackend]]:
-    disks: list[FaultyBackend] = []
+def over_faulty_disk(model: Path, folder: Path, **options: Any) -> Iterator[tuple[Engine, FaultyBackend, ManualClock]]:
+    """An engine whose clock stands still until it is moved; a slow disk takes its time by that clock."""
+    clock, disks = ManualClock(), list[FaultyBackend]()
+
+    def dawdle(seconds: float) -> None:
+        end = clock() + seconds
+        eventually(lambda: clock() >= end or not disks[0].latency)
 
     def make(*args: Any, **more: Any) -> FaultyBackend:
-        disks.append(FaultyBackend(LocalDiskBackend(*args, **more)))
+        disks.append(FaultyBackend(LocalDiskBackend(*args, **more), sleep=dawdle, max_hold=LIMIT))
         return disks[-1]
 
     extra = {
@@ -36,139 +49,167 @@ def over_faulty_disk(model: Path, folder: Path, **options: Any) -> Iterator[tupl
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmkv.build.LocalDiskBackend", make)
-        with engine(model, extra=extra, **options) as running:
-            yield running, disks[0]
+        with engine(model, clock=clock, extra=extra, **options) as running:
+            assert running.store.wait_indexed(LIMIT)
+            yield running, disks[0], clock
 
 
 def filled(model: Path, folder: Path, ids: list[int]) -> list[int]:
-    with over_faulty_disk(model, folder) as (running, _):
+    with over_faulty_disk(model, folder) as (running, _, _):
         answer = running.ids([ids])[0]
-        assert running.store.drain(20)
+        assert running.store.drain(LIMIT)
     return answer
 
 
-def time_until_computed(running: Engine, ids: list[int]) -> float:
-    """Seconds that a request waits before the model begins with it; it is aborted then."""
+def ask(running: Engine, name: str, ids: list[int], max_tokens: int = 2, **params: Any) -> None:
     from vllm import SamplingParams
 
-    core, started = running.llm.llm_engine, time.monotonic()
-    core.add_request("waits", {"prompt_token_ids": ids}, SamplingParams(max_tokens=8, detokenize=False))
-    while not running.scheduler.running:
-        core.step()
-        if time.monotonic() - started > 30:
-            break
-    waited = time.monotonic() - started
-    core.abort_request(["waits"])
-    return waited
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": params},
+    )
+    running.llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+
+
+def finish(running: Engine) -> dict[str, list[int]]:
+    """The answers, by name, of all that was asked."""
+    core, found = running.llm.llm_engine, dict[str, list[int]]()
+    while core.has_unfinished_requests():
+        found |= finished(core.step())
+    return found
+
+
+def finished(outputs: list[Any]) -> dict[str, list[int]]:
+    return {output.request_id: list(output.outputs[0].token_ids) for output in outputs if output.finished}
 
 
 def test_a_disk_that_hangs_adds_a_bounded_wait(model: Path, tmp_path: Path) -> None:
     ids = prompt(60, 1500)
     answer = filled(model, tmp_path, ids)
-    with over_faulty_disk(model, tmp_path) as (running, disk):
-        assert running.store.wait_indexed(10)
+    with over_faulty_disk(model, tmp_path) as (running, disk, clock):
+        core = running.llm.llm_engine
         disk.black_hole()
         try:
-            assert time_until_computed(running, ids) < DEADLINE + 1.0
+            ask(running, "waits", ids)
+            for _ in range(50):
+                core.step()
+                assert not running.scheduler.running
+            clock.advance(DEADLINE + STEP)
+            core.step()
+            assert running.scheduler.running
+            core.abort_request(["waits"])
+            # After so long without an answer nobody waits for this disk any more.
+            clock.advance(5.0)
             assert running.ids([ids]) == [answer]
         finally:
             disk.release()
-        assert running.store.drain(20)
+        assert running.store.drain(LIMIT)
         running.assert_nothing_leaked()
 
 
-def waits_of(running: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def waits_of(running: Engine, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Filled with the seconds from a request's first lookup to its first answer, by request."""
     since: dict[str, float] = {}
     waits: dict[str, float] = {}
-    ask = running.connector.get_num_new_matched_tokens
+    look_up = running.connector.get_num_new_matched_tokens
 
     def noted(request: Any, computed: int) -> Any:
-        answer = ask(request, computed)
-        name, now = request.request_id, time.monotonic()
-        since.setdefault(name, now)
+        answer = look_up(request, computed)
+        since.setdefault(request.request_id, clock())
         if answer[0] is not None:
-            waits.setdefault(name, now - since[name])
+            waits.setdefault(request.request_id, clock() - since[request.request_id])
         return answer
 
     monkeypatch.setattr(running.connector, "get_num_new_matched_tokens", noted)
     return waits
 
 
-def answers_of(running: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
-    """The answers, and the longest step. A request comes once nobody computes: none waits for room."""
-    from vllm import SamplingParams
-
-    core, found = running.llm.llm_engine, dict[str, list[int]]()
-    sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
-    pending, due, longest = list(enumerate(prompts)), time.monotonic(), 0.0
+def answers_of(running: Engine, clock: ManualClock, prompts: list[list[int]]) -> list[list[int]]:
+    """A request comes each few steps, once nobody computes: none waits for room."""
+    core, found, due = running.llm.llm_engine, dict[str, list[int]](), 0.0
+    pending = list(enumerate(prompts))
     while pending or core.has_unfinished_requests():
-        if pending and not running.scheduler.running and time.monotonic() >= due:
+        if pending and not running.scheduler.running and clock() >= due:
             number, ids = pending.pop(0)
-            core.add_request(str(number), {"prompt_token_ids": ids}, sampling)
-            due = time.monotonic() + 0.05
-        begun = time.monotonic()
-        outputs = core.step()
-        longest = max(longest, time.monotonic() - begun)
-        for output in outputs:
-            if output.finished:
-                found[output.request_id] = list(output.outputs[0].token_ids)
-    return [found[str(number)] for number in range(len(prompts))], longest
+            ask(running, str(number), ids)
+            due = clock() + 5 * STEP
+        found |= finished(core.step())
+        clock.advance(STEP)
+    return [found[str(number)] for number in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def crowd(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A folder with the chunk of each prompt of the crowd, and the answers to them."""
+    folder = tmp_path_factory.mktemp("crowd")
+    with over_faulty_disk(model, folder) as (running, _, _):
+        answers = [answer for ids in CROWD for answer in running.ids([ids], max_tokens=2)]
+        assert running.store.drain(LIMIT)
+    return folder, answers
 
 
 @pytest.mark.parametrize("spoiled", ["hangs", "is slow", "fails"])
 def test_many_requests_over_a_bad_disk_wait_for_the_deadline_at_most(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
+    model: Path, crowd: tuple[Path, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
 ) -> None:
-    crowd = [prompt(1000 + number, 300) for number in range(120)]
-    with over_faulty_disk(model, tmp_path) as (running, _):
-        answers = [answer for ids in crowd for answer in running.ids([ids], max_tokens=2)]
-        assert running.store.drain(20)
-    with over_faulty_disk(model, tmp_path, kv_cache_memory_bytes=256 << 20) as (running, disk):
-        assert running.store.wait_indexed(10)
-        assert running.store.stats().tiers[1].chunks == len(crowd)
+    full, answers = crowd
+    folder = shutil.copytree(full, tmp_path / "kv", copy_function=os.link)
+    with over_faulty_disk(model, folder, kv_cache_memory_bytes=256 << 20) as (running, disk, clock):
+        assert running.store.stats().tiers[1].chunks == len(CROWD)
         if spoiled == "hangs":
             disk.black_hole()
         disk.latency = 3.0 if spoiled == "is slow" else 0.0
         disk.error_rate = float(spoiled == "fails")
-        waits = waits_of(running, monkeypatch)
+        waits = waits_of(running, clock, monkeypatch)
         try:
-            found, longest_step = answers_of(running, crowd)
-            assert found == answers
+            assert answers_of(running, clock, CROWD) == answers
         finally:
             disk.latency = 0.0
             disk.release()
-        assert len(waits) == len(crowd)
-        assert max(waits.values()) > 0, "none was held back: nothing was tested"
-        # A request hears of its deadline between two steps.
-        assert sorted(waits.values())[len(crowd) * 99 // 100] <= DEADLINE + 2 * longest_step
-        assert running.store.drain(20)
+        assert len(waits) == len(CROWD)
+        assert (disk.faults if spoiled == "fails" else max(waits.values())) > 0, "nothing was tested"
+        assert max(waits.values()) <= DEADLINE + 2 * STEP
+        assert running.store.drain(LIMIT)
         running.assert_nothing_leaked()
 
 
 def test_a_disk_that_fails_opens_its_breaker_and_comes_back(model: Path, tmp_path: Path) -> None:
-    ids = prompt(62, 1500)
+    ids, without = prompt(62, 1500), {"lmkv.skip_save": True}
     answer = filled(model, tmp_path, ids)
-    with over_faulty_disk(model, tmp_path) as (running, disk):
-        assert running.store.wait_indexed(10)
+    with over_faulty_disk(model, tmp_path) as (running, disk, clock):
+        # All five reads fail at once: the last failure opens the breaker before a second one costs a chunk.
+        disk.black_hole()
         disk.error_rate = 1.0
-        for _ in range(3):
-            assert running.ids([ids], params={"lmkv.skip_save": True}) == [answer]
-            running.forget_local()
-            assert running.store.drain(20)
-        assert running.store.stats().tiers[1].breaker != "closed"
+        ask(running, "fails", ids, len(answer), **without)
+        eventually(lambda: disk.calls["read"] == 5)
+        disk.release()
+        assert finish(running) == {"fails": answer}
+        assert running.store.drain(LIMIT)
+        assert running.store.stats().tiers[1].breaker == "open"
         disk.error_rate = 0.0
-        time.sleep(1.1)
-        again = running.run([ids])[0]
-        assert external_hits(again) > 0
+        running.forget_local()
+        assert external_hits(running.run([ids], params=without)[0]) == 0
+        clock.advance(1.0)
+        # One read is let through to try, the others are not.
+        running.forget_local()
+        assert running.ids([ids], params=without) == [answer]
+        assert running.store.drain(LIMIT)
         assert running.store.stats().tiers[1].breaker == "closed"
+        running.forget_local()
+        again = running.run([ids])[0]
+        assert external_hits(again) == 1280
+        assert list(again.outputs[0].token_ids) == answer
+        running.assert_nothing_leaked()
 
 
 def test_weights_that_changed_in_place_leave_no_hit_in_any_tier(model: Path, tmp_path: Path) -> None:
     ids = prompt(63, 600)
-    with over_faulty_disk(model, tmp_path) as (running, _):
+    with over_faulty_disk(model, tmp_path) as (running, _, _):
         before = running.ids([ids])[0]
-        assert running.store.drain(20)
+        assert running.store.drain(LIMIT)
         running.llm.apply_model(_change)
         assert running.llm.llm_engine.engine_core.reset_prefix_cache(reset_connector=True)
         changed = running.run([ids])[0]

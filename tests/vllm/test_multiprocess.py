@@ -15,19 +15,13 @@ from typing import Any
 
 import pytest
 
+from tests.kit import LIMIT
 from tests.vllm.offline_script import LENGTH
-from tests.vllm.server import (
-    START_TIMEOUT,
-    child_environment,
-    kill_group,
-    members,
-    shared_files,
-    wait_until,
-)
+from tests.vllm.server import START_TIMEOUT, child_environment, kill_group, members, shared_files, wait_until
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
@@ -48,14 +42,12 @@ def script(model: Path, folder: Path, temporary: Path, *words: str) -> Iterator[
     command = [sys.executable, "-m", "tests.vllm.offline_script", model, folder / "result", *words]
     environment = child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", TMPDIR=str(temporary))
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         yield process
     finally:
         kill_group(process.pid)
-        process.wait(10)
+        process.wait(LIMIT)
 
 
 def log_of(folder: Path) -> str:
@@ -85,7 +77,7 @@ def test_hits_equal_outputs_and_a_clean_exit(model: Path, tmp_path: Path, tempor
     with script(model, tmp_path, temporary) as process:
         process.wait(START_TIMEOUT)
         assert process.returncode == 0, log_of(tmp_path)
-        wait_until(lambda: not members(process.pid), 30, "the end of the engine's processes")
+        wait_until(lambda: not members(process.pid), "the end of the engine's processes")
     answers = result_of(tmp_path)
     assert [answers["cold"]["hit"], *(other["hit"] for other in answers["others"])] == [0] * 4
     assert answers["warm"]["hit"] == (LENGTH - 1) // 256 * 256
@@ -101,11 +93,9 @@ def engine_of(group: int) -> int:
     return engine
 
 
-def test_nothing_stays_when_main_process_and_engine_are_killed(
-    model: Path, tmp_path: Path, temporary: Path
-) -> None:
+def test_nothing_stays_when_main_process_and_engine_are_killed(model: Path, tmp_path: Path, temporary: Path) -> None:
     with script(model, tmp_path, temporary, "stay") as process:
-        wait_until(lambda: has_result(tmp_path, process), START_TIMEOUT, "the script's result")
+        wait_until(lambda: has_result(tmp_path, process), "the script's result", START_TIMEOUT)
         running = members(process.pid)
         assert slabs(running) == 2, "the engine and its worker map the slab"
         shared = shared_files(running)
@@ -113,7 +103,7 @@ def test_nothing_stays_when_main_process_and_engine_are_killed(
         # Without its main process vLLM 0.32's engine stays, with lmkv as without: it is killed too.
         for pid in (process.pid, engine_of(process.pid)):
             os.kill(pid, signal.SIGKILL)
-        process.wait(10)
-        wait_until(lambda: not members(process.pid), 60, f"the end of {members(process.pid)}")
+        process.wait(LIMIT)
+        wait_until(lambda: not members(process.pid), f"the end of {members(process.pid)}")
     assert not [path for path in shared if path.exists()]
     assert left_in(temporary) == []

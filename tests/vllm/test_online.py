@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit import LIMIT
 from tests.pages import extracted
 from tests.vllm.harness import prompt
 from tests.vllm.server import SERVED_NAME, Server, child_environment, serving, wait_until
@@ -34,7 +35,8 @@ def options(disk: Path) -> dict[str, Any]:
         "local_disk": f"file://{disk}",
         "max_local_disk_size": 1.0,
         "disk_min_free": 0.0,
-        "prefetch_deadline": 30.0,
+        "prefetch_deadline": LIMIT,
+        "load_or_recompute": False,
     }
 
 
@@ -51,9 +53,7 @@ def ask(server: Server, ids: list[int], *, params: dict[str, Any] | None = None,
 
     extra = {"kv_transfer_params": {"lmkv.report": True, **(params or {})}, **body}
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
-        return client.completions.create(
-            model=SERVED_NAME, prompt=ids, max_tokens=8, temperature=0, extra_body=extra
-        )
+        return client.completions.create(model=SERVED_NAME, prompt=ids, max_tokens=8, temperature=0, extra_body=extra)
 
 
 def report(answer: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def test_lookups_and_stores_are_in_the_servers_log(server: Server) -> None:
     def line(hit: int) -> str:
         return LOOKUP.format(r"\S+", length, hit, hit)
 
-    wait_until(lambda: bool(re.search(line(HIT), server.log_text())), 10, line(HIT))
+    wait_until(lambda: bool(re.search(line(HIT), server.log_text())), line(HIT))
     info = [line for line in server.log_text().splitlines() if "lmkv: request" in line]
     assert all(" INFO " in line for line in info)
     assert any(re.search(line(0), text) for text in info)
@@ -173,7 +173,7 @@ def test_a_killed_server_hits_disk_when_it_is_started_again(
     before = len(list(disk.rglob("*.kv1")))
     cold = ask(server, ids)
     assert printed_by(tmp_path / "prefetch.py", server.url) == "loaded from {}\n"
-    wait_until(lambda: len(list(disk.rglob("*.kv1"))) >= before + 5 + 7, 60, "twelve new files")
+    wait_until(lambda: len(list(disk.rglob("*.kv1"))) >= before + 5 + 7, "twelve new files")
     server.kill()
     with serving(model, tmp_path / "second.log", **options(disk)) as second:
         assert printed_by(tmp_path / "prefetch.py", second.url) == "loaded from {'cpu': 1792}\n"

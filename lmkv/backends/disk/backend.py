@@ -364,8 +364,5 @@ def _check_settings(backend: LocalDiskBackend) -> None:
         raise ConfigError(f"sync must be 'none', 'data' or 'full', not {backend.sync!r}")
     if backend.direct not in ("auto", "on", "off"):
         raise ConfigError(f"direct must be 'auto', 'on' or 'off', not {backend.direct!r}")
-    if (
-        backend.segment_bytes % codec.PAGE
-        or not codec.PAGE <= backend.segment_bytes <= codec.MAX_SEGMENT_BYTES
-    ):
+    if backend.segment_bytes % codec.PAGE or not codec.PAGE <= backend.segment_bytes <= codec.MAX_SEGMENT_BYTES:
         raise ConfigError(f"segment_bytes must be 1 to 4096 pages of 4096 bytes, not {backend.segment_bytes}")

@@ -132,12 +132,7 @@ class EngineProcess(ChildProcess):
     """
 
     def __init__(
-        self,
-        spec: EngineSpec,
-        folder: Path,
-        env: Mapping[str, str] = ONE_PROCESS,
-        *,
-        python: str = sys.executable,
+        self, spec: EngineSpec, folder: Path, env: Mapping[str, str] = ONE_PROCESS, *, python: str = sys.executable
     ) -> None:
         # -P: what lies in the current folder is not meant to be imported.
         super().__init__([python, "-P", "-m", __name__, str(folder)], folder, env)

@@ -66,10 +66,7 @@ def measure_copies(*, quick: bool) -> Comparison:
             forget()
             check(engine.store(tokens, scattered) == len(tokens))
         times = interleaved(
-            cases,
-            7 if quick else 21,
-            clock=time.perf_counter,
-            before=lambda name: forget() if name == STORE else None,
+            cases, 7 if quick else 21, clock=time.perf_counter, before=lambda name: forget() if name == STORE else None
         )
     speeds = {name: nbytes / statistics.median(found) / 1e9 for name, found in times.items()}
     return Comparison(f"Host memory, {layers} MiB chunks", "GB/s", speeds, COPY)

@@ -52,9 +52,10 @@ class ChildProcess:
         # A child that has ended cannot take the question: then there is no answer to read, either.
         with suppress(BrokenPipeError):
             print(json.dumps(question), file=self._child.stdin, flush=True)
+        # Before the timer's own start: a child that the timer has killed was late by this clock, too.
+        started = time.monotonic()
         too_late = threading.Timer(timeout, self.kill)
         too_late.start()
-        started = time.monotonic()
         try:
             answer = self._child.stdout.readline()
         finally:

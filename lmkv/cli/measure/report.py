@@ -54,8 +54,7 @@ def draw(comparisons: Sequence[Comparison], machine: str, path: Path) -> None:
 
     rows = -(-len(comparisons) // COLUMNS)
     heights = [
-        max(len(each.bars) for each in comparisons[at : at + COLUMNS])
-        for at in range(0, len(comparisons), COLUMNS)
+        max(len(each.bars) for each in comparisons[at : at + COLUMNS]) for at in range(0, len(comparisons), COLUMNS)
     ]
     figure = Figure(figsize=(11, 1.3 + sum(0.95 + 0.42 * bars for bars in heights)), dpi=150)
     FigureCanvasAgg(figure)

@@ -8,14 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from lmkv.cli.measure.engines import (
-    SEVERAL_PROCESSES,
-    Answer,
-    EngineProcess,
-    engine_specs,
-    fastest,
-    wait_until_written,
-)
+from lmkv.cli.measure.engines import SEVERAL_PROCESSES, Answer, EngineProcess, engine_specs, fastest, wait_until_written
 from lmkv.cli.measure.report import Comparison
 
 REPEATS = 15

@@ -136,9 +136,7 @@ class PrimaryTier:
 
     # -- entries ------------------------------------------------------------------------------------------
 
-    def enter(
-        self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b""
-    ) -> Entry:
+    def enter(self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b"") -> Entry:
         """A new entry, whose only reference is that of the writer or the load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens)
         self.referenced += 1
@@ -177,9 +175,7 @@ class PrimaryTier:
 
     # -- eviction -----------------------------------------------------------------------------------------
 
-    def victims(
-        self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1
-    ) -> Sequence[Entry]:
+    def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
         """What the policy evicts for so many slots, perhaps nothing; the caller removes or flushes it."""
         evicted = self.policy.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]

@@ -188,9 +188,7 @@ class Secondary:
 
     # -- writing ------------------------------------------------------------------------------------------
 
-    def write(
-        self, chunk: Chunk, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]
-    ) -> None:
+    def write(self, chunk: Chunk, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]) -> None:
         """Store a chunk, making room first.
 
         Asked under the lock: `is_wanted`, and `protect`, which keys must not be evicted for it.
@@ -261,9 +259,7 @@ class Secondary:
     def _release_bytes(self) -> None:
         backend = self.backend
         if isinstance(backend, SharesRoom) and self.index.capacity is not None:
-            attempt(
-                lambda: backend.release_bytes(self._cost), lambda error: logger.warning("lmkv: %r", error)
-            )
+            attempt(lambda: backend.release_bytes(self._cost), lambda error: logger.warning("lmkv: %r", error))
 
     def _evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
         stored = len(self.index)
@@ -308,9 +304,7 @@ class Secondary:
                 return
             self._clearing = True
             victims = self.index.take_tombstones()
-        ok = self._tried("clear", lambda: self._reclaim(victims)) and self._tried(
-            "clear", self._delete_unlisted
-        )
+        ok = self._tried("clear", lambda: self._reclaim(victims)) and self._tried("clear", self._delete_unlisted)
         with self._lock:
             self._writes.end(call, ok)
             self.index.clearing = not ok

@@ -52,11 +52,7 @@ class LoadCost:
             return True
         self.skipped += 1
         logger.debug(
-            "lmkv: %d tokens from %s would take %.3f s, computing them %.3f s: not loaded",
-            tokens,
-            tier,
-            load,
-            compute,
+            "lmkv: %d tokens from %s would take %.3f s, computing them %.3f s: not loaded", tokens, tier, load, compute
         )
         return self.skipped % _RETRY_EVERY == 0
 

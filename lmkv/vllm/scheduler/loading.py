@@ -47,11 +47,7 @@ class LoadPlanner:
     """Which chunks are loaded, and when. Called on the scheduling thread only; never waits."""
 
     def __init__(
-        self,
-        store: TieredStore,
-        geometry: Geometry,
-        builder: StepPlanBuilder,
-        options: SchedulerOptions,
+        self, store: TieredStore, geometry: Geometry, builder: StepPlanBuilder, options: SchedulerOptions
     ) -> None:
         self._store = store
         self._geometry = geometry
@@ -76,7 +72,8 @@ class LoadPlanner:
     # -- before the request is scheduled ------------------------------------------------------------------
 
     def arrived(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
-        """Begin to promote a new request's chunks while it waits in vLLM's queue."""
+        """Begin to discover and promote a new request's chunks while it waits in vLLM's queue."""
+        state.discovery = self._store.discover(keys)
         ready, found = self._store.match(keys)
         if ready < found <= self._max_promoted and self._is_worth_loading(state, keys, ready, found):
             state.promotion = self._promote(keys[:found], Priority.PREFETCH)
@@ -104,8 +101,7 @@ class LoadPlanner:
         """
         size = self._geometry.groups[0].block_size
         return any(
-            job.start < num_computed_tokens
-            and job.state.tokens(job.start, size) == state.tokens(job.start, size)
+            job.start < num_computed_tokens and job.state.tokens(job.start, size) == state.tokens(job.start, size)
             for job in self._jobs.values()
             if job.unconfirmed
         )
@@ -113,15 +109,17 @@ class LoadPlanner:
     def match(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`(tokens, between_steps)`: the tokens that can be loaded beyond the computed ones, and how.
 
-        None instead of tokens: ask again in the next step, because chunks are still being promoted, or
-        because no further asynchronous load is admitted. A promise ends with the step that is being
-        scheduled.
+        None instead of tokens: ask again in the next step, because shared tiers have not answered yet,
+        chunks are still being promoted, or no further asynchronous load is admitted. A promise ends with the
+        step that is being scheduled.
         """
         self.admission.end(state)
         state.computed, state.between_steps = num_computed_tokens, False
         # The last token is always computed: vLLM needs its logits.
         keys = state.keys((state.request.num_tokens - 1) // self._chunk_size)
         first = num_computed_tokens // self._chunk_size
+        if state.discovery is not None and not state.discovery.done and self._has_time(state):
+            return None, False
         ready, found = self._store.match(keys)
         if found > max(ready, first):
             if self._must_wait(state, keys, ready, found):
@@ -167,9 +165,7 @@ class LoadPlanner:
             state.waiting_since = now
         return now - state.waiting_since <= self._options.prefetch_deadline
 
-    def _is_worth_loading(
-        self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int
-    ) -> bool:
+    def _is_worth_loading(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
         """Whether loading the chunks of lower tiers beats computing them; decided once per request."""
         if state.worth_loading is None:
             tier, chunks = self._store.tier_of(keys[ready]), found - ready
@@ -178,9 +174,7 @@ class LoadPlanner:
             state.worth_loading = tier is None or self._cost.worth_loading(tier, tokens, nbytes)
         return state.worth_loading
 
-    def _offer(
-        self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int
-    ) -> tuple[int, bool]:
+    def _offer(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> tuple[int, bool]:
         """`(chunks, between_steps)`: how many chunks to promise, and whether they are loaded between steps.
 
         Between steps: hits that are too long for host memory, and all where a load within a step may not
@@ -198,13 +192,7 @@ class LoadPlanner:
         return ready, nbytes > 0 and (not self._may_load_within_step or self._mode.between_steps(nbytes))
 
     def _promise(
-        self,
-        state: RequestState,
-        keys: Sequence[ChunkKey],
-        first: int,
-        ready: int,
-        chunks: int,
-        between_steps: bool,
+        self, state: RequestState, keys: Sequence[ChunkKey], first: int, ready: int, chunks: int, between_steps: bool
     ) -> None:
         state.sources = self._sources(state, keys[max(first, ready) : chunks], first, chunks)
         state.between_steps = between_steps
@@ -214,9 +202,7 @@ class LoadPlanner:
             state.drop_promotion()
         self._promised[state.request_id] = state
 
-    def _sources(
-        self, state: RequestState, below: Sequence[ChunkKey], first: int, chunks: int
-    ) -> dict[str, int]:
+    def _sources(self, state: RequestState, below: Sequence[ChunkKey], first: int, chunks: int) -> dict[str, int]:
         """Tokens to load by tier. Chunks that were just promoted count for the tier that they came from."""
         host = self._store.primary_name
         need = chunks * self._chunk_size - state.computed
@@ -260,9 +246,7 @@ class LoadPlanner:
         failed = [] if covered else self._geometry.blocks_between(tables, start, end)
         order = self._builder.load(copies if covered else [], failed)
         unconfirmed = list(tables[0][start // self._geometry.groups[0].block_size :])
-        self._jobs[order.job] = _Job(
-            state, lease, start // self._chunk_size, start=start, unconfirmed=unconfirmed
-        )
+        self._jobs[order.job] = _Job(state, lease, start // self._chunk_size, start=start, unconfirmed=unconfirmed)
 
     def _begin_async_load(self, state: RequestState, tables: BlockTables, end: int) -> None:
         start, size = state.computed, self._chunk_size
@@ -291,6 +275,7 @@ class LoadPlanner:
                 self._order_window(state, load, window)
             if load.ended:
                 del self._async_loads[state.request_id]
+        # Not scheduled after all. A lease that waited with its request would keep its chunks from eviction.
         for state in self._promised.values():
             state.drop_lease()
         self._promised.clear()

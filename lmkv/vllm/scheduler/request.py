@@ -9,6 +9,7 @@ from attrs import define, field
 
 from lmkv.chunks.hashing import KeyChain
 from lmkv.protocols import ChunkKey
+from lmkv.store.discovery import Discovery
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
 
@@ -44,9 +45,7 @@ class RequestOptions:
             prefetch=_is_true(params.get("lmkv.prefetch")),
             prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),
             pin_seconds=_seconds(params.get("lmkv.pin")),
-            tags=tuple(
-                sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))
-            ),
+            tags=tuple(sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))),
         )
 
 
@@ -91,10 +90,10 @@ class RequestState:
 
     Written by `StorePlanner`: `stored`, how many leading chunks are stored or being stored. The rest by
     `LoadPlanner`: `computed`, the tokens of vLLM's own hit at the last lookup; `lease`, on the chunks that
-    this lookup promised, until they are loaded or the step ends; `promotion`, of chunks that the request
-    waits for since `waiting_since`; `between_steps`, whether the promised load is asynchronous;
-    `async_loads`, how many such loads have begun; `worth_loading`, None until it is decided; `logged`, what
-    was logged last.
+    this lookup promised, until they are loaded or the step ends; `discovery`, the question to shared tiers,
+    and `promotion`, of chunks, that the request waits for since `waiting_since`; `between_steps`, whether
+    the promised load is asynchronous; `async_loads`, how many such loads have begun; `worth_loading`, None
+    until it is decided; `logged`, what was logged last.
     """
 
     request: Request = field(repr=lambda request: request.request_id)
@@ -104,6 +103,7 @@ class RequestState:
     stored: int = 0
     computed: int = 0
     lease: Lease | None = None
+    discovery: Discovery | None = None
     promotion: Promotion | None = None
     waiting_since: float | None = None
     worth_loading: bool | None = None

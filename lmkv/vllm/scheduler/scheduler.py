@@ -31,11 +31,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        store: TieredStore,
-        namespace: Namespace,
-        geometry: Geometry,
-        options: SchedulerOptions | None = None,
+        self, store: TieredStore, namespace: Namespace, geometry: Geometry, options: SchedulerOptions | None = None
     ) -> None:
         self._store = store
         self._namespace = namespace
@@ -74,6 +70,7 @@ class Scheduler:
 
     def _state_of(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
+        # Clients choose ids, and may choose the one of a request that was aborted.
         if state is None or state.request is not request:
             self._forget(request.request_id)
             options = RequestOptions.of(request)
@@ -103,9 +100,7 @@ class Scheduler:
 
     # -- one step -----------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`(tokens, asynchronous)` that can be loaded beyond those computed; see `LoadPlanner.match`."""
         state = self._state_of(request)
         state.drop_lease()
@@ -116,9 +111,7 @@ class Scheduler:
             return 0, False
         return self._loading.match(state, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Request, block_ids: BlockTables, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Request, block_ids: BlockTables, num_external_tokens: int) -> None:
         """Blocks are allocated: order the load that was promised, or release its lease."""
         self._loading.allocated(self._state_of(request), block_ids, num_external_tokens)
 
@@ -136,15 +129,10 @@ class Scheduler:
             state.drop_lease()
         unfilled = [block for block in tables[0] if block]
         self._loading.evict_blocks(set(unfilled))
-        self._builder.load(
-            [], unfilled, between_steps=between_steps, finishes=request_id if between_steps else None
-        )
+        self._builder.load([], unfilled, between_steps=between_steps, finishes=request_id if between_steps else None)
 
     def plan_step(
-        self,
-        progress: Mapping[str, int],
-        blocks_of: Callable[[str], BlockTables | None],
-        scheduled_tokens: int = 0,
+        self, progress: Mapping[str, int], blocks_of: Callable[[str], BlockTables | None], scheduled_tokens: int = 0
     ) -> None:
         """Order the copies that follow from the step that was just scheduled.
 
@@ -161,9 +149,7 @@ class Scheduler:
         # Sent again with each plan until a worker has answered: one that did not run has not mapped it.
         return self._builder.take(None if self._mapped else self._store.slab.ref)
 
-    def _store_completed(
-        self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None]
-    ) -> None:
+    def _store_completed(self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None]) -> None:
         state = self._requests.get(request_id)
         complete = self._storing.completes(state, computed) if state is not None else 0
         if state is not None and complete:

@@ -34,11 +34,7 @@ class StorePlanner:
     """Which chunks are stored in which step. Called on the scheduling thread only."""
 
     def __init__(
-        self,
-        store: TieredStore,
-        geometry: Geometry,
-        builder: StepPlanBuilder,
-        options: SchedulerOptions,
+        self, store: TieredStore, geometry: Geometry, builder: StepPlanBuilder, options: SchedulerOptions
     ) -> None:
         self._store = store
         self._geometry = geometry
@@ -62,6 +58,7 @@ class StorePlanner:
         When no slot can be allocated the rest is tried again in the request's next step.
         """
         keys = state.keys(complete)
+        # Some may have been loaded, or stored by another request with the same prefix.
         state.stored += self._store.match(keys[state.stored :])[0]
         first = state.stored
         if first == complete:
@@ -81,12 +78,7 @@ class StorePlanner:
             self._jobs[order.job] = _Job(state, reservation, first, state.stored)
 
     def _copies(
-        self,
-        reservation: Reservation,
-        keys: Sequence[ChunkKey],
-        first: int,
-        end: int,
-        tables: BlockTables,
+        self, reservation: Reservation, keys: Sequence[ChunkKey], first: int, end: int, tables: BlockTables
     ) -> list[ChunkCopy]:
         """Copies into the reserved slots. Slots of chunks whose blocks are not all there are freed."""
         slots = reservation.slots

@@ -146,9 +146,7 @@ def test_the_count_is_nobodys_when_its_user_was_killed(tmp_path: Path, forked: F
         assert Usage(str(tmp_path / NAME)).reserve_bytes(10) == 110
 
 
-def test_temporaries_of_a_dead_writer_are_swept_though_its_child_lives(
-    tmp_path: Path, forked: Forked
-) -> None:
+def test_temporaries_of_a_dead_writer_are_swept_though_its_child_lives(tmp_path: Path, forked: Forked) -> None:
     reader = LocalDiskBackend(tmp_path, NAMESPACE)
     with Child(fork_while_writing, str(tmp_path), 3) as parent:
         pid = forked.heard(parent)

@@ -187,9 +187,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: int = 
 @pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("code", ERRNOS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", WRITE_CALLS)
-def test_a_failing_write_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
+def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE, sync="full")
     before, chunk = chunk_of(5000), chunk_of(5000)
     backend.write([before])
@@ -210,9 +208,7 @@ def test_a_failing_write_leaves_nothing(
 
 
 @pytest.mark.parametrize("sync", ["none", "data"])
-def test_a_medium_that_is_full_halfway_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Any
-) -> None:
+def test_a_medium_that_is_full_halfway_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Any) -> None:
     """A short write, then ENOSPC: what a kernel does at the end of a disk."""
     backend = LocalDiskBackend(tmp_path, NAMESPACE, sync=sync, direct="off")
     pwritev = os.pwritev
@@ -470,11 +466,7 @@ def test_only_abandoned_temporaries_are_swept(tmp_path: Path) -> None:
     chunk = chunk_of(100)
     backend.write([chunk])
     folder = files_of(backend)[0].parent
-    dead, live, other_namespace = (
-        folder / ".1-aa.tmp",
-        folder / f".{os.getpid()}-bb.tmp",
-        folder / "notes.tmp",
-    )
+    dead, live, other_namespace = (folder / ".1-aa.tmp", folder / f".{os.getpid()}-bb.tmp", folder / "notes.tmp")
     probe = folder.parent / ".1-cc.tmp"
     for path in (dead, live, other_namespace, probe):
         path.write_bytes(b"half a chu")

@@ -171,9 +171,7 @@ class Medium:
         assert index.capacity is not None
         assert 0 <= index.used <= index.capacity
         assert index._reclaiming_bytes >= 0
-        assert index.used == sum(SIZES[key] for key in index._sizes) + sum(
-            SIZES[writer.key] for writer in self.writers
-        )
+        assert index.used == sum(SIZES[key] for key in index._sizes) + sum(SIZES[writer.key] for writer in self.writers)
         assert len(index.policy._sizes) == len(index)
         if self.alone:
             assert sum(SIZES[key] for key in self.held) <= index.capacity, "the medium is over its capacity"

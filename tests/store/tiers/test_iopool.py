@@ -14,9 +14,7 @@ from tests.kit import LIMIT
 LOAD, PREFETCH, STORE = Priority
 
 
-def job(
-    work: Callable[[], None], priority: Priority = LOAD, refused: Callable[[], None] = lambda: None
-) -> Job:
+def job(work: Callable[[], None], priority: Priority = LOAD, refused: Callable[[], None] = lambda: None) -> Job:
     return Job(lambda deferred: work(), priority, lambda deferred: refused())
 
 
@@ -46,14 +44,7 @@ def test_loads_go_before_prefetches_and_those_before_stores() -> None:
     pool.submit([job(wait), job(wait)])
     for gate in gates.values():
         gate.begun_by(1)
-    for name, priority in (
-        ("s", STORE),
-        ("p", PREFETCH),
-        ("l", LOAD),
-        ("s", STORE),
-        ("p", PREFETCH),
-        ("l", LOAD),
-    ):
+    for name, priority in (("s", STORE), ("p", PREFETCH), ("l", LOAD), ("s", STORE), ("p", PREFETCH), ("l", LOAD)):
         pool.submit([job(lambda name=name: order.append(name), priority)])  # type: ignore[misc]
     done = threading.Event()
     pool.submit([job(done.set, STORE)])

@@ -148,9 +148,7 @@ class SimulatedVLLM:
             backend.name = "lower"
             self.disks = [FaultyBackend(backend, sleep=self._sleep)]
             lower = [Tier(Pausing(self.disks[0]), LRU(), capacity_bytes=size)]
-        host = CPUPinnedBackend(
-            layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False
-        )
+        host = CPUPinnedBackend(layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False)
         with stepped():
             self.store = TieredStore(Tier(host, LRU()), lower, clock=lambda: self.now)
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
@@ -425,9 +423,7 @@ class SimulatedVLLM:
         if request.tainted:
             return
         for index, group in enumerate(self.groups):
-            low = (
-                0 if group.window is None else max(0, request.computed - group.window + 1) // group.block_size
-            )
+            low = 0 if group.window is None else max(0, request.computed - group.window + 1) // group.block_size
             truth = request.truth(request.computed)
             for place in range(low, request.computed // group.block_size):
                 block = request.blocks[index][place]
@@ -474,10 +470,7 @@ class SimulatedVLLM:
         assert all(done == finished[0] for done in finished), "every rank reports the same requests"
         sampled = []
         for request, count in scheduled.items():
-            if (
-                request.computed + count - drafted.get(request.request_id, 0)
-                == request.num_tokens + request.in_flight
-            ):
+            if request.computed + count - drafted.get(request.request_id, 0) == request.num_tokens + request.in_flight:
                 request.in_flight += 1
                 sampled.append((request, request.epoch))
         before = {request.request_id: request.computed for request in scheduled}

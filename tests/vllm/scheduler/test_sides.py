@@ -1,4 +1,4 @@
-"""The vLLM sides without vLLM: costs, options, versions, geometry, and a worker whose world breaks."""
+"""Both sides of the connector without vLLM: costs, options, versions, geometry, and a worker that fails."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ class TestLoadMode:
         assert not mode.between_steps(40 << 20)
         assert mode.between_steps(60 << 20)
         mode.computing = 0
-        assert not mode.between_steps(60 << 20), "nobody is held up"
+        assert not mode.between_steps(60 << 20), "no request is delayed"
 
     @pytest.mark.parametrize(("mode", "answer"), [("sync", False), ("async", True)])
     def test_users_may_decide(self, mode: Any, answer: bool) -> None:

@@ -111,9 +111,7 @@ def test_no_lie_costs_memory(backend: LocalDiskBackend) -> None:
     assert peak < 2 << 20
 
 
-@pytest.mark.parametrize(
-    "kind", ["link", "dangling-link", "folder", "full-folder", "pipe", "socket", "device"]
-)
+@pytest.mark.parametrize("kind", ["link", "dangling-link", "folder", "full-folder", "pipe", "socket", "device"])
 def test_what_is_no_file_is_refused(backend: LocalDiskBackend, tmp_path: Path, kind: str) -> None:
     """Nothing is followed, waited for, or in the way afterwards."""
     place = place_of(backend)
