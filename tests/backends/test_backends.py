@@ -371,6 +371,15 @@ def test_ten_thousand_chunks_are_listed_at_once(memory_path: Path) -> None:
     assert median_ratio(times, "lmkv", "bare") < 6
 
 
+def test_backends_say_what_they_are(tmp_path: Path) -> None:
+    disk = LocalDiskBackend(tmp_path, NAMESPACE, direct="off", name="ssd")
+    assert repr(disk) == f"<LocalDiskBackend 'ssd': {tmp_path / NAMESPACE.hex()}, direct_io=False>"
+    assert repr(WrapperBackend(disk)) == f"WrapperBackend({disk!r})"
+    adapter = AsyncAdapter(AsyncFileBackend(tmp_path / "files"), deadline=5.0)
+    assert repr(adapter) == f"AsyncAdapter(AsyncFileBackend('{tmp_path}/files'), deadline=5.0)"
+    adapter.close()
+
+
 def test_the_disk_is_shared_only_when_told(tmp_path: Path) -> None:
     assert not LocalDiskBackend(tmp_path, NAMESPACE).shared
     assert LocalDiskBackend(tmp_path, NAMESPACE, shared=True).shared

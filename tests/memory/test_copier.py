@@ -235,6 +235,7 @@ def test_the_copier_is_chosen_by_the_device() -> None:
     setup = Setup(make(torch.bfloat16), axis)
     copier = make_copier(setup.memory, setup.layout, setup.slab)
     assert isinstance(copier, CPUCopier)
+    assert repr(copier) == "<CPUCopier: 3 layers in 3 planes>"
     assert copier.store([]).query()
     copier.close()
 

@@ -184,6 +184,7 @@ def test_staging_memory_is_bounded_and_chunks_cross_as_one_run() -> None:
     world = World("alike", 1)
     world.copier.store([ChunkCopy(slot, (Run(0, [slot, slot + 1]),)) for slot in range(SLOTS)]).wait()
     assert world.device.transfers == SLOTS, "one for a chunk, whatever its layers and pages"
+    assert repr(world.copier) == "<DeviceCopier: 3 layers, staging buffers of 384 bytes>"
     assert world.device.allocated == 2 * world.layout.rank_bytes
     world.copier.load([ChunkCopy(slot, (Run(0, [slot, slot + 1]),)) for slot in range(SLOTS)]).wait()
     assert world.device.transfers == 2 * SLOTS
