@@ -182,9 +182,9 @@ def test_keys_of_lmcache_are_where_the_docs_say() -> None:
     for theirs, ours in zip(keys_in("Another name", 1), keys_in("Another name", 2), strict=True):
         assert ours in here
         assert f"here it is '{ours}'" in refusal(theirs)
-    gone = keys_in("Not there", 1)
-    assert len(gone) == len(set(gone))
-    assert [key for key in gone if "lmkv does not support it" not in refusal(key)] == []
+    missing = keys_in("Not there", 1)
+    assert len(missing) == len(set(missing))
+    assert [key for key in missing if "lmkv does not support it" not in refusal(key)] == []
 
 
 def test_no_key_of_lmcache_is_left_out() -> None:

@@ -99,7 +99,7 @@ class SimulatedDevice:
 
     def transfer(self, spans: Spans, stream: Stream) -> None:
         self.transfers += len(spans.sources)
-        assert stream is not self.streams[0], "transfers must not hold up the computation's own stream"
+        assert stream is not self.streams[0], "transfers must not delay the computation's own stream"
         self._copy(spans, stream)
 
     @staticmethod

@@ -56,7 +56,7 @@ def test_lru_keeps_the_head_of_the_later_touch_longest() -> None:
     assert order(policy) == [D, B, C, A]
 
 
-def test_lru_takes_a_key_let_go_of_as_just_used() -> None:
+def test_lru_takes_a_released_key_as_just_used() -> None:
     policy = filled(LRU, A, B, C)
     policy.acquire(A)
     policy.touch([A])
@@ -64,7 +64,7 @@ def test_lru_takes_a_key_let_go_of_as_just_used() -> None:
     assert order(policy) == [B, C, A]
 
 
-def test_lru_takes_letting_go_twice_for_no_use() -> None:
+def test_lru_takes_releasing_twice_for_no_use() -> None:
     policy = filled(LRU, A, B)
     policy.release(A)
     assert order(policy) == [A, B]
@@ -76,7 +76,7 @@ def test_fifo_evicts_in_order_of_insertion_whatever_is_used() -> None:
     assert order(policy) == [A, B, C]
 
 
-def test_fifo_keeps_the_place_of_a_held_key() -> None:
+def test_fifo_keeps_the_place_of_an_acquired_key() -> None:
     policy = filled(FIFO, A, B, C)
     policy.acquire(A)
     policy.acquire(B)
@@ -102,7 +102,7 @@ def test_fifo_does_not_grow_with_what_was_discarded() -> None:
     assert len(policy._heap) < 200
 
 
-def test_fifo_keeps_order_and_held_keys_over_many_discards() -> None:
+def test_fifo_keeps_order_and_acquired_keys_over_many_discards() -> None:
     policy = filled(FIFO, A, B, C)
     policy.acquire(B)
     for number in range(1000):
@@ -112,7 +112,7 @@ def test_fifo_keeps_order_and_held_keys_over_many_discards() -> None:
     assert order(policy) == [A, B, C]
 
 
-def test_fifo_does_not_grow_with_holding_and_letting_go() -> None:
+def test_fifo_does_not_grow_with_acquiring_and_releasing() -> None:
     policy = FIFO()
     policy.insert(A, 1)
     for _ in range(1000):
@@ -160,7 +160,7 @@ def test_evict_passes_over_protected_keys_and_keeps_their_place(policy: PolicyBa
     assert order(policy) == [A, C]
 
 
-def test_a_held_key_is_known_and_can_be_discarded(policy: PolicyBase) -> None:
+def test_an_acquired_key_is_known_and_can_be_discarded(policy: PolicyBase) -> None:
     policy.insert(A, 10)
     policy.acquire(A)
     policy.acquire(A)
@@ -173,7 +173,7 @@ def test_a_held_key_is_known_and_can_be_discarded(policy: PolicyBase) -> None:
     assert policy.evict(3) == [A]
 
 
-def test_unknown_keys_are_ignored_by_touch_and_discard_and_refused_by_hold(policy: PolicyBase) -> None:
+def test_unknown_keys_are_ignored_by_touch_and_discard_and_refused_otherwise(policy: PolicyBase) -> None:
     policy.touch([A, B])
     policy.discard(A)
     assert len(policy._sizes) == 0
@@ -182,10 +182,10 @@ def test_unknown_keys_are_ignored_by_touch_and_discard_and_refused_by_hold(polic
             change(A)
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_inserting_a_known_key_is_refused_and_changes_nothing(policy: PolicyBase, held: bool) -> None:
+@pytest.mark.parametrize("acquired", [False, True])
+def test_inserting_a_known_key_is_refused_and_changes_nothing(policy: PolicyBase, acquired: bool) -> None:
     policy.insert(A, 10)
-    (policy.acquire if held else policy.release)(A)
+    (policy.acquire if acquired else policy.release)(A)
     with pytest.raises(UsageError, match="already"):
         policy.insert(A, 99)
     policy.release(A)
@@ -210,11 +210,11 @@ class CountingKey(bytes):
         return super().__hash__()
 
 
-def cost_of_steady_state(policy: PolicyBase, held: int, evictable: int) -> int:
-    """Look-ups of 100 evictions and insertions beside `held` held and `evictable` evictable keys."""
-    for number in range(held + evictable):
+def cost_of_steady_state(policy: PolicyBase, acquired: int, evictable: int) -> int:
+    """Look-ups of 100 evictions and insertions beside so many acquired and evictable keys."""
+    for number in range(acquired + evictable):
         policy.insert(CountingKey(number.to_bytes(32, "big")), 10)
-    for number in range(held):
+    for number in range(acquired):
         policy.acquire(CountingKey(number.to_bytes(32, "big")))
     policy.evict(10)
     CountingKey.hashed = 0
@@ -225,16 +225,16 @@ def cost_of_steady_state(policy: PolicyBase, held: int, evictable: int) -> int:
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_evict_costs_the_same_however_many_keys_are_held_or_resident(name: str) -> None:
-    base = cost_of_steady_state(make_policy(name), held=0, evictable=100)
+def test_evict_costs_the_same_however_many_keys_are_acquired_or_evictable(name: str) -> None:
+    base = cost_of_steady_state(make_policy(name), acquired=0, evictable=100)
     assert 0 < base < 100 * 20
-    assert cost_of_steady_state(make_policy(name), held=4096, evictable=100) == base
-    assert cost_of_steady_state(make_policy(name), held=0, evictable=4096) == base
+    assert cost_of_steady_state(make_policy(name), acquired=4096, evictable=100) == base
+    assert cost_of_steady_state(make_policy(name), acquired=0, evictable=4096) == base
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_hopeless_evict_looks_at_no_key(name: str) -> None:
-    """So the policy counts its bytes exactly, held and discarded ones left out."""
+    """So the policy counts its bytes exactly, acquired and discarded ones left out."""
     policy = make_policy(name)
     keys = [CountingKey(number.to_bytes(32, "big")) for number in range(100)]
     for key in keys:

@@ -14,18 +14,18 @@ from lmkv.errors import UsageError
 from lmkv.policies import POLICIES, make_policy
 
 keys = st.integers(0, 11).map(lambda number: number.to_bytes(32, "big"))
-"""Few, so that known, held and discarded keys come up again and again."""
+"""Few, so that known, acquired and discarded keys come up again and again."""
 
 sizes = st.integers(1, 9)
 
 
 @define
 class Model:
-    """What is known of one key. The lowest rank goes first."""
+    """What is known of one key. The lowest rank is evicted first."""
 
     size: int
     rank: int
-    held: bool = False
+    acquired: bool = False
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -44,7 +44,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     def evictable(self) -> list[bytes]:
         """In order of eviction."""
-        free = [key for key, known in self.model.items() if not known.held]
+        free = [key for key, known in self.model.items() if not known.acquired]
         return sorted(free, key=lambda key: self.model[key].rank)
 
     def expected_victims(self, nbytes: int, protect: set[bytes]) -> list[bytes] | None:
@@ -86,9 +86,9 @@ class PolicyMachine(RuleBasedStateMachine):
                 change(key)
             return
         change(key)
-        if evictable and self.model[key].held and self.use_counts:
+        if evictable and self.model[key].acquired and self.use_counts:
             self.model[key].rank = self.next_rank()
-        self.model[key].held = not evictable
+        self.model[key].acquired = not evictable
 
     @precondition(lambda self: self.model)
     @rule(count=st.integers(1, 6), evictable=st.booleans())

@@ -25,7 +25,7 @@ CAPACITY = 40 * COST
 BOUND = CAPACITY + 3 * (THREADS + 1) * COST
 """What three processes may take: see docs/concurrency.md."""
 COUNT = 4096
-"""What the file takes that holds the count."""
+"""What the file of the count takes."""
 
 
 @contextmanager

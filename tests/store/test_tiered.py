@@ -1,4 +1,4 @@
-"""TieredStore: what must hold whoever interferes, and whatever breaks below."""
+"""TieredStore: what is true whatever interferes, and whatever breaks below."""
 
 from __future__ import annotations
 
@@ -493,7 +493,7 @@ def test_closing_while_a_backend_hangs_is_bounded_and_ends_every_wait() -> None:
     gated.waiting("read", 2)
     store.close(timeout=0.01)
     gated.waiting("read", 2)
-    assert promotion.done, "whoever waits for a load must hear that it never comes"
+    assert promotion.done, "what waits for a load must hear that it never comes"
     assert promotion.ready == 0
     promotion.release()
     gated.open()

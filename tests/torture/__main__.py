@@ -5,7 +5,7 @@
 
 Small models in float32, random conversations over shared beginnings, salts, aborts at any step, chunked
 prefill, too few KV blocks, a tiny CPU tier over a small disk, and five in a hundred copies, reads and writes
-failing, beside damaged files and a disk that is gone now and then.
+failing, beside damaged files and a disk that is away now and then.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def members(group: int) -> list[int]:
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL for all of a process group that a test made; returns when they are gone.
+    """SIGKILL for all of a process group that a test made; returns when they have ended.
 
     But for Python's resource trackers: they remove the names of vLLM's shared memory, and end by themselves.
     """

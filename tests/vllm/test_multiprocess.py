@@ -1,4 +1,4 @@
-"""vLLM's default mode offline: the engine and its worker in processes of their own, which must all go."""
+"""vLLM's default mode offline: the engine and its worker in processes of their own, which must all end."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def without(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=["roomy", "evicting"])
 def tight(model: Path, request: pytest.FixtureRequest, without: list[list[int]]) -> Iterator[Engine]:
-    """An engine whose KV space holds two to three requests; with room for all chunks here, or for few."""
+    """An engine whose KV space takes two to three requests; with room for all chunks here, or for few."""
     assert without, "the engine without a connector comes first: only one can live at a time"
     gigabytes = 0.25 if request.param == "roomy" else 24 * (1 << 20) / 2**30
     with engine(model, extra={"max_local_cpu_size": gigabytes}, **TIGHT) as running:

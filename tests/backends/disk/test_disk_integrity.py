@@ -392,9 +392,9 @@ def test_a_removed_folder_and_its_return(tmp_path: Path) -> None:
 def test_what_is_lmkvs_is_made_again_at_once(tmp_path: Path) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE)
     chunk = chunk_of(5000)
-    for gone in (tmp_path / NAMESPACE.hex(), tmp_path / NAMESPACE.hex() / chunk.key[:1].hex()):
+    for folder in (tmp_path / NAMESPACE.hex(), tmp_path / NAMESPACE.hex() / chunk.key[:1].hex()):
         assert statuses(backend, [chunk]) == [STORED]
-        shutil.rmtree(gone)
+        shutil.rmtree(folder)
     assert statuses(backend, [chunk]) == [STORED]
 
 

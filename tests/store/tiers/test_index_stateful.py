@@ -1,6 +1,6 @@
 """TierIndex against the medium that it keeps account of, with writes, deletions and listings half done.
 
-The medium is a dictionary. Alone on it, the index never lets it hold more than the capacity, never promises
+The medium is a dictionary. Alone on it, the index never lets it take more than the capacity, never promises
 what is not there, and never lets old bytes pass for new ones. Beside others it becomes right with a listing.
 """
 
@@ -36,11 +36,11 @@ class Medium:
     index: TierIndex
     alone: bool
     rng: random.Random
-    held: dict[ChunkKey, int] = field(factory=dict)
+    chunks: dict[ChunkKey, int] = field(factory=dict)
     version: dict[ChunkKey, int] = field(factory=lambda: dict.fromkeys(KEYS, 0))
     writers: list[Writer] = field(factory=list)
     deleters: list[Victims] = field(factory=list)
-    wiper: Victims | None = None
+    clearer: Victims | None = None
     listing: list[ChunkKey] | None = None
     reading: list[ChunkKey] = field(factory=list)
     seen: Counter[str] = field(factory=Counter)
@@ -76,16 +76,16 @@ class Medium:
         ok = self.rng.random() < 0.8
         self.seen["deleted" if ok else "not deleted"] += len(keys)
         for key in keys if ok else ():
-            self.held.pop(key, None)
+            self.chunks.pop(key, None)
         return ok
 
     def write(self, key: ChunkKey) -> bool:
         if self.rng.random() < 0.2:
             return False
-        present = key in self.held
+        present = key in self.chunks
         self.seen["present" if present else "written"] += 1
         assert not present or not self.alone, "what is there already would pass for what was to be written"
-        self.held.setdefault(key, self.version[key])
+        self.chunks.setdefault(key, self.version[key])
         return True
 
     def reclaim(self) -> None:
@@ -111,25 +111,25 @@ class Medium:
             self.version[key] += 1
         self.unwant(KEYS)
         self.index.clear()
-        self.wiper = None
+        self.clearer = None
 
     def delete_all(self) -> None:
         """In two steps, and sometimes in vain."""
-        if self.wiper is None and self.index.clearing:
-            self.wiper = self.index.take_tombstones()
-            self.deleters.append(self.wiper)
-        elif self.wiper is not None and self.wiper in self.deleters:
-            self.deleters.remove(self.wiper)
-            ok = self.delete(self.wiper)
-            self.index.reclaimed(self.wiper, ok)
+        if self.clearer is None and self.index.clearing:
+            self.clearer = self.index.take_tombstones()
+            self.deleters.append(self.clearer)
+        elif self.clearer is not None and self.clearer in self.deleters:
+            self.deleters.remove(self.clearer)
+            ok = self.delete(self.clearer)
+            self.index.reclaimed(self.clearer, ok)
             self.index.clearing = not ok
-            self.wiper = None
+            self.clearer = None
 
     def list(self) -> None:
         """Part of what is there now, or was when the listing began."""
         if self.listing is None:
             if self.index.begin_listing():
-                self.listing = self.rng.sample(list(self.held), len(self.held))
+                self.listing = self.rng.sample(list(self.chunks), len(self.chunks))
             return
         part, self.listing = self.listing[:2], self.listing[2:]
         if not self.index.adopt([Listed(key, SIZES[key]) for key in part]):
@@ -155,14 +155,14 @@ class Medium:
             return
         key = self.key()
         if self.rng.random() < 0.5:
-            self.held.pop(key, None)
+            self.chunks.pop(key, None)
         else:
-            self.held.setdefault(key, self.version[key])
+            self.chunks.setdefault(key, self.version[key])
 
     def discard(self) -> None:
-        """A read has found that a chunk is gone."""
+        """A read has found that a chunk is not there."""
         key = self.key()
-        if key in self.index and key not in self.held:
+        if key in self.index and key not in self.chunks:
             self.index.discard(key)
 
     def check(self) -> None:
@@ -174,16 +174,16 @@ class Medium:
         assert index.used == sum(SIZES[key] for key in index._sizes) + sum(SIZES[writer.key] for writer in self.writers)
         assert len(index.policy._sizes) == len(index)
         if self.alone:
-            assert sum(SIZES[key] for key in self.held) <= index.capacity, "the medium is over its capacity"
+            assert sum(SIZES[key] for key in self.chunks) <= index.capacity, "the medium is over its capacity"
             for key in index._sizes:
-                assert self.held[key] == self.version[key], "what is promised is not there, or outdated"
+                assert self.chunks[key] == self.version[key], "what is promised is not there, or outdated"
 
-    def settle(self) -> None:
+    def agree(self) -> None:
         """With nobody else about and nothing failing, index and medium agree after one listing."""
         self.rng.random = lambda: 0.5  # type: ignore[method-assign]
         while self.writers:
             self.move_writer()
-        self.wiper = self.wiper if self.wiper in self.deleters else None
+        self.clearer = self.clearer if self.clearer in self.deleters else None
         while self.index.clearing:
             self.delete_all()
         self.listing = None
@@ -194,8 +194,8 @@ class Medium:
         while self.deleters or self.index._tombstones:
             self.reclaim()
         self.check()
-        assert set(self.held) == set(self.index._sizes)
-        assert sum(SIZES[key] for key in self.held) == self.index.used
+        assert set(self.chunks) == set(self.index._sizes)
+        assert sum(SIZES[key] for key in self.chunks) == self.index.used
         assert not self.index._reclaiming
         assert not self.index._reclaiming_bytes
 
@@ -219,7 +219,7 @@ def drive(seed: int, alone: bool, steps: int) -> Counter[str]:
     for _ in range(steps):
         rng.choices(list(actions), list(actions.values()))[0]()
         medium.check()
-    medium.settle()
+    medium.agree()
     return medium.seen
 
 

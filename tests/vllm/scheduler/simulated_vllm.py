@@ -39,7 +39,7 @@ NULL = 0
 
 
 def page_of(salt: str, tokens: Sequence[int], layer: int) -> bytes:
-    """What a block of a layer holds once all of `tokens`, its own the last, are computed."""
+    """What is in a block of a layer once all of `tokens`, its own the last, are computed."""
     return hashlib.sha256(f"{salt} {layer} ".encode() + bytes(tokens)).digest()
 
 
@@ -131,7 +131,7 @@ class SimulatedVLLM:
         self.free = list(range(1, num_blocks))
         self.users: Counter[int] = Counter()
         self.content: dict[int, tuple[str, tuple[int, ...]]] = {}
-        """Of blocks that others may share, used or free: the salt and tokens that decide what they hold."""
+        """Of blocks that others may share, used or free: the salt and tokens that decide what is in them."""
         self.cached: dict[tuple[str, tuple[int, ...]], int] = {}
         layers = [
             LayerPages(PAGE, chunk_size // group.block_size, index)

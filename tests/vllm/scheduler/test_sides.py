@@ -238,7 +238,7 @@ class TestWorker:
         worker.close()
         slab.close()
 
-    def _layered(self, slab: Slab, **orders: Any) -> tuple[Worker, list[torch.Tensor]]:
+    def _layerwise(self, slab: Slab, **orders: Any) -> tuple[Worker, list[torch.Tensor]]:
         worker = Worker(0, self.LAYOUT, layerwise=True)
         rows = [torch.zeros((6, 64), dtype=torch.uint8) for _ in range(2)]
         worker.register(PagedMemory(rows, fuse=False))
@@ -248,7 +248,7 @@ class TestWorker:
     def test_layers_are_loaded_when_the_model_comes_to_them(self) -> None:
         slab = Slab(4096, 8192, shared=True)
         slab.view(1)[:256] = bytes([1] * 128 + [2] * 128)
-        worker, rows = self._layered(slab, loads=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
+        worker, rows = self._layerwise(slab, loads=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
         worker.load()
         assert not any(bool(row.any()) for row in rows)
         worker.wait_for_layer(0)
@@ -268,7 +268,7 @@ class TestWorker:
     def test_a_layer_that_the_model_did_not_wait_for_fails_the_load(self) -> None:
         """It was read before it was there: whole CUDA graphs would do that."""
         slab = Slab(4096, 8192, shared=True)
-        worker, _ = self._layered(slab, loads=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
+        worker, _ = self._layerwise(slab, loads=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
         worker.load()
         worker.wait_for_layer(0)
         worker.save()
@@ -281,7 +281,7 @@ class TestWorker:
 
     def test_layers_are_stored_once_saved_and_the_rest_when_the_step_ends(self) -> None:
         slab = Slab(4096, 8192, shared=True)
-        worker, rows = self._layered(slab, stores=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
+        worker, rows = self._layerwise(slab, stores=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
         worker.load()
         rows[0].fill_(5)
         worker.save_layer(0)
@@ -298,7 +298,7 @@ class TestWorker:
     def test_what_is_loaded_between_steps_needs_no_layers(self) -> None:
         slab = Slab(4096, 8192, shared=True)
         order = CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))], between_steps=True, finishes="r")
-        worker, _ = self._layered(slab, loads=[order])
+        worker, _ = self._layerwise(slab, loads=[order])
         worker.load()
         worker.save()
         assert worker.take_finished() == ({"r"}, set())

@@ -91,7 +91,7 @@ def test_a_hostile_file_does_not_block_its_key(backend: LocalDiskBackend) -> Non
 
 
 def test_a_scan_takes_the_size_from_the_medium(backend: LocalDiskBackend) -> None:
-    """Whatever a header claims, a listed chunk takes what its file takes; impossible files are gone."""
+    """Whatever a header claims, a listed chunk takes what its file takes; impossible files are removed."""
     for attack in HOSTILE:
         shutil.copy(attack, place_of(backend))
         found = [item for batch in backend.list_keys() for item in batch]
