@@ -96,19 +96,18 @@ def live(tell: Tell, folder: str, namespace: int, seed: int, capacity: int) -> N
 
 
 def stop_halfway(tell: Tell, folder: str, namespace: int, seed: int, capacity: int) -> None:
-    """Store and load, stop for ever in the middle of two writes, and tell that."""
-    link, links, stopped = os.link, itertools.count(), itertools.count(1)
+    """Store and load, stop for ever in the middle of two writes or more, and tell that."""
+    store, stopped = open_store(folder, namespace, capacity), itertools.count(1)
+    work(store, seed, 50)
 
     def stop(source: str, path: str) -> None:
-        if next(links) >= 50 + 20 * seed:
-            if next(stopped) == 2:
-                tell("halfway")
-            threading.Event().wait()
-        link(source, path)
+        if next(stopped) == 2:
+            tell("halfway")
+        threading.Event().wait()
 
-    store = open_store(folder, namespace, capacity)
     pytest.MonkeyPatch().setattr(os, "link", stop)
-    work(store, seed, 1000)
+    put(store, [(1000 + 4 * seed + number).to_bytes(32, "big") for number in range(4)])
+    threading.Event().wait()
 
 
 def take_part(tell: Tell, folder: str, namespace: int, seed: int, capacity: int, listing: bool, start: Barrier) -> None:

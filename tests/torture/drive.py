@@ -20,7 +20,9 @@ CLOSE_ENOUGH = 1e-3
 
 wrong page does."""
 
-_PATIENCE = 60.0
+PATIENCE = 120.0
+"""Seconds after which what has not ended never will."""
+
 _AT_ONCE = 12
 _HOT = 16
 
@@ -162,8 +164,8 @@ class Drive:
         self.counts.steps += 1
         self.alive()
         now = time.monotonic()
-        for name in [name for name, asked in self._asked.items() if now - asked.since > _PATIENCE]:
-            self.counts.hang(f"request {name} has not ended after {_PATIENCE:.0f} s")
+        for name in [name for name, asked in self._asked.items() if now - asked.since > PATIENCE]:
+            self.counts.hang(f"request {name} has not ended after {PATIENCE:.0f} s")
             self._abort(name)
 
     def _compare(self, output: Any, turn: Turn) -> None:
@@ -185,7 +187,7 @@ class Drive:
     def _wind_down(self) -> None:
         """Nothing is asked any more: every slot and block must come back by itself."""
         core = self.running.llm.llm_engine.engine_core
-        scheduler, deadline = self.running.scheduler, time.monotonic() + _PATIENCE
+        scheduler, deadline = self.running.scheduler, time.monotonic() + PATIENCE
         while scheduler.has_requests() or self.running.connector._scheduler.busy:
             if time.monotonic() > deadline:
                 self.counts.hang("copies or aborted requests never came to an end")
@@ -194,14 +196,14 @@ class Drive:
             self.alive()
             time.sleep(0.001)
         core.get_output()
-        if not self.running.store.drain(_PATIENCE):
+        if not self.running.store.drain(PATIENCE):
             self.counts.hang("I/O never came to an end")
         self._wait_for_pins()
         self._look_for_leaks()
 
     def _wait_for_pins(self) -> None:
         """What was pinned or prefetched is released when its time is over."""
-        store, deadline = self.running.store, time.monotonic() + _PATIENCE
+        store, deadline = self.running.store, time.monotonic() + PATIENCE
         while any((store.stats().pinned, store.stats().leased)) and time.monotonic() < deadline:
             self.alive()
             time.sleep(0.05)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.torture.conversations import Turn, converse
 from tests.torture.counts import Counts
-from tests.torture.drive import Drive
+from tests.torture.drive import PATIENCE, Drive
 from tests.torture.engines import VARIANTS, Variant, reference, slot_bytes, tortured, write_models
 from tests.torture.sabotage import Saboteur
 from tests.vllm.families import one_thread
@@ -55,6 +55,7 @@ class Run:
                     return
                 variant = self._variants[name]
                 self._prepare(variant, models)
+                alive()
                 self._live(name, variant, models[variant.model], left, alive)
                 alive()
                 if variant.alone:
@@ -83,8 +84,10 @@ class Run:
         self.counts.engines += 1
         self._report(name, now=True)
         for thread in set(threading.enumerate()) - threads:
-            if "lmkv" in thread.name and thread.is_alive():
-                self.counts.leak(f"thread {thread.name} outlives its engine")
+            if "lmkv" in thread.name:
+                thread.join(PATIENCE)
+                if thread.is_alive():
+                    self.counts.leak(f"thread {thread.name} outlives its engine")
         files = [path for path in disk.rglob("*") if path.is_file()]
         nbytes = sum(path.stat().st_size for path in files)
         if nbytes > capacity + 65536:

@@ -12,7 +12,7 @@ from types import TracebackType
 class Watchdog:
     """Calls `hung` when `alive` was not called for `patience` seconds."""
 
-    def __init__(self, hung: Callable[[], None], patience: float = 120.0) -> None:
+    def __init__(self, hung: Callable[[], None], patience: float = 400.0) -> None:
         self._hung = hung
         self._patience = patience
         self._last = time.monotonic()
