@@ -169,7 +169,26 @@ class Setting:
 
 @frozen(kw_only=True, field_transformer=_converting)
 class Config:
-    """The settings of one engine. A bad value is a `ConfigError` that names key, value and source."""
+    """The settings of one engine; docs/configuration.md lists them.
+
+    Raises
+    ------
+    ConfigError
+        A key is unknown, or a value is bad; the message names key, value and source.
+
+    Notes
+    -----
+    Immutable, so any number of threads may share it. `load` merges a file, the environment and vLLM's
+    `kv_connector_extra_config`; the constructor takes keywords alone.
+
+    Examples
+    --------
+    >>> config = Config(chunk_size=128, max_local_cpu_size="2.5")
+    >>> config.max_local_cpu_bytes == 2.5 * 2**30
+    True
+    >>> Config.load(env={"LMKV_CHUNK_SIZE": "64"}).source("chunk_size")
+    'environment LMKV_CHUNK_SIZE'
+    """
 
     chunk_size: int = _option(
         256, _integer(1, 1 << 20), "What is stored and loaded as one; a multiple of vLLM's block size", "tokens"
@@ -227,7 +246,7 @@ class Config:
         "auto",
         _one_of("auto", "sync", "async"),
         "Load from host memory within the step that reads it (sync) or between steps (async); auto: within "
-        "it unless others are held up for longer than 5 ms. With asynchronous scheduling always between",
+        "it unless other requests are delayed for longer than 5 ms. With asynchronous scheduling always between",
     )
     use_layerwise: bool = _option(
         False, _boolean, "Copy a layer while the others compute; vLLM then cuts its CUDA graphs at each layer"
@@ -235,7 +254,7 @@ class Config:
     block_major: bool = _option(
         True, _boolean, "On CUDA devices, ask vLLM to keep all layers of a block in one run of bytes"
     )
-    pin_ttl: float = _option(300.0, _number(0, above=True), "How long a pin lasts that nobody releases", "s")
+    pin_ttl: float = _option(300.0, _number(0, above=True), "How long a pin lasts that is not released", "s")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
     """Where values came from, by name; `load` fills it in."""
 

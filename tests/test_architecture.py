@@ -261,6 +261,19 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     list(TopologicalSorter({name: found & set(below) for name, found in below.items()}).static_order())
 
 
+def test_protocols_ask_for_six_members_at_most() -> None:
+    """Or nobody writes one."""
+    required = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_protocol = isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Protocol" for base in node.bases)
+            if isinstance(node, ast.ClassDef) and is_protocol:
+                members = [child for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
+                required[f"{name}.{node.name}"] = len(members)
+    assert {"lmkv.protocols.Backend", "lmkv.protocols.Policy"} <= set(required)
+    assert {name: count for name, count in required.items() if count > 6} == {}
+
+
 # -- size ----------------------------------------------------------------------------------------------
 
 

@@ -201,7 +201,7 @@ class Promoter:
             tier.index.policy.touch(keys)
 
     def _cancel_load(self, entry: Entry, deferred: Deferred) -> None:
-        """Nobody waits any more for a read that has not begun."""
+        """No promotion waits any more for a read that has not begun."""
         load, entry.load = entry.load, None
         assert isinstance(load, _Load)
         self._end_load(load.tier, entry, deferred)

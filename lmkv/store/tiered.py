@@ -385,7 +385,7 @@ class TieredStore:
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Remove chunks from every tier; returns how many were in one. What is leased stays readable.
 
-        None of them is served any more; `drain` waits until the lower tiers' bytes are gone, too.
+        None of them is served any more; `drain` waits until the bytes in lower tiers are deleted, too.
         """
         deferred = Deferred()
         with self._lock:
@@ -457,7 +457,7 @@ class TieredStore:
             _close(backend)
 
     def _after_fork(self) -> None:
-        """In a child process, which has none of the threads: nobody can use the store there."""
+        """In a child process, which has none of the threads: the store cannot be used there."""
         self._closed = self.forked = True
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
         self._pool.after_fork()

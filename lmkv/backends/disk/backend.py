@@ -189,6 +189,7 @@ class LocalDiskBackend:
             if isinstance(error, FileNotFoundError | NotADirectoryError):
                 return 0
             raise
+        self._space.give_back(nbytes)
         return nbytes
 
     def reserve_bytes(self, nbytes: int) -> int:

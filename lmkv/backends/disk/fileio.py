@@ -208,6 +208,11 @@ class FreeSpace:
             self._free -= nbytes
             return True
 
+    def give_back(self, nbytes: int) -> None:
+        """`nbytes` were deleted."""
+        with self._lock:
+            self._free += nbytes
+
     def _refresh(self) -> None:
         now = self.clock()
         if now - self._asked_at < self.max_age:

@@ -176,7 +176,7 @@ class TierIndex:
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
         """The tombstones, for the caller to delete their bytes. `replaced_by`: bytes that it then writes.
 
-        The rest of their room is nobody's until it is really free.
+        The rest of their room cannot be used until it is really free.
         """
         victims, self._tombstones = self._tombstones, {}
         self._reclaiming.update(victims)

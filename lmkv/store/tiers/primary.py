@@ -28,7 +28,7 @@ class State(Enum):
 
 
 class Waiter(Protocol):
-    """Whoever waits for an entry to be filled: a promotion, as seen from below."""
+    """What waits for an entry to be filled: a promotion, as seen from below."""
 
     def on_entry_done(self, entry: Entry, deferred: Deferred) -> None:
         """Locked. The entry is READY, or was removed unfilled."""
@@ -147,7 +147,7 @@ class PrimaryTier:
         return entry
 
     def mark_ready(self, entry: Entry) -> None:
-        """Its bytes are complete. Whoever filled it still refers to it."""
+        """Its bytes are complete. What filled it still refers to it."""
         if not entry.removed:
             self._uncount(entry)
         entry.state = _READY

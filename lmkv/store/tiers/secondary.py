@@ -6,6 +6,7 @@ never hold it while the backend works.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import TypeVar
 
 import attrs
 
-from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError
+from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
 from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
 from lmkv.store.tiers.breaker import Breaker
@@ -270,7 +271,7 @@ class Secondary:
     def _write(self, chunk: Chunk, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
         """Write it; where the medium is full although the tier is not, evict once and try again."""
         written = _checked(self.backend.write([chunk])[0], Written)
-        if written.status is not WriteStatus.REJECTED:
+        if not _is_full(written):
             return written
         with self._lock:
             victims = self._evict_more(self._cost, protect)
@@ -356,6 +357,12 @@ def first_with(tiers: Iterable[Secondary], key: ChunkKey) -> Secondary | None:
 def _is_answer(result: Read) -> bool:
     """Whether the tier works, as far as this read can tell."""
     return result.status is not ReadStatus.FAILED or isinstance(result.error, CorruptChunkError)
+
+
+def _is_full(result: Written) -> bool:
+    """Whether the medium takes no more, so that a deletion helps; not whether it refuses all writes."""
+    code = getattr(result.error.__cause__, "errno", None) if isinstance(result.error, NoSpaceError) else None
+    return result.status is WriteStatus.REJECTED or code in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _checked(result: object, kind: type[T]) -> T:
