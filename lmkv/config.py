@@ -234,7 +234,7 @@ class Config:
         "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; none",
     )
     prefetch_share: float = _option(
-        0.5, _number(0, 1), "Most of host memory that loads from disk may hold at a time", "0..1"
+        0.5, _number(0, 1), "Most of host memory that prefetches from disk may take at a time", "0..1"
     )
     prefetch_deadline: float = _option(
         0.8, _number(0), "How long a queued request waits for its chunks on disk; then it is computed", "s"

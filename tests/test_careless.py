@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lmkv import Config, Engine
-from lmkv.errors import ClosedError, UsageError
+from lmkv.errors import BackendUnavailable, ClosedError, UsageError
 from tests.forked import Child
 
 BLOCK, CHUNK, BLOCKS = 4, 16, 32
@@ -145,6 +145,13 @@ def test_a_skip_that_is_no_count_of_tokens_is_refused(skip: Any) -> None:
 def test_a_block_size_that_is_no_count_is_refused(size: Any) -> None:
     with pytest.raises(UsageError, match="block_size"):
         Engine.open(paged(), block_size=size, model="m", config=Config(max_local_cpu_size=0.001))
+
+
+def test_a_file_in_the_way_of_the_disk_tier_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file")
+    for folder in (tmp_path / "kv", tmp_path / "kv" / "below"):
+        with pytest.raises(BackendUnavailable, match="name a folder"):
+            open_engine(paged(), folder)
 
 
 # -- what is stored with patience ----------------------------------------------------------------------

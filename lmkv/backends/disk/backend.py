@@ -306,6 +306,9 @@ class LocalDiskBackend:
             os.makedirs(self.path, 0o700, exist_ok=True)
             self._folder.make()
         except OSError as error:
+            if isinstance(error, FileExistsError | NotADirectoryError) and not os.path.isdir(self.path):
+                reason = f"there is a file at or above {self.path}: name a folder, or remove it"
+                raise BackendUnavailable(self.name, "open", reason=reason) from error
             if not os.path.isdir(self.path):
                 raise self._translated(error, "open") from error
         direct = self.direct != "off" and probe_direct(self._folder.path)
