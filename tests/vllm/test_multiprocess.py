@@ -28,8 +28,6 @@ from tests.vllm.server import (
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:

@@ -20,9 +20,6 @@ LENGTH, HIT = 1500, 1280
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOKUP = "lmkv: request {}: total tokens {}, hit tokens {}, to load {}"
 
-# Servers start slowly on a busy machine.
-pytestmark = pytest.mark.timeout(900)
-
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
