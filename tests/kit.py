@@ -35,12 +35,13 @@ NEVER = 1e6
 """More seconds than any test takes."""
 
 
-def eventually(condition: Callable[[], bool], what: str = "it never came true") -> None:
-    """Wait for a state that another thread or process brings about."""
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
+def eventually(true: Callable[[], bool], what: str = "", limit: float = LIMIT) -> None:
+    """Wait for a state that another thread or process brings about; TimeoutError if none does."""
+    deadline = time.monotonic() + limit
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {limit:.0f} s: {what}")
+        time.sleep(0.002)
 
 
 def chain(name: str, count: int) -> list[ChunkKey]:

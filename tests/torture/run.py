@@ -16,7 +16,6 @@ from tests.torture.counts import Counts
 from tests.torture.drive import PATIENCE, Drive
 from tests.torture.engines import VARIANTS, Variant, reference, slot_bytes, tortured, write_models
 from tests.torture.sabotage import Saboteur
-from tests.vllm.families import one_thread
 from tests.vllm.harness import ENVIRONMENT
 
 _CONVERSATIONS = 60
@@ -47,19 +46,18 @@ class Run:
             logging.getLogger(quiet).setLevel(logging.CRITICAL)
         # A short run still sees several engines.
         life = _A_LIFE if requests is None else min(_A_LIFE, -(-requests // min(4, len(self._variants))))
-        with one_thread():
-            models = write_models(self._folder / "models")
-            for name in itertools.cycle(self._variants):
-                left = life if requests is None else min(life, requests - self.counts.requests)
-                if left <= 0 or time.monotonic() > deadline:
-                    return
-                variant = self._variants[name]
-                self._prepare(variant, models)
-                alive()
-                self._live(name, variant, models[variant.model], left, alive)
-                alive()
-                if variant.alone:
-                    return
+        models = write_models(self._folder / "models")
+        for name in itertools.cycle(self._variants):
+            left = life if requests is None else min(life, requests - self.counts.requests)
+            if left <= 0 or time.monotonic() > deadline:
+                return
+            variant = self._variants[name]
+            self._prepare(variant, models)
+            alive()
+            self._live(name, variant, models[variant.model], left, alive)
+            alive()
+            if variant.alone:
+                return
 
     def _prepare(self, variant: Variant, models: dict[str, Path]) -> None:
         if variant.model not in self._turns:

@@ -25,6 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == HERE:
             item.add_marker(pytest.mark.vllm)
+            # Engines start slowly on a busy machine.
+            item.add_marker(pytest.mark.timeout(900))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
 

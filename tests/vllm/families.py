@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -239,23 +237,6 @@ FAMILIES = {
         lambda: gemma4(96), options={"disable_hybrid_kv_cache_manager": True}, own=6
     ),
 }
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Engines made in here compute with one thread. vLLM takes all cores, and torch's setting away."""
-    import torch
-
-    threads, bound = torch.get_num_threads(), os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    torch._C.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch._C.set_num_threads(threads)
-        os.environ.pop("VLLM_CPU_OMP_THREADS_BIND")
-        if bound is not None:
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = bound
 
 
 def write_adapter(folder: Path, *, seed: int, hidden: int = 128, layers: int = 4, rank: int = 8) -> Path:

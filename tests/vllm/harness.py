@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
 }
 
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 BLOCK = 32
 CHUNK = 256
 
@@ -66,14 +67,34 @@ def engine(
     }
     if connector is not None:
         options["kv_transfer_config"] = KVTransferConfig(kv_connector=connector, **transfer)
-    with timed_by(clock) if clock is not None else contextlib.nullcontext():
-        llm = LLM(model=str(model), **options)
+    with one_thread():
+        with timed_by(clock) if clock is not None else contextlib.nullcontext():
+            llm = LLM(model=str(model), **options)
+        try:
+            yield Engine(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Engines that are made in here compute with one thread. vLLM takes all cores, and torch's setting away.
+
+    Threads that wait for each other on a busy machine cost such small models far more than they bring.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch._C.set_num_threads(1)
     try:
-        yield Engine(llm)
+        with pytest.MonkeyPatch.context() as patch:
+            if BINDING not in os.environ:
+                patch.setenv(BINDING, "nobind")
+            yield
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
+        torch._C.set_num_threads(threads)
 
 
 @contextlib.contextmanager

@@ -10,29 +10,19 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.kit import LIMIT
+from tests.kit import LIMIT, eventually
 from tests.vllm.harness import BLOCK, ENVIRONMENT
 
 START_TIMEOUT = 400.0
 STOP_TIMEOUT = 120.0
 LOG_LINES = 80
 SERVED_NAME = "small"
-
-
-def wait_until(true: Callable[[], bool], what: str, timeout: float = LIMIT) -> None:
-    """Raise TimeoutError, saying `what` did not come true, after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not true():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {timeout:.0f} s: {what}")
-        time.sleep(0.1)
 
 
 def members(group: int) -> list[int]:
@@ -51,9 +41,9 @@ def kill_group(group: int) -> None:
 
     But for Python's resource trackers: they remove the names of vLLM's shared memory, and end by themselves.
     """
-    wait_until(lambda: not kill_members(group), f"the end of process group {group}")
+    eventually(lambda: not kill_members(group), f"the end of process group {group}")
     try:
-        wait_until(lambda: not members(group), f"the end of process group {group}")
+        eventually(lambda: not members(group), f"the end of process group {group}")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
@@ -140,7 +130,7 @@ class Server:
     def wait_ready(self) -> None:
         """Raises with the end of the log when the server ends early or does not come up."""
         try:
-            wait_until(self._answers, "an answer of the server", START_TIMEOUT)
+            eventually(self._answers, "an answer of the server", START_TIMEOUT)
         except Exception as error:
             raise RuntimeError(f"{error}\n{self.log_tail()}") from error
 
@@ -179,7 +169,7 @@ class Server:
             self.process.terminate()
         try:
             self.process.wait(STOP_TIMEOUT)
-            wait_until(lambda: not members(group), "the end of the server's processes")
+            eventually(lambda: not members(group), "the end of the server's processes")
         except (subprocess.TimeoutExpired, TimeoutError) as error:
             raise AssertionError(f"the server does not stop: {error}\n{self.log_tail()}") from error
         finally:

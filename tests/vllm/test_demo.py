@@ -8,14 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.vllm.server import child_environment
 
 LMKV = Path(sys.executable).with_name("lmkv")
 SMALL = ["--tokens", "1500", "--layers", "4", "--hidden", "256"]
-
-pytestmark = pytest.mark.timeout(900)
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:

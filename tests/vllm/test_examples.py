@@ -15,8 +15,6 @@ from tests.vllm.server import child_environment
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = ["--num-prompts", "3", "--prompt-tokens", "600", "--max-local-cpu-size", "0.25"]
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def run(script: Path, *arguments: str, folder: Path | None = None) -> str:
     """What the script prints on its standard output."""
@@ -27,7 +25,7 @@ def run(script: Path, *arguments: str, folder: Path | None = None) -> str:
         env=child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR"),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -20,8 +20,6 @@ from tests.vllm.harness import Engine, engine, external_hits, prompt
 
 CHUNK_BYTES = 256 * 4096
 DEADLINE = 0.8
-
-
 CROWD = [prompt(1000 + number, 300) for number in range(120)]
 STEP = 0.01
 """Seconds on the engine's clock from one step to the next, where it does not stand still."""

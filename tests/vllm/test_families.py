@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from tests.vllm import families
 from tests.vllm.families import FAMILIES, Family
 from tests.vllm.harness import CHUNK, Engine, engine, external_hits, prompt
 
@@ -58,13 +57,6 @@ def refuse_what_vllm_cannot(error: Exception) -> None:
     """Skip a family that this build of vLLM does not run, with the reason that it gives."""
     reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
     pytest.skip(f"vLLM does not run it here: {reason}")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine cost such small models far more than they bring."""
-    with families.one_thread():
-        yield
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.kit import LIMIT
+from tests.kit import LIMIT, eventually
 from tests.vllm.offline_script import LENGTH
-from tests.vllm.server import START_TIMEOUT, child_environment, kill_group, members, shared_files, wait_until
+from tests.vllm.server import START_TIMEOUT, child_environment, kill_group, members, shared_files
 
 ROOT = Path(__file__).parents[2]
-
-pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
@@ -77,7 +75,7 @@ def test_hits_equal_outputs_and_a_clean_exit(model: Path, tmp_path: Path, tempor
     with script(model, tmp_path, temporary) as process:
         process.wait(START_TIMEOUT)
         assert process.returncode == 0, log_of(tmp_path)
-        wait_until(lambda: not members(process.pid), "the end of the engine's processes")
+        eventually(lambda: not members(process.pid), "the end of the engine's processes")
     answers = result_of(tmp_path)
     assert [answers["cold"]["hit"], *(other["hit"] for other in answers["others"])] == [0] * 4
     assert answers["warm"]["hit"] == (LENGTH - 1) // 256 * 256
@@ -95,7 +93,7 @@ def engine_of(group: int) -> int:
 
 def test_nothing_stays_when_main_process_and_engine_are_killed(model: Path, tmp_path: Path, temporary: Path) -> None:
     with script(model, tmp_path, temporary, "stay") as process:
-        wait_until(lambda: has_result(tmp_path, process), "the script's result", START_TIMEOUT)
+        eventually(lambda: has_result(tmp_path, process), "the script's result", START_TIMEOUT)
         running = members(process.pid)
         assert slabs(running) == 2, "the engine and its worker map the slab"
         shared = shared_files(running)
@@ -104,6 +102,6 @@ def test_nothing_stays_when_main_process_and_engine_are_killed(model: Path, tmp_
         for pid in (process.pid, engine_of(process.pid)):
             os.kill(pid, signal.SIGKILL)
         process.wait(LIMIT)
-        wait_until(lambda: not members(process.pid), f"the end of {members(process.pid)}")
+        eventually(lambda: not members(process.pid), f"the end of {members(process.pid)}")
     assert not [path for path in shared if path.exists()]
     assert left_in(temporary) == []

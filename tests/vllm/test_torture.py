@@ -7,11 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-
-pytestmark = pytest.mark.timeout(900)
 
 
 def test_a_short_torture() -> None:
