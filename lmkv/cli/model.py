@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,8 @@ def model(
     """Write a small Qwen3-like model with random weights and a tokenizer of numbers."""
     made = SmallModel(layers=layers, hidden=hidden, dtype=dtype, seed=seed)
     try:
+        for needed in ("transformers", "safetensors", "tokenizers"):
+            import_module(needed)  # before anything is written
         made.write(folder)
         made.write_tokenizer(folder)
     except ImportError as error:
