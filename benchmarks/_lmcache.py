@@ -1,8 +1,8 @@
 """LMCache as a peer, in its own process and environment: one request at a time over a pipe.
 
-Run with the interpreter of an environment that has torch and lmcache, and with -P: copy.py, beside it, would
-stand in for the standard library's. LMCache has no connector for CPU tensors, so that a thin one stands in,
-which calls LMCache's own kernel for them. All else is LMCache's: keys, storage manager, allocator, CPU tier.
+Run with the interpreter of an environment that has torch and lmcache, and with -P: else benchmarks/copy.py
+would be imported as the standard library's. LMCache has no connector for CPU tensors; the one here calls
+LMCache's own kernel for them. All else is LMCache's: keys, storage manager, allocator, CPU tier.
 
 Takes lines of JSON: {"layers", "blocks", "tokens", "gb"} first, then {"do": "store" | "retrieve" | "clear" |
 "check"}. Answers each with a line: {"cpu": seconds, "wall": seconds}, or {"error": ...}.

@@ -1,4 +1,4 @@
-"""StorePlanner and retrieving through the engine beside a contiguous copy of the same bytes.
+"""`Engine.store` and `Engine.retrieve` beside a contiguous copy of the same bytes.
 
     python benchmarks/copy.py [--lmcache PYTHON] [--quick] [--json]
 
@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -29,8 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks._lmcache_server import environment
-from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
+from benchmarks._lmcache_server import ENVIRONMENT
+from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv import Config, Engine
 from lmkv.memory.copier import DONE
 
@@ -51,7 +52,7 @@ class LMCache:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env={**os.environ, **ENVIRONMENT},
         )
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self._ask({"layers": layers, "blocks": blocks, "tokens": tokens, "gb": HOST_GB})
@@ -119,9 +120,7 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
     for name, goal in (("store", store_target), ("retrieve", retrieve_target)):
         ratio = 1 / median_ratio(times, name, "limit")
         speed = nbytes / sorted(times[name])[rounds // 2] / 1e9
-        rows.append(
-            Row(f"{name}, {label}", speed, "GB/s of CPU", "contiguous copy", ratio, goal, ratio >= goal)
-        )
+        rows.append(Row(f"{name}, {label}", speed, "GB/s of CPU", "contiguous copy", ratio, goal, ratio >= goal))
         if peer is not None:
             theirs = f"peer {name}"
             speed = nbytes / statistics.median(times[theirs]) / 1e9
@@ -163,13 +162,8 @@ class _NoCopies:
 def control(engine: Engine, tokens: list[int], blocks: list[int], rounds: int) -> list[Row]:
     engine._copier = _NoCopies()
     chunks = len(tokens) // CHUNK
-    cases = {
-        "store": lambda: engine.store(tokens, blocks),
-        "retrieve": lambda: engine.retrieve(tokens, blocks),
-    }
-    times = interleaved(
-        cases, 10 * rounds, before=lambda name: engine.clear() and None if name == "store" else None
-    )
+    cases = {"store": lambda: engine.store(tokens, blocks), "retrieve": lambda: engine.retrieve(tokens, blocks)}
+    times = interleaved(cases, 10 * rounds, before=lambda name: engine.clear() and None if name == "store" else None)
     rows = []
     for name, goal in CONTROL.items():
         micros = statistics.median(times[name]) / chunks * 1e6

@@ -35,7 +35,7 @@ from typing import Any
 import aiofiles
 from attrs import frozen
 
-from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
+from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.config import Config
@@ -310,10 +310,7 @@ def submitting(root: Path, rounds: int) -> Iterator[Row]:
             check(with_disk.drain(60))
             name, alone = f"submit {count} chunks of 1 MiB, with a disk tier", "without a disk tier"
             times = interleaved(
-                {
-                    name: partial(submit, with_disk, count, NAMESPACE),
-                    alone: partial(submit, without, count, NAMESPACE),
-                },
+                {name: partial(submit, with_disk, count, NAMESPACE), alone: partial(submit, without, count, NAMESPACE)},
                 rounds,
                 clock=time.perf_counter,
                 before=lambda name: check(with_disk.drain(60)),

@@ -19,7 +19,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 
-from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
+from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.memory.slab import Slab
 from lmkv.policies import POLICIES, make_policy

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._rounds import Row, arguments_of, finish
+from benchmarks._timing import Row, arguments_of, finish
 from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
@@ -73,9 +73,7 @@ def timed(work: Callable[[], Any], rounds: int) -> tuple[float, float]:
             event.wait()
         torch.cuda.synchronize()
         found.append((time.perf_counter() - started, called))
-    return statistics.median(total for total, _ in found[1:]), statistics.median(
-        call for _, call in found[1:]
-    )
+    return statistics.median(total for total, _ in found[1:]), statistics.median(call for _, call in found[1:])
 
 
 def limits(rounds: int) -> dict[str, float]:

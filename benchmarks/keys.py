@@ -13,7 +13,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import random
 
-from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
+from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.chunks.hashing import chunk_keys
 from lmkv.cli.measure.limits import bare_chain
 
@@ -28,9 +28,7 @@ def main() -> int:
     times = interleaved(cases, rounds=15 if options.quick else 101)
     ratio = median_ratio(times, "lmkv", "limit")
     value = sorted(times["lmkv"])[len(times["lmkv"]) // 2] * 1e3
-    row = Row(
-        f"keys of {TOKENS:,} tokens", value, "ms", "array + streaming sha256", ratio, TARGET, ratio <= TARGET
-    )
+    row = Row(f"keys of {TOKENS:,} tokens", value, "ms", "array + streaming sha256", ratio, TARGET, ratio <= TARGET)
     return finish([row], options.json)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from benchmarks._rounds import Row, arguments_of, finish, interleaved, median_ratio
+from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.measure.limits import bare_chain
@@ -36,7 +36,7 @@ from lmkv.policies import LRU
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry, Group
-from lmkv.vllm.metadata import JobReport, WorkerReport
+from lmkv.vllm.metadata import JobReport, StepPlan, WorkerReport
 from lmkv.vllm.scheduler.scheduler import Scheduler
 
 BLOCK, CHUNK, SLOTS = 16, 256, 32_768
@@ -134,12 +134,16 @@ class Bench:
         while computed < request.num_tokens:
             step = min(STEP, request.num_tokens - computed)
             computed += step
-            plan = timed("plan_step + take_plan", side.build_plan, {name: computed}, {name: tables}.get, step)
+            plan = timed("plan_step + take_plan", self.plan, {name: computed}, {name: tables}.get, step)
             jobs = {order.job: JobReport(1, True, 1, 0.1) for order in (*plan.loads, *plan.stores)}
             if jobs:
                 timed("on_report", side.on_report, WorkerReport(jobs))
-        timed("plan of a decode", side.build_plan, {name: computed}, {name: tables}.get, 1)
+        timed("plan of a decode", self.plan, {name: computed}, {name: tables}.get, 1)
         timed("request_finished", side.request_finished, request)
+
+    def plan(self, progress: dict[str, int], blocks_of: Callable[[str], Any], tokens: int) -> StepPlan:
+        self.scheduler.plan_step(progress, blocks_of, tokens)
+        return self.scheduler.take_plan()
 
 
 def tokens_of(length: int, seed: int | None) -> list[int]:

@@ -2,13 +2,13 @@
 
     python benchmarks/miss.py [--rounds 40] [--quick] [--json]
 
-Two engines live at once, with and without the connector, each in a process of its own, and get the same new
-prompts in turn, whoever is first being left to chance. The ratio is the median over the rounds, of CPU
-seconds and of wall time, with a 95 % confidence interval that supposes nothing of their distribution.
+Two engines run at once, with and without the connector, each in a process of its own, and get the same new
+prompts in turn, in shuffled order. The ratio is the median over the rounds, of CPU seconds and of wall time,
+with a 95 % confidence interval that assumes nothing about their distribution.
 
-That interval says nothing of what a process has for as long as it lives, such as where its memory came to
-lie, and two engines without any connector differ by more than what is looked for. So the time within the
-connector's methods is measured, too: its share of the same engine's wall time is what a miss costs.
+That interval does not cover what is constant within a process, such as the addresses of its memory, and two
+engines without any connector differ by more than a connector costs. So the time within the connector's
+methods is measured, too: its share of the same engine's wall time is what a miss costs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import argparse
 import functools
 import inspect
-import json
 import math
-import os
 import random
 import statistics
 import tempfile
@@ -34,22 +32,21 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
-from benchmarks._live import Live, turns
-from benchmarks._rounds import Row, arguments_of, finish
-from lmkv.cli.measure.engines import MARK, answer, arms, start
-from lmkv.cli.measure.ttft import ONE
+from benchmarks._timing import Row, arguments_of, finish, turns
+from lmkv.cli.measure.engines import ONE_PROCESS, engine_specs, leave, open_engine
+from lmkv.cli.measure.process import ChildProcess, Questions
 
 TARGET = 0.01
 OFF, ON = "nothing", "lmkv ram"
 REQUESTS, PROMPT, ANSWER = 4, 1500, 24
-HOST_GB = 0.25
+HOST_GIB = 0.25
 """Small, so that stores evict, as in a server that has run for a while."""
 WARM = 5
-"""Rounds that nobody counts: after them the tier is full."""
+"""Rounds that are not counted: after them the tier is full."""
 
 
 class Clock:
-    """Seconds within the methods of a class, calls among them counted once."""
+    """Seconds within the methods of a class; a method that another one calls counts once."""
 
     def __init__(self, owner: type) -> None:
         self.seconds = 0.0
@@ -73,14 +70,16 @@ class Clock:
         return call
 
 
-def run_arm(folder: Path, name: str) -> None:
-    """Report once ready, and for each line what the prompts of that seed took."""
+def run_engine(folder: Path, name: str) -> None:
+    """In the child: answer each seed with the times of its prompts."""
+    questions = Questions()  # before vLLM prints anything
     from vllm import SamplingParams
 
     from lmkv.vllm.connector import LMKVConnector
 
     clock = Clock(LMKVConnector)
-    llm = start(folder, arms(folder, HOST_GB)[name], PROMPT + ANSWER, requests=REQUESTS)
+    specs = engine_specs(folder, PROMPT + ANSWER, host_gib=HOST_GIB, requests=REQUESTS)
+    llm = open_engine(specs[name], folder)
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
 
     def measure(seed: int) -> dict[str, float]:
@@ -94,15 +93,13 @@ def run_arm(folder: Path, name: str) -> None:
         gaps = [(each.last_token_ts - each.first_token_ts) / (ANSWER - 1) for each in metrics]
         return {"cpu": cpu, "wall": wall, "itl": statistics.median(gaps), "connector": clock.seconds}
 
-    measure(2**32)
     for thread in threading.enumerate():
-        # Touching memory for the first time is a matter of the start.
+        # The tier's pages are mapped once, after the start.
         if thread.name == "lmkv-populate":
             thread.join()
-    print(MARK + "{}", flush=True)
-    for line in sys.stdin:
-        print(MARK + json.dumps(measure(int(line))), flush=True)
-    answer({}, llm)
+    for seed in questions:
+        questions.answer(measure(seed))
+    leave(llm)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -115,24 +112,24 @@ def interval(values: list[float]) -> tuple[float, float]:
 def main() -> int:
     parser = arguments_of(__doc__, quick="eight rounds")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.arm:
-        run_arm(options.folder, options.arm)
+    if options.engine:
+        run_engine(options.folder, options.engine)
     found: dict[str, list[dict[str, float]]] = {OFF: [], ON: []}
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-miss-")))
-        engines: dict[str, Live] = {}
+        engines: dict[str, ChildProcess] = {}
         for name in found:
-            command = [sys.executable, __file__, "--arm", name]
-            live = Live(root / name.replace(" ", "-"), command, {**os.environ, **ONE})
-            engines[name] = stack.enter_context(closing(live))
-            live.result()
+            folder = root / name.replace(" ", "-")
+            command = [sys.executable, __file__, "--engine", name, "--folder", str(folder)]
+            engines[name] = stack.enter_context(closing(ChildProcess(command, folder, ONE_PROCESS)))
+            engines[name].ask(2**32)
         for number, name in turns(engines, WARM + (8 if options.quick else options.rounds)):
             found[name].append(engines[name].ask(number))
-        for live in engines.values():
-            live.leave()
+        for engine in engines.values():
+            engine.leave()
     return finish(rows(found[OFF][WARM:], found[ON][WARM:]), options.json)
 
 

@@ -19,7 +19,7 @@ import subprocess
 
 ROOT = Path(__file__).resolve().parents[1]
 
-from benchmarks._rounds import Row, arguments_of, finish
+from benchmarks._timing import Row, arguments_of, finish
 
 IMPORT = """
 import gc, json, sys, time
@@ -50,9 +50,7 @@ engine.close()
 
 
 def sample(script: str) -> list[float]:
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     values: list[float] = json.loads(done.stdout.splitlines()[-1])
     return values
 
@@ -64,9 +62,7 @@ def main() -> int:
     cpu, memory, modules = (
         statistics.median(column) for column in zip(*(sample(IMPORT) for _ in range(count)), strict=True)
     )
-    ready, first = (
-        statistics.median(column) for column in zip(*(sample(READY) for _ in range(count)), strict=True)
-    )
+    ready, first = (statistics.median(column) for column in zip(*(sample(READY) for _ in range(count)), strict=True))
     limits = [
         ("import after torch and numpy, CPU", cpu, "s", 0.08),
         ("import after torch and numpy, memory", memory, "MiB", 12.0),

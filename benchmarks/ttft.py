@@ -3,11 +3,12 @@
     python benchmarks/ttft.py [--lmcache PYTHON] [--tokens 8000] [--rounds 25] [--one-process] [--quick]
                               [--json]
 
-All engines live at once, each in processes of its own, and are asked in turn, in shuffled order, so that
-what disturbs one round disturbs all of its arms. The ratio is the median of those in a round. The engine core
-runs in a process of its own, as vLLM does by default, or with --one-process in that of the API. With
---lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector
-takes its turns too, by its default route and by its fastest. With --json the last line is the result.
+All engines run at once, each in processes of its own, and are asked in turn, in shuffled order, so that what
+disturbs one round disturbs all engines in it. Ratios are taken within a round; their median counts. The
+engine core runs in a process of its own, as vLLM does by default, or with --one-process in that of the API.
+With --lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs,
+LMCacheMPConnector takes its turns too, by its default route and by its fastest. With --json the last line is
+the result.
 """
 
 from __future__ import annotations
@@ -18,20 +19,19 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import os
 import statistics
 import tempfile
 from contextlib import ExitStack, closing
 
-from benchmarks._live import Live, turns
-from benchmarks._lmcache_server import ROUTES, Server, environment
-from benchmarks._rounds import Row, arguments_of, finish, median_ratio
-from lmkv.cli.measure.ttft import ONE, OWN, SCRIPT, SEVERAL
+from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
+from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
+from lmkv.cli.measure.engines import ONE_PROCESS, SEVERAL_PROCESSES, EngineProcess, EngineSpec, engine_specs
+from lmkv.cli.measure.ttft import OWN, first_time, send
 
 RAM_TARGET = 1.10
 WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", "lmkv disk"
 NAMES = (OWN, WITHIN, BETWEEN, DISK)
-HOST_GB = 0.5
+HOST_GIB = 0.5
 
 
 def main() -> int:
@@ -43,30 +43,34 @@ def main() -> int:
     options = parser.parse_args()
     if options.lmcache and options.one_process:
         parser.error("vLLM 0.32 in one process does not start with LMCache 0.5.6")
-    env, how = (ONE, "one process") if options.one_process else (SEVERAL, "as by default")
+    env, how = (ONE_PROCESS, "one process") if options.one_process else (SEVERAL_PROCESSES, "as by default")
+    tokens: int = options.tokens
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-ttft-")))
-        ours = {**os.environ, **env}
-        arms = {name: ([sys.executable, *SCRIPT, "--arm", name], ours) for name in NAMES}
-        if options.lmcache:
-            server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GB, root / "server.log")))
-            theirs = {**environment(), **env}
-            arms |= {name: (server.arm(name, SCRIPT), theirs) for name in ROUTES}
-        engines: dict[str, Live] = {}
+        engines: dict[str, EngineProcess] = {}
         cold: dict[str, float] = {}
-        for number, (name, (command, variables)) in enumerate(arms.items()):
-            what = ["--tokens", str(options.tokens), "--host-gb", str(HOST_GB), "--stay"]
-            live = Live(root / str(number), [*command, *what], variables)
-            engines[name] = stack.enter_context(closing(live))
-            cold[name] = live.result()["cold"]
+
+        def start(name: str, spec: EngineSpec, env: dict[str, str], python: str = sys.executable) -> None:
+            engine = EngineProcess(spec, folders[name], env, python=python)
+            engines[name] = stack.enter_context(closing(engine))
+            cold[name] = first_time(engine, folders[name], tokens).ttft_s
             print(f"{name}: cold {cold[name]:.3f} s", flush=True)
+
+        folders = {name: root / str(number) for number, name in enumerate((*NAMES, *ROUTES))}
+        for name in NAMES:
+            start(name, engine_specs(folders[name], tokens + 16, host_gib=HOST_GIB)[name], env)
+        if options.lmcache:
+            server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GIB, root / "server.log")))
+            plain = engine_specs(root, tokens + 16)["nothing"]
+            for name in ROUTES:
+                start(name, server.spec(name, plain), {**ENVIRONMENT, **env}, options.lmcache)
         warm: dict[str, list[float]] = {name: [] for name in engines}
         for _, name in turns(engines, 5 if options.quick else options.rounds):
-            result = engines[name].ask()
-            assert result["hit"] > options.tokens // 2, f"{name}: a hit of {result['hit']} tokens"
-            warm[name].append(result["warm"])
-        for live in engines.values():
-            live.leave()
+            answer = send(engines[name], folders[name], tokens)
+            assert answer.hit_tokens > tokens // 2, f"{name}: a hit of {answer.hit_tokens} tokens"
+            warm[name].append(answer.ttft_s)
+        for engine in engines.values():
+            engine.leave()
     return finish(rows(warm, cold, how), options.json)
 
 

@@ -1,67 +1,52 @@
-"""A working asynchronous backend in forty lines: one file a chunk, published at once, no checksums.
+"""A disk tier whose backend is written with asyncio and aiofiles: chunks outlive the engine that stored them.
 
-Use it as `AsyncAdapter(AiofilesBackend("/some/folder"))` wherever a `Backend` is wanted.
+    python examples/aiofiles_backend.py
+
+`lmkv/backends/files.py` is the backend, and what to read before you write one of your own as coroutines.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Sequence
-from pathlib import Path
+import sys
+import tempfile
 
-import aiofiles
-import aiofiles.os
+import torch
 
-from lmkv.errors import BackendError
-from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
-from lmkv.protocols import Chunk, ChunkKey
+from lmkv import Engine, Namespace, PagedMemory, Tier, TieredStore
+from lmkv.backends import AsyncAdapter, AsyncFileBackend, CPUPinnedBackend
+from lmkv.policies import LRU
+
+BLOCK_SIZE, CHUNK_SIZE = 16, 256
+GIB = 2**30
 
 
-class AiofilesBackend:
-    name = "aiofiles"
+def main(folder: str) -> bool:
+    kv = [torch.randn((64, 2, BLOCK_SIZE, 64)) for _ in range(4)]  # [block, ...], one tensor per layer
+    memory = PagedMemory.of(kv)
+    layout = memory.layout(CHUNK_SIZE, [BLOCK_SIZE])
+    namespace = Namespace(model="mine", dtype="float32", chunk_size=CHUNK_SIZE, block_size=BLOCK_SIZE)
+    prompt, blocks = range(800), list(range(50))
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def engine() -> Engine:
+        disk = Tier(AsyncAdapter(AsyncFileBackend(folder), deadline=30.0), LRU(), capacity_bytes=GIB)
+        host = Tier(CPUPinnedBackend(GIB // 16, layout.slot_bytes), LRU())
+        return Engine(TieredStore(host, [disk]), namespace, layout=layout, memory=memory)
 
-    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return [await aiofiles.os.path.exists(self._path(key)) for key in keys]
+    with engine() as first:
+        print(f"stored {first.store(prompt, blocks)} tokens")
+        first.drain()  # the copies in lower tiers are written in the background
+    before = [layer.clone() for layer in kv]
+    for layer in kv:
+        layer.zero_()
+    with engine() as second:
+        second.wait_indexed(10)
+        tokens = second.retrieve(prompt, blocks)
+    whole = blocks[: tokens // BLOCK_SIZE]
+    equal = all(torch.equal(layer[whole], old[whole]) for layer, old in zip(kv, before, strict=True))
+    print(f"retrieved {tokens} tokens: {'equal' if equal else 'WRONG BYTES'}")
+    return equal
 
-    async def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
-        return await asyncio.gather(*(self._read(key, into) for key, into in items))
 
-    async def write(self, chunks: Sequence[Chunk]) -> list[Written]:
-        return await asyncio.gather(*map(self._write, chunks))
-
-    async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        await asyncio.gather(*(asyncio.to_thread(self._path(key).unlink, missing_ok=True) for key in keys))
-
-    async def close(self) -> None: ...
-
-    async def _read(self, key: ChunkKey, into: memoryview) -> Read:
-        try:
-            async with aiofiles.open(self._path(key), "rb") as file:
-                whole = os.fstat(file.fileno()).st_size == len(into) == await file.readinto(into)
-        except FileNotFoundError:
-            return MISS
-        except OSError as error:
-            return Read.failed(BackendError(self.name, "read", key.hex(), str(error)))
-        return HIT if whole else Read.failed(BackendError(self.name, "read", key.hex(), "another length"))
-
-    async def _write(self, chunk: Chunk) -> Written:
-        unfinished = self.folder / f"{os.urandom(8).hex()}.tmp"
-        try:
-            async with aiofiles.open(unfinished, "xb") as file:
-                await file.write(chunk.payload)
-            await aiofiles.os.link(unfinished, self._path(chunk.key))
-        except FileExistsError:
-            return PRESENT
-        except OSError as error:
-            return Written.failed(BackendError(self.name, "write", chunk.key.hex(), str(error)))
-        finally:
-            await asyncio.to_thread(unfinished.unlink, missing_ok=True)
-        return STORED
-
-    def _path(self, key: ChunkKey) -> Path:
-        return self.folder / key.hex()
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(not main(folder))

@@ -25,9 +25,7 @@ SMALL = SmallModel()
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-prompts", type=int, default=10)
     parser.add_argument("--prompt-tokens", type=int, default=2000, help="tokens of each prompt")
     parser.add_argument("--max-tokens", type=int, default=1, help="tokens to generate for each prompt")
@@ -45,12 +43,7 @@ def build_llm(args: argparse.Namespace, model: str, **options: Any) -> LLM:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"max_local_cpu_size": args.max_local_cpu_size},
         )
-    return LLM(
-        model=model,
-        max_model_len=args.prompt_tokens + args.max_tokens,
-        enable_prefix_caching=False,
-        **options,
-    )
+    return LLM(model=model, max_model_len=args.prompt_tokens + args.max_tokens, enable_prefix_caching=False, **options)
 
 
 def small_model(folder: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -58,11 +51,7 @@ def small_model(folder: str, args: argparse.Namespace) -> dict[str, Any]:
     SMALL.write(Path(folder))
     SMALL.write_tokenizer(Path(folder))
     tokens = 4 * (args.prompt_tokens + args.max_tokens + 256)
-    return {
-        "dtype": SMALL.dtype,
-        "kv_cache_memory_bytes": tokens * SMALL.kv_bytes_per_token,
-        "enforce_eager": True,
-    }
+    return {"dtype": SMALL.dtype, "kv_cache_memory_bytes": tokens * SMALL.kv_bytes_per_token, "enforce_eager": True}
 
 
 def create_prompts(llm: LLM, args: argparse.Namespace) -> list[TokensPrompt]:

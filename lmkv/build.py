@@ -15,7 +15,10 @@ from lmkv.store.tiered import TieredStore
 def build_store(
     config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, pinned: bool = False
 ) -> TieredStore:
-    """`shared`: other processes map the CPU tier and populate it. `pinned`: a device's driver pins it."""
+    """The store of a configuration. Raises ConfigError when host memory cannot hold one chunk.
+
+    `shared`: other processes map the slots, and touch their pages. `pinned`: a device's driver pins them.
+    """
     host = CPUPinnedBackend(
         config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=not shared, pinned=pinned
     )
@@ -24,7 +27,7 @@ def build_store(
         [_disk_tier(config, config.local_disk, namespace)] if config.local_disk else [],
         io_threads=config.disk_io_threads,
         prefetch_share=config.prefetch_share,
-        # Without a CPU tier its slots are only what everything passes through.
+        # Without a CPU tier the slots are mere staging.
         retain=config.local_cpu,
     )
 
@@ -37,7 +40,7 @@ def _disk_tier(config: Config, folder: str, namespace: Namespace) -> Tier:
         direct=config.disk_direct,
         min_free=config.disk_min_free_bytes,
         chunk_tokens=namespace.chunk_size,
-        # Whether another process uses the folder too cannot be known: a second server may start any time.
+        # Another process may begin to use the folder at any time.
         shared=True,
     )
     return Tier(

@@ -10,29 +10,34 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from attrs import Attribute, field, fields, frozen
 
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, shown
 from lmkv.policies import ADMISSIONS, POLICIES
 
-GB: Final = 1 << 30
-"""What a size in GB is counted in: 2**30 bytes."""
+GIB: Final = 1 << 30
+"""Bytes in a GiB, which sizes are given in."""
 
 DEFAULT: Final = "default"
 KEYWORD: Final = "keyword"
 EXTRA: Final = "kv_connector_extra_config"
 ENV_PREFIX: Final = "LMKV_"
 ENV_FILE: Final = "LMKV_CONFIG_FILE"
-RESERVED_ENV: Final = frozenset({ENV_FILE, "LMKV_LOG_LEVEL"})
+RESERVED_ENV: Final = frozenset({ENV_FILE, "LMKV_LOG_LEVEL", "LMKV_CHECK_LOCKS"})
 
 # Kubernetes sets such variables in every pod for a service whose name begins with "lmkv".
 _SERVICE_LINK: Final = re.compile(r"LMKV_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
 
+_FILE_URL: Final = re.compile(r"(?i:file):(//(localhost)?(?=/))?(?P<path>/(?!/).*)")
+_OTHER_URL: Final = re.compile(r"(?i)file:|[a-z][a-z0-9+.-]*://")
+
+_MAX_FILE_BYTES: Final = 1 << 20
 _T = TypeVar("_T")
 _Parse = Callable[[object], Any]
 
@@ -49,7 +54,7 @@ def _boolean(value: object) -> bool:
     return _BOOLEANS[word]
 
 
-def _integer(minimum: int) -> _Parse:
+def _integer(minimum: int, maximum: int = 1 << 40) -> _Parse:
     def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError("must be a whole number")
@@ -57,14 +62,14 @@ def _integer(minimum: int) -> _Parse:
             number = int(value)
         except ValueError:
             raise ValueError("must be a whole number") from None
-        if number < minimum:
-            raise ValueError(f"must be at least {minimum}")
+        if not minimum <= number <= maximum:
+            raise ValueError(f"must be {f'at least {minimum}' if number < minimum else f'at most {maximum}'}")
         return number
 
     return parse
 
 
-def _number(minimum: float, maximum: float = math.inf, *, above: bool = False) -> _Parse:
+def _number(minimum: float, maximum: float = 1e9, *, above: bool = False) -> _Parse:
     """A finite number from `minimum` (or `above` it) to `maximum`."""
 
     def parse(value: object) -> float:
@@ -105,14 +110,17 @@ def _path(value: object) -> str | None:
     if not isinstance(value, str | os.PathLike):
         raise ValueError("must be a path or file:///path")
     text = os.fspath(value)
-    if isinstance(text, bytes) or "\0" in text:
+    if isinstance(text, str) and text != text.strip():
+        raise ValueError("must not begin or end with a blank")
+    if isinstance(text, str) and (url := _FILE_URL.fullmatch(text)):
+        if set("?#") & set(url["path"]):
+            raise ValueError("has a ? or # in its URL: write %3F or %23, or give a plain path")
+        text = unquote(url["path"])
+    elif isinstance(text, bytes) or _OTHER_URL.match(text):
         raise ValueError("must be a path or file:///path")
-    if "://" not in text:
-        return os.path.normpath(os.path.expanduser(text))
-    url = urlsplit(text)
-    if url.scheme != "file" or url.netloc not in ("", "localhost") or url.path in ("", "/"):
+    if "\0" in text or text.strip("/") == "":
         raise ValueError("must be a path or file:///path")
-    return unquote(url.path)
+    return os.path.normpath(os.path.expanduser(text))
 
 
 def _option(default: _T, parse: _Parse, doc: str, unit: str = "") -> _T:
@@ -129,15 +137,22 @@ def _converting(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any
     ]
 
 
+@frozen
+class _Parsed:
+    """A value that `load` has parsed, and named the source of."""
+
+    value: object
+
+
 def _converter(attribute: Attribute[Any]) -> _Parse:
-    return lambda value: _parsed(attribute, value, KEYWORD)
+    return lambda value: value.value if isinstance(value, _Parsed) else _parsed(attribute, value, KEYWORD).value
 
 
-def _parsed(attribute: Attribute[Any], value: object, source: str) -> Any:
+def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
     try:
-        return attribute.metadata["parse"](value)
+        return _Parsed(attribute.metadata["parse"](value))
     except ValueError as error:
-        raise ConfigError(f"{source}: {attribute.name} = {value!r} {error}") from None
+        raise ConfigError(f"{source}: {attribute.name} = {shown(value)} {error}") from None
 
 
 @frozen
@@ -154,22 +169,38 @@ class Setting:
 
 @frozen(kw_only=True, field_transformer=_converting)
 class Config:
-    """The settings of one engine. A bad value is a `ConfigError` that names key, value and source."""
+    """The settings of one engine; docs/configuration.md lists them.
+
+    Raises
+    ------
+    ConfigError
+        A key is unknown, or a value is bad; the message names key, value and source.
+
+    Notes
+    -----
+    Immutable, so any number of threads may share it. `load` merges a file, the environment and vLLM's
+    `kv_connector_extra_config`; the constructor takes keywords alone.
+
+    Examples
+    --------
+    >>> config = Config(chunk_size=128, max_local_cpu_size="2.5")
+    >>> config.max_local_cpu_bytes == 2.5 * 2**30
+    True
+    >>> Config.load(env={"LMKV_CHUNK_SIZE": "64"}).source("chunk_size")
+    'environment LMKV_CHUNK_SIZE'
+    """
 
     chunk_size: int = _option(
-        256,
-        _integer(1),
-        "What is stored and loaded as one; a multiple of vLLM's block size",
-        "tokens",
+        256, _integer(1, 1 << 20), "What is stored and loaded as one; a multiple of vLLM's block size", "tokens"
     )
     local_cpu: bool = _option(True, _boolean, "Keep chunks in host memory after they were stored or loaded")
     max_local_cpu_size: float = _option(
-        5.0, _number(0, above=True), "Host memory of the engine on one node, all its ranks together", "GB"
+        5.0, _number(0, above=True), "Host memory of the engine on one node, all its ranks together", "GiB"
     )
     local_disk: str | None = _option(
         None, _path, "Folder of the disk tier, as a path or file:///path; none: no disk tier"
     )
-    max_local_disk_size: float = _option(0.0, _number(0), "Capacity of the disk tier", "GB")
+    max_local_disk_size: float = _option(0.0, _number(0), "Capacity of the disk tier", "GiB")
     cache_policy: str = _option("LRU", _one_of(*POLICIES), f"Eviction order: {', '.join(POLICIES)}")
     save_decode_cache: bool = _option(True, _boolean, "Store generated tokens' chunks too")
     min_retrieve_tokens: int = _option(
@@ -182,10 +213,10 @@ class Config:
         "is published; full: its folder entry too",
     )
     disk_min_free: float = _option(
-        1.0, _number(0), "Free space to leave to other programs on the disk tier's file system", "GB"
+        1.0, _number(0), "Free space to leave to other programs on the disk tier's file system", "GiB"
     )
     disk_io_threads: int = _option(
-        16, _integer(1), "Threads that read the disk tier; three quarters of them write, too"
+        16, _integer(1, 1024), "Threads that read the disk tier; three quarters of them write, too"
     )
     disk_direct: Literal["auto", "on", "off"] = _option(
         "auto",
@@ -203,7 +234,7 @@ class Config:
         "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; none",
     )
     prefetch_share: float = _option(
-        0.5, _number(0, 1), "Most of host memory that loads from disk may hold at a time", "0..1"
+        0.5, _number(0, 1), "Most of host memory that prefetches from disk may take at a time", "0..1"
     )
     prefetch_deadline: float = _option(
         0.8, _number(0), "How long a queued request waits for its chunks on disk; then it is computed", "s"
@@ -215,7 +246,7 @@ class Config:
         "auto",
         _one_of("auto", "sync", "async"),
         "Load from host memory within the step that reads it (sync) or between steps (async); auto: within "
-        "it unless others are held up for longer than 5 ms. With asynchronous scheduling always between",
+        "it unless other requests are delayed for longer than 5 ms. With asynchronous scheduling always between",
     )
     use_layerwise: bool = _option(
         False, _boolean, "Copy a layer while the others compute; vLLM then cuts its CUDA graphs at each layer"
@@ -223,7 +254,7 @@ class Config:
     block_major: bool = _option(
         True, _boolean, "On CUDA devices, ask vLLM to keep all layers of a block in one run of bytes"
     )
-    pin_ttl: float = _option(300.0, _number(0, above=True), "How long a pin lasts that nobody releases", "s")
+    pin_ttl: float = _option(300.0, _number(0, above=True), "How long a pin lasts that is not released", "s")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
     """Where values came from, by name; `load` fills it in."""
 
@@ -258,15 +289,15 @@ class Config:
 
     @property
     def max_local_cpu_bytes(self) -> int:
-        return int(self.max_local_cpu_size * GB)
+        return int(self.max_local_cpu_size * GIB)
 
     @property
     def max_local_disk_bytes(self) -> int:
-        return int(self.max_local_disk_size * GB)
+        return int(self.max_local_disk_size * GIB)
 
     @property
     def disk_min_free_bytes(self) -> int:
-        return int(self.disk_min_free * GB)
+        return int(self.disk_min_free * GIB)
 
     def source(self, name: str) -> str:
         """Where the value of `name` comes from."""
@@ -289,7 +320,7 @@ class Config:
         ]
 
     def _refuse(self, name: str, reason: str) -> None:
-        raise ConfigError(f"{self.source(name)}: {name} = {getattr(self, name)!r} {reason}")
+        raise ConfigError(f"{self.source(name)}: {name} = {shown(getattr(self, name))} {reason}")
 
 
 _OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(
@@ -301,8 +332,8 @@ def _settings(
     overrides: Mapping[str, object],
     file: str | os.PathLike[str] | None,
     env: Mapping[str, str],
-    extra: Mapping[str, object],
-) -> Iterator[tuple[str, object, str]]:
+    extra: Mapping[Any, object],
+) -> Iterator[tuple[Any, object, str]]:
     """`(key, value, source)` of everything given, weakest source first."""
     for key, value in overrides.items():
         yield key, value, KEYWORD
@@ -313,7 +344,7 @@ def _settings(
         if name.startswith(ENV_PREFIX) and name not in RESERVED_ENV and not _SERVICE_LINK.fullmatch(name):
             yield name.removeprefix(ENV_PREFIX).lower(), env[name], f"environment {name}"
     for name, value in extra.items():
-        key = name.removeprefix("lmkv.")
+        key = name.removeprefix("lmkv.") if isinstance(name, str) else name
         if key != name and key in extra:
             raise ConfigError(f"{EXTRA}: both {key!r} and {name!r} are given")
         yield key, value, EXTRA
@@ -323,10 +354,25 @@ def _read_yaml(path: Path) -> dict[str, object]:
     # Imported here, because only who has a file needs it.
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Without aliases: a few of them, one within the other, are gigabytes."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("aliases (*name) are not supported")
+            return super().compose_node(parent, index)
+
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"file {path}: {error}") from error
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+        if len(text) > _MAX_FILE_BYTES:
+            raise ConfigError(f"file {path}: is larger than {_MAX_FILE_BYTES} bytes; it is no configuration")
+        content = yaml.load(text.decode("utf-8"), Loader)
+    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"file {path}: {reason}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -334,17 +380,19 @@ def _read_yaml(path: Path) -> dict[str, object]:
     return content
 
 
-def _known(key: str, value: object, source: str) -> Attribute[Any]:
+def _known(key: Any, value: object, source: str) -> Attribute[Any]:
     if key in _OPTIONS:
         return _OPTIONS[key]
-    raise ConfigError(f"{source}: unknown key {key!r} = {value!r}{_hint(str(key))}")
+    raise ConfigError(f"{source}: unknown key {shown(key)} = {shown(value)}{_hint(key)}")
 
 
-def _hint(key: str) -> str:
+def _hint(key: object) -> str:
+    if not isinstance(key, str) or len(key) > 100:
+        return "; keys are names of settings"
     name = key.removeprefix("lmcache.")
     if name in _LMCACHE_EQUIVALENT:
         return f"; it is LMCache's, here it is {_LMCACHE_EQUIVALENT[name]!r}"
-    if name in _LMCACHE_ONLY.split():
+    if name in lmcache_only():
         return "; it is LMCache's, and lmkv does not support it"
     if name != key and name in _OPTIONS:
         return f"; it is LMCache's, here it is {name!r}"
@@ -352,30 +400,11 @@ def _hint(key: str) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def lmcache_only() -> frozenset[str]:
+    """The settings of LMCache that lmkv does not have."""
+    lines = (files("lmkv") / "lmcache_settings.txt").read_text("utf-8").splitlines()
+    return frozenset(name for line in lines if not line.startswith("#") for name in line.split())
+
+
 _LMCACHE_EQUIVALENT: Final = MappingProxyType({"pin_timeout_sec": "pin_ttl", "use_odirect": "disk_direct"})
 """LMCache's names for what lmkv has under another name."""
-
-_LMCACHE_ONLY: Final = """
-app_id audit_actual_remote_url blend_check_layers blend_min_tokens blend_recompute_ratios blend_special_str
-blend_thresholds blocking_timeout_secs chunk_statistics_auto_exit_target_unique_chunks
-chunk_statistics_auto_exit_timeout_hours chunk_statistics_auto_start_statistics chunk_statistics_strategy
-controller_pull_url controller_reply_url discard_partial_chunks enable_async_loading enable_blending
-enable_chunk_statistics enable_controller enable_hidden_state_cache enable_kv_events
-enable_lazy_memory_allocator enable_p2p enable_pd enable_scheduler_bypass_lookup external_lookup_client
-extra_config gds_backend gds_buffer_size gds_path gds_path_sharding hidden_state_layers
-hidden_states_retrieve_mode hit_miss_ratio internal_api_server_enabled internal_api_server_host
-internal_api_server_include_index_list internal_api_server_port_start internal_api_server_socket_path_prefix
-lazy_memory_expand_trigger_ratio lazy_memory_initial_ratio lazy_memory_safe_size lazy_memory_step_ratio
-lmcache_instance_id lmcache_rpc_port lmcache_worker_heartbeat_delay_time lmcache_worker_heartbeat_time
-lmcache_worker_ids lmcache_worker_ports local_cpu_use_hugepages local_disk_path_sharding
-lookup_server_worker_ids lookup_timeout_ms maru_path maru_pool_size max_hidden_state_cpu_size
-max_tokens_per_load mp_host mp_port nixl_backends nixl_buffer_device nixl_buffer_size numa_mode p2p_host
-p2p_init_ports p2p_lookup_ports pd_allocation_timeout_sec pd_backend_mode pd_bidirectional pd_buffer_device
-pd_buffer_size pd_condition_poll_interval_sec pd_max_prefill_len pd_peer_alloc_port pd_peer_host
-pd_peer_init_port pd_peer_query_port pd_proxy_host pd_proxy_port pd_role pd_shutdown_timeout_sec
-pd_skip_proxy_notification pin_check_interval_sec pre_caching_hash_algorithm priority_limit py_enable_gc
-remote_config_url remote_serde remote_storage_plugins remote_url reserve_local_cpu_size retrieve_locations
-run_script_api_enabled runtime_plugin_locations save_unfull_chunk script_allowed_imports skip_last_n_tokens
-storage_plugins store_location transfer_channel use_gds use_gpu_connector_v3
-"""
-"""The settings of LMCache 0.5.6 that lmkv does not have."""

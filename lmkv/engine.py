@@ -1,16 +1,17 @@
-"""Engine: store, retrieve, look up and prefetch KV by the tokens of a prompt, without any server.
+"""Engine: store, retrieve, look up and prefetch KV by the tokens of a prompt, without a server.
 
-Orchestration only: keys come from `hashing`, bytes move in `copier`, chunks live in `tiered`.
+Orchestration only: `chunks` names what is stored, `memory` moves the bytes, `store` keeps them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from attrs import field, frozen
@@ -21,14 +22,13 @@ from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
 from lmkv.errors import ClosedError, UsageError
-from lmkv.memory.copier import ChunkCopy, Copier, Run
+from lmkv.memory.copier import ChunkCopy, Copier, Run, block_ids
 from lmkv.memory.copiers import make_copier
 from lmkv.memory.layerwise import LayerReader, LayerWriter
 from lmkv.memory.paged import PagedMemory
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.prefetch import Prefetch
-from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 from lmkv.store.tiers.iopool import Priority
 from lmkv.store.tiers.stats import StoreStats
@@ -38,7 +38,13 @@ _READ_TIMEOUT = 30.0
 
 @frozen
 class Variant:
-    """What separates two prompts of equal tokens. Prompts share KV only when all of it is equal."""
+    """What keeps prompts of equal tokens apart: they share KV only when all of this is equal.
+
+    `cache_salt`: of a tenant. `lora`: name and path of an adapter. `tags`: anything else, by name.
+
+    >>> Variant(cache_salt="tenant 1") == Variant(cache_salt="tenant 2")
+    False
+    """
 
     cache_salt: str | None = None
     lora: tuple[str, str] | None = None
@@ -61,11 +67,49 @@ _PLAIN = Variant()
 class Engine:
     """KV of token prefixes, between paged tensors and a `TieredStore`.
 
-    `store`: owned by the engine from now on, closed with it. `namespace`: what the bytes mean; it roots the
-    keys. `memory` and `block_size`: the paged tensors and how many tokens one of their blocks holds; an
-    engine without memory can look up, prefetch and pin, but not copy. `rank`: this memory's segment.
+    Parameters
+    ----------
+    store : TieredStore
+        Owned by the engine from now on, and closed with it.
+    namespace : Namespace
+        What the bytes mean; it roots the keys.
+    layout : KVLayout
+        How a chunk lies in a slot of the store.
+    memory : PagedMemory, optional
+        The paged tensors. Without them the engine can look up, prefetch and pin, but not copy.
+    rank : int
+        Which of the layout's ranks this memory is.
+    pin_ttl : float
+        Seconds that pins and prefetches last.
+    name : str
+        For messages.
 
-    Thread-safe: copies of one engine run one at a time, everything else concurrently.
+    Raises
+    ------
+    UsageError
+        The layout's chunks do not fit the store's slots, or the memory is not as the layout says.
+
+    Notes
+    -----
+    Thread-safe: the copies of one engine run one at a time, everything else concurrently. Close it, or use it
+    as a context manager: it owns threads, memory and files. A process that was forked from the engine's
+    cannot use it: every call raises ClosedError.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from lmkv import Config, Engine
+    >>> paged = [torch.randn(8, 16, 2, 4) for _ in range(3)]  # 3 layers: 8 blocks of 16 tokens, 2 heads of 4
+    >>> config = Config(chunk_size=32, max_local_cpu_size=0.001)
+    >>> with Engine.open(paged, block_size=16, model="example", config=config) as engine:
+    ...     prompt = list(range(70))
+    ...     stored = engine.store(prompt, [0, 1, 2, 3])
+    ...     found = engine.lookup(prompt + [1, 2, 3])
+    ...     loaded = engine.retrieve(prompt, [4, 5, 6, 7])
+    >>> stored, found, loaded
+    (64, 64, 64)
+    >>> bool((paged[0][4:8] == paged[0][0:4]).all())
+    True
     """
 
     def __init__(
@@ -79,18 +123,20 @@ class Engine:
         pin_ttl: float = 300.0,
         name: str = "lmkv",
     ) -> None:
+        self.name = name
+        self._store = store
+        self._closed = True
         if layout.slot_bytes > store.slab.slot_bytes:
             raise UsageError(
                 f"a chunk of this layout takes {layout.slot_bytes} bytes, the store's slots have "
                 f"{store.slab.slot_bytes}; build the primary tier with slot_bytes=layout.slot_bytes"
             )
-        self.name = name
-        self._store = store
         self._namespace = namespace
         self._layout = layout
         self._pin_ttl = pin_ttl
         self._copier: Copier | None = make_copier(memory, layout, store.slab, rank) if memory else None
-        self._copying = threading.Lock()
+        self._copy_lock = threading.Lock()
+        self._pace_lock = threading.Lock()
         self._stored = self._retrieved = self._requested = 0
         self._closed = False
 
@@ -106,22 +152,23 @@ class Engine:
         revision: str = "",
         name: str = "lmkv",
     ) -> Self:
-        """An engine over paged KV tensors, one a layer, with the tiers that `config` names.
+        """An engine over paged KV tensors, one per layer, with the tiers that `config` names.
 
         Each tensor has blocks of `block_size` tokens along `block_axis` (0, or 1 for `[2, block, ...]`).
-        `model` and `revision` must tell apart whatever computes different KV.
+        `model` and `revision` must tell apart whatever computes different KV; shapes, strides and dtypes are
+        part of the namespace by themselves. Raises UsageError for tensors that are not blocks of dense bytes.
         """
         config = config or Config.load()
         tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
         memory = PagedMemory.of(tensors, block_axis=block_axis)
-        layout = memory.layout(config.chunk_size, [block_size])
+        layout = memory.layout(config.chunk_size, [_positive(block_size, "block_size")])
         namespace = Namespace(
             model=model,
             revision=revision,
             dtype=str(tensors[0].dtype),
             chunk_size=config.chunk_size,
             block_size=block_size,
-            layout=repr([tuple(tensor.shape[block_axis + 1 :]) for tensor in tensors]),
+            layout=repr((block_axis, [_page_format(tensor, block_axis) for tensor in tensors])),
         )
         pinned = memory.device.type != "cpu"
         store = build_store(config, namespace, layout, shared=False, pinned=pinned)
@@ -131,11 +178,14 @@ class Engine:
             store.close()
             raise
 
+    def __repr__(self) -> str:
+        return f"<Engine {self.name!r}{' (closed)' if self.closed else ''}: chunks of {self.chunk_size} tokens>"
+
     # -- keys ---------------------------------------------------------------------------------------------
 
     @property
     def chunk_size(self) -> int:
-        """Tokens a chunk: only whole chunks are stored and found."""
+        """Tokens per chunk: only whole chunks are stored and found."""
         return self._layout.chunk_size
 
     def keys(self, tokens: Tokens, variant: Variant = _PLAIN) -> list[ChunkKey]:
@@ -149,40 +199,38 @@ class Engine:
 
     # -- copying ------------------------------------------------------------------------------------------
 
-    def store(
-        self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = _PLAIN, wait: float = 0.0
-    ) -> int:
+    def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = _PLAIN, wait: float = 0.0) -> int:
         """Store the KV of a prompt that lies in `blocks`, the first of which holds its first token.
 
         Only whole chunks that `blocks` covers are stored; those already in some tier are not copied again.
         Returns how many leading tokens are in the store now: fewer than covered when there was no room.
 
         Without `wait` it copies into host memory and returns; when lower tiers cannot follow, they miss some
-        chunks. With it, it goes at their pace for at most so many seconds: then every tier gets every chunk
-        that it takes, and a prompt may be longer than the host tier.
+        chunks. With it, it goes at their pace, for at most so many seconds, as do other threads' calls with
+        `wait`: then every tier gets every chunk that it takes, and a prompt may be longer than host memory.
         """
-        self._check_copies()
-        keys = self.keys(tokens, variant)[: self._covered(blocks)]
+        keys, ids = self._request(tokens, blocks, variant)
         deadline = time.monotonic() + wait
-        window = self._store.store_window if wait else len(keys)
         done = self._store.match(keys)[1]
-        idle = False
-        while done < len(keys):
-            accepted = self._store_piece(tokens, blocks, keys, done, done + window)
-            done += accepted
-            # Once nothing was under way and there still was no slot, there will be none.
-            stuck, idle = idle and not accepted, not accepted
-            if stuck or done == len(keys) or not self._store.drain(deadline - time.monotonic()):
-                break
+        with self._pace_lock if wait else contextlib.nullcontext():
+            idle = False
+            while done < len(keys):
+                if wait and not self._store.wait_for_room(deadline - time.monotonic()):
+                    break
+                end = done + self._store.store_window if wait else len(keys)
+                accepted = self._store_window(tokens, ids, keys, done, end)
+                done += accepted
+                # Once nothing was under way and there still was no slot, there will be none.
+                stuck, idle = idle and not accepted, not accepted
+                if stuck or (idle and not self._store.drain(deadline - time.monotonic())):
+                    break
         return done * self.chunk_size
 
-    def _store_piece(
-        self, tokens: Tokens, blocks: Sequence[int], keys: Sequence[ChunkKey], first: int, end: int
-    ) -> int:
-        """Store chunks [first, end) as far as there are slots; how many are taken care of."""
+    def _store_window(self, tokens: Tokens, blocks: list[int], keys: Sequence[ChunkKey], first: int, end: int) -> int:
+        """Store chunks [first, end) as far as there are slots; how many need nothing more."""
         with self._reserve(tokens, keys, first, end) as reservation:
-            copies = self._copies_of(reservation, keys[first:end], blocks, first)
-            with self._copies() as copier:
+            copies = self._slot_copies(reservation, keys[first:end], blocks, first)
+            with self._locked_copier() as copier:
                 copier.store(copies).wait()
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
@@ -194,14 +242,12 @@ class Engine:
         ids = token_bytes(tokens[first * self.chunk_size : (first + len(wanted)) * self.chunk_size])
         return self._store.reserve(wanted, parent=parent, tokens=ids, protect=keys)
 
-    def _copies_of(
-        self, reservation: Reservation, keys: Sequence[ChunkKey], blocks: Sequence[int], first: int
+    def _slot_copies(
+        self, reservation: Reservation, keys: Sequence[ChunkKey], blocks: list[int], first: int
     ) -> list[ChunkCopy]:
         """What fills the reserved slots. `keys`: of the chunks from number `first`."""
         slots = reservation.slots
-        return [
-            self._copy(slots[key], blocks, index) for index, key in enumerate(keys, first) if key in slots
-        ]
+        return [self._chunk_copy(slots[key], blocks, index) for index, key in enumerate(keys, first) if key in slots]
 
     def retrieve(
         self,
@@ -214,17 +260,17 @@ class Engine:
     ) -> int:
         """Fill `blocks` with the stored KV of the longest known prefix; returns its length in tokens.
 
-        Tokens before `skip_tokens`, rounded down to a chunk, are left alone. Lower tiers are read piece by
-        piece through host memory, so that the prefix may be longer than the host tier; a piece that is not
-        there within `timeout` seconds ends the prefix.
+        Tokens before `skip_tokens`, rounded down to a chunk, are not loaded. Lower tiers are read window by
+        window through host memory, so that the prefix may be longer than that; a window that is not there
+        within `timeout` seconds ends the prefix.
         """
-        self._check_copies()
-        keys = self.keys(tokens, variant)[: self._covered(blocks)]
-        start = done = min(skip_tokens // self.chunk_size, len(keys))
+        keys, ids = self._request(tokens, blocks, variant)
+        start = done = self._first_chunk(skip_tokens, keys)
+        self._discover(keys, timeout)
         while done < len(keys):
-            with self._next_piece(keys[done:] if done else keys, timeout) as lease:
-                copies = self._loads(lease, blocks, done)
-                with self._copies() as copier:
+            with self._next_window(keys[done:], timeout) as lease:
+                copies = self._block_copies(lease, ids, done)
+                with self._locked_copier() as copier:
                     copier.load(copies).wait()
             if not copies:
                 break
@@ -245,15 +291,16 @@ class Engine:
         """`retrieve` layer by layer, for a model that computes meanwhile: `with ... as reader`.
 
         `reader.tokens` is what `retrieve` returns, and is true of a layer after `reader.wait(layer)`. At most
-        what host memory holds at once. Leaving the context finishes all layers and waits for the copies.
+        what fits host memory at once. Leaving the context finishes all layers and waits for the copies.
         """
         copier = self._check_copies()
-        keys = self.keys(tokens, variant)[: self._covered(blocks)]
-        first = min(skip_tokens // self.chunk_size, len(keys))
-        with self._next_piece(keys[first:], timeout) as lease:
-            copies = self._loads(lease, blocks, first)
+        keys, ids = self._request(tokens, blocks, variant)
+        first = self._first_chunk(skip_tokens, keys)
+        self._discover(keys, timeout)
+        with self._next_window(keys[first:], timeout) as lease:
+            copies = self._block_copies(lease, ids, first)
             done = first + len(copies)
-            reader = LayerReader(copier, copies, tokens=done * self.chunk_size, guard=self._copies)
+            reader = LayerReader(copier, copies, tokens=done * self.chunk_size, guard=self._locked_copier)
             try:
                 yield reader
             finally:
@@ -270,35 +317,50 @@ class Engine:
         publishes `writer.tokens` leading tokens; after an exception it publishes nothing.
         """
         copier = self._check_copies()
-        keys = self.keys(tokens, variant)[: self._covered(blocks)]
+        keys, ids = self._request(tokens, blocks, variant)
         first = self._store.match(keys)[1]
         with self._reserve(tokens, keys, first, len(keys)) as reservation:
-            copies = self._copies_of(reservation, keys[first:], blocks, first)
+            copies = self._slot_copies(reservation, keys[first:], ids, first)
             tokens_stored = (first + reservation.accepted) * self.chunk_size
-            writer = LayerWriter(copier, copies, tokens=tokens_stored, guard=self._copies)
+            writer = LayerWriter(copier, copies, tokens=tokens_stored, guard=self._locked_copier)
             try:
                 yield writer
                 writer.finish()
             finally:
                 # Before the slots are anybody else's.
                 writer.last.wait()
-            with self._copying:
+            with self._copy_lock:
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
 
-    def _loads(self, lease: Lease, blocks: Sequence[int], first: int) -> list[ChunkCopy]:
+    def _request(self, tokens: Tokens, blocks: Sequence[int], variant: Variant) -> tuple[list[ChunkKey], list[int]]:
+        """The keys of the whole chunks that `blocks` covers, and the block ids as plain ints."""
+        self._check_copies()
+        ids = block_ids(blocks)
+        return self.keys(tokens, variant)[: len(ids) // self._layout.pages_per_chunk(0)], ids
+
+    def _first_chunk(self, skip_tokens: Any, keys: Sequence[ChunkKey]) -> int:
+        if isinstance(skip_tokens, bool) or not isinstance(skip_tokens, int) or skip_tokens < 0:
+            raise UsageError(f"skip_tokens must be an int of at least 0, not {skip_tokens!r}")
+        return min(skip_tokens // self.chunk_size, len(keys))
+
+    def _block_copies(self, lease: Lease, blocks: list[int], first: int) -> list[ChunkCopy]:
         """What fills the blocks of the leased chunks, the first of which is number `first`."""
-        return [self._copy(slot, blocks, index) for index, slot in enumerate(lease.slots, first)]
+        return [self._chunk_copy(slot, blocks, index) for index, slot in enumerate(lease.slots, first)]
+
+    def _chunk_copy(self, slot: int, blocks: list[int], index: int) -> ChunkCopy:
+        pages = self._layout.pages_per_chunk(0)
+        return ChunkCopy(slot, (Run(0, blocks[index * pages : (index + 1) * pages]),))
 
     def _note_retrieved(self, keys: Sequence[ChunkKey], start: int, done: int) -> None:
-        """Numbers [start, done) of the chunks asked for were loaded, which is a use of all before `done`."""
+        """Chunks [start, done) of those asked for were loaded, which is a use of all before `done`."""
         self._store.touch(keys[:done])
-        with self._copying:
+        with self._copy_lock:
             self._requested += len(keys) * self.chunk_size
             self._retrieved += (done - start) * self.chunk_size
 
-    def _next_piece(self, keys: Sequence[ChunkKey], timeout: float) -> Lease:
-        """A lease on the leading chunks that are here, or if the first is not, on what can be brought up."""
+    def _next_window(self, keys: Sequence[ChunkKey], timeout: float) -> Lease:
+        """A lease on the leading chunks in host memory; if the first is not, on what can be promoted."""
         lease = self._store.lease(keys)
         if lease:
             return lease
@@ -310,48 +372,50 @@ class Engine:
         finally:
             promotion.release()
 
-    def _covered(self, blocks: Sequence[int]) -> int:
-        return len(blocks) // self._layout.pages_per_chunk(0)
-
-    def _copy(self, slot: int, blocks: Sequence[int], index: int) -> ChunkCopy:
-        pages = self._layout.pages_per_chunk(0)
-        return ChunkCopy(slot, (Run(0, list(blocks[index * pages : (index + 1) * pages])),))
-
     def _check_copies(self) -> Copier:
         self._check_open()
         if self._copier is None:
-            raise UsageError(
-                f"engine {self.name!r} has no paged memory: give it `memory` to store and retrieve"
-            )
+            raise UsageError(f"engine {self.name!r} has no paged memory: give it `memory` to store and retrieve")
         return self._copier
 
     @contextlib.contextmanager
-    def _copies(self) -> Iterator[Copier]:
-        """Locks `_copying`. An engine that was closed meanwhile copies nothing, and must not say it did."""
-        with self._copying:
+    def _locked_copier(self) -> Iterator[Copier]:
+        """Locks `_copy_lock`. An engine that was closed meanwhile copies nothing, and must not say it did."""
+        with self._copy_lock:
             yield self._check_copies()
 
     def _check_open(self) -> None:
+        if self._store.forked:
+            raise ClosedError(f"engine {self.name!r} belongs to the process that this one was forked from")
         if self._closed:
             raise ClosedError(f"engine {self.name!r} is closed")
 
     # -- looking ahead ------------------------------------------------------------------------------------
 
-    def lookup(self, tokens: Tokens, *, variant: Variant = _PLAIN) -> int:
-        """How many leading tokens are stored, in whichever tier. Changes nothing and promises nothing."""
+    def lookup(self, tokens: Tokens, *, variant: Variant = _PLAIN, timeout: float = 1.0) -> int:
+        """How many leading tokens are stored, in whichever tier. Promises nothing.
+
+        Shared tiers are asked for what other processes stored there, for at most `timeout` seconds.
+        """
         self._check_open()
-        _, found = self._store.match(self.keys(tokens, variant))
-        return found * self.chunk_size
+        keys = self.keys(tokens, variant)
+        self._discover(keys, timeout)
+        return self._store.match(keys)[1] * self.chunk_size
+
+    def _discover(self, keys: Sequence[ChunkKey], timeout: float) -> None:
+        discovery = self._store.discover(keys)
+        if discovery is not None:
+            discovery.wait(timeout)
 
     def prefetch(self, tokens: Tokens, *, variant: Variant = _PLAIN) -> Prefetch:
         """Start to bring a prompt's KV into host memory and return at once.
 
         Demanded loads go first. Prefetches share a bounded part of the host tier; what does not fit, or is
-        not stored, is left out. What has arrived is held for the engine's `pin_ttl` seconds.
+        not stored, is left out. What has arrived stays there for the engine's `pin_ttl` seconds.
         """
         self._check_open()
-        promotion: Promotion = self._store.promote(
-            self.keys(tokens, variant), priority=Priority.PREFETCH, ttl=self._pin_ttl
+        promotion = self._store.promote(
+            self.keys(tokens, variant), priority=Priority.PREFETCH, ttl=self._pin_ttl, discover=True
         )
         return Prefetch(promotion, self.chunk_size, self._layout.chunk_bytes)
 
@@ -369,7 +433,7 @@ class Engine:
     # -- the rest -----------------------------------------------------------------------------------------
 
     def clear(self, tokens: Tokens | None = None, *, variant: Variant = _PLAIN) -> int:
-        """Remove a prompt's chunks, or everything, from every tier; returns how many tokens that were."""
+        """Remove a prompt's chunks, or everything, from every tier; returns how many tokens those were."""
         self._check_open()
         if tokens is None:
             return self._store.clear() * self.chunk_size
@@ -377,22 +441,26 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._closed or self._store.forked
 
     def stats(self) -> EngineStats:
         return EngineStats(self._stored, self._retrieved, self._requested, self._store.stats())
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
-        """Wait until what persistent tiers hold is known, at most `timeout` seconds. Nothing has to wait."""
+        """Wait until what persistent tiers store is known, at most `timeout` seconds. Nothing requires it."""
         return self._store.wait_indexed(timeout)
 
     def drain(self, timeout: float = 10.0) -> bool:
         """Wait until what was stored is in every tier that takes it, at most `timeout` seconds."""
+        if self._store.forked:
+            self._check_open()
         return self._store.drain(timeout)
 
     def close(self) -> None:
         """Finish the I/O under way, bounded in time, and release memory and files. Idempotent."""
-        with self._copying:
+        if self.closed:
+            return
+        with self._copy_lock:
             if self._closed:
                 return
             self._closed = True
@@ -403,7 +471,22 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
+            self.close()
+
+
+def _positive(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be a positive int, not {value!r}")
+    return value
+
+
+def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:
+    """What decides which value each byte of a layer's pages belongs to."""
+    inner = block_axis + 1
+    return str(tensor.dtype), (*tensor.shape[:block_axis], *tensor.shape[inner:]), tensor.stride()[inner:]

@@ -6,6 +6,24 @@ batch are values (`lmkv.outcomes`), never exceptions.
 
 from __future__ import annotations
 
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 80, 80, 40
+
+
+def shown(value: object) -> str:
+    """A value in a message: its repr in a line at most, however large the value is or bad its repr.
+
+    >>> print(shown("a" * 100), shown([[["deep"]]]))
+    'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' [[[...]]]
+    """
+    try:
+        return _SHORT.repr(value)
+    except (ValueError, RecursionError, RuntimeError, TypeError):
+        # An int of 5,000 digits has no repr; neither has an object of a user's that is broken.
+        return f"a {type(value).__name__}"
+
 
 class LmkvError(Exception):
     """Base of everything that lmkv raises on purpose."""

@@ -1,4 +1,4 @@
-"""Results of lookups, reads and writes: values, because a miss or one key's failure is not exceptional."""
+"""Results of lookups, reads and writes as values: a miss, or one key's failure, is no exception."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Presence(Enum):
 
     MISS = "miss"
     READY = "ready"
-    """In the primary tier, complete: it can be leased now."""
+    """Complete in the primary tier: it can be leased now."""
     PENDING = "pending"
-    """On its way into the primary tier (being stored or promoted)."""
+    """Being stored in the primary tier, or promoted into it."""
     SECONDARY = "secondary"
-    """In a lower tier: it has to be promoted first."""
+    """In a lower tier only: it can be promoted."""
 
 
 class ReadStatus(Enum):
@@ -69,12 +69,3 @@ class Written:
 
 STORED = Written(WriteStatus.STORED)
 PRESENT = Written(WriteStatus.PRESENT)
-
-
-class RemovalCause(Enum):
-    """Why a chunk left a tier."""
-
-    EVICTED = "evicted"
-    DELETED = "deleted"
-    QUARANTINED = "quarantined"
-    LOST = "lost"

@@ -1,4 +1,4 @@
-"""The protocols that lmkv's parts meet at: types only, no behaviour.
+"""The protocols between lmkv's parts, and the plain data that crosses them.
 
 Capabilities beyond the plain `Backend` are protocols of their own, found with `isinstance`.
 """
@@ -13,16 +13,16 @@ from attrs import define, field, frozen, validators
 from lmkv.outcomes import Read, Written
 
 ChunkKey = bytes
-"""32 raw bytes, see `lmkv.chunks.hashing`."""
+"""32 raw bytes; see `lmkv.chunks.hashing`."""
 
 
 @frozen
 class Chunk:
-    """A chunk on its way to a backend.
+    """A chunk to be written by a backend.
 
-    `payload`: the bytes, contiguous, owned by the caller, stable until `write` returns.
-    `parent`: key of the chunk before it (empty for a chain's first). `tokens`: little-endian uint32 ids,
-    empty when not known. A backend may persist both to describe what it holds; it never interprets them.
+    `payload`: its bytes, contiguous, owned by the caller, stable until `write` returns. `parent`: key of the
+    chunk before it, empty for a chain's first. `tokens`: its token ids as little-endian uint32, empty when not
+    known. A backend may persist both to describe what it stores; it never interprets them.
     """
 
     key: ChunkKey
@@ -42,7 +42,9 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
-    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]: ...
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Whether each chunk is there. Asked, of a `Shared` backend, for chunks that the index does not know."""
+        ...
 
     def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
         """Fill each caller-owned buffer with its chunk; a buffer's content is undefined unless HIT.
@@ -62,13 +64,6 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class ReadsRanges(Protocol):
-    """A backend that can read part of a chunk: `(key, offset, into)`."""
-
-    def read_ranges(self, items: Sequence[tuple[ChunkKey, int, memoryview]]) -> list[Read]: ...
-
-
 @frozen
 class Listed:
     """One chunk found by `ListsKeys.list_keys`. `nbytes` is what it takes of the tier's capacity."""
@@ -80,7 +75,7 @@ class Listed:
 
 @runtime_checkable
 class ListsKeys(Protocol):
-    """A backend that survives its process and can say what it still holds."""
+    """A backend whose content survives its process, and that can list it."""
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """What is stored, in batches, oldest use first where the medium knows; reads no payload."""
@@ -89,26 +84,25 @@ class ListsKeys(Protocol):
 
 @runtime_checkable
 class SharesRoom(Protocol):
-    """A backend whose medium others fill, too, and that keeps count for all of them.
+    """A backend whose medium other processes and namespaces fill, too, and that counts the bytes of all.
 
-    Others are other processes, and other namespaces, whose chunks take up room without ever being served.
-    Their keys are longer than 32 bytes.
+    Chunks of other namespaces take room without ever being served. Their keys are longer than 32 bytes.
     """
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count bytes that are about to be written; returns the bytes of everybody, these included."""
+        """Count bytes that are about to be written; returns the bytes of all, these included."""
         ...
 
     def release_bytes(self, nbytes: int) -> None:
-        """They were not written."""
+        """Take back a reservation: these bytes were not written."""
         ...
 
     def reclaim(self, keys: Sequence[ChunkKey]) -> int:
-        """`delete`, of others' chunks too; returns the bytes that this freed: none for what was gone."""
+        """`delete`, of other namespaces' chunks too; returns the bytes that this freed."""
         ...
 
     def list_all(self) -> Iterator[list[Listed]]:
-        """`list_keys`, of others' chunks too."""
+        """`list_keys`, of other namespaces' chunks too."""
         ...
 
 
@@ -121,7 +115,11 @@ class SizesChunks(Protocol):
 
 @runtime_checkable
 class Shared(Protocol):
-    """A backend whose content other processes may change: a key unknown to the index may be there."""
+    """A backend whose content other processes may change.
+
+    Where `shared` is true a chunk that the index does not know may be there: it is asked for with `contains`
+    when a request arrives, and the backend is listed again and again if it is `ListsKeys`.
+    """
 
     @property
     def shared(self) -> bool: ...
@@ -130,7 +128,8 @@ class Shared(Protocol):
 class Policy(Protocol):
     """An eviction order over keys and sizes: pure, no clock, no I/O, no values.
 
-    Called only under the owning store's lock. Every key is in one of two states: evictable or held.
+    Called only under the owning store's lock. A known key is either evictable or acquired.
+    `lmkv.policies.PolicyBase` has all of it but the order.
     """
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
@@ -153,9 +152,7 @@ class Policy(Protocol):
         """A known key may be evicted again; this counts as a use. Idempotent."""
         ...
 
-    def evict(
-        self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()
-    ) -> list[ChunkKey] | None:
+    def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
         """Remove and return victims of at least `nbytes` together, none of them in `protect`.
 
         All or nothing: None, and nothing changed, when that much cannot be freed.
@@ -177,20 +174,34 @@ class Clock(Protocol):
 
 @define(eq=False)
 class Tier:
-    """How a store uses a backend. Plain data: build it, hand it to a `TieredStore`.
+    """How a store uses a backend: plain data, to be given to a `TieredStore`.
 
-    Of a primary tier only backend and policy count: its capacity is its slab. `capacity_bytes`: None means as
-    much as the backend takes. `write`: "through" copies chunks down as they are stored, "back" when they
-    leave host memory. `admission`: None admits all.
+    Parameters
+    ----------
+    backend : Backend
+        Where the chunks are.
+    policy : Policy
+        Which of them are evicted first. Every tier has a policy object of its own.
+    capacity_bytes : int, optional
+        At most so many bytes; None for as many as the backend takes. A primary tier's is that of its slots.
+    admission : Admission, optional
+        Which chunks the tier takes; None for all. A primary tier takes all.
+    write : {"through", "back"}
+        Whether a lower tier gets a chunk as it is stored, or as it is evicted from host memory.
+
+    Examples
+    --------
+    >>> from lmkv.backends import NullBackend
+    >>> from lmkv.policies import LRU
+    >>> Tier(NullBackend(), LRU(), capacity_bytes=1 << 30, write="back").name
+    'null'
     """
 
     backend: Backend
     policy: Policy
     capacity_bytes: int | None = None
     admission: Admission | None = None
-    write: Literal["through", "back"] = field(
-        default="through", validator=validators.in_(("through", "back"))
-    )
+    write: Literal["through", "back"] = field(default="through", validator=validators.in_(("through", "back")))
 
     @property
     def name(self) -> str:

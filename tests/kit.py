@@ -81,9 +81,7 @@ def listing_every(seconds: float) -> Iterator[None]:
         yield
 
 
-def put(
-    store: TieredStore, keys: Sequence[ChunkKey], version: int = 0, protect: Iterable[ChunkKey] = ()
-) -> int:
+def put(store: TieredStore, keys: Sequence[ChunkKey], version: int = 0, protect: Iterable[ChunkKey] = ()) -> int:
     """Store chunks as an engine does; returns how many, from the first, were accepted."""
     with store.reserve(keys, protect=tuple(protect) or keys) as reservation:
         for key, slot in reservation.slots.items():
@@ -152,9 +150,7 @@ class Gated(WrapperBackend):
 
     def waiting(self, verb: str, count: int = 1) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._stopped.count(verb) >= count, LIMIT), (
-                f"no {verb} came"
-            )
+            assert self._changed.wait_for(lambda: self._stopped.count(verb) >= count, LIMIT), f"no {verb} came"
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
         self.calls.append((verb, threading.current_thread().name))

@@ -60,26 +60,26 @@ ALLOWED: dict[str, frozenset[str]] = {
 
 BUDGET = {
     "": 60,
-    "errors": 25,
+    "errors": 30,
     "outcomes": 50,
     "protocols": 90,
     "config": 310,
     "build": 50,
-    "engine": 310,
+    "engine": 320,
     "registry": 30,
-    "chunks": 370,
-    "memory": 930,
-    "policies": 220,
-    "store": 850,
-    "store.tiers": 850,
-    "backends": 300,
-    "backends.disk": 760,
-    "vllm": 950,
-    "vllm.scheduler": 830,
+    "chunks": 330,
+    "memory": 850,
+    "policies": 210,
+    "store": 900,
+    "store.tiers": 935,
+    "backends": 360,
+    "backends.disk": 700,
+    "vllm": 920,
+    "vllm.scheduler": 780,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 6600
+WHOLE = 6770
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
@@ -90,10 +90,7 @@ FORBIDDEN: dict[str, frozenset[str]] = {
 STANDARD_LIBRARY_AND_ATTRS = frozenset({"errors", "outcomes", "protocols"})
 STANDARD_LIBRARY = "lmkv.chunks.hashing"
 BACKENDS = ("lmkv.backends.cpu", "lmkv.backends.disk", "lmkv.backends.null")
-NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
-}
+NO_CODE = {*(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE), *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)}
 
 
 @frozen
@@ -186,11 +183,7 @@ def inside_problems(imported: Imported, where: str) -> Iterator[str]:
 
 
 def all_problems(module: str, source: str, *, is_package: bool = False) -> list[str]:
-    return [
-        problem
-        for imported in imports_of(module, source, is_package=is_package)
-        for problem in problems(imported)
-    ]
+    return [problem for imported in imports_of(module, source, is_package=is_package) for problem in problems(imported)]
 
 
 def test_every_room_is_there() -> None:
@@ -242,14 +235,8 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("lmkv.policies.lru", "from lmkv.protocols import ChunkKey\nfrom ..errors import UsageError"),
-        (
-            "lmkv.backends.disk.backend",
-            "from lmkv.chunks.codec import encode\nfrom .folder import ChunkFolder",
-        ),
-        (
-            "lmkv.store.tiered",
-            "from lmkv import protocols\nimport threading\nfrom lmkv.memory.slab import Slab",
-        ),
+        ("lmkv.backends.disk.backend", "from lmkv.chunks.codec import encode\nfrom .folder import ChunkFolder"),
+        ("lmkv.store.tiered", "from lmkv import protocols\nimport threading\nfrom lmkv.memory.slab import Slab"),
         ("lmkv.cli.demo", "def run():\n    import vllm\nif TYPE_CHECKING:\n    from vllm import LLM"),
         ("lmkv.vllm.worker", "import vllm\nfrom lmkv.config import Config\nfrom .metadata import Orders"),
         ("lmkv.chunks.hashing", "from __future__ import annotations\nimport hashlib"),
@@ -274,6 +261,19 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     list(TopologicalSorter({name: found & set(below) for name, found in below.items()}).static_order())
 
 
+def test_protocols_ask_for_six_members_at_most() -> None:
+    """Or nobody writes one."""
+    required = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_protocol = isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Protocol" for base in node.bases)
+            if isinstance(node, ast.ClassDef) and is_protocol:
+                members = [child for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
+                required[f"{name}.{node.name}"] = len(members)
+    assert {"lmkv.protocols.Backend", "lmkv.protocols.Policy"} <= set(required)
+    assert {name: count for name, count in required.items() if count > 6} == {}
+
+
 # -- size ----------------------------------------------------------------------------------------------
 
 
@@ -282,9 +282,7 @@ def code_lines(source: str) -> int:
     docstrings = {
         line
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or 0) + 1)
     }
     lines: set[int] = set()

@@ -13,8 +13,8 @@ from attrs import evolve
 from attrs.exceptions import FrozenInstanceError
 
 import lmkv.config
-from lmkv.config import GB, Config, Setting
-from lmkv.errors import ConfigError
+from lmkv.config import GIB, Config, Setting
+from lmkv.errors import ConfigError, shown
 from lmkv.policies import FIFO, make_admission, make_policy
 
 DEFAULTS: dict[str, object] = {
@@ -215,7 +215,7 @@ def test_a_bad_value_is_refused_with_key_value_and_source(key: str, bad: Any) ->
     for arguments, source in (({key: bad}, "keyword"), ({"extra": {key: bad}}, "kv_connector_extra_config")):
         with pytest.raises(ConfigError) as caught:
             load(**arguments)
-        assert str(caught.value).startswith(f"{source}: {key} = {bad!r} must ")
+        assert str(caught.value).startswith(f"{source}: {key} = {shown(bad)} must ")
     with pytest.raises(ConfigError, match=key):
         Config(**{key: bad})
 
@@ -238,9 +238,7 @@ def test_a_bound_itself_is_good(key: str, bound: float) -> None:
 
 
 def test_a_bad_value_in_the_environment_names_the_variable() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^environment LMKV_CHUNK_SIZE: chunk_size = 'abc' must be a whole"
-    ):
+    with pytest.raises(ConfigError, match=r"^environment LMKV_CHUNK_SIZE: chunk_size = 'abc' must be a whole"):
         load(env={"LMKV_CHUNK_SIZE": "abc"})
 
 
@@ -283,16 +281,14 @@ def test_a_key_of_lmcache_gets_a_hint(key: str) -> None:
             load(extra={name: True})
 
 
-@pytest.mark.parametrize(
-    ("key", "here"), [("pin_timeout_sec", "pin_ttl"), ("lmcache.chunk_size", "chunk_size")]
-)
+@pytest.mark.parametrize(("key", "here"), [("pin_timeout_sec", "pin_ttl"), ("lmcache.chunk_size", "chunk_size")])
 def test_a_key_of_lmcache_with_an_equivalent_names_it(key: str, here: str) -> None:
     with pytest.raises(ConfigError, match=f"LMCache's, here it is '{here}'"):
         load(extra={key: 1})
 
 
 def test_hints_about_lmcache_name_no_setting_of_lmkv() -> None:
-    assert not set(lmkv.config._LMCACHE_ONLY.split()) & set(DEFAULTS)
+    assert not set(lmkv.config.lmcache_only()) & set(DEFAULTS)
     assert not set(lmkv.config._LMCACHE_EQUIVALENT) & set(DEFAULTS)
     assert set(lmkv.config._LMCACHE_EQUIVALENT.values()) <= set(DEFAULTS)
 
@@ -341,7 +337,7 @@ def test_a_disk_capacity_needs_a_disk() -> None:
 
 def test_cross_checks_see_the_merge_and_not_a_single_source(file: Path) -> None:
     file.write_text("local_disk: /mnt\n")
-    assert load(file=file, extra={"max_local_disk_size": 2}).max_local_disk_bytes == 2 * GB
+    assert load(file=file, extra={"max_local_disk_size": 2}).max_local_disk_bytes == 2 * GIB
 
 
 def test_sizes_in_bytes() -> None:
@@ -356,12 +352,8 @@ def test_names_of_choices_in_any_case() -> None:
     assert load(disk_sync=" Full ").disk_sync == "full"
 
 
-@pytest.mark.parametrize(
-    ("word", "expected"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")]
-)
-def test_on_and_off_in_yaml_are_choices_where_choices_are_wanted(
-    file: Path, word: str, expected: str
-) -> None:
+@pytest.mark.parametrize(("word", "expected"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")])
+def test_on_and_off_in_yaml_are_choices_where_choices_are_wanted(file: Path, word: str, expected: str) -> None:
     file.write_text(f"disk_direct: {word}\n")
     assert load(file=file).disk_direct == expected
 
@@ -373,11 +365,7 @@ def test_a_whole_file(file: Path) -> None:
     )
     config = load(file=str(file))
     assert config == Config(
-        chunk_size=128,
-        local_cpu=False,
-        max_local_cpu_size=1.5,
-        local_disk="/mnt/kv",
-        max_local_disk_size=100.0,
+        chunk_size=128, local_cpu=False, max_local_cpu_size=1.5, local_disk="/mnt/kv", max_local_disk_size=100.0
     )
     assert isinstance(config.max_local_disk_size, float)
 
@@ -429,3 +417,88 @@ def test_yaml_is_needed_for_files_alone(file: Path, monkeypatch: pytest.MonkeyPa
     assert load(chunk_size=32).chunk_size == 32
     with pytest.raises(ImportError, match="yaml"):
         load(file=file)
+
+
+# -- careless and hostile sources ----------------------------------------------------------------------
+
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "chunk_size: 2026-13-45",
+        "2026-01-01: 1",
+        "chunk_size: 2026-01-01",
+        "chunk_size: " + "9" * 5000,
+        "chunk_size: " + "[" * 20_000,
+        "max_local_cpu_size: 1e308",
+        "max_local_cpu_size: 1" + "0" * 400,
+        "chunk_size: 1" + "0" * 400,
+        "? [1, 2]\n: 3",
+        "!!python/object/apply:os.getpid []",
+        "chunk_size: *nobody",
+        ALIASES,
+        "x" * (1 << 21),
+        "chunk_size: .nan",
+        "chunk_size: \x00",
+        "- 1",
+        '"' + "k" * 100_000 + '": ' + "v" * 100_000,
+    ],
+    ids=lambda text: text[:24],
+)
+def test_a_file_that_is_no_configuration_is_one_short_error(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="file ") as caught:
+        Config.load(file=file, env={})
+    assert len(str(caught.value)) < 1000 + len(str(file))
+
+
+@pytest.mark.parametrize("value", [10**400, "9" * 5000, 1e308, 10**5000, "1" + "0" * 400], ids=lambda v: type(v))
+@pytest.mark.parametrize("name", ["chunk_size", "max_local_cpu_size", "disk_io_threads"])
+def test_a_number_beyond_reason_is_one_short_error(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        Config(**{name: value})
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ("/some/kv", "/some/kv"),
+        ("file:/some/kv", "/some/kv"),
+        ("file:///some/kv", "/some/kv"),
+        ("FILE://localhost/some/kv", "/some/kv"),
+        ("file:///some%20kv%3Fx", "/some kv?x"),
+        ("file:///a%253Fb", "/a%3Fb"),
+        ("file:///x%3A//y", "/x:/y"),
+        ("/a?b#c d", "/a?b#c d"),
+        ("kv:1", "kv:1"),
+    ],
+)
+def test_a_path_means_what_it_says(given: str, path: str) -> None:
+    assert Config.load(env={}, extra={"local_disk": given, "max_local_disk_size": 1}).local_disk == path
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(" /kv", "/kv ", "/kv\n", " ", "file:kv", "file://host/kv", "file:///kv?size=3", "file:///kv#3"),
+        *("file:///", "/", "//", "http://host/kv", "redis://host", "/k\0v", "file:///k%00v", b"/kv", 3),
+    ],
+)
+def test_a_path_that_means_nothing_is_refused_by_its_source(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_connector_extra_config: local_disk"):
+        Config.load(env={}, extra={"local_disk": given, "max_local_disk_size": 1})
+
+
+def test_the_source_of_an_error_is_where_the_value_came_from(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^environment LMKV_MAX_LOCAL_DISK_SIZE: "):
+        Config.load(env={"LMKV_MAX_LOCAL_DISK_SIZE": "3"})
+    with pytest.raises(ConfigError, match=r"^kv_connector_extra_config: unknown key 7"):
+        Config.load(env={}, extra={7: 1})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"^file .*null byte"):
+        Config.load(env={}, file="/k\0v")

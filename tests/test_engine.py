@@ -15,7 +15,7 @@ import lmkv
 from lmkv import Config, Engine, Namespace, PagedMemory, Tier, TieredStore, Variant
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.chunks.layout import KVLayout
+from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.errors import ClosedError, UsageError
 from lmkv.policies import LRU
 from lmkv.testing.clocks import ManualClock
@@ -39,9 +39,7 @@ class Model:
         for place, block in enumerate(blocks):
             self.expect(tokens, place, block, salt, write=True)
 
-    def expect(
-        self, tokens: Sequence[int], place: int, block: int, salt: int = 0, *, write: bool = False
-    ) -> None:
+    def expect(self, tokens: Sequence[int], place: int, block: int, salt: int = 0, *, write: bool = False) -> None:
         seed = hash((tuple(tokens[: (place + 1) * BLOCK]), salt))
         for layer, tensor in enumerate(self.tensors):
             generator = torch.Generator().manual_seed((seed + layer) % 2**63)
@@ -134,9 +132,7 @@ def test_tokens_of_any_kind(engine: Engine, model: Model, make: Any) -> None:
     assert engine.retrieve(make(prompt), blocks_of(50)) == 48
 
 
-def test_a_longer_prompt_finds_its_known_prefix_and_stores_only_the_rest(
-    engine: Engine, model: Model
-) -> None:
+def test_a_longer_prompt_finds_its_known_prefix_and_stores_only_the_rest(engine: Engine, model: Model) -> None:
     short, long = tokens(40), tokens(40) + tokens(60, seed=1)
     stored(engine, model, short)
     assert engine.lookup(long) == 32
@@ -307,9 +303,7 @@ def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path) -> None:
         assert engine.stats().store.tiers[1].hits == 12, "it has been promoted"
 
 
-def test_close_finishes_what_goes_to_disk(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_finishes_what_goes_to_disk(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TieredStore.close, "__defaults__", (LIMIT,))
     with open_engine(model, 16, disk(tmp_path)) as engine:
         stored(engine, model, tokens(128))
@@ -502,7 +496,7 @@ def test_a_store_that_is_overtaken_by_close_publishes_nothing(model: Model, tmp_
         except ClosedError as error:
             errors.append(error)
 
-    with engine._copying:
+    with engine._copy_lock:
         storing, closing = threading.Thread(target=store), threading.Thread(target=engine.close)
         storing.start()
         eventually(lambda: engine._store.stats().writing > 0)
@@ -527,7 +521,7 @@ def test_an_engine_without_memory_looks_but_does_not_copy(model: Model) -> None:
 
 def test_slots_must_hold_a_chunk_and_the_primary_tier_must_be_memory(model: Model, tmp_path: Path) -> None:
     small = TieredStore(Tier(CPUPinnedBackend(1 << 20, 4096, populate=False), LRU()))
-    layout = KVLayout.uniform(chunk_size=16, block_size=4, num_layers=9, page_bytes=4096)
+    layout = KVLayout(16, (LayerPages(4096, 4),) * 9)
     with pytest.raises(UsageError, match=r"slot_bytes=layout\.slot_bytes"):
         Engine(small, namespace(), layout=layout)
     small.close()

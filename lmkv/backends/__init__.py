@@ -1,4 +1,4 @@
-"""Where chunks are kept. Each backend is imported when it is first named."""
+"""Where tiers keep their chunks. Each backend is imported when its name is first used."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from lmkv.backends.aio import AsyncAdapter as AsyncAdapter, AsyncBackend as AsyncBackend
     from lmkv.backends.cpu import CPUPinnedBackend as CPUPinnedBackend
     from lmkv.backends.disk import LocalDiskBackend as LocalDiskBackend
+    from lmkv.backends.files import AsyncFileBackend as AsyncFileBackend
     from lmkv.backends.null import NullBackend as NullBackend
     from lmkv.backends.wrapper import WrapperBackend as WrapperBackend
 
 _HOMES = {
     "AsyncAdapter": "aio",
     "AsyncBackend": "aio",
+    "AsyncFileBackend": "files",
     "CPUPinnedBackend": "cpu",
     "LocalDiskBackend": "disk",
     "NullBackend": "null",

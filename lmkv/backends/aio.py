@@ -1,24 +1,26 @@
-"""Asyncio at the edge: backends written as coroutines, and the adapter that makes a `Backend` of one."""
+"""Backends that are written as coroutines, and the adapter that makes a `Backend` of one."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError
 from lmkv.outcomes import Read, ReadStatus, Written
-from lmkv.protocols import Chunk, ChunkKey
+from lmkv.protocols import Chunk, ChunkKey, Listed
 
 T = TypeVar("T")
 
 
 class AsyncBackend(Protocol):
-    """The verbs of `Backend` as coroutines: same meaning, same results. All run on one event loop.
+    """The verbs of `Backend` as coroutines, with the same meaning and the same results.
 
-    After `close` nothing else is called. A coroutine may be cancelled at any `await`.
+    All run on one event loop, that of its `AsyncAdapter`. A coroutine may be cancelled at any `await`, and
+    nothing is called after `close`.
     """
 
     @property
@@ -35,15 +37,44 @@ class AsyncBackend(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
+class AsyncListsKeys(Protocol):
+    """`ListsKeys` for an asynchronous backend; `list_keys` is usually an asynchronous generator."""
+
+    def list_keys(self) -> AsyncIterator[list[Listed]]: ...
+
+
 class AsyncAdapter:
-    """An `AsyncBackend` as a `Backend`: its coroutines run on one event-loop thread that this object owns.
+    """An `AsyncBackend` as a `Backend`: its coroutines run on an event loop in a thread of the adapter's own.
 
-    `deadline`: seconds for one call. Reads and writes that miss it are FAILED with `BackendUnavailable` per
-    key; `contains` and `delete` raise that error. A coroutine that was given up may linger (a thread in a
-    system call cannot be cancelled), so it never sees the caller's memory: each call copies its payloads or
-    fills buffers of its own. A backend for which that one copy matters is written as a blocking one.
+    Parameters
+    ----------
+    inner
+        The asynchronous backend, closed with the adapter.
+    deadline
+        Seconds for one call. Keys of a read or write that takes longer are FAILED with `BackendUnavailable`;
+        the other verbs raise it.
 
-    Locks: `_lock` guards `_closed` and the start of a call against `close`; no call runs under it.
+    Notes
+    -----
+    A coroutine that missed its deadline may run on, because a thread in a system call cannot be cancelled. It
+    must not reach the caller's memory then, so each call copies payloads, or reads into buffers of its own.
+    Write a backend for which that copy matters as a blocking one.
+
+    One lock keeps a call from being started after `close`; no call runs under it.
+
+    Examples
+    --------
+    >>> class Nothing:
+    ...     name = "nothing"
+    ...     async def contains(self, keys):
+    ...         return [False] * len(keys)
+    ...     async def close(self):
+    ...         pass
+    >>> backend = AsyncAdapter(Nothing(), deadline=5.0)
+    >>> backend.contains([bytes(32)])
+    [False]
+    >>> backend.close()
     """
 
     def __init__(self, inner: AsyncBackend, *, deadline: float = 30.0) -> None:
@@ -54,15 +85,16 @@ class AsyncAdapter:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"lmkv-aio-{inner.name}", daemon=True)
         self._thread.start()
+        if isinstance(inner, AsyncListsKeys):
+            # On the instance, because `isinstance` looks for the attribute and not every backend has it.
+            self.list_keys = partial(self._list_keys, inner)
+
+    def __repr__(self) -> str:
+        return f"AsyncAdapter({self.inner!r}, deadline={self.deadline})"
 
     @property
     def name(self) -> str:
         return self.inner.name
-
-    @property
-    def alive(self) -> bool:
-        """Whether the event-loop thread runs."""
-        return self._thread.is_alive()
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self._call("contains", self.inner.contains(keys))
@@ -88,23 +120,30 @@ class AsyncAdapter:
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         self._call("delete", self.inner.delete(keys))
 
+    def _list_keys(self, inner: AsyncListsKeys) -> Iterator[list[Listed]]:
+        batches = inner.list_keys()
+        while (batch := self._call("list_keys", _next(batches))) is not None:
+            yield batch
+
     def close(self) -> None:
-        """Close the inner backend, cancel what still runs, and join the thread, each within the deadline."""
+        """Cancel what still runs, close the inner backend, and end the thread, all within the deadline."""
         with self._lock:
             if self._closed:
                 return
+            # No coroutine is started any more, so that `_cancel_and_close` sees all that ever were.
             self._closed = True
-        closing = asyncio.run_coroutine_threadsafe(self._wind_down(), self._loop)
+        closing = asyncio.run_coroutine_threadsafe(self._cancel_and_close(), self._loop)
         try:
             closing.result(self.deadline)
         except TimeoutError as error:
-            raise BackendUnavailable(self.name, "close", reason=f"not done in {self.deadline} s") from error
+            reason = f"it took more than {self.deadline} s"
+            raise BackendUnavailable(self.name, "close", reason=reason) from error
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(self.deadline)
 
     def _call(self, action: str, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and wait for it, but not longer than the deadline."""
+        """Run a coroutine on the loop and wait for its result, at most until the deadline."""
         with self._lock:
             if self._closed:
                 work.close()
@@ -128,9 +167,14 @@ class AsyncAdapter:
         finally:
             self._loop.close()
 
-    async def _wind_down(self) -> None:
+    async def _cancel_and_close(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
         await self.inner.close()
+
+
+async def _next(batches: AsyncIterator[T]) -> T | None:
+    return await anext(batches, None)

@@ -1,4 +1,4 @@
-"""Host memory as a backend: the hot tier, and by itself a complete in-memory store."""
+"""`CPUPinnedBackend`: host memory, as the primary tier of a store or as a backend by itself."""
 
 from __future__ import annotations
 
@@ -13,26 +13,49 @@ from lmkv.protocols import Chunk, ChunkKey
 
 
 class CPUPinnedBackend:
-    """Chunks in the slots of a slab; pinned by whoever maps the slab next to a device.
+    """Chunks in the slots of a slab. The copier of a device pins the slab; this class does not.
 
-    `capacity_bytes`: at most this much host memory, clamped to what the machine has. `slot_bytes`: room for
-    one chunk, rounded up to whole pages. `shared`: other processes will map the slab. `pinned`: a device's
-    driver will be asked to pin it, so RLIMIT_MEMLOCK limits it too.
+    Parameters
+    ----------
+    capacity_bytes
+        Host memory to use at most; less where the machine has less available, as a warning says.
+    slot_bytes
+        Room for one chunk, rounded up to whole pages: take `KVLayout.slot_bytes`.
+    shared
+        Whether other processes of this host will map the slab.
+    populate
+        Whether to have the kernel map all pages in the background, rather than when they are first used.
+    pinned
+        Whether a device's driver will be asked to pin the slab, so that RLIMIT_MEMLOCK limits it.
 
-    The verbs of `Backend` copy and take the backend's lock. A store that uses this backend as its primary
-    tier moves no bytes through them: it takes the slots over with `take_slab`, and the verbs refuse.
+    Raises
+    ------
+    ConfigError
+        When there is no memory for a single slot.
+
+    Notes
+    -----
+    The verbs of `Backend` copy under one lock. A store whose primary tier this is takes the slots over with
+    `take_slab`, copies nothing here, and the verbs raise `UsageError` from then on.
+
+    Examples
+    --------
+    >>> from lmkv.protocols import Chunk
+    >>> backend = CPUPinnedBackend(capacity_bytes=1 << 20, slot_bytes=4096)
+    >>> backend
+    <CPUPinnedBackend 'cpu': 256 of 256 slots of 4096 bytes are free>
+    >>> backend.write([Chunk(bytes(32), memoryview(b"payload"))])[0].status
+    <WriteStatus.STORED: 'stored'>
+    >>> into = memoryview(bytearray(7))
+    >>> backend.read([(bytes(32), into)])[0].status, bytes(into)
+    (<ReadStatus.HIT: 'hit'>, b'payload')
+    >>> backend.close()
     """
 
     name = "cpu"
 
     def __init__(
-        self,
-        capacity_bytes: int,
-        slot_bytes: int,
-        *,
-        shared: bool = False,
-        populate: bool = True,
-        pinned: bool = False,
+        self, capacity_bytes: int, slot_bytes: int, *, shared: bool = False, populate: bool = True, pinned: bool = False
     ) -> None:
         slot_bytes = align_up(slot_bytes)
         capacity = clamp_capacity(capacity_bytes, slot_bytes, pinned=pinned)
@@ -43,15 +66,19 @@ class CPUPinnedBackend:
         if populate:
             self._slab.populate()
 
-    def take_slab(self) -> Slab:
-        """Hand the slots over to a store, which fills, names and frees them from now on.
+    def __repr__(self) -> str:
+        slots = f"{self._slab.free_slots} of {self._slab.num_slots} slots of {self._slab.slot_bytes} bytes"
+        return f"<CPUPinnedBackend {self.name!r}: {slots} are free>"
 
-        Raises UsageError when somebody else has them, or chunks are in them.
+    def take_slab(self) -> Slab:
+        """Give the slots to a store, which allocates, fills and frees them from now on.
+
+        Raises UsageError when another store has them already, or when there are chunks in them.
         """
         with self._lock:
             self._check_open()
             if self._slots:
-                raise UsageError(f"{self.name!r} holds chunks: it cannot become a primary tier")
+                raise UsageError(f"backend {self.name!r} has chunks: a store needs one without")
             self._taken = True
             return self._slab
 
@@ -70,7 +97,7 @@ class CPUPinnedBackend:
             return MISS
         slot, nbytes = found
         if nbytes != len(into):
-            reason = f"it has {nbytes} bytes, the buffer {len(into)}"
+            reason = f"it has {nbytes} bytes, the buffer has {len(into)}"
             return Read.failed(BackendError(self.name, "read", key.hex(), reason))
         into[:] = self._slab.view(slot, len(into))
         return HIT
@@ -85,10 +112,10 @@ class CPUPinnedBackend:
             return PRESENT
         nbytes = len(chunk.payload)
         if nbytes > self._slab.slot_bytes:
-            return Written.rejected(f"{nbytes} bytes do not fit a slot of {self._slab.slot_bytes}")
+            return Written.rejected(f"{nbytes} bytes do not fit a slot of {self._slab.slot_bytes} bytes")
         slot = self._slab.acquire()
         if slot is None:
-            return Written.rejected("full")
+            return Written.rejected("no slot is free")
         self._slab.view(slot, nbytes)[:] = chunk.payload
         self._slots[chunk.key] = (slot, nbytes)
         return STORED
@@ -112,4 +139,4 @@ class CPUPinnedBackend:
         if self._closed:
             raise ClosedError(f"backend {self.name!r} is closed")
         if self._taken:
-            raise UsageError(f"the slots of {self.name!r} belong to a store")
+            raise UsageError(f"the slots of backend {self.name!r} belong to a store")

@@ -1,10 +1,10 @@
-"""`NullBackend`: a tier that keeps nothing, for measuring what the rest costs and as the smallest example."""
+"""`NullBackend`: stores nothing, to measure what the rest costs and as the smallest example."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attrs import define
+from attrs import define, field
 
 from lmkv.errors import ClosedError
 from lmkv.outcomes import MISS, Read, Written
@@ -15,10 +15,23 @@ _REJECTED = Written.rejected("null")
 
 @define(eq=False)
 class NullBackend:
-    """Rejects every chunk and misses every key. No lock, no state but `closed`."""
+    """Rejects every chunk and misses every key.
+
+    Parameters
+    ----------
+    name
+        What logs and statistics call the tier.
+
+    Examples
+    --------
+    >>> from lmkv.protocols import Chunk
+    >>> backend = NullBackend()
+    >>> backend.write([Chunk(bytes(32), memoryview(b"payload"))])[0].status
+    <WriteStatus.REJECTED: 'rejected'>
+    """
 
     name: str = "null"
-    closed: bool = False
+    closed: bool = field(default=False, init=False)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self._check_open()

@@ -1,4 +1,4 @@
-"""`WrapperBackend`: forwards all to another backend; the base of instrumentation and fault injectors."""
+"""`WrapperBackend`: forwards to another backend, as a base for instrumentation and fault injection."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ from functools import partial
 from typing import TypeVar
 
 from lmkv.outcomes import Read, Written
-from lmkv.protocols import (
-    Backend,
-    Chunk,
-    ChunkKey,
-    Listed,
-    ListsKeys,
-    ReadsRanges,
-    Shared,
-    SharesRoom,
-    SizesChunks,
-)
+from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, Shared, SharesRoom, SizesChunks
 
 T = TypeVar("T")
 
 
 class WrapperBackend:
-    """Has the verbs of `Backend` and exactly the capabilities of `inner`: `isinstance` tells the truth.
+    """A backend with the verbs and the capabilities of another one, as `isinstance` sees them, too.
 
-    Override `around` to see every call, or a verb of its own. A capability's verb is `_forward_<verb>` here:
-    the public name exists only on wrappers of a backend that has it. Locks: none.
+    Parameters
+    ----------
+    inner
+        The backend that every call is forwarded to.
+
+    Notes
+    -----
+    Override `around` to see every call, or a verb to change it. The verb of a capability is `_forward_<verb>`
+    here: only wrappers of a backend that has it get the public name. There are no locks.
+
+    Examples
+    --------
+    >>> from lmkv.backends.null import NullBackend
+    >>> class Printing(WrapperBackend):
+    ...     def around(self, verb, call):
+    ...         print(verb)
+    ...         return call()
+    >>> Printing(NullBackend()).contains([bytes(32)])
+    contains
+    [False]
     """
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
-        # On the instance and not the class: protocols look for the attribute, and not every inner has it.
-        if isinstance(inner, ReadsRanges):
-            self.read_ranges = partial(self._forward_read_ranges, inner)
+        # On the instance, because `isinstance` looks for the attribute and not every inner backend has it.
         if isinstance(inner, ListsKeys):
             self.list_keys = partial(self._forward_list_keys, inner)
         if isinstance(inner, SizesChunks):
@@ -53,7 +59,7 @@ class WrapperBackend:
         return self.inner.name
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
-        """Every call but `close` and the cheap properties comes through here. `verb`: the method's name."""
+        """Make one call; all but `close` and plain attributes come here. `verb`: the method's name."""
         return call()
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -70,11 +76,6 @@ class WrapperBackend:
 
     def close(self) -> None:
         self.inner.close()
-
-    def _forward_read_ranges(
-        self, inner: ReadsRanges, items: Sequence[tuple[ChunkKey, int, memoryview]]
-    ) -> list[Read]:
-        return self.around("read_ranges", lambda: inner.read_ranges(items))
 
     def _forward_list_keys(self, inner: ListsKeys) -> Iterator[list[Listed]]:
         return self.around("list_keys", inner.list_keys)

@@ -1,1 +1,1 @@
-"""What a chunk is and what it is called: keys, namespaces, its layout in memory and its form on disk."""
+"""Chunks: their keys and namespaces, their layout in memory, and their format on disk."""

@@ -1,8 +1,8 @@
-"""The on-disk form of a chunk: the only module that knows docs/format.md.
+"""Encodes and decodes the files of chunks, in the format that docs/format.md specifies.
 
-A blob is a header, then the payload at a page boundary, padded with zeros to whole pages. Everything here is
-pure: bytes in, bytes or a typed rejection out. Nothing locks, nothing does I/O, and no size found in hostile
-bytes is ever allocated before it was checked against what is really there.
+A chunk file is a header, then the payload from a page boundary on, padded with zeros to whole pages. This
+module does no I/O. No number in a file is used for an allocation before it was checked against the file's
+real size, so that hostile bytes cost a `FormatError` and nothing else.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from functools import lru_cache
 
 from attrs import field, frozen
 
+from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.chunks.layout import align_up
 from lmkv.errors import LmkvError
 
 try:
-    # The same checksum several times as fast, where it is installed.
+    # Computes the same checksums several times as fast.
     from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32
 
 CHECKSUMS = crc32.__module__
-"""Which implementation computes them."""
+"""The module that computes the checksums: isal.isal_zlib where it is installed, otherwise zlib."""
 
 MAGIC = b"LMKV\r\n\x1a\n"
 VERSION = 1
 PAGE = 4096
-DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 1 << 20
 DEFAULT_SEGMENT_BYTES = 1 << 20
 MAX_SEGMENT_BYTES = 16 << 20
@@ -35,37 +35,20 @@ MAX_SEGMENT_BYTES = 16 << 20
 _FIXED = struct.Struct("<8sHHIQIII32s32s32s")
 _CHECKSUM = struct.Struct("<I")
 _HAS_PARENT = 1
-_NO_PARENT = bytes(DIGEST_BYTES)
+_NO_PARENT = bytes(KEY_BYTES)
 
 
 class FormatError(LmkvError):
-    """These bytes are not a sound blob of this version; the message says what is wrong."""
-
-
-@frozen
-class Cover:
-    """The segments that a range of the payload touches, as payload offsets that meet.
-
-    `start..begin` is one segment covered in part, `begin..stop` are segments covered wholly, `stop..end` is
-    one covered in part again; each may be empty. `first` and `last` number the segments at `start` and at
-    `stop`.
-    """
-
-    first: int
-    last: int
-    start: int
-    begin: int
-    stop: int
-    end: int
+    """These bytes are not a valid chunk file of this version; the message says why."""
 
 
 @frozen
 class Header:
-    """What the header of a blob says.
+    """The header of a chunk file.
 
     `tokens`: little-endian uint32 ids, empty when not recorded. `parent`: empty for a chain's first chunk.
     `checksums`: CRC-32 of each `segment_bytes` of payload, the last one of what is left.
-    `header_bytes`: where the payload begins.
+    `header_bytes`: the offset of the payload.
     """
 
     namespace: bytes = field(repr=bytes.hex)
@@ -81,30 +64,16 @@ class Header:
     def file_bytes(self) -> int:
         return self.header_bytes + align_up(self.payload_bytes, PAGE)
 
-    def cover(self, offset: int, nbytes: int) -> Cover:
-        """The segments of `nbytes` of payload from `offset` on; one ending inside a page is never whole."""
-        until = offset + nbytes
-        first, last = offset // self.segment_bytes, (until - 1) // self.segment_bytes
-        start, end = self._start_of(first), self._start_of(last + 1)
-        begin = start if start == offset else self._start_of(first + 1)
-        stop = end if end == until and end % PAGE == 0 else self._start_of(last)
-        if begin > stop:
-            begin = stop = end
-        return Cover(first, last, start, begin, stop, end)
-
-    def _start_of(self, segment: int) -> int:
-        return min(segment * self.segment_bytes, self.payload_bytes)
-
 
 @lru_cache(maxsize=1024)
 def header_bytes(payload_bytes: int, segment_bytes: int, token_room: int) -> int:
-    """Bytes of the header of a payload, with room for `token_room` token ids."""
+    """Size of the header for a payload of that size, with room for `token_room` token ids."""
     needed = _FIXED.size + 4 * (-(-payload_bytes // segment_bytes) + token_room) + _CHECKSUM.size
     return align_up(needed, PAGE)
 
 
 def segment_checksums(payload: memoryview, segment_bytes: int) -> tuple[int, ...]:
-    """CRC-32 of each segment. Lets go of the interpreter lock while it works on large segments."""
+    """CRC-32 of each segment. Releases the GIL for segments of more than a few KB."""
     return tuple(crc32(payload[at : at + segment_bytes]) for at in range(0, len(payload), segment_bytes))
 
 
@@ -113,11 +82,11 @@ def pack_header(header: Header, into: memoryview) -> None:
     counts = len(header.checksums), len(header.tokens) // 4
     body = _FIXED.size + 4 * sum(counts)
     if body + _CHECKSUM.size > header.header_bytes or header.header_bytes > MAX_HEADER_BYTES:
-        raise FormatError(f"{counts} checksums and tokens do not fit a header of {header.header_bytes} bytes")
+        raise FormatError(f"{counts} checksums and tokens do not fit {header.header_bytes} bytes of header")
     flags = _HAS_PARENT if header.parent else 0
     sizes = header.header_bytes, header.payload_bytes, header.segment_bytes, *counts
     digests = header.namespace, header.key, header.parent or _NO_PARENT
-    if any(len(digest) != DIGEST_BYTES for digest in digests):
+    if any(len(digest) != KEY_BYTES for digest in digests):
         raise FormatError("a digest is not 32 bytes long")
     _FIXED.pack_into(into, 0, MAGIC, VERSION, flags, *sizes, *digests)
     struct.pack_into(f"<{counts[0]}I", into, _FIXED.size, *header.checksums)
@@ -127,16 +96,16 @@ def pack_header(header: Header, into: memoryview) -> None:
 
 
 def peek_header_bytes(start: memoryview) -> int:
-    """How long the header says that it is, from a blob's first page. Raises `FormatError`."""
+    """The length of the header, as the file's first page states it. Raises `FormatError`."""
     if len(start) < PAGE:
-        raise FormatError(f"{len(start)} bytes are no header")
+        raise FormatError(f"the file has {len(start)} bytes, fewer than the smallest header")
     magic, version, _flags, nbytes = struct.unpack_from("<8sHHI", start)
     if magic != MAGIC:
-        raise FormatError("the magic is missing")
+        raise FormatError("it does not begin with the magic of lmkv's chunk files")
     if version != VERSION:
-        raise FormatError(f"version {version} in a file of version {VERSION}")
+        raise FormatError(f"its header has version {version}, its name version {VERSION}")
     if nbytes % PAGE or not PAGE <= nbytes <= MAX_HEADER_BYTES:
-        raise FormatError(f"a header of {nbytes} bytes")
+        raise FormatError(f"a header cannot be {nbytes} bytes long")
     return int(nbytes)
 
 
@@ -144,7 +113,7 @@ def parse_header(data: memoryview) -> Header:
     """The header at the start of `data`, which may be longer. Raises `FormatError` and nothing else."""
     nbytes = peek_header_bytes(data)
     if nbytes > len(data):
-        raise FormatError(f"a header of {nbytes} bytes in {len(data)}")
+        raise FormatError(f"its header of {nbytes} bytes is cut off after {len(data)}")
     (checksum,) = _CHECKSUM.unpack_from(data, nbytes - 4)
     if crc32(data[: nbytes - 4]) != checksum:
         raise FormatError("the header does not match its checksum")
@@ -154,15 +123,15 @@ def parse_header(data: memoryview) -> Header:
 def _decode(data: memoryview, nbytes: int) -> Header:
     _, _, flags, _, payload, segment, sums, tokens, namespace, key, parent = _FIXED.unpack_from(data)
     if flags & ~_HAS_PARENT:
-        raise FormatError(f"unknown flags {flags:#x}")
+        raise FormatError(f"it has unknown flags: {flags:#x}")
     if segment % PAGE or not PAGE <= segment <= MAX_SEGMENT_BYTES:
-        raise FormatError(f"segments of {segment} bytes")
+        raise FormatError(f"segments cannot be {segment} bytes long")
     if payload == 0 or sums != -(-payload // segment):
-        raise FormatError(f"{sums} checksums for a payload of {payload} bytes")
+        raise FormatError(f"it has {sums} checksums for a payload of {payload} bytes")
     at_tokens = _FIXED.size + 4 * sums
     body = at_tokens + 4 * tokens
     if body + _CHECKSUM.size > nbytes:
-        raise FormatError(f"{tokens} tokens do not fit the header")
+        raise FormatError(f"its {tokens} tokens do not fit the header")
     return Header(
         namespace=namespace,
         key=key,
@@ -176,7 +145,7 @@ def _decode(data: memoryview, nbytes: int) -> Header:
 
 
 def verify_segments(header: Header, payload: memoryview, first: int = 0) -> None:
-    """Check the whole segments in `payload`, the first of which is number `first`. Raises `FormatError`."""
+    """Verify consecutive segments, the first of which is number `first`. Raises `FormatError`."""
     sums = segment_checksums(payload, header.segment_bytes)
     for index, found in enumerate(sums, first):
         if found != header.checksums[index]:
@@ -184,5 +153,5 @@ def verify_segments(header: Header, payload: memoryview, first: int = 0) -> None
 
 
 def plausible_file_bytes(nbytes: int) -> bool:
-    """Whether a sound blob can have this size: whole pages, at least one each of header and payload."""
+    """Whether a valid file can have this size: whole pages, at least one of header and one of payload."""
     return nbytes >= 2 * PAGE and nbytes % PAGE == 0

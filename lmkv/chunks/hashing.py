@@ -1,7 +1,7 @@
-"""Tokens to a chain of chunk keys, with the standard library alone.
+"""Computes chunk keys from tokens, with the standard library alone.
 
 Key i is sha256(root || tokens[0 : (i + 1) * chunk_size]), tokens as little-endian uint32: a key stands for
-its chunk and everything before it. One streaming hash gives all keys, so that n tokens cost n, not n squared.
+its chunk and everything before it. One incremental hash gives all keys, so that n tokens cost O(n).
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any, Final, Literal, Protocol
 
 from lmkv.errors import UsageError
 
-_DIGEST_BYTES: Final = 32
+KEY_BYTES: Final = 32
+"""Bytes of a chunk key, of a namespace's digest and of a root, all of which are SHA-256 digests."""
+
 _TOKEN_BYTES: Final = 4
 _UINT32: Final[Literal["I", "L"]] = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 _REROOT_TAG: Final = b"lmkv extras\0"
 
 
 class Tokens(Protocol):
-    """A list, tuple, array, numpy array, torch tensor, or a sequence whose slice is one of these."""
+    """A list, tuple, array, numpy array or torch tensor, or a sequence whose slices are one of these."""
 
     def __len__(self) -> int: ...
 
@@ -30,11 +32,11 @@ class Tokens(Protocol):
 
 
 class KeyChain:
-    """The growing keys of one token sequence: `keys[i]`, 32 bytes, is the key of chunk i.
+    """The keys of one growing token sequence: `keys[i]`, 32 bytes, is the key of chunk i.
 
-    `root`: 32 bytes, see `Namespace.root`. `chunk_size`: tokens. `extras`: chunk index -> 32-byte digest of
-    what that chunk means besides its tokens (an image that overlaps it, say); its key and all
-    later ones depend on it, the keys before it do not. Not thread-safe.
+    `root`: 32 bytes, see `Namespace.root`. `chunk_size`: tokens per chunk. `extras`: by chunk index, a
+    32-byte digest of what else the chunk depends on, such as an image; its key and all later ones depend on
+    it, the keys before it do not. Not thread-safe.
     """
 
     __slots__ = ("_chunk_size", "_extras", "_stream", "keys", "root")
@@ -51,9 +53,9 @@ class KeyChain:
     def extend(self, tokens: Tokens) -> None:
         """Add the keys of the chunks that have become complete; `tokens` is the COMPLETE sequence so far.
 
-        Tokens that were hashed before are not looked at again, and a tail shorter than a chunk never is.
+        Tokens that were hashed before are not read again, and a tail shorter than a chunk is not read at all.
         A token that is no uint32 is a `UsageError` that names its position; the chain stays as it was.
-        A bool inside a list counts as the int that it is; arrays of bools or floats are refused.
+        A bool inside a list counts as 0 or 1; arrays of bools or floats are refused.
         """
         done = len(self.keys)
         complete = _length(tokens) // self._chunk_size
@@ -62,13 +64,13 @@ class KeyChain:
             self._absorb(memoryview(ids), complete - done)
 
     def parent(self, position: int) -> bytes:
-        """The key before `keys[position]`, empty for the first. `len(keys)` asks for the next chunk's."""
+        """The key before `keys[position]`, empty for the first. `len(keys)` is the position of the next."""
         if not 0 <= position <= len(self.keys):
-            raise UsageError(f"no chunk {position} in a chain of {len(self.keys)}")
+            raise UsageError(f"there is no chunk {position} in a chain of {len(self.keys)}")
         return self.keys[position - 1] if position else b""
 
     def _absorb(self, ids: memoryview, chunks: int) -> None:
-        """Hash `chunks` chunks; `ids` has one item a token and may be longer."""
+        """Hash `chunks` chunks; `ids` has one item per token and may be longer."""
         step, extras = self._chunk_size, self._extras
         stream, append = self._stream, self.keys.append
         for start in range(0, chunks * step, step):
@@ -82,23 +84,25 @@ class KeyChain:
         return hashlib.sha256(hashlib.sha256(_REROOT_TAG + before + extra).digest())
 
 
-def chunk_keys(
-    tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None
-) -> list[bytes]:
-    """The keys of all complete chunks of `tokens`: `len(tokens) // chunk_size` of them. See `KeyChain`."""
+def chunk_keys(tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None) -> list[bytes]:
+    """The keys of the `len(tokens) // chunk_size` complete chunks of `tokens`. See `KeyChain`.
+
+    >>> [key.hex()[:8] for key in chunk_keys(range(10), root=bytes(32), chunk_size=4)]
+    ['b02e0d14', '55d1a261']
+    """
     chain = KeyChain(root, chunk_size, extras)
     chain.extend(tokens)
     return chain.keys
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """All tokens as little-endian uint32. A token that is none is a `UsageError` that names its position."""
+    """All tokens as little-endian uint32. Another token is a `UsageError` that names its position."""
     return _uint32(tokens, 0, _length(tokens)).tobytes()
 
 
 def _checked_digest(digest: object, name: str) -> bytes:
-    if not isinstance(digest, bytes) or len(digest) != _DIGEST_BYTES:
-        raise UsageError(f"{name} must be {_DIGEST_BYTES} bytes, not {digest!r}")
+    if not isinstance(digest, bytes) or len(digest) != KEY_BYTES:
+        raise UsageError(f"{name} must be {KEY_BYTES} bytes, not {digest!r}")
     return digest
 
 
@@ -109,7 +113,7 @@ def _checked_extras(extras: Mapping[int, bytes]) -> dict[int, bytes]:
 
 
 def _length(tokens: Tokens) -> int:
-    if isinstance(tokens, (str, bytes, bytearray)):
+    if isinstance(tokens, (str, bytes, bytearray, Mapping)) or not hasattr(tokens, "__getitem__"):
         raise UsageError(f"tokens must be a sequence of ints, not {type(tokens).__name__}")
     if getattr(tokens, "ndim", 1) != 1:
         raise UsageError(f"tokens must have one dimension, not the shape {getattr(tokens, 'shape', None)}")
@@ -117,7 +121,7 @@ def _length(tokens: Tokens) -> int:
 
 
 def _uint32(tokens: Tokens, start: int, stop: int) -> array[int]:
-    """tokens[start:stop], and perhaps some after it, as uint32 that lie little-endian in memory."""
+    """tokens[start:stop], and possibly tokens after it, as uint32 that are little-endian in memory."""
     ids = _native_uint32(tokens, start, stop)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -128,7 +132,7 @@ def _native_uint32(tokens: Tokens, start: int, stop: int) -> array[int]:
     if hasattr(tokens, "dtype"):
         return _from_ndarray(tokens[start:stop], start)
     if start == 0 and isinstance(tokens, (list, tuple)):
-        # Slicing a long list costs a tenth of hashing it. A bad token past `stop` must not matter, though.
+        # Slicing a long list would cost a tenth of hashing it. A bad token past `stop` must not matter.
         try:
             return array(_UINT32, tokens)
         except (OverflowError, TypeError):
@@ -144,7 +148,7 @@ def _from_sequence(tokens: Iterable[int], start: int) -> array[int]:
 
 
 def _from_ndarray(tokens: Any, start: int) -> array[int]:
-    """From a numpy array, or a torch tensor on any device, known by their methods alone."""
+    """From a numpy array or a torch tensor on any device, without importing either library."""
     if hasattr(tokens, "detach"):
         tokens = _from_tensor(tokens)
     kind, itemsize = tokens.dtype.kind, tokens.dtype.itemsize

@@ -1,7 +1,7 @@
-"""Where each byte of a chunk lies: the one description that workers, slabs and files share.
+"""Where each byte of a chunk lies: the layout that workers, slabs and files share.
 
-A chunk is opaque: whole pages of vLLM's paged memory, laid out `[rank][layer][page]`. Nothing here knows
-tokens inside a page, heads or dtypes, so that every attention backend's private page format is safe.
+A chunk is whole pages of vLLM's paged memory, laid out `[rank][layer][page]`. Pages are opaque: tokens inside
+a page, heads and dtypes do not matter here, so that any attention backend's private page format will do.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from itertools import accumulate
 
 from attrs import field, frozen, validators
 
-from lmkv.errors import UsageError
-
 ALIGNMENT = 4096
-"""Slots start and end on this boundary: a memory page, and what O_DIRECT wants."""
+"""Bytes. Slots start and end on this boundary: a memory page, and what O_DIRECT requires."""
 
 
 def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
@@ -25,8 +23,24 @@ def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
 class LayerPages:
     """One layer's share of a chunk on one rank.
 
-    `page_bytes`: bytes of one block of this layer. `pages_per_chunk`: blocks that make a chunk.
-    `group`: which block table (KV cache group) addresses the layer.
+    Parameters
+    ----------
+    page_bytes
+        Bytes of one block of this layer.
+    pages_per_chunk
+        Blocks of this layer per chunk.
+    group
+        Index of the block table (vLLM: KV cache group) that addresses the layer.
+
+    Raises
+    ------
+    ValueError
+        For sizes below 1.
+
+    Examples
+    --------
+    >>> LayerPages(page_bytes=4096, pages_per_chunk=16).nbytes
+    65536
     """
 
     page_bytes: int = field(validator=validators.gt(0))
@@ -38,30 +52,46 @@ class LayerPages:
         return self.page_bytes * self.pages_per_chunk
 
 
-@frozen(slots=False)
+@frozen(slots=False, repr=False)
 class KVLayout:
-    """Byte layout of a chunk of `chunk_size` tokens: `[rank][layer][page]`, no padding in between.
+    """Byte layout of a chunk: `[rank][layer][page]`, without padding in between.
 
-    `layers` describes one rank; all `num_ranks` ranks are alike.
+    `PagedMemory.layout` makes the one that fits given tensors.
+
+    Parameters
+    ----------
+    chunk_size
+        Tokens per chunk.
+    layers
+        The layers of one rank, in their order.
+    num_ranks
+        Ranks that each hold a part of every chunk; all have the same layers.
+
+    Raises
+    ------
+    ValueError
+        For sizes below 1, and without layers.
+
+    Examples
+    --------
+    >>> layout = KVLayout(chunk_size=256, layers=(LayerPages(6000, 16),) * 2)
+    >>> layout
+    <KVLayout: chunk_size=256, num_layers=2, num_ranks=1, chunk_bytes=192000>
+    >>> layout.slot_bytes, layout.span(rank=0, layer=1)
+    (192512, (96000, 96000))
     """
 
     chunk_size: int = field(validator=validators.gt(0))
     layers: tuple[LayerPages, ...] = field(validator=validators.min_len(1))
     num_ranks: int = field(default=1, validator=validators.gt(0))
 
-    @classmethod
-    def uniform(
-        cls, *, chunk_size: int, block_size: int, num_layers: int, page_bytes: int, num_ranks: int = 1
-    ) -> KVLayout:
-        """The layout of a model whose layers are all alike, with `block_size` tokens a block."""
-        if chunk_size % block_size:
-            raise UsageError(f"chunk_size {chunk_size} is not a multiple of block_size {block_size}")
-        layer = LayerPages(page_bytes, chunk_size // block_size)
-        return cls(chunk_size, (layer,) * num_layers, num_ranks)
+    def __repr__(self) -> str:
+        shape = f"num_layers={len(self.layers)}, num_ranks={self.num_ranks}"
+        return f"<KVLayout: chunk_size={self.chunk_size}, {shape}, chunk_bytes={self.chunk_bytes}>"
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
-        """Offset of each layer inside a rank's segment, and the segment's length as the last item."""
+        """Offset of each layer inside a rank's segment; the last item is the segment's length."""
         return (0, *accumulate(layer.nbytes for layer in self.layers))
 
     @property
@@ -74,15 +104,11 @@ class KVLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """`chunk_bytes` rounded up, so that slots stay aligned."""
+        """`chunk_bytes` rounded up to whole memory pages."""
         return align_up(self.chunk_bytes)
 
-    @cached_property
-    def num_groups(self) -> int:
-        return 1 + max(layer.group for layer in self.layers)
-
     def pages_per_chunk(self, group: int) -> int:
-        """Blocks of `group` that a chunk covers."""
+        """Blocks of that block table per chunk."""
         return next(layer.pages_per_chunk for layer in self.layers if layer.group == group)
 
     def span(self, rank: int, layer: int) -> tuple[int, int]:

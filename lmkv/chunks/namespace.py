@@ -1,8 +1,8 @@
-"""What the bytes of a chunk mean, and the roots that chains of chunk keys grow from.
+"""Namespaces: what besides its tokens decides the KV of a chunk, and with it the chunk's key.
 
-Two chunks may share a key only if either could stand in for the other. Everything but the tokens that
-decides this (model, formats, parallel split, cache salt, LoRA adapter) is hashed into the chain's root
-through one injective encoding: no two different descriptions encode to the same bytes.
+Two chunks may share a key only if they are interchangeable. Everything that decides this but the tokens
+(model, formats, parallel split, cache salt, LoRA adapter) is hashed into the root of the chain of keys,
+by an injective encoding: different descriptions never encode to the same bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from attrs import Attribute, asdict, field, frozen
 from lmkv.errors import UsageError
 
 FORMAT_VERSION = 1
-"""Of the keys: raised whenever the same tokens, under the same description, get other keys than before."""
-
-KEY_BYTES = 32
-"""Length of a chunk key, of a namespace digest and of a root (sha256)."""
+"""Version of the keys: raised whenever the same tokens and description get other keys than before."""
 
 _NAMESPACE_TAG = b"lmkv namespace\0"
 _ROOT_TAG = b"lmkv root\0"
@@ -31,8 +28,8 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 def canonical(value: object) -> bytes:
     """Encode None, int, str, bytes, tuples and mappings of them: a type tag, a 64-bit length, the content.
 
-    Injective: equal bytes mean equal types and equal values. Mappings are sorted by their encoded items.
-    Any other type is a `UsageError`.
+    Injective: values that differ in type or content differ in their bytes. Mappings are sorted by their
+    encoded items. Any other type is a `UsageError`.
     """
     match value:
         case None:
@@ -78,12 +75,36 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
 # Without slots, because cached_property keeps its value in the instance's __dict__.
 @frozen(slots=False, kw_only=True)
 class Namespace:
-    """What the bytes of a chunk mean. Chunks of different namespaces never share a key.
+    """What decides the KV of a chunk besides its tokens. Different namespaces never share a key.
 
-    `revision`: of the model, or a fingerprint of its weights. `dtype`: of the model. `kv_cache_dtype`: of
-    the cache, "auto" when it follows the model. `chunk_size`, `block_size`: tokens. `layout`: page format,
-    attention backends, instruction set where pages depend on it. `ranks`: the parallel split.
-    `extra`: anything else, a mapping; kept as sorted pairs.
+    Parameters
+    ----------
+    model, revision
+        The model's name, and its revision or a fingerprint of its weights.
+    dtype, kv_cache_dtype
+        Of the model, and of the cache: "auto" when it is the model's.
+    chunk_size, block_size
+        Tokens per chunk and per block.
+    layout
+        The pages' format: attention backends, and the instruction set where pages depend on it.
+    ranks
+        The parallel split.
+    extra
+        Anything else, a mapping of str to str; kept as sorted pairs.
+
+    Raises
+    ------
+    UsageError
+        For a value of another type, and for sizes below 1.
+
+    Examples
+    --------
+    >>> plain = Namespace(model="mine", dtype="float32", chunk_size=256, block_size=16)
+    >>> tuned = Namespace(model="mine", dtype="float32", chunk_size=256, block_size=16, revision="v2")
+    >>> plain.digest == tuned.digest
+    False
+    >>> plain.root(cache_salt="tenant") == plain.root()
+    False
     """
 
     model: str = field(validator=_text)
@@ -98,7 +119,7 @@ class Namespace:
 
     @cached_property
     def digest(self) -> bytes:
-        """sha256 over the canonical encoding of all fields and `FORMAT_VERSION`, alike in every process."""
+        """SHA-256 of the encoding of all fields and `FORMAT_VERSION`, the same in every process."""
         fields = asdict(self, recurse=False) | {"format": FORMAT_VERSION}
         return hashlib.sha256(_NAMESPACE_TAG + canonical(fields)).digest()
 
@@ -108,11 +129,11 @@ class Namespace:
         lora: tuple[str, str] | None = None,
         extra: Mapping[str, bytes | str] = _NOTHING,
     ) -> bytes:
-        """The 32-byte root of a request's chain; the digest itself for a request with nothing special.
+        """The 32-byte root of a request's chain of keys; without arguments the namespace's digest.
 
-        `cache_salt` keeps tenants apart. `lora` is the adapter's name and path (or fingerprint). `extra`
-        names whatever else changes the KV of every token. None differs from "", and each field from every
-        other. Another type is a `UsageError`.
+        `cache_salt` separates tenants. `lora` is the adapter's name and path (or fingerprint). `extra` is
+        whatever else changes the KV of every token. None differs from "", and each field from every other.
+        Another type is a `UsageError`.
         """
         if cache_salt is None and lora is None and not extra:
             return self.digest

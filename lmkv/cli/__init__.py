@@ -1,4 +1,4 @@
-"""The `lmkv` command: one module per subcommand, put together in `lmkv.cli.app`."""
+"""The `lmkv` command: one module per subcommand, collected in `lmkv.cli.app`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the `lmkv` command; without its extra installed, say what to install."""
+    """Run the `lmkv` command, or say what to install when its dependencies are missing."""
     try:
         from lmkv.cli.app import app
     except ModuleNotFoundError as error:

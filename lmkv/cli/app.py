@@ -1,4 +1,4 @@
-"""The subcommands by name."""
+"""The `lmkv` command's application: its subcommands by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lmkv.cli import bench, demo, doctor, model
 
 app = typer.Typer(
     name="lmkv",
-    help="Keep the KV cache of long prompts outside the device, and load it instead of computing it again.",
+    help="Store the KV cache of long prompts outside the device, and load it instead of computing it again.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -1,4 +1,4 @@
-"""`lmkv bench`: what this machine can do at most, and how near lmkv comes."""
+"""`lmkv bench`: how near lmkv comes to the limits of this machine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Annotated
 import typer
 from attrs import asdict
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lmkv.cli.measure.limits import measure_copies, measure_disk, measure_keys
-from lmkv.cli.measure.report import Panel, rounded
+from lmkv.cli.measure.report import Comparison, rounded
 from lmkv.cli.measure.timing import machine
 from lmkv.cli.measure.ttft import measure_ttft
 
@@ -26,33 +27,30 @@ def bench(
         str | None, typer.Option(help="Model for vLLM.", show_default="a small one with random weights")
     ] = None,
     tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt for vLLM.")] = 8000,
-    host_gb: Annotated[float, typer.Option(help="Host memory of lmkv's tier beside vLLM, in GB.")] = 4.0,
-    engine: Annotated[
-        bool, typer.Option("--engine/--no-engine", help="Whether to measure vLLM, if installed.")
-    ] = True,
+    host_gib: Annotated[float, typer.Option(help="Host memory of lmkv's tier beside vLLM, in GiB.")] = 4.0,
+    engine: Annotated[bool, typer.Option("--engine/--no-engine", help="Whether to measure vLLM, if installed.")] = True,
     disk: Annotated[
-        Path | None, typer.Option(help="Folder on the disk to measure.", show_default="TMPDIR")
+        Path | None, typer.Option(file_okay=False, help="Folder on the disk to measure.", show_default="TMPDIR")
     ] = None,
-    plot: Annotated[Path, typer.Option(help="Where to draw the comparison.")] = Path("lmkv-bench.png"),
+    report: Annotated[Path, typer.Option(help="Where to draw the comparisons.")] = Path("lmkv-bench.png"),
     quick: Annotated[bool, typer.Option("--quick", help="Rough figures in a fraction of the time.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The result as JSON too, in the last line.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON too, in the last line.")] = False,
 ) -> None:
-    """Measure copies, disk, hashing and vLLM's time to first token with lmkv beside the limit of each."""
+    """Measure copies, disk, hashing and vLLM's time to first token with lmkv, beside the limit of each."""
     parent = disk or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
-    panels = list(measured(model, min(tokens, 2048) if quick else tokens, host_gb, engine, parent, quick))
-    show(panels)
-    drawn(panels, plot)
+    length = min(tokens, 2048) if quick else tokens
+    comparisons = list(measured(model, length, host_gib, engine, parent, quick))
+    show(comparisons)
+    drawn(comparisons, report)
     if as_json:
-        rows = [asdict(row) for panel in panels for row in panel.rows()]
+        rows = [asdict(row) for comparison in comparisons for row in comparison.rows()]
         typer.echo(json.dumps({"machine": machine(), "rows": rows}))
 
 
 def measured(
-    model: str | None, tokens: int, host_gb: float, engine: bool, parent: Path, quick: bool
-) -> Iterator[Panel]:
+    model: str | None, tokens: int, host_gib: float, engine: bool, parent: Path, quick: bool
+) -> Iterator[Comparison]:
     say("copies in host memory")
     yield measure_copies(quick=quick)
     say("hashing")
@@ -62,35 +60,35 @@ def measured(
     if engine and find_spec("vllm") is None:
         say("vLLM is not installed: no times to the first token")
     elif engine:
-        yield measure_ttft(tokens, model, parent, host_gb, say)
+        yield measure_ttft(tokens, model, parent, host_gib, say)
 
 
 def say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def show(panels: Sequence[Panel]) -> None:
-    table = Table(title=f"lmkv on {machine()}")
+def show(comparisons: Sequence[Comparison]) -> None:
+    table = Table(title=escape(f"lmkv on {machine()}"))
     for name in ("", "", "beside the limit"):
         table.add_column(name, justify="right" if name else "left")
     table.columns[1].justify = "right"
-    for panel in panels:
-        table.add_row(f"[bold]{panel.title}", "", f"[dim]{panel.better}")
-        for (name, value), row in zip(panel.bars.items(), panel.rows(), strict=True):
+    for each in comparisons:
+        table.add_row(f"[bold]{each.title}", "", f"[dim]{each.better}")
+        for (name, value), row in zip(each.bars.items(), each.rows(), strict=True):
             beside = "the limit" if row.ratio is None else f"{row.ratio:.2f} x"
-            unit = "" if panel.unit == "s" else f" {panel.unit}"
-            table.add_row(f"  {name}", rounded(value, panel.unit) + unit, beside)
-        if panel.note:
-            table.add_row(f"  [dim]{panel.note}")
+            unit = "" if each.unit == "s" else f" {each.unit}"
+            table.add_row(f"  {name}", rounded(value, each.unit) + unit, beside)
+        if each.note:
+            table.add_row(f"  [dim]{each.note}")
     # A pipe has no width; a table that is wrapped at 80 columns could not be read.
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-def drawn(panels: Sequence[Panel], path: Path) -> None:
+def drawn(comparisons: Sequence[Comparison], path: Path) -> None:
     if find_spec("matplotlib") is None:
-        say('no picture without matplotlib: pip install "lmkv[plot]"')
+        say('no picture is drawn without matplotlib: pip install "lmkv[plot]"')
         return
     from lmkv.cli.measure.report import draw
 
-    draw(panels, machine(), path)
+    draw(comparisons, machine(), path)
     say(f"drawn: {path}")

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
+from attrs import asdict
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from lmkv.cli.measure.hit import CONNECTOR, PROMPTS, Measurement, Plan, Progress, measure
-from lmkv.cli.measure.restart import RestartMeasurement, measure_restart
+from lmkv.cli.measure.engines import CONNECTOR
+from lmkv.cli.measure.hit import PROMPTS, Measurement, Plan, Progress, measure_hit
+from lmkv.cli.measure.process import ChildFailedError
+from lmkv.cli.measure.restart import measure_restart
 from lmkv.cli.measure.small_model import SmallModel
 from lmkv.cli.model import whole_heads
 from lmkv.errors import LmkvError
 
-LOG_LINES = 60
 
-Measured = Measurement | RestartMeasurement
+class Medium(StrEnum):
+    """Where the repeated prompts are loaded from."""
 
-
-class Tier(StrEnum):
     RAM = "ram"
     DISK = "disk"
 
@@ -41,35 +42,39 @@ def demo(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
     hidden: Annotated[int, typer.Option(callback=whole_heads, help="Its hidden size, in heads of 64.")] = 512,
     tier: Annotated[
-        Tier, typer.Option(help="ram: send the prompts again; disk: kill vLLM and start it again before.")
-    ] = Tier.RAM,
+        Medium, typer.Option(help="ram: send the prompts again; disk: kill vLLM and start it again in between.")
+    ] = Medium.RAM,
     disk: Annotated[
         Path | None,
-        typer.Option(help="Where to put the disk tier's temporary folder.", show_default="TMPDIR"),
+        typer.Option(file_okay=False, help="Where to put the disk tier's temporary folder.", show_default="TMPDIR"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the model, the disk tier and vLLM's log.")
-    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the model, the disk tier and vLLM's log.")] = False,
     connector: Annotated[str, typer.Option(hidden=True)] = CONNECTOR,
 ) -> None:
-    """Send long prompts to real vLLM cold, then again once its own cache has forgotten them."""
+    """Send long prompts to real vLLM cold, then again once its own cache has evicted them."""
     if find_spec("vllm") is None:
         sys.exit('lmkv demo runs real vLLM, which is not installed: pip install "lmkv[vllm]"')
     model = SmallModel(layers=layers, hidden=hidden, max_position=2 * tokens)
     plan = Plan(tokens=tokens, model=model, connector=None if connector == "none" else connector)
-    with ExitStack() as stack:
-        folder = stack.enter_context(demo_folder(None, keep=keep))
-        if tier is Tier.DISK:
-            kv = stack.enter_context(demo_folder(disk, keep=keep))
-            measured: Measured = quietly(lambda say: measure_restart(plan, folder / "model", kv, say), folder)
-        else:
-            measured = quietly(lambda say: measure(plan, folder / "model", say), folder)
+    try:
+        measured = run(plan, tier, disk, keep=keep)
+    except (LmkvError, ChildFailedError) as error:
+        sys.exit(f"lmkv demo: {error}")
     if as_json:
-        typer.echo(json.dumps(measured.as_dict()))
+        typer.echo(json.dumps(asdict(measured)))
     else:
         show(measured)
     sys.exit(0 if measured.passed else 1)
+
+
+def run(plan: Plan, tier: Medium, disk: Path | None, *, keep: bool) -> Measurement:
+    with ExitStack() as stack:
+        folder = stack.enter_context(demo_folder(None, keep=keep))
+        say = stack.enter_context(progress())
+        if tier is Medium.RAM:
+            return measure_hit(plan, folder, say)
+        return measure_restart(plan, folder, stack.enter_context(demo_folder(disk, keep=keep)), say)
 
 
 @contextmanager
@@ -87,85 +92,48 @@ def demo_folder(parent: Path | None, *, keep: bool) -> Iterator[Path]:
             shutil.rmtree(folder)
 
 
-def quietly(run: Callable[[Progress], Measured], folder: Path) -> Measured:
-    """Run with vLLM's output in a log, whose end is shown if something fails."""
-    log = folder / "vllm.log"
-    try:
-        with diverted_output(log) as terminal, progress_on(terminal) as say:
-            return run(say)
-    except LmkvError as error:
-        sys.exit(f"lmkv demo: {error}")
-    except Exception:
-        typer.echo("".join(log.read_text(errors="replace").splitlines(keepends=True)[-LOG_LINES:]), err=True)
-        raise
-
-
 @contextmanager
-def diverted_output(log: Path) -> Iterator[TextIO]:
-    """Send to `log` what this process and its children print; yield the real standard error."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with os.fdopen(os.dup(1), "w") as out, os.fdopen(os.dup(2), "w") as err, log.open("wb") as sink:
-        os.dup2(sink.fileno(), 1)
-        os.dup2(sink.fileno(), 2)
-        try:
-            yield err
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-
-
-@contextmanager
-def progress_on(stream: TextIO) -> Iterator[Progress]:
-    """One line that changes on a terminal, one line for each step elsewhere."""
-    console = Console(file=stream, highlight=False)
+def progress() -> Iterator[Progress]:
+    """On a terminal one line that changes, elsewhere one line per step."""
+    console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         spinner = Spinner("dots")
-        # Left to itself, Live would bring back to the terminal what was diverted from it.
-        with Live(spinner, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
-            yield lambda text: spinner.update(text=f"{text} ...")
+        with Live(spinner, console=console, transient=True):
+            yield lambda text: spinner.update(text=escape(f"{text} ..."))
     else:
-        yield lambda text: console.print(text, soft_wrap=True)
+        yield lambda text: console.print(escape(text), soft_wrap=True)
 
 
-def show(measured: Measured) -> None:
-    table = Table(title=f"{measured.engine} on {measured.device}", show_header=False)
+def show(measured: Measurement) -> None:
+    table = Table(title=escape(f"{measured.engine} on {measured.device}"), show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    table.add_row("prompt", f"{measured.prompt_tokens:,} tokens")
-    rows = disk_rows(measured) if isinstance(measured, RestartMeasurement) else ram_rows(measured)
-    for name, value in rows.items():
+    for name, value in rows(measured).items():
         table.add_row(name, value)
-    table.add_row("outputs equal", "yes" if measured.outputs_equal else "NO")
     console = Console()
     console.print(table)
     if not measured.hit_as_expected:
-        console.print("[red]A repeated prompt did not hit what its first request left.")
+        console.print("[red]A repeated prompt hit less than what its first request stored.")
     if not measured.outputs_equal:
         console.print("[red]A warm output differs from its cold one.")
 
 
-def ram_rows(measured: Measurement) -> dict[str, str]:
-    return {
-        "hit": f"{measured.hit_tokens:,} tokens",
+def rows(measured: Measurement) -> dict[str, str]:
+    restarted, speed = measured.disk_ttft_s is not None, measured.load_gb_s
+    found = {
+        "prompt": f"{measured.prompt_tokens:,} tokens",
+        "hit after SIGKILL and restart" if restarted else "hit": f"{measured.hit_tokens:,} tokens",
+        "hit from": measured.hit_tier,
         ttft("cold"): f"{measured.cold_ttft_s:.3f} s",
-        ttft("warm"): f"{measured.warm_ttft_s:.3f} s",
-        "speed-up": f"{measured.speedup:.1f} x",
-        "load": "" if measured.load_gb_s is None else f"{measured.load_gb_s:.1f} GB/s",
+        ttft("from memory"): f"{measured.warm_ttft_s:.3f} s",
     }
-
-
-def disk_rows(measured: RestartMeasurement) -> dict[str, str]:
-    return {
-        "hit after SIGKILL and restart": f"{measured.hit_tokens:,} tokens",
-        "hit where": measured.hit_tier,
-        ttft("cold"): f"{measured.cold_ttft_s:.3f} s",
-        ttft("from memory"): f"{measured.ram_ttft_s:.3f} s",
-        ttft("from disk"): f"{measured.disk_ttft_s:.3f} s",
-        "speed-up, disk": f"{measured.speedup:.1f} x",
-        "read past the page cache": "yes" if measured.direct_io else "no",
+    if restarted:
+        found[ttft("from disk")] = f"{measured.disk_ttft_s:.3f} s"
+        found["read past the page cache"] = "yes" if measured.direct_io else "no"
+    return found | {
+        "speed-up": f"{measured.speedup:.1f} x",
+        "load from host memory": "" if speed is None else f"{speed:.1f} GB/s",
+        "outputs equal": "yes" if measured.outputs_equal else "NO",
     }
 
 

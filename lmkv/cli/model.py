@@ -1,7 +1,8 @@
-"""`lmkv model`: make a small model with real random weights, without downloading anything."""
+"""`lmkv model`: write a small model with random weights, without a download."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ def whole_heads(hidden: int) -> int:
 
 
 def model(
-    folder: Annotated[Path, typer.Argument(help="Where to write it; made if missing.")],
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="Where to write it; made if missing.")],
     layers: Annotated[int, typer.Option(min=1)] = 8,
     hidden: Annotated[int, typer.Option(callback=whole_heads, help="Hidden size, in heads of 64.")] = 512,
     dtype: Annotated[str, typer.Option(help=" | ".join(BYTES_PER_VALUE))] = "float32",
@@ -25,7 +26,9 @@ def model(
 ) -> None:
     """Write a small Qwen3-like model with random weights and a tokenizer of numbers."""
     made = SmallModel(layers=layers, hidden=hidden, dtype=dtype, seed=seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    made.write(folder)
-    made.write_tokenizer(folder)
-    typer.echo(f"{folder}: {layers} layers, {made.kv_bytes_per_token:,} bytes of KV a token ({dtype})")
+    try:
+        made.write(folder)
+        made.write_tokenizer(folder)
+    except ImportError as error:
+        sys.exit(f'lmkv model needs transformers and safetensors: pip install "lmkv[cli]" ({error})')
+    typer.echo(f"{folder}: {layers} layers, {made.kv_bytes_per_token:,} bytes of KV per token ({dtype})")

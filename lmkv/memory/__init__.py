@@ -1,1 +1,1 @@
-"""Where the bytes lie and how they move: the slab, the paged KV memory, and the copies between them."""
+"""Slots in host memory, paged KV memory on a device or the host, and the copies between them."""

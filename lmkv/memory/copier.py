@@ -1,13 +1,14 @@
-"""What a copier is told to move, and what every one of them checks and promises."""
+"""The `Copier` protocol, the orders it takes, and the checks that every copier makes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from attrs import frozen
 
-from lmkv.errors import UsageError
+from lmkv.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from lmkv.chunks.layout import KVLayout
@@ -19,7 +20,7 @@ _P = TypeVar("_P")
 
 @frozen
 class Run:
-    """Consecutive pages of a chunk, from `first`, and the blocks that hold them."""
+    """Consecutive pages of a chunk, from number `first` on, and the block of each."""
 
     first: int
     blocks: list[int]
@@ -27,14 +28,14 @@ class Run:
 
 @frozen
 class ChunkCopy:
-    """One chunk's share of a copy order: a slot, and for each block table the run of pages to move."""
+    """One chunk to copy: its slot, and for each block table the run of pages to move."""
 
     slot: int
     runs: tuple[Run, ...]
 
 
 class Event(Protocol):
-    """When a copy has been done. `query` never blocks."""
+    """The end of a copy. `query` says whether it is reached and never blocks, `wait` blocks until then."""
 
     def query(self) -> bool: ...
 
@@ -42,7 +43,7 @@ class Event(Protocol):
 
 
 class Done:
-    """The event of a copy that was finished when its call returned."""
+    """The event of a copy that had ended when its call returned."""
 
     def query(self) -> bool:
         return True
@@ -57,8 +58,8 @@ DONE = Done()
 class Copier(Protocol):
     """Copies between one rank's paged memory and its segment of the slots. Not thread-safe.
 
-    All calls come from the thread that launches the computation, and are ordered with it: stores come after
-    what was launched before, loads before what is launched next.
+    All calls come from the thread that launches the computation and are ordered with it: a store reads what
+    was computed by all that was launched before, a load is complete for all that is launched afterwards.
     """
 
     @property
@@ -69,46 +70,66 @@ class Copier(Protocol):
         ...
 
     def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
-        """Slots into blocks. With `overlap` beside the computation, which reads them after the event only."""
+        """Slots into blocks. With `overlap` the computation does not wait: it reads them after the event."""
         ...
 
     def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        """`store`, a layer with each `next`, which comes once the layer's computation was launched."""
+        """`store`, one layer per `next`, which is called once the layer's computation was launched."""
         ...
 
     def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        """`load`, a layer with each `next`; following layers may be on their way already."""
+        """`load`, one layer per `next`; copies of later layers may have begun already."""
         ...
 
     def close(self) -> None: ...
 
 
 def by_layer(planes: Sequence[_P], num_layers: int, layer_of: Callable[[_P], int]) -> list[list[_P]]:
-    """The planes due with each layer: of several fused layers, the first to load and the last to store."""
+    """The planes to copy with each layer: of fused layers, the first when loading, the last when storing."""
     due: list[list[_P]] = [[] for _ in range(num_layers)]
     for plane in planes:
         due[layer_of(plane)].append(plane)
     return due
 
 
-def check_copies(copies: Sequence[ChunkCopy], num_slots: int, limits: Mapping[int, int]) -> None:
-    """Before the first byte moves: raise UsageError for slots and blocks that do not exist.
+def block_ids(blocks: object) -> list[int]:
+    """The ids in a sequence, a numpy array or a torch tensor of integers, as a list.
 
-    They would become copies of others. `limits`: how many blocks there are, by block table.
+    Raises UsageError for anything else, floats and booleans included: numpy would take those for other ids.
+    """
+    ids = blocks.tolist() if hasattr(blocks, "tolist") else blocks
+    if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray)):
+        raise UsageError(f"block ids must be a sequence of integers, not {shown(blocks)}")
+    return list(ids) if {int}.issuperset(map(type, ids)) else list(map(_block_id, ids))
+
+
+def _block_id(value: Any) -> int:
+    """An int, or the int in a numpy scalar or in a torch tensor without dimensions."""
+    found = value.item() if getattr(value, "ndim", None) == 0 else value
+    if isinstance(found, int) and not isinstance(found, bool):
+        return found
+    raise UsageError(f"a block id must be an integer, not {shown(value)}")
+
+
+def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mapping[int, int]) -> None:
+    """Raise UsageError for slots and blocks that do not exist, before the first byte is copied.
+
+    `num_blocks`: by block table. Neither numpy (with "clip") nor a device would notice: they would copy
+    other pages.
     """
     for copy in copies:
         if not 0 <= copy.slot < num_slots:
-            raise UsageError(f"slot {copy.slot} is not within {num_slots} slots")
-        for group, limit in limits.items():
-            blocks = copy.runs[group].blocks
-            if blocks and (min(blocks) < 0 or max(blocks) >= limit):
-                raise UsageError(f"block ids {min(blocks)}..{max(blocks)} are not within {limit} blocks")
+            raise UsageError(f"slot {copy.slot} does not exist: there are {num_slots} slots")
+    for group, limit in num_blocks.items():
+        ids = block_ids(list(chain.from_iterable(copy.runs[group].blocks for copy in copies)))
+        if ids and (min(ids) < 0 or max(ids) >= limit):
+            raise UsageError(f"block ids {min(ids)}..{max(ids)} do not exist: there are {limit} blocks")
 
 
 def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:
     """Raise UsageError unless the memory, the layout and the slab describe the same chunk."""
     pages = [row.shape[1] for row in memory.rows]
     if pages != [layer.page_bytes for layer in layout.layers]:
-        raise UsageError("the registered KV tensors do not have the page sizes of the layout")
+        raise UsageError("the KV tensors have other page sizes than the layout")
     if layout.chunk_bytes > slab.slot_bytes:
         raise UsageError(f"chunks of {layout.chunk_bytes} bytes do not fit slots of {slab.slot_bytes}")

@@ -1,4 +1,4 @@
-"""The copier for where the paged memory is."""
+"""Chooses the copier for the device that paged memory is on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmkv.memory.slab import SlabMap
 
 
 def make_copier(memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> Copier:
-    """Raises UsageError when memory, layout and slab do not fit, and what torch raises for its device."""
+    """Raises UsageError when memory, layout and slab do not fit, and what torch raises for the device."""
     if memory.device.type == "cpu":
         return CPUCopier(memory, layout, slab, rank)
     from lmkv.memory.cuda import make_cuda_copier

@@ -1,4 +1,4 @@
-"""CUDA as a `Device`: torch's streams and memory, the driver's transfers, and one Triton kernel."""
+"""CUDA as a `Device`: torch's streams and memory, the driver's transfers, and a Triton kernel."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import functools
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,24 +23,24 @@ from lmkv.memory.slab import SlabMap
 logger = logging.getLogger(__name__)
 
 _REGISTER_PIECE = 1 << 30
-"""One registration of hundreds of GiB fails; pieces do not."""
+"""Bytes per registration: one of hundreds of GiB would fail."""
 
 _BATCH = 32
-"""From so many transfers on, one call for all of them is tried."""
+"""Fewest transfers for which one call for all of them is tried."""
 
 _IN_STREAM_ORDER = 1
-"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream gets there."""
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read in the stream's order, not before."""
 
 
 class CUDAError(LmkvError):
-    """The driver refused a call."""
+    """A call of the CUDA driver failed."""
 
 
 class PinnedSlab:
-    """Registers a mapped slab with the driver, so that copies run at full speed beside the CPU.
+    """Registers a slab with the driver (pins it), so that transfers are asynchronous and at full speed.
 
-    In pieces and in the background: a large tier takes seconds, and until its turn comes, as when the driver
-    refuses, memory stays pageable: slower to copy, and just as correct.
+    This takes seconds for a large slab and is done in the background. What is not registered, yet or because
+    the driver refuses, is pageable memory: slower to copy, and just as correct.
     """
 
     def __init__(self, slab: SlabMap, device: torch.device) -> None:
@@ -61,8 +62,8 @@ class PinnedSlab:
             status = int(runtime.cudaHostRegister(address, nbytes, 0))
             if status:
                 logger.warning(
-                    "lmkv: the driver pinned %d of %d bytes of the CPU tier (error %d); the rest is copied "
-                    "at pageable speed",
+                    "lmkv: the driver pinned %d of %d bytes of the CPU tier (error %d); copies of the rest "
+                    "are slower. Check ulimit -l, or lower max_local_cpu_size",
                     offset,
                     self._slab.nbytes,
                     status,
@@ -73,6 +74,7 @@ class PinnedSlab:
     def close(self) -> None:
         """Unregister what is registered. No copy may be under way. Idempotent."""
         self._stop.set()
+        # Afterwards `_pieces` is complete: nothing stays registered that is unmapped next.
         self._thread.join()
         runtime: Any = torch.cuda.cudart()
         while self._pieces:
@@ -106,28 +108,24 @@ class _CUDAStream:
 
 
 class CUDADevice:
-    """One CUDA device. `pinned`: the slab's registration, ended with the device's use."""
+    """One CUDA device, which pins the slab from its construction until `close`."""
 
     def __init__(self, device: torch.device, slab: SlabMap) -> None:
         self._device = device
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._driver.cuMemcpyAsync.argtypes = (
-            ctypes.c_uint64,
-            ctypes.c_uint64,
-            ctypes.c_size_t,
-            ctypes.c_void_p,
-        )
+        address, size, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+        self._driver.cuMemcpyAsync.argtypes = (address, address, size, pointer)
         self._pinned = PinnedSlab(slab, device)
 
-    def compute(self) -> Stream:
-        return _CUDAStream(torch.cuda.current_stream(self._device))
-
-    def stream(self) -> Stream:
+    def stream(self, *, compute: bool = False) -> Stream:
+        if compute:
+            return _CUDAStream(torch.cuda.current_stream(self._device))
         return _CUDAStream(torch.cuda.Stream(self._device))
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        # Made on the compute stream, and used on others for as long as it lives.
+        # torch may give out memory that work queued on the compute stream still uses, and orders only that
+        # stream after it; this memory is used on other streams, too.
         torch.cuda.current_stream(self._device).synchronize()
         return memory.data_ptr(), memory
 
@@ -147,13 +145,13 @@ class CUDADevice:
         assert isinstance(stream, _CUDAStream)
         queue = stream.stream.cuda_stream
         batched = _batched_copy() if len(spans.sources) >= _BATCH else None
-        # It may refuse memory that is not pinned yet, which single copies take.
+        # One call may fail for memory that is not pinned yet; single copies work with it.
         if batched is not None and batched(spans, queue):
             return
         for source, target in zip(spans.sources.tolist(), spans.targets.tolist(), strict=True):
             status = self._driver.cuMemcpyAsync(target, source, spans.nbytes, queue)
             if status:
-                raise CUDAError(f"cuMemcpyAsync failed with error {status} of the CUDA driver")
+                raise CUDAError(f"cuMemcpyAsync of {spans.nbytes} bytes failed with driver error {status}")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -162,49 +160,21 @@ class CUDADevice:
         self._pinned.close()
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
-
-    _fields_ = (
-        ("source_access_order", ctypes.c_uint),
-        ("source", _Location),
-        ("target", _Location),
-        ("flags", ctypes.c_uint),
-    )
-
-
-class _BatchedCopy:
-    """`cuMemcpyBatchAsync` as CUDA 12.8 defined it: any number of copies for one call."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def __call__(self, spans: Spans, queue: int) -> bool:
-        """Whether the driver took them, which it does all or none."""
-        sources, targets = np.ascontiguousarray(spans.sources), np.ascontiguousarray(spans.targets)
-        sizes = np.full(len(sources), spans.nbytes, np.uint64)
-        attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
-        status: int = self._function(
-            targets.ctypes.data,
-            sources.ctypes.data,
-            sizes.ctypes.data,
-            len(sizes),
-            ctypes.addressof(attributes),
-            ctypes.addressof(first),
-            1,
-            ctypes.addressof(failed),
-            queue,
-        )
-        return status == 0
+def _copy_batch(function: Any, spans: Spans, queue: int) -> bool:
+    """Queue all copies in one call; False when the driver refused, and queued none."""
+    sources, targets = np.ascontiguousarray(spans.sources), np.ascontiguousarray(spans.targets)
+    sizes = np.full(len(sources), spans.nbytes, np.uint64)
+    # CUmemcpyAttributes: the access order, two hints of a type and an id each, flags.
+    attributes = (ctypes.c_uint * 6)(_IN_STREAM_ORDER)
+    first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    copies = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)
+    options = ctypes.addressof(attributes), ctypes.addressof(first), 1, ctypes.addressof(failed)
+    return bool(function(*copies, *options, queue) == 0)
 
 
 @functools.cache
-def _batched_copy() -> _BatchedCopy | None:
-    """None where the driver is older than CUDA 12.8."""
+def _batched_copy() -> Callable[[Spans, int], bool] | None:
+    """`_copy_batch` with `cuMemcpyBatchAsync` as CUDA 12.8 defines it; None with an older driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     function, found = ctypes.c_void_p(), ctypes.c_int()
     status = driver.cuGetProcAddress_v2(
@@ -213,12 +183,10 @@ def _batched_copy() -> _BatchedCopy | None:
     if status or not function.value:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    kind = ctypes.CFUNCTYPE(
-        ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
-    )
-    return _BatchedCopy(kind(function.value))
+    kind = ctypes.CFUNCTYPE(ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+    return functools.partial(_copy_batch, kind(function.value))
 
 
 def make_cuda_copier(memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> DeviceCopier:
-    """Raises what torch raises where there is no such device."""
+    """Raises UsageError when they do not fit, and what torch or the driver raises without such a device."""
     return DeviceCopier(CUDADevice(memory.device, slab), memory, layout, slab, rank)

@@ -1,4 +1,4 @@
-"""The one kernel: many equally long runs of bytes, each from one address to another, on the device."""
+"""The Triton kernel that copies many equally long runs of bytes on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 @triton.jit
 def _move(sources, targets, length, WORD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Program [i, j] moves words j * BLOCK and following of run i."""
+    """Program [i, j] copies BLOCK words of run i, from word j * BLOCK on."""
     run = tl.program_id(0)
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(sources + run).to(tl.pointer_type(WORD))
@@ -22,7 +22,7 @@ def _move(sources, targets, length, WORD: tl.constexpr, BLOCK: tl.constexpr):  #
 
 
 def launch_move(sources: torch.Tensor, targets: torch.Tensor, nbytes: int, word: int) -> None:
-    """On the current stream, `nbytes` from each address in `sources` to the one in `targets`, int64 [n] both.
+    """On the current stream, copy `nbytes` from each of `sources` to the same place in `targets`, int64 [n].
 
     `word`: 1, 2, 4 or 8 bytes, that all addresses and `nbytes` are multiples of.
     """

@@ -1,4 +1,4 @@
-"""Layer by layer: copies that overlap the computation of the model's other layers."""
+"""Copies layer by layer, which overlap the computation of other layers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from lmkv.memory.copier import DONE, ChunkCopy, Copier, Event
 
 Guard = Callable[[], AbstractContextManager[object]]
-"""Entered around each use of the copier, which is not thread-safe."""
+"""A lock of the copier, taken around each use because copiers are not thread-safe."""
 
 
 class _Layers:
-    """The copies of one layer after the other, each begun by the thread that launches the computation."""
+    """Copies one layer after the other. `done`: layers begun. `last`: the event of the latest of them."""
 
     def __init__(self, events: Iterator[Event], num_layers: int, guard: Guard) -> None:
         self._events = events
@@ -29,10 +29,10 @@ class _Layers:
 
 
 class LayerReader:
-    """Fills blocks layer by layer. `tokens`: how many of the prompt's leading ones are there in the end.
+    """Fills blocks layer by layer. `tokens`: how many leading tokens of the prompt are loaded in the end.
 
-    `wait(layer)` comes before what reads that layer is launched; the following layers are on their way
-    meanwhile. Raises what the copier raises.
+    Call `wait(layer)` before you launch what reads that layer; later layers are being copied meanwhile.
+    Raises what the copier raises.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class LayerReader:
         return self._layers.done == self._layers.num_layers
 
     def wait(self, layer: int) -> None:
-        """Order what is launched from now on after this layer's load, and those of the layers before it."""
+        """Have what is launched from now on see this layer, and the layers before it, loaded."""
         self._layers.upto(layer)
 
     def finish(self) -> Event:
-        """Load what nobody waited for; the event of all of it."""
+        """Load the layers that `wait` was not called for; returns the event of the whole load."""
         self._layers.upto(self._layers.num_layers - 1)
         return self._layers.last
 
 
 class LayerWriter:
-    """Takes blocks into slots layer by layer: `save(layer)` comes once what writes it was launched.
+    """Stores blocks layer by layer. `tokens`: how many leading tokens of the prompt are stored in the end.
 
-    `tokens`: how many of the prompt's leading ones will be stored in the end. Raises what the copier raises.
+    Call `save(layer)` once you have launched what computes that layer. Raises what the copier raises.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class LayerWriter:
         self._computed: set[int] = set()
 
     def save(self, layer: int) -> None:
-        """Store this layer, as soon as those before it are: layers may be computed in any order."""
+        """Store this layer once the layers before it are stored: they may be computed in any order."""
         self._computed.add(layer)
         while self._layers.done in self._computed:
             self._layers.upto(self._layers.done)
 
     @property
     def last(self) -> Event:
-        """The event of what has been begun."""
+        """The event of the layers that have been begun."""
         return self._layers.last
 
     def finish(self) -> Event:
-        """Store the rest, all of it computed by now; the event of everything."""
+        """Store the layers that are left, all computed by now; returns the event of the whole store."""
         self._layers.upto(self._layers.num_layers - 1)
         return self.last

@@ -1,7 +1,7 @@
-"""Paged memory seen as rows: `[block, bytes of one block]` for every layer, whatever the attention backend.
+"""Paged KV tensors of any attention backend as rows of bytes: uint8 [block, bytes per block] per plane.
 
-A page's inside is private to the backend that writes it, so rows are opaque bytes. What has to hold is that
-each block is one dense run of memory per plane; interleaving between layers is fine.
+What is inside a page is private to the attention backend. All that has to hold is that a block is one dense
+run of memory in each plane; blocks of several layers may be interleaved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lmkv.errors import UsageError
 def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
     """`plane` [block, ...] as uint8 [block, page_bytes] over the same memory.
 
-    Raises UsageError when a block is not dense, because then no run of bytes is a page.
+    Raises UsageError when a block is not one run of bytes.
     """
     inner = sorted(zip(plane.stride()[1:], plane.shape[1:], strict=True))
     expected = 1
@@ -26,7 +26,7 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
             raise UsageError(f"{name}: a block of shape {tuple(plane.shape[1:])} is not dense in memory")
         expected *= size
     if plane.shape[0] > 1 and plane.stride(0) < expected:
-        raise UsageError(f"{name}: its blocks overlap in memory")
+        raise UsageError(f"{name}: blocks overlap in memory")
     item = plane.element_size()
     rows = torch.empty(0, dtype=torch.uint8, device=plane.device)
     return rows.set_(
@@ -38,7 +38,7 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
 
 
 def planes(tensor: torch.Tensor, block_axis: int) -> list[torch.Tensor]:
-    """The parts of a layer's tensor that have blocks as their first axis: `[2, block, ...]` has two."""
+    """The parts of a layer's tensor whose first axis is the block: `[2, block, ...]` has two of them."""
     if block_axis == 0:
         return [tensor]
     if block_axis == 1:
@@ -47,11 +47,38 @@ def planes(tensor: torch.Tensor, block_axis: int) -> list[torch.Tensor]:
 
 
 class PagedMemory:
-    """The registered KV tensors of one rank. `rows`: per plane, uint8 [num_blocks, page_bytes].
+    """The KV tensors of one rank, as planes of opaque pages. `PagedMemory.of` makes it from plain tensors.
 
-    `groups`: for each plane the block table that addresses it. `layers`: for each plane the model's layers
-    that it holds, each plane's own by default. Planes whose blocks lie next to each other (all layers of a
-    block in one run) are fused, so that a block moves in one piece.
+    Parameters
+    ----------
+    rows
+        Per plane, uint8 [num_blocks, page_bytes]: see `block_rows`.
+    groups
+        Per plane, the index of the block table that addresses it; 0 for all by default.
+    layers
+        Per plane, the index of the model's layer that it belongs to; its own index by default.
+    fuse
+        Treat planes as one where their blocks adjoin in memory (vLLM's block-major layouts), so that a block
+        is copied in one run.
+
+    Raises
+    ------
+    UsageError
+        Without rows, and when rows of one block table differ in their number of blocks.
+
+    Notes
+    -----
+    `rows` share the tensors' memory. `num_blocks` says how many blocks there are, by block table. Nothing is
+    locked: whoever computes with the tensors and whoever copies must not use the same blocks at once.
+
+    Examples
+    --------
+    >>> kv = [torch.zeros((64, 2, 16, 8), dtype=torch.float16) for _ in range(4)]
+    >>> memory = PagedMemory.of(kv)
+    >>> memory
+    <PagedMemory on cpu: 4 layers in 4 planes, blocks by table {0: 64}>
+    >>> memory.layout(chunk_size=256, block_sizes=[16]).chunk_bytes == 16 * kv[0][0].nbytes * 4
+    True
     """
 
     def __init__(
@@ -65,19 +92,22 @@ class PagedMemory:
         if not rows:
             raise UsageError("no KV tensors to register")
         self.rows, self.groups = list(rows), list(groups or [0] * len(rows))
+        self.num_blocks = _num_blocks(self.rows, self.groups)
         self.layers = [range(layer, layer + 1) for layer in layers or range(len(rows))]
         if fuse:
             self._fuse()
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor], *, block_axis: int = 0) -> PagedMemory:
-        """Tensors that one block table addresses; `block_axis` is where their blocks are."""
+        """From one tensor per layer, all of one block table. `block_axis`: 0, or 1 for [2, block, ...]."""
         rows = [
-            (layer, block_rows(plane))
-            for layer, tensor in enumerate(tensors)
-            for plane in planes(tensor, block_axis)
+            (layer, block_rows(plane)) for layer, tensor in enumerate(tensors) for plane in planes(tensor, block_axis)
         ]
         return cls([row for _, row in rows], layers=[layer for layer, _ in rows])
+
+    def __repr__(self) -> str:
+        shape = f"{self.num_layers} layers in {len(self.rows)} planes, blocks by table {self.num_blocks}"
+        return f"<PagedMemory on {self.device}: {shape}>"
 
     @property
     def device(self) -> torch.device:
@@ -88,13 +118,11 @@ class PagedMemory:
         return max(layers.stop for layers in self.layers)
 
     def layout(self, chunk_size: int, block_sizes: Sequence[int], num_ranks: int = 1) -> KVLayout:
-        """How a chunk of this memory lies in a slot. `block_sizes`: tokens a block, by group."""
+        """The layout of this memory's chunks. `block_sizes`: tokens per block, by block table."""
         layers = []
         for row, group in zip(self.rows, self.groups, strict=True):
             if chunk_size % block_sizes[group]:
-                raise UsageError(
-                    f"chunk_size {chunk_size} is not a multiple of the block size {block_sizes[group]}"
-                )
+                raise UsageError(f"chunk_size {chunk_size} is not a multiple of the block size {block_sizes[group]}")
             layers.append(LayerPages(row.shape[1], chunk_size // block_sizes[group], group))
         return KVLayout(chunk_size, tuple(layers), num_ranks)
 
@@ -110,6 +138,17 @@ class PagedMemory:
             else:
                 fused.append((row, group, layers))
         self.rows, self.groups, self.layers = map(list, zip(*fused, strict=True))
+
+
+def _num_blocks(rows: Sequence[torch.Tensor], groups: Sequence[int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for row, group in zip(rows, groups, strict=True):
+        if found.setdefault(group, len(row)) != len(row):
+            raise UsageError(
+                f"KV tensors of {found[group]} and of {len(row)} blocks cannot share a block table: a block "
+                "must exist in every tensor of its table"
+            )
+    return found
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:

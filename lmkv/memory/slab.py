@@ -1,8 +1,8 @@
-"""The slab: one region of host memory cut into equal slots, one chunk a slot.
+"""The slab: one region of host memory in equal slots, each of which has room for one chunk.
 
-The slab is the CPU tier and the staging buffer of every other tier, so that nothing is copied twice in host
-memory. Shared, it is an anonymous memory file: other processes map it through its owner's file descriptor,
-its size is not bound by /dev/shm, and the kernel frees it with its last user, however that one dies.
+It is the CPU tier and the staging memory of all other tiers, so that no chunk is copied twice in host memory.
+A shared slab is an anonymous memory file: other processes map it through its owner's file descriptor,
+/dev/shm does not limit its size, and the kernel frees it with the last process that uses it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23
 _PIECE = 8 << 20
+"""Bytes populated per call."""
 _RAM_SHARE = 0.8
-"""Of the memory that is available now: the rest is for whoever else lives here."""
+"""Share of the available memory that a slab may take."""
 
 
 @frozen
 class SlabRef:
-    """What another process on this host needs to map a shared slab."""
+    """What another process on this host needs to `attach` a shared slab."""
 
     path: str
     nbytes: int
@@ -42,27 +43,27 @@ class SlabRef:
 
 
 def available_ram(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can still be taken: MemAvailable, or less where a control group says so."""
+    """Bytes of memory that are available: MemAvailable, or less where a control group limits them."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError, KeyError):
         free = 1024 * _numbers(meminfo)["MemAvailable:"]
     with contextlib.suppress(OSError, ValueError, KeyError):
         limit, used = int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())
-        # The group's page cache counts as used, but goes when memory is wanted.
+        # The group's page cache counts as used, but the kernel frees it when memory is needed.
         cache = _numbers(cgroup / "memory.stat")
         free = min(free, limit - used + cache["inactive_file"] + cache["active_file"])
     return max(free, 0)
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """From lines of a name and a number."""
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
 
 
 def clamp_capacity(wanted: int, slot_bytes: int, *, pinned: bool = False) -> int:
-    """`wanted` bytes cut down to what this machine can give, in whole slots, with one log line if cut.
+    """`wanted` bytes in whole slots, cut to what this machine can give; a warning says so.
 
-    `pinned`: the slab will be registered with a device, so RLIMIT_MEMLOCK counts too.
+    `pinned`: the slab will be registered with a device's driver, so that RLIMIT_MEMLOCK is a limit, too.
     Raises ConfigError when not even one slot fits.
     """
     limits = {"available memory": int(available_ram() * _RAM_SHARE)}
@@ -78,14 +79,13 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, pinned: bool = False) -> int
             f"{slot_bytes} bytes; raise it or lower chunk_size"
         )
     if wanted > limit:
-        logger.warning(
-            "lmkv: CPU tier cut from %.2f GiB to %.2f GiB by %s", wanted / 2**30, capacity / 2**30, reason
-        )
+        sizes = wanted / 2**30, capacity / 2**30
+        logger.warning("lmkv: max_local_cpu_size cut from %.2f GiB to %.2f GiB by %s", *sizes, reason)
     return capacity
 
 
 class SlabMap:
-    """A mapping of a slab: bytes by slot, without bookkeeping. Not thread-safe to close while in use.
+    """A mapping of a slab, without knowledge of which slots are used. Not to be closed while it is used.
 
     `array`: uint8 [num_slots, slot_bytes].
     """
@@ -99,6 +99,9 @@ class SlabMap:
         self._stop = threading.Event()
         self._populator: threading.Thread | None = None
 
+    def __repr__(self) -> str:
+        return f"<SlabMap: {self.num_slots} slots of {self.slot_bytes} bytes>"
+
     @property
     def nbytes(self) -> int:
         return self.num_slots * self.slot_bytes
@@ -108,20 +111,20 @@ class SlabMap:
         return int(self.array.ctypes.data)
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
-        """The writable bytes of a slot, or its first `nbytes`."""
+        """The writable bytes of a slot, or the first `nbytes` of them."""
         return self.array[slot, :nbytes].data
 
     def populate(self) -> None:
-        """Have the pages mapped in the background, so that no copy pays for first touches."""
+        """Have the kernel map the pages in the background, so that no copy pays for page faults."""
         if self._populator is None:
             self._populator = threading.Thread(target=self._populate, name="lmkv-populate", daemon=True)
             self._populator.start()
 
     def _populate(self) -> None:
         with contextlib.suppress(OSError):
-            # Whoever computes goes first: the thread's own niceness, on Linux.
+            # The computation has precedence. On Linux this is the niceness of this thread alone.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        # ctypes, because mmap.madvise would hold the interpreter lock for the seconds that this takes.
+        # Through ctypes, which releases the GIL; mmap.madvise would keep it for the seconds that this takes.
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for offset in range(0, self.nbytes, _PIECE):
@@ -129,13 +132,14 @@ class SlabMap:
             length = min(_PIECE, self.nbytes - offset)
             if self._stop.is_set() or madvise(self.address + offset, length, _MADV_POPULATE_WRITE):
                 return
-            # Half of one core at most: the server's own start-up is going on beside it.
+            # At most half of one core: the server starts up at the same time.
             self._stop.wait(time.monotonic() - started)
 
     def close(self) -> None:
-        """Unmap. Views that are still alive keep the memory until they go. Idempotent."""
+        """Unmap, once no view is left that uses the memory. Idempotent."""
         self._stop.set()
         if self._populator is not None:
+            # It works on the mapping's address, which may be another mapping's once this one is closed.
             self._populator.join()
         self.array = np.empty((0, self.slot_bytes), np.uint8)
         with contextlib.suppress(BufferError):
@@ -143,7 +147,7 @@ class SlabMap:
 
 
 def attach(ref: SlabRef) -> SlabMap:
-    """Map a slab that another process of this host owns. Raises OSError when it is gone or out of reach."""
+    """Map a slab of another process on this host. Raises OSError when it has ended or denies access."""
     fd = os.open(ref.path, os.O_RDWR)
     try:
         return SlabMap(fd, ref.nbytes, ref.slot_bytes)
@@ -152,9 +156,9 @@ def attach(ref: SlabRef) -> SlabMap:
 
 
 class Slab(SlabMap):
-    """The owner's side: `acquire` and `release` of slots, O(1), never blocking.
+    """A slab and the list of its free slots. `acquire` and `release` are O(1) and never block.
 
-    No lock inside: whoever owns the slab calls these under its own.
+    Not thread-safe: its store, or its backend, calls them under a lock of its own.
     """
 
     def __init__(self, slot_bytes: int, capacity_bytes: int, *, shared: bool = False) -> None:
@@ -171,9 +175,12 @@ class Slab(SlabMap):
         self._free = list(range(num_slots - 1, -1, -1))
         self._used = bytearray(num_slots)
 
+    def __repr__(self) -> str:
+        return f"<Slab: {self.free_slots} of {self.num_slots} slots of {self.slot_bytes} bytes are free>"
+
     @property
     def ref(self) -> SlabRef:
-        """How other processes of this host map it, as long as this one lives. Shared slabs only."""
+        """For `attach` in other processes of this host, while this process lives. Shared slabs only."""
         if self._fd < 0:
             raise UsageError("only a shared slab can be mapped by other processes")
         return SlabRef(f"/proc/{os.getpid()}/fd/{self._fd}", self.nbytes, self.slot_bytes)
@@ -183,7 +190,7 @@ class Slab(SlabMap):
         return len(self._free)
 
     def acquire(self) -> int | None:
-        """A slot nobody uses, or None."""
+        """A free slot, in use from now on; None when there is none."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -191,7 +198,7 @@ class Slab(SlabMap):
         return slot
 
     def release(self, slot: int) -> None:
-        """Give a slot back. Raises UsageError for one that is not in use: somebody's bytes are at stake."""
+        """Free a slot. Raises UsageError when it is not in use: it may be another chunk's already."""
         if not (0 <= slot < len(self._used) and self._used[slot]):
             raise UsageError(f"slot {slot} is not in use")
         self._used[slot] = 0

@@ -1,4 +1,4 @@
-"""Eviction policies and admission filters: pure bookkeeping over keys and sizes, without locks or clocks."""
+"""Eviction policies and admission filters: bookkeeping over keys and sizes, without locks, clocks or I/O."""
 
 from __future__ import annotations
 

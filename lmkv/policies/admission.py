@@ -1,4 +1,4 @@
-"""Which chunks a tier takes: all, none, or those that were offered before."""
+"""Admission filters: a tier takes all chunks, none, or those that were offered to it before."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lmkv.errors import ConfigError, UsageError
 from lmkv.protocols import Admission, ChunkKey
 
 DEFAULT_MAX_KEYS = 1 << 16
-"""Offers that "second_touch" remembers: about 19 MB of memory, and 16.8 million tokens in chunks of 256."""
+"""Keys that "second_touch" remembers: about 19 MB of memory, for 16.8 million tokens in chunks of 256."""
 
 
 class AdmitAll:
-    """Takes everything."""
+    """Admits every chunk."""
 
     def admit(self, key: ChunkKey) -> bool:
         return True
 
 
 class AdmitNone:
-    """Takes nothing: the tier serves what it has."""
+    """Admits no chunk: the tier serves what it has."""
 
     def admit(self, key: ChunkKey) -> bool:
         return False
@@ -34,15 +34,32 @@ def _positive(_: object, __: object, max_keys: int) -> None:
         raise UsageError(f"max_keys must be positive, not {max_keys}")
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class SecondTouch:
-    """Takes a key from its second offer on, as long as it is among the last `max_keys` offered ones.
+    """Admits a chunk when it is offered again: a disk is not written with what is used only once.
 
-    It spares a disk the writes of what is never asked for again, at the price of one more miss for what is.
+    Parameters
+    ----------
+    max_keys
+        How many keys to remember, the last ones that were offered.
+
+    Raises
+    ------
+    UsageError
+        When `max_keys` is not positive.
+
+    Examples
+    --------
+    >>> admission = SecondTouch()
+    >>> admission.admit(b"a"), admission.admit(b"a"), admission.admit(b"b")
+    (False, True, False)
     """
 
     max_keys: int = field(default=DEFAULT_MAX_KEYS, validator=_positive)
     _offered: LRUCache[ChunkKey, None] = field(init=False)
+
+    def __repr__(self) -> str:
+        return f"<SecondTouch: {len(self._offered)} of {self.max_keys} keys>"
 
     def __attrs_post_init__(self) -> None:
         self._offered = LRUCache(self.max_keys)

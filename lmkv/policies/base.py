@@ -1,4 +1,4 @@
-"""What all eviction policies share: sizes, keys that must not be evicted, all-or-nothing eviction."""
+"""`PolicyBase`: what eviction policies share, which is everything but their order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,37 @@ from lmkv.protocols import ChunkKey
 
 @define(eq=False)
 class PolicyBase(ABC):
-    """A `Policy` but for the order, which a subclass keeps in `_enqueue`, `_dequeue` and `_choose`.
+    """Base of eviction policies: sizes, acquired keys, all-or-nothing eviction.
 
-    Only evictable keys are in the order: an acquired key is dequeued, and enqueued again when it is released.
+    A subclass keeps the order of eviction, in `touch`, `_enqueue`, `_dequeue` and `_choose`. Only evictable
+    keys are in it: `_dequeue` is called when a key is acquired, `_enqueue` when it is released again.
+
+    Notes
+    -----
+    Not thread-safe: the store calls its policies under its lock.
+
+    Examples
+    --------
+    >>> class MRU(PolicyBase):  # evicts what was inserted or released last
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.order = []
+    ...     def touch(self, keys):
+    ...         pass
+    ...     def _enqueue(self, key):
+    ...         self.order.append(key)
+    ...     def _dequeue(self, key):
+    ...         if key in self.order:
+    ...             self.order.remove(key)
+    ...     def _choose(self, nbytes, protect):
+    ...         return self._first(reversed(self.order), nbytes, protect)
+    >>> policy = MRU()
+    >>> policy.insert(b"a", size=10)
+    >>> policy.insert(b"b", size=10)
+    >>> policy
+    <MRU: 2 keys, 2 of them evictable>
+    >>> policy.evict(5)
+    [b'b']
     """
 
     _sizes: dict[ChunkKey, int] = field(init=False, factory=dict)
@@ -69,7 +97,7 @@ class PolicyBase(ABC):
             self._enqueue(key)
 
     def evict(self, nbytes: int, protect: Set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Remove and return victims of at least `nbytes` together; None, and no change, if there are not."""
+        """Remove and return evictable keys of `nbytes` together; None, and no change, when there are not."""
         if nbytes > self._evictable_bytes:
             return None
         victims = self._choose(nbytes, protect)
@@ -83,7 +111,7 @@ class PolicyBase(ABC):
             raise UsageError(f"chunk {key.hex()} is not in the policy")
 
     def _first(self, order: Iterable[ChunkKey], nbytes: int, protect: Set[ChunkKey]) -> list[ChunkKey] | None:
-        """The first unprotected keys of `order` that have `nbytes` together; None when they do not."""
+        """The first keys of `order` outside `protect` that have `nbytes` together; None when all have not."""
         victims: list[ChunkKey] = []
         if nbytes <= 0:
             return victims
@@ -101,7 +129,7 @@ class PolicyBase(ABC):
 
     @abstractmethod
     def _dequeue(self, key: ChunkKey) -> None:
-        """The key is acquired, or unknown, from now on; it need not have been in the order."""
+        """The key is acquired, or unknown, from now on. It may not have been in the order."""
 
     @abstractmethod
     def _choose(self, nbytes: int, protect: Set[ChunkKey]) -> list[ChunkKey] | None:

@@ -1,4 +1,4 @@
-"""First in, first out: a heap of insertion numbers."""
+"""`FIFO`: evicts the chunk that was inserted first."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from lmkv.policies.base import PolicyBase
 from lmkv.protocols import ChunkKey
 
 _MIN_STALE = 64
-"""Stale heap items that are not worth a rebuild."""
+"""Stale heap items that do not justify a rebuild."""
 
 
 @define(eq=False, repr=False)
 class FIFO(PolicyBase):
     """Evicts the chunk that was inserted first, however often it was used.
 
-    A key keeps its place while it is acquired. Heap items of keys that left the order are dropped when they
-    come to the top, so that `evict` is O((victims + protected) log n), amortised.
+    Notes
+    -----
+    A key keeps its place while it is acquired. The order is a heap of insertion numbers, whose items of keys
+    that left it are dropped when they come to the top: `evict` is O((victims + protected) log n), amortised.
 
+    Examples
+    --------
     >>> policy = FIFO()
     >>> for name in (b"a", b"b", b"c"):
     ...     policy.insert(name, size=10)

@@ -1,4 +1,4 @@
-"""Least recently used: the order of one OrderedDict."""
+"""`LRU`: evicts the chunk that was used least recently."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from lmkv.protocols import ChunkKey
 
 @define(eq=False, repr=False)
 class LRU(PolicyBase):
-    """Evicts the chunk whose last use is longest ago.
+    """Evicts the chunk that was used least recently.
 
-    `touch` leaves the head of a chain most recent, so that its tail is evicted first, whatever the order of
-    insertion. A release counts as a use. Everything is O(1) per key, `evict` O(victims + protected).
+    Notes
+    -----
+    `touch` makes the head of a chain the most recent, so that its tail is evicted first, whatever the order
+    of insertion. A release counts as a use. `evict` is O(victims + protected), all else O(1) per key.
 
+    Examples
+    --------
     >>> policy = LRU()
     >>> for name in (b"a", b"b", b"c"):
     ...     policy.insert(name, size=10)

@@ -1,4 +1,4 @@
-"""Copies of chunks down to lower tiers: as they are stored (through), or as they are evicted (back)."""
+"""Copies chunks to lower tiers: as they are stored (write-through) or as they are evicted (write-back)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Literal
 from attrs import define, field
 
 from lmkv.protocols import Chunk, ChunkKey
-from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority
+from lmkv.store.tiers.iopool import Deferred, Job, Priority
+from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.primary import Entry, PrimaryTier
 from lmkv.store.tiers.secondary import Secondary
 
@@ -20,9 +21,9 @@ _Copy = tuple[Secondary, Entry]
 
 @define(eq=False)
 class _Flush:
-    """Copies of one chain's chunks, head first. They hold their chunks until the last of them has ended, and
+    """Copies of one chain's chunks, head first. They refer to their chunks until the last of them has ended.
 
-    then let go tail first. `chain`: those before a chunk are not evicted below for it.
+    `chain`: the lower tiers do not evict what comes before a chunk in it to make room for that chunk.
     """
 
     chain: Sequence[ChunkKey]
@@ -37,31 +38,31 @@ class _Flush:
 
 
 class Flusher:
-    """`slots_freed`: called under the lock when copies have ended: slots of evicted chunks may be free."""
+    """`on_slots_freed`: called without the lock after copies have ended, when slots may have become free."""
 
     def __init__(
         self,
         lock: threading.Lock,
         primary: PrimaryTier,
         tiers: Sequence[Secondary],
-        pool: IOPool,
-        slots_freed: Callable[[Deferred], None],
+        on_slots_freed: Callable[[Deferred], None],
     ) -> None:
         self._lock = lock
         self._primary = primary
         self._tiers = tiers
-        self._pool = pool
-        self._made_room = slots_freed
+        self._on_slots_freed = on_slots_freed
 
-    def store(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], deferred: Deferred) -> None:
-        """Locked. Plan the copies that write-through tiers want of entries that were just stored."""
+    @locked
+    def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], deferred: Deferred) -> None:
+        """Plan the copies that write-through tiers want of entries that were just stored."""
         copies = [copy for entry in entries for copy in self._wanted(entry, "through")]
         for _, entry in copies:
             self._primary.ref(entry)
         self._plan(copies, chain, deferred)
 
+    @locked
     def flush(self, victim: Entry, deferred: Deferred) -> bool:
-        """Locked. Plan the copies that write-back tiers want of a victim; False when none does."""
+        """Plan the copies that write-back tiers want of a victim; False when none of them does."""
         copies = self._wanted(victim, "back")
         if copies:
             self._primary.begin_flush(victim)
@@ -71,7 +72,6 @@ class Flusher:
         return bool(copies)
 
     def _wanted(self, entry: Entry, mode: Literal["through", "back"]) -> list[_Copy]:
-        """Locked."""
         return [
             (tier, entry)
             for tier in self._tiers
@@ -79,7 +79,7 @@ class Flusher:
         ]
 
     def _plan(self, copies: Sequence[_Copy], chain: Sequence[ChunkKey], deferred: Deferred) -> None:
-        """Locked. Each of the copies holds its entry already."""
+        """Each of the copies refers to its entry already."""
         if copies:
             flush = _Flush(chain, dict.fromkeys(copies))
             deferred.jobs += [
@@ -87,33 +87,31 @@ class Flusher:
                 for copy in copies
             ]
 
-    def _copy(self, copy: _Copy, flush: _Flush) -> None:
+    def _copy(self, copy: _Copy, flush: _Flush, deferred: Deferred) -> None:
         """I/O thread."""
         tier, entry = copy
         chunk = Chunk(entry.key, self._primary.slab.view(entry.slot), entry.parent, entry.tokens)
         tier.write(chunk, lambda: not entry.removed, partial(flush.ancestors, entry.key))
-        deferred = Deferred()
         with self._lock:
-            self._end(flush, deferred)
-        deferred.run(self._pool)
+            self._end_copy(flush, deferred)
 
-    def _refused(self, copy: _Copy, flush: _Flush) -> None:
-        """The pool has no room for it: a future miss. The slot is not held any longer for it."""
+    def _refused(self, copy: _Copy, flush: _Flush, deferred: Deferred) -> None:
+        """The pool has no room: the chunk is a future miss below, and its slot is not kept for it."""
         tier, entry = copy
-        deferred = Deferred()
         with self._lock:
             del flush.copies[copy]
-            tier.dropped()
+            tier.count_dropped()
             self._primary.unref(entry)
-            self._end(flush, deferred)
-        deferred.run(self._pool)
+            self._end_copy(flush, deferred)
 
-    def _end(self, flush: _Flush, deferred: Deferred) -> None:
-        """Locked. One copy of the flush has ended."""
+    @locked
+    def _end_copy(self, flush: _Flush, deferred: Deferred) -> None:
         flush.left -= 1
-        if not flush.left:
-            for _, entry in reversed(flush.copies):
-                self._primary.unref(entry)
-            for tier in {tier for tier, _ in flush.copies}:
-                tier.index.policy.touch(flush.chain)
-            self._made_room(deferred)
+        if flush.left:
+            return
+        # Tail first, so that the head of the chain is evicted last, here and below.
+        for _, entry in reversed(flush.copies):
+            self._primary.unref(entry)
+        for tier in {tier for tier, _ in flush.copies}:
+            tier.index.policy.touch(flush.chain)
+        deferred.calls.append(self._on_slots_freed)

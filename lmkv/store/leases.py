@@ -1,26 +1,27 @@
-"""Claims on chunks of the primary tier: leases (to read) and reservations (to write).
+"""Leases (to read) and reservations (to write): references to primary-tier slots, as context managers.
 
-What a lookup promises it must lease, what is leased stays, and every claim ends: use them as context managers
-or give them to somebody who ends them.
+What a lookup promises must be leased: what is leased stays. Every lease and reservation ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager
 
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiers.primary import Entry
 
 
-class Lease:
-    """A read claim on the leading chunks of a request: their slots keep their bytes until `release`."""
+class Lease(AbstractContextManager["Lease"]):
+    """Read references to the leading chunks of a request: their slots keep their bytes until `release`."""
 
     def __init__(self, entries: Sequence[Entry], unref: Callable[[Sequence[Entry]], None]) -> None:
         self._entries = entries
         self._unref = unref
         self._released = False
+
+    def __repr__(self) -> str:
+        return f"<Lease of {len(self)} chunks{', released' if self._released else ''}>"
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -39,20 +40,16 @@ class Lease:
             self._released = True
             self._unref(self._entries)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
-class Reservation:
-    """A write claim on chunks that are about to be stored. What is not committed is aborted at the end.
+class Reservation(AbstractContextManager["Reservation"]):
+    """Write references to slots of chunks that are about to be stored. Not thread-safe.
 
-    `accepted`: how many of the wanted keys, from the first, are taken care of: reserved here, or already
-    stored or being stored by somebody. Fewer than wanted when the tier has no slot to give. Not thread-safe.
+    `accepted`: how many of the wanted keys, from the first, need nothing more: they are reserved here,
+    already stored, or being stored by another. Fewer than wanted when the tier has no slot to give. What is
+    not committed is aborted at the end.
     """
 
     def __init__(
@@ -65,6 +62,9 @@ class Reservation:
         self._open = {entry.key: entry for entry in entries}
         self._commit, self._abort = commit, abort
         self.accepted = accepted
+
+    def __repr__(self) -> str:
+        return f"<Reservation: {len(self)} slots to fill, {self.accepted} keys accepted>"
 
     @property
     def slots(self) -> dict[ChunkKey, int]:
@@ -79,7 +79,7 @@ class Reservation:
         self._end(keys, self._commit)
 
     def abort(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Nothing usable is in the slots of `keys` (default: all): free them. Takes the store's lock."""
+        """The slots of `keys` (default: all) have no usable bytes: free them. Takes the store's lock."""
         self._end(keys, self._abort)
 
     def _end(self, keys: Sequence[ChunkKey] | None, how: Callable[[Sequence[Entry]], None]) -> None:
@@ -88,10 +88,5 @@ class Reservation:
         if entries:
             how(entries)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()

@@ -1,4 +1,4 @@
-"""Pins: holds of the primary tier's chunks that a user asked for, with an end."""
+"""Pins: references to primary-tier chunks that a user asked for, with a time to live."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lmkv.store.tiers.primary import Entry, PrimaryTier
 
 
 class Pins:
-    """No lock inside: the store calls it under its own."""
+    """Called under the store's lock."""
 
     def __init__(self, primary: PrimaryTier, clock: Clock) -> None:
         self._primary = primary
@@ -21,7 +21,7 @@ class Pins:
         return len(self._pins)
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float) -> int:
-        """Hold the leading READY chunks; returns how many. Pinning again moves the end."""
+        """Pin the leading READY chunks for `ttl` seconds; returns how many. Pinning again moves the end."""
         end = self._clock() + ttl
         entries = self._primary.leading_ready(keys)
         for entry in entries:
@@ -32,21 +32,21 @@ class Pins:
         return len(entries)
 
     def unpin(self, key: ChunkKey) -> bool:
+        """End a pin; whether there was one."""
         pin = self._pins.pop(key, None)
         if pin is not None:
             self._primary.unref(pin[0])
         return pin is not None
 
-    def expire(self) -> bool:
-        """End the pins whose time is over; whether there were any."""
+    def expire(self) -> None:
+        """End the pins whose time is over."""
         now = self._clock()
         if now < self._next_end:
-            return False
-        over = [key for key, (_, end) in self._pins.items() if end <= now]
-        for key in reversed(over):
+            return
+        # Tail first: the head of a chain is evicted last.
+        for key in reversed([key for key, (_, end) in self._pins.items() if end <= now]):
             self.unpin(key)
         self._next_end = min((end for _, end in self._pins.values()), default=float("inf"))
-        return bool(over)
 
     def clear(self) -> None:
         for key in list(reversed(self._pins)):

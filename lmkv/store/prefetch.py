@@ -14,7 +14,7 @@ from lmkv.store.promotion import Promotion
 
 @frozen
 class Progress:
-    """Of a prefetch: tokens and bytes that were found in some tier, and those in host memory by now."""
+    """How far a prefetch is: tokens and bytes that some tier stores, and those in host memory by now."""
 
     found_tokens: int
     ready_tokens: int
@@ -27,15 +27,34 @@ class Progress:
 
 
 class Prefetch:
-    """A handle on chunks that are being brought up. Awaitable; thread-safe.
+    """A handle on chunks that are being promoted to host memory, as `Engine.prefetch` returns it.
 
-    What has arrived is held until `cancel`, or until its time is over, so that it is there when it is needed.
+    Notes
+    -----
+    Awaitable and thread-safe. What has arrived stays in host memory until `cancel`, or until the engine's
+    `pin_ttl` is over.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from lmkv import Config, Engine
+    >>> paged = [torch.randn(8, 16, 2, 4)]
+    >>> config = Config(chunk_size=32, max_local_cpu_size=0.001)
+    >>> with Engine.open(paged, block_size=16, model="example", config=config) as engine:
+    ...     stored = engine.store(range(64), [0, 1, 2, 3])
+    ...     prefetch = engine.prefetch(range(64))
+    ...     done = prefetch.wait(timeout=10)
+    ...     prefetch.tokens, prefetch.progress.share
+    (64, 1.0)
     """
 
     def __init__(self, promotion: Promotion, chunk_size: int, chunk_bytes: int) -> None:
         self._promotion = promotion
         self._chunk_size = chunk_size
         self._chunk_bytes = chunk_bytes
+
+    def __repr__(self) -> str:
+        return f"<Prefetch: {self._promotion!r}>"
 
     @property
     def done(self) -> bool:
@@ -50,10 +69,7 @@ class Prefetch:
     def progress(self) -> Progress:
         found, ready = len(self._promotion), self._promotion.ready
         return Progress(
-            found * self._chunk_size,
-            ready * self._chunk_size,
-            found * self._chunk_bytes,
-            ready * self._chunk_bytes,
+            found * self._chunk_size, ready * self._chunk_size, found * self._chunk_bytes, ready * self._chunk_bytes
         )
 
     @property
@@ -67,7 +83,7 @@ class Prefetch:
         return self._promotion.wait(timeout)
 
     def cancel(self) -> None:
-        """Let go of the chunks, and leave out what has not begun to be read. Idempotent."""
+        """Drop the references, and skip the reads that have not begun. Idempotent."""
         self._promotion.release()
 
     def __await__(self) -> Generator[object, None, int]:

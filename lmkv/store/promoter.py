@@ -1,4 +1,4 @@
-"""Runs promotions: who is loaded from where, in which slot, and who is told."""
+"""Runs promotions: which chunk is loaded from which tier into which slot, and who is told."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from attrs import define, evolve
 
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.allocator import SlotAllocator
+from lmkv.store.discovery import Discovery
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority
+from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.primary import Entry, PrimaryTier, State
 from lmkv.store.tiers.secondary import Secondary, first_with
 
@@ -22,17 +24,14 @@ class _Load(Job):
 
 
 def wake(entry: Entry, deferred: Deferred) -> None:
-    """Locked. Tell those who wait for an entry that it is READY, or will never be."""
+    """Locked. Tell those who wait for an entry that it is READY, or was removed unfilled."""
     waiters, entry.waiters = entry.waiters, ()
-    for promotion in waiters:
-        promotion.on_entry_done(entry, deferred)
+    for waiter in waiters:
+        waiter.on_entry_done(entry, deferred)
 
 
 class Promoter:
-    """`max_prefetched`: slots that prefetches may hold at a time. `lock`: the store's.
-
-    Methods are called locked unless they say "I/O thread" or "not locked".
-    """
+    """`max_prefetched`: slots that prefetches may refer to at a time. `lock`: the store's."""
 
     def __init__(
         self,
@@ -53,27 +52,38 @@ class Promoter:
         self._prefetched = 0
         self._clock = clock
         self._waiting: list[Promotion] = []
-        self._extending: Promotion | None = None
         self._expiring: dict[Promotion, float] = {}
         self._next_end = float("inf")
 
+    @locked
     def promote(
-        self, keys: Sequence[ChunkKey], priority: Priority, ttl: float | None, deferred: Deferred
+        self,
+        keys: Sequence[ChunkKey],
+        priority: Priority,
+        ttl: float | None,
+        deferred: Deferred,
+        discovery: Discovery | None = None,
     ) -> Promotion:
+        """Begin a promotion: at once, or when `discovery` is done. Expired ones were released before."""
         promotion = Promotion(priority, self._lock, self.release)
+        if discovery is None:
+            self._extend(promotion, keys, deferred)
+        else:
+            promotion.waiting_keys, promotion.discovery = keys, discovery
+            self._waiting.append(promotion)
         if ttl is not None:
             end = self._expiring[promotion] = self._clock() + ttl
             self._next_end = min(self._next_end, end)
-        self._extend(promotion, keys, deferred)
-        self._allocator.keep_room(deferred)
+        self._allocator.keep_free(deferred)
         return promotion
 
+    @locked
     def _extend(self, promotion: Promotion, keys: Sequence[ChunkKey], deferred: Deferred) -> None:
-        """Add the leading chunks of `keys`; `rest` is what has to wait for slots. Finishes it if complete."""
+        """Add the leading chunks of `keys`; `waiting_keys` is what has to wait for slots."""
         promotion.waiting_keys = ()
-        self._extending = promotion
+        parent = promotion.entries[-1].key if promotion.entries else b""
         for index, key in enumerate(keys):
-            if promotion.priority is Priority.PREFETCH and not self._may_prefetch(key, deferred):
+            if promotion.priority is Priority.PREFETCH and not self._may_prefetch(key):
                 break
             entry = self._primary.entries.get(key)
             tier = None if entry else first_with(self._tiers, key)
@@ -82,29 +92,24 @@ class Promoter:
                 if slot is None:
                     self._wait_for_slots(promotion, keys[index:])
                     break
-                entry = self._begin_load(key, slot, tier, promotion.priority, deferred)
+                entry = self._primary.enter(key, slot, State.LOADING, parent)
+                self._begin_load(entry, tier, promotion.priority, deferred)
             if entry is None:
                 break
             self._join(promotion, entry, tier, deferred)
-        self._extending = None
+            parent = key
         promotion.finish_if_complete(deferred)
 
-    def _may_prefetch(self, key: ChunkKey, deferred: Deferred) -> bool:
-        """Whether a prefetch may hold one more chunk: one that others hold already costs nothing."""
+    def _may_prefetch(self, key: ChunkKey) -> bool:
+        """Whether a prefetch may refer to one more chunk: one that others prefetched costs nothing more."""
         entry = self._primary.entries.get(key)
-        if self._prefetched < self._max_prefetched or (entry is not None and entry.prefetches):
-            return True
-        return self.expire(deferred) and self._prefetched < self._max_prefetched
+        return self._prefetched < self._max_prefetched or (entry is not None and entry.prefetches > 0)
 
-    def _begin_load(
-        self, key: ChunkKey, slot: int, tier: Secondary, priority: Priority, deferred: Deferred
-    ) -> Entry:
-        entry = self._primary.enter(key, slot, State.LOADING)
+    def _begin_load(self, entry: Entry, tier: Secondary, priority: Priority, deferred: Deferred) -> None:
         work, refused = partial(self._load, tier, entry), partial(self._refused, tier, entry)
         entry.load = _Load(work, priority, refused, tier)
-        tier.index.begin_read(key)
+        tier.index.begin_read(entry.key)
         deferred.jobs.append(entry.load)
-        return entry
 
     def _join(self, promotion: Promotion, entry: Entry, tier: Secondary | None, deferred: Deferred) -> None:
         self._primary.ref(entry)
@@ -113,57 +118,58 @@ class Promoter:
             self._prefetched += not entry.prefetches
             entry.prefetches += 1
         elif entry.load is not None and entry.load.priority is Priority.PREFETCH:
-            # Queued again, with the demand's priority: whichever of the two comes first does it.
+            # Queued again, with a demand's priority: whichever job comes first does the load.
             entry.load = evolve(entry.load, priority=Priority.LOAD)
             deferred.jobs.append(entry.load)
 
     # -- loads --------------------------------------------------------------------------------------------
 
-    def _load(self, tier: Secondary, entry: Entry) -> None:
-        """I/O thread: fill the entry's slot from the tier, if that is still wanted and has not been done."""
+    def _load(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
+        """I/O thread: fill the entry's slot from the tier, if that is wanted and was not done yet."""
         with self._lock:
             wanted, entry.load = entry.load is not None, None
         if not wanted:
             return
         hit = tier.read(entry.key, self._primary.slab.view(entry.slot))
-        deferred = Deferred()
         with self._lock:
+            # READY before anybody is woken, and the load's own reference dropped last: the slot stays theirs.
             if hit:
                 self._primary.mark_ready(entry)
             self._end_load(tier, entry, deferred)
-            self._allocator.keep_room(deferred)
-        deferred.run(self._pool)
+            self._allocator.keep_free(deferred)
 
+    @locked
     def _end_load(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
-        """The load lets go of its chunk, which is READY or will never be."""
+        """The load refers to its chunk no more, which is READY or never will be."""
         if entry.state is not State.READY:
             self._primary.remove(entry)
         tier.index.end_read(entry.key)
         wake(entry, deferred)
         self._primary.unref(entry)
 
-    def _refused(self, tier: Secondary, entry: Entry) -> None:
+    def _refused(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
         """Not locked. The pool is closed."""
-        deferred = Deferred()
         with self._lock:
             if entry.load is not None:
                 entry.load = None
                 self._end_load(tier, entry, deferred)
-        deferred.run(self._pool)
 
     # -- waiting for slots --------------------------------------------------------------------------------
 
     def _wait_for_slots(self, promotion: Promotion, keys: Sequence[ChunkKey]) -> None:
-        """A demand waits for slots as long as evicted chunks are being copied down, a prefetch does not."""
+        """A demand waits for slots as long as evicted chunks are being flushed, a prefetch does not."""
         if promotion.priority is Priority.LOAD and self._primary.flushing:
             promotion.waiting_keys = keys
             self._waiting.append(promotion)
 
+    @locked
     def resume(self, deferred: Deferred) -> None:
-        """Chunks have been copied down: go on with the promotions that wait for slots, in their order."""
+        """Slots may be free, or a discovery done: go on with the promotions that wait, in their order."""
         waiting, self._waiting = self._waiting, []
         for promotion in waiting:
-            if not promotion.released:
+            if promotion.discovery is not None and not promotion.discovery.done:
+                self._waiting.append(promotion)
+            elif not promotion.released:
                 self._extend(promotion, () if promotion.failed else promotion.waiting_keys, deferred)
 
     # -- ends ---------------------------------------------------------------------------------------------
@@ -175,6 +181,7 @@ class Promoter:
             self._release(promotion, deferred)
         deferred.run(self._pool)
 
+    @locked
     def _release(self, promotion: Promotion, deferred: Deferred) -> None:
         if promotion.released:
             return
@@ -188,32 +195,28 @@ class Promoter:
                 self._prefetched -= not entry.prefetches
             self._primary.unref(entry)
             if entry.load is not None and entry.refs == 1:
-                self._abandon(entry, deferred)
+                self._cancel_load(entry, deferred)
         keys = promotion.keys if self._tiers else ()
         for tier in self._tiers:
             tier.index.policy.touch(keys)
 
-    def _abandon(self, entry: Entry, deferred: Deferred) -> None:
-        """Nobody waits any more for a read that has not begun."""
+    def _cancel_load(self, entry: Entry, deferred: Deferred) -> None:
+        """No promotion waits any more for a read that has not begun."""
         load, entry.load = entry.load, None
         assert isinstance(load, _Load)
         self._end_load(load.tier, entry, deferred)
 
-    def expire(self, deferred: Deferred) -> bool:
-        """End the promotions whose time is over; whether there were any."""
+    @locked
+    def expire(self, deferred: Deferred) -> None:
+        """Release the promotions whose time is over."""
         now = self._clock()
         if now < self._next_end:
-            return False
-        over = [
-            promotion
-            for promotion, end in self._expiring.items()
-            if end <= now and promotion is not self._extending
-        ]
-        for promotion in over:
+            return
+        for promotion in [promotion for promotion, end in self._expiring.items() if end <= now]:
             self._release(promotion, deferred)
         self._next_end = min(self._expiring.values(), default=float("inf"))
-        return bool(over)
 
+    @locked
     def close(self, deferred: Deferred) -> None:
         """Nothing more will be loaded: tell everybody who waits."""
         for promotion in self._waiting:

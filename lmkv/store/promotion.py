@@ -1,4 +1,4 @@
-"""A promotion: chunks on their way from lower tiers into the primary one, and who waits for them."""
+"""A promotion: chunks on their way from lower tiers into the primary tier, and who waits for them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import threading
 from collections.abc import Callable, Sequence
 
 from lmkv.protocols import ChunkKey
+from lmkv.store.discovery import Discovery
 from lmkv.store.tiers.iopool import Deferred, Priority
+from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.primary import Entry
 
 logger = logging.getLogger(__name__)
 
 
 class Promotion:
-    """The leading chunks of a request that are, or will soon be, in the primary tier; held until `release`.
+    """The leading chunks of a request that are, or will soon be, in the primary tier.
 
-    One load serves every promotion that wants its chunk. Complete when nothing is under way any more: then
-    `ready` chunks from the first can be leased. Thread-safe.
+    They are referenced until `release`. One load serves every promotion that wants its chunk. Done when
+    nothing is under way any more: then the first `ready` chunks can be leased. Thread-safe.
     """
 
-    def __init__(
-        self, priority: Priority, lock: threading.Lock, release: Callable[[Promotion], None]
-    ) -> None:
+    def __init__(self, priority: Priority, lock: threading.Lock, release: Callable[[Promotion], None]) -> None:
         self.priority = priority
         self._lock = lock
         self._release = release
@@ -34,10 +34,15 @@ class Promotion:
         self._callbacks: list[Callable[[], None]] = []
         self.released = False
         self.waiting_keys: Sequence[ChunkKey] = ()
-        """Locked. Keys that it has found no slots for yet, while other chunks are being copied down."""
+        """Locked. Keys that wait for `discovery`, or for slots while chunks are flushed."""
+        self.discovery: Discovery | None = None
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else "done" if self.done else "under way"
+        return f"<Promotion {state}: {self.ready} of {len(self)} chunks ready>"
 
     def __len__(self) -> int:
-        """Chunks that were found, from the first; not all need arrive."""
+        """Leading chunks that were found; not all of them need arrive."""
         return len(self._entries) if self._failed_at is None else self._failed_at
 
     @property
@@ -46,7 +51,7 @@ class Promotion:
 
     @property
     def ready(self) -> int:
-        """Chunks, from the first, that are in the primary tier by now."""
+        """Leading chunks that are in the primary tier by now."""
         for count, entry in enumerate(self._entries[: len(self)]):
             if not entry.ready:
                 return count
@@ -54,7 +59,7 @@ class Promotion:
 
     @property
     def sources(self) -> dict[str, int]:
-        """Chunks by the name of the tier that had them, at the time of asking for the promotion."""
+        """Chunks by the name of the tier that had them when the promotion was asked for."""
         return dict(self._sources)
 
     @property
@@ -74,42 +79,44 @@ class Promotion:
         callback()
 
     def release(self) -> None:
-        """Let go of the chunks. Reads that have not begun and nobody else wants are left out. Idempotent."""
+        """Drop the references. Reads that nobody else wants are skipped unless begun. Idempotent."""
         self._release(self)
 
-    # -- for the promoter: all locked ---------------------------------------------------------------------
+    # -- for the promoter ---------------------------------------------------------------------------------
 
     @property
     def failed(self) -> bool:
-        """Whether one of its chunks will never come."""
+        """Whether one of its chunks will never arrive."""
         return self._failed_at is not None
 
     @property
     def entries(self) -> Sequence[Entry]:
         return self._entries
 
+    @locked
     def add(self, entry: Entry, source: str) -> None:
-        """The next chunk of it, which is held for it."""
+        """Its next chunk, already referenced for it."""
         self._entries.append(entry)
         self._sources[source] = self._sources.get(source, 0) + 1
         if not entry.ready:
             entry.waiters += (self,)
             self._unfinished += 1
 
+    @locked
     def on_entry_done(self, entry: Entry, deferred: Deferred) -> None:
-        """An entry that it waits for is READY, or will never be."""
+        """An entry that it waits for is READY, or was removed unfilled."""
         self._unfinished -= 1
         if not entry.ready:
             self._failed_at = min(self._entries.index(entry), len(self))
         self.finish_if_complete(deferred)
 
+    @locked
     def finish_if_complete(self, deferred: Deferred) -> None:
         if not self._unfinished and not self.waiting_keys:
-            deferred.after.append(self._finish)
+            deferred.calls.append(self._finish)
 
-    # -- without the lock ---------------------------------------------------------------------------------
-
-    def _finish(self) -> None:
+    def _finish(self, deferred: Deferred) -> None:
+        """Not locked. Idempotent."""
         with self._lock:
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []
@@ -117,4 +124,4 @@ class Promotion:
             try:
                 callback()
             except Exception:
-                logger.exception("lmkv: a callback of a promotion failed")
+                logger.exception("lmkv: a done callback of a promotion failed; it was %r", callback)

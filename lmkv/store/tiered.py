@@ -1,27 +1,33 @@
-"""TieredStore: who is where, who may go, who is on the way.
+"""One index over a host-memory tier and lower tiers.
 
 One lock guards the metadata of all tiers; it is never held during I/O, copies, log lines or callbacks. Each
-method plans under it into a `Deferred` and acts outside. The parts (`primary`, `pins`, `eviction`, `flush`,
-`promoter`, `secondary`) share that lock and say which of their methods want it held.
+method plans under it into a `Deferred`, and runs that outside. The parts (`allocator`, `flusher`, `promoter`,
+`pins`, `tiers`) share that lock: `@locked` marks those of their methods that want it held.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
-from collections.abc import Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
 
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
 from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, Tier
 from lmkv.store.allocator import SlotAllocator
+from lmkv.store.discovery import Discovery
 from lmkv.store.flusher import Flusher
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.pins import Pins
 from lmkv.store.promoter import Promoter, wake
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority, attempt
+from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.primary import Entry, PrimaryTier, State
 from lmkv.store.tiers.scanner import TierScanner
 from lmkv.store.tiers.secondary import Secondary, first_with
@@ -33,12 +39,49 @@ _MAX_STORES = 64
 
 
 class TieredStore:
-    """A primary tier in host memory over any number of secondary tiers, fastest first.
+    """A primary tier in host memory over any number of lower tiers, fastest first.
 
-    `prefetch_share`: of the primary tier's slots, how many prefetches may hold at once. `retain`: False
-    makes the primary tier a mere passage to the others. Secondary tiers that persist are indexed in the
-    background; what is indexed already is served meanwhile. Thread-safe. The store owns its tiers' backends
-    and closes them; closed, it has nothing and takes nothing.
+    Parameters
+    ----------
+    primary : Tier
+        Its backend must be in host memory (`CPUPinnedBackend`); its slots become the store's.
+    secondaries : sequence of Tier
+        Lower tiers. Those that persist are indexed in the background; what is indexed already is served
+        meanwhile.
+    io_threads : int
+        Threads for the I/O of all lower tiers; three quarters of them write, too.
+    prefetch_share : float
+        Most of the primary tier's slots that prefetches may refer to at a time, 0 to 1.
+    retain : bool
+        False makes the primary tier mere staging for the others: a chunk is removed with its last reference.
+    clock : Clock
+        Monotonic seconds, for times to live, deadlines of breakers and speeds.
+
+    Raises
+    ------
+    UsageError
+        The primary tier's backend has no slots to give, or the tier has an admission filter.
+
+    Notes
+    -----
+    Thread-safe: one lock for all metadata, never held during I/O or copies. The store owns its tiers'
+    backends and closes them. Closed, it stores nothing and finds nothing. In a process that was forked from
+    the store's it is closed from the start: threads do not cross a fork.
+
+    Examples
+    --------
+    >>> from lmkv import Tier, TieredStore
+    >>> from lmkv.backends import CPUPinnedBackend
+    >>> from lmkv.policies import LRU
+    >>> store = TieredStore(Tier(CPUPinnedBackend(1 << 20, 4096), LRU()))
+    >>> key = bytes(32)
+    >>> with store.reserve([key]) as reservation:
+    ...     store.slab.view(reservation.slots[key])[:5] = b"hello"
+    ...     reservation.commit()
+    >>> with store.lease([key]) as lease:
+    ...     bytes(store.slab.view(lease.slots[0])[:5])
+    b'hello'
+    >>> store.close()
     """
 
     def __init__(
@@ -55,26 +98,28 @@ class TieredStore:
         self._primary = PrimaryTier(primary, retain=retain)
         slots = self._primary.slab.num_slots
         self._tiers = [Secondary(tier, self._primary.slot_bytes, self._lock, clock) for tier in secondaries]
-        # A store must not hold so many slots for its writes that loads find none.
+        # Writes must not refer to so many slots that loads find none.
         self.store_window = max(1, min(_MAX_STORES, slots // 2)) if secondaries else slots
-        """Chunks that can be stored at a time without a copy down being refused, when no other is waiting."""
-        self._pool = IOPool(io_threads, self.store_window)
+        """Chunks that can be stored at a time without a write to a lower tier being refused for them."""
+        self._pool = IOPool(io_threads, self.store_window * max(1, len(secondaries)))
         self._pins = Pins(self._primary, clock)
-        self._flusher = Flusher(self._lock, self._primary, self._tiers, self._pool, self._resume)
+        self._flusher = Flusher(self._lock, self._primary, self._tiers, self._resume)
         self._allocator = SlotAllocator(
             self._primary,
             self._flusher,
-            self._expire,
             max_flushing=self.store_window if any(tier.write == "back" for tier in secondaries) else 0,
         )
         prefetched = max(1, int(slots * prefetch_share))
         self._promoter = Promoter(
             self._lock, self._primary, self._tiers, self._allocator, self._pool, prefetched, clock
         )
-        self._closed = False
-        self._scanners = [
-            TierScanner(tier, self._lock) for tier in self._tiers if isinstance(tier.backend, ListsKeys)
-        ]
+        self._closed = self.forked = False
+        _stores.add(self)
+        self._scanners = [TierScanner(tier, self._lock) for tier in self._tiers if isinstance(tier.backend, ListsKeys)]
+
+    def __repr__(self) -> str:
+        tiers = " over ".join([self._primary.name, *(tier.name for tier in self._tiers)])
+        return f"<TieredStore {tiers}{' (closed)' if self._closed else ''}: {self._primary!r}>"
 
     @property
     def slab(self) -> Slab:
@@ -87,12 +132,12 @@ class TieredStore:
     # -- looking ------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
-        """Where each chunk is. Free of side effects."""
+        """Where each chunk is, as far as the indexes know. Free of side effects."""
         with self._lock:
             return [self._presence(key) for key in keys]
 
+    @locked
     def _presence(self, key: ChunkKey) -> Presence:
-        """Locked."""
         entry = self._primary.entries.get(key)
         if entry is not None:
             return Presence.READY if entry.ready else Presence.PENDING
@@ -101,17 +146,22 @@ class TieredStore:
     def match(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
         """`(ready, found)`: leading chunks in the primary tier, and leading chunks anywhere."""
         with self._lock:
-            ready = found = len(self._primary.leading_ready(keys))
-            entries = self._primary.entries
-            indexes = [tier.index for tier in self._tiers if tier.usable]
-            for key in keys[ready:]:
-                if key not in entries and not any(key in index for index in indexes):
-                    break
-                found += 1
-            return ready, found
+            ready = len(self._primary.leading_ready(keys))
+            return ready, self._count_found(keys, ready)
+
+    @locked
+    def _count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
+        """How many leading chunks are known to be in some tier; the first `found` of them are."""
+        entries = self._primary.entries
+        indexes = [tier.index for tier in self._tiers if tier.usable]
+        for key in keys[found:]:
+            if key not in entries and not any(key in index for index in indexes):
+                break
+            found += 1
+        return found
 
     def tier_of(self, key: ChunkKey) -> str | None:
-        """Name of the fastest secondary tier that has the chunk, None when none has."""
+        """Name of the fastest lower tier that stores the chunk, None when none does."""
         with self._lock:
             tier = first_with(self._tiers, key)
             return tier.name if tier else None
@@ -119,15 +169,15 @@ class TieredStore:
     # -- reading ------------------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[ChunkKey]) -> Lease:
-        """Claim the leading READY chunks of `keys` for reading, as many as there are."""
+        """Refer to the leading READY chunks of `keys` for reading, as many as there are."""
         with self._lock:
             entries = self._primary.leading_ready(keys)
             for entry in entries:
                 self._primary.ref(entry)
             self._primary.counters.hits += len(entries)
-        return Lease(entries, self._let_go)
+        return Lease(entries, self._unref)
 
-    def _let_go(self, entries: Sequence[Entry]) -> None:
+    def _unref(self, entries: Sequence[Entry]) -> None:
         with self._lock:
             for entry in reversed(entries):
                 self._primary.unref(entry)
@@ -142,27 +192,23 @@ class TieredStore:
     # -- writing ------------------------------------------------------------------------------------------
 
     def reserve(
-        self,
-        keys: Sequence[ChunkKey],
-        *,
-        parent: ChunkKey = b"",
-        tokens: bytes = b"",
-        protect: Sequence[ChunkKey] = (),
+        self, keys: Sequence[ChunkKey], *, parent: ChunkKey = b"", tokens: bytes = b"", protect: Sequence[ChunkKey] = ()
     ) -> Reservation:
-        """Claim slots for consecutive chunks of a chain, head first, evicting what the policy gives.
+        """Reserve slots for consecutive chunks of a chain, head first, evicting what the policy gives.
 
         `parent`: the key before `keys[0]`; `tokens`: the token ids of these chunks, for tiers that describe
-        what they hold. `protect`: the whole chain, head first: what comes before a chunk is not evicted for
-        it, unless a lower tier has it.
+        what they store. `protect`: the whole chain, head first: what comes before a chunk is not evicted for
+        it, unless a lower tier stores it.
         """
         deferred = Deferred()
         entries: list[Entry] = []
         accepted = 0
         width = len(tokens) // len(keys) if keys else 0
         with self._lock:
+            self._expire(deferred)
             kept = self._only_copies(keys, protect)
             if kept is not None and not self._closed:
-                self._make_room(keys, kept)
+                self._free_up(keys, kept)
             for key in () if self._closed else keys:
                 known = self._primary.entries.get(key)
                 if known is None:
@@ -180,8 +226,9 @@ class TieredStore:
         chain = protect or keys
         return Reservation(entries, accepted, lambda done: self._commit(done, chain), self._abort)
 
+    @locked
     def _only_copies(self, keys: Sequence[ChunkKey], chain: Sequence[ChunkKey]) -> set[ChunkKey] | None:
-        """Locked. Chunks before `keys` that no lower tier has; None when nothing need go for these."""
+        """Chunks before `keys` that no lower tier stores; None when nothing need be evicted for `keys`."""
         if self._primary.slab.free_slots >= len(keys):
             return None
         kept = set()
@@ -192,11 +239,12 @@ class TieredStore:
                 kept.add(key)
         return kept
 
-    def _make_room(self, keys: Sequence[ChunkKey], kept: set[ChunkKey]) -> None:
-        """Locked. Slots for those of `keys` that are not here; nothing that is wanted goes for it."""
+    @locked
+    def _free_up(self, keys: Sequence[ChunkKey], kept: set[ChunkKey]) -> None:
+        """Free slots for those of `keys` that are not here, evicting none of `keys` and `kept` for them."""
         entries = self._primary.entries
         here = {key for key in keys if key in entries}
-        self._allocator.make_room(len(keys) - len(here), kept | here)
+        self._allocator.free_up(len(keys) - len(here), kept | here)
 
     def _commit(self, entries: Sequence[Entry], chain: Sequence[ChunkKey]) -> None:
         deferred = Deferred()
@@ -207,12 +255,12 @@ class TieredStore:
                 if entry.waiters:
                     wake(entry, deferred)
             if self._tiers:
-                self._flusher.store(entries, chain, deferred)
+                self._flusher.write_through(entries, chain, deferred)
             for entry in reversed(entries):
                 primary.unref(entry)
             primary.counters.writes += len(entries)
             primary.counters.written_bytes += len(entries) * primary.slot_bytes
-            self._allocator.keep_room(deferred)
+            self._allocator.keep_free(deferred)
         deferred.run(self._pool)
 
     def _abort(self, entries: Sequence[Entry]) -> None:
@@ -227,7 +275,7 @@ class TieredStore:
     # -- pins ---------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float) -> int:
-        """Hold the leading READY chunks of `keys` in the primary tier for `ttl` seconds; returns how many.
+        """Keep the leading READY chunks of `keys` in the primary tier for `ttl` seconds; returns how many.
 
         Pinning again moves the end of the pin.
         """
@@ -239,13 +287,14 @@ class TieredStore:
         with self._lock:
             return sum(self._pins.unpin(key) for key in reversed(keys))
 
-    def _expire(self, deferred: Deferred) -> bool:
-        """Locked. End the pins and prefetches whose time is over; whether there were any."""
-        pins = self._pins.expire()
-        return self._promoter.expire(deferred) or pins
+    @locked
+    def _expire(self, deferred: Deferred) -> None:
+        """End the pins and prefetches whose time is over, before somebody asks for slots."""
+        self._pins.expire()
+        self._promoter.expire(deferred)
 
     def poll(self) -> None:
-        """Housekeeping that otherwise waits until slots are wanted: ends what has run out of time."""
+        """End pins and prefetches whose time is over now; otherwise the next to want slots does it."""
         deferred = Deferred()
         with self._lock:
             self._expire(deferred)
@@ -260,22 +309,52 @@ class TieredStore:
         priority: Priority = Priority.LOAD,
         limit: int | None = None,
         ttl: float | None = None,
+        discover: bool = False,
     ) -> Promotion:
         """Bring the leading chunks of `keys` into the primary tier, at most `limit` of them.
 
-        Ends before the first chunk that no tier has, or that finds no slot; a prefetch also before it would
-        exceed its share of the tier. Never waits; the promotion holds its chunks until it is released, or
-        until `ttl` seconds from now are over and the slots are wanted.
+        Ends before the first chunk that no tier stores, or that finds no slot; a prefetch also before it
+        would exceed its share of the tier. With `discover` shared tiers are asked first for what the indexes
+        do not know. Never waits. The promotion refers to its chunks until it is released, or until `ttl`
+        seconds from now are over and slots are wanted.
         """
         deferred = Deferred()
         with self._lock:
-            promotion = self._promoter.promote(() if self._closed else keys[:limit], priority, ttl, deferred)
+            self._expire(deferred)
+            wanted = () if self._closed else keys[:limit]
+            discovery = self._plan_discovery(wanted, deferred, self._resume) if discover else None
+            promotion = self._promoter.promote(wanted, priority, ttl, deferred, discovery)
         deferred.run(self._pool)
         return promotion
 
     def _resume(self, deferred: Deferred) -> None:
-        """Locked."""
-        self._promoter.resume(deferred)
+        """Go on with the promotions that waited for slots or for a discovery."""
+        with self._lock:
+            self._expire(deferred)
+            self._promoter.resume(deferred)
+
+    def discover(self, keys: Sequence[ChunkKey]) -> Discovery | None:
+        """Ask shared tiers, in the background, for leading chunks that the indexes do not know.
+
+        None when there is nothing to ask: no tier is shared, or all chunks are known. Never waits.
+        """
+        deferred = Deferred()
+        with self._lock:
+            discovery = None if self._closed else self._plan_discovery(keys, deferred)
+        deferred.run(self._pool)
+        return discovery
+
+    @locked
+    def _plan_discovery(
+        self, keys: Sequence[ChunkKey], deferred: Deferred, on_done: Callable[[Deferred], None] = lambda deferred: None
+    ) -> Discovery | None:
+        shared = [tier for tier in self._tiers if tier.shared and tier.usable]
+        unknown = keys[self._count_found(keys) :] if shared else ()
+        if not unknown:
+            return None
+        discovery = Discovery(unknown, shared, on_done)
+        deferred.jobs.append(discovery.job())
+        return discovery
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
         """Wait until the persistent tiers are indexed, at most `timeout` seconds; whether they are."""
@@ -288,15 +367,15 @@ class TieredStore:
     # -- removing -----------------------------------------------------------------------------------------
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks from the primary tier, whatever its policy says, and stop copies down that are on
+        """Remove chunks from the primary tier, whatever its policy says. What is leased stays readable.
 
-        their way. What is leased stays readable.
+        Flushes of these chunks that are under way are stopped.
         """
         with self._lock:
             self._drop(keys)
 
+    @locked
     def _drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Locked."""
         for key in keys:
             entry = self._primary.entries.get(key)
             if entry is not None:
@@ -306,16 +385,16 @@ class TieredStore:
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Remove chunks from every tier; returns how many were in one. What is leased stays readable.
 
-        None of them is served any more; `drain` waits until the lower tiers' bytes are gone, too.
+        None of them is served any more; `drain` waits until the bytes in lower tiers are deleted, too.
         """
         deferred = Deferred()
         with self._lock:
             known = sum(self._presence(key) is not Presence.MISS for key in keys)
             self._drop(keys)
             for tier in self._tiers:
-                # Also where a tier that is away now would have served them again later.
-                tier.index.mark_deleted(keys)
-                deferred.jobs.append(Job(tier.reclaim, Priority.LOAD, _nothing))
+                # In tiers that cannot be read now, too: they would serve the chunks again later.
+                tier.index.mark_deleted(keys, unknown=tier.shared)
+                deferred.jobs.append(Job(_without_plans(tier.reclaim), Priority.LOAD, _nothing))
         deferred.run(self._pool)
         return known
 
@@ -331,7 +410,7 @@ class TieredStore:
             self._pins.clear()
             for tier in self._tiers:
                 keys.update(tier.index.clear())
-                deferred.jobs.append(Job(tier.delete_all, Priority.LOAD, _nothing))
+                deferred.jobs.append(Job(_without_plans(tier.delete_all), Priority.LOAD, _nothing))
         deferred.run(self._pool)
         return len(keys)
 
@@ -341,9 +420,13 @@ class TieredStore:
         with self._lock:
             primary = self._primary
             tiers = (primary.stats(), *(tier.stats() for tier in self._tiers))
-            held, pinned = primary.referenced, len(self._pins)
+            leased, pinned = primary.referenced, len(self._pins)
             writing, loading = primary.writing, primary.loading
-        return StoreStats(tiers, held, pinned, writing, loading, self._pool.pending)
+        return StoreStats(tiers, leased, pinned, writing, loading, self._pool.pending)
+
+    def wait_for_room(self, timeout: float) -> bool:
+        """Wait until a whole `store_window` can be stored without a refusal, at most `timeout` seconds."""
+        return self._pool.wait_for_room(self.store_window * max(1, len(self._tiers)), timeout)
 
     def drain(self, timeout: float = 10.0) -> bool:
         """Wait until no I/O is waiting or running, at most `timeout` seconds; True when that is so."""
@@ -352,7 +435,7 @@ class TieredStore:
     def close(self, timeout: float = 5.0) -> None:
         """Finish what I/O there is, at most `timeout` seconds, and close every backend. Idempotent.
 
-        What hangs is left behind on its daemon thread; whoever waits for it is told that it never comes.
+        A call that hangs is left behind on its daemon thread; whoever waits for it is told that it failed.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -362,7 +445,7 @@ class TieredStore:
         for scanner in self._scanners:
             scanner.stop(max(0.0, deadline - time.monotonic()))
         if not self._pool.close(max(0.0, deadline - time.monotonic())):
-            logger.warning("lmkv: an I/O thread hangs and is left behind")
+            logger.warning("lmkv: a backend hangs; its I/O thread is left behind")
         deferred = Deferred()
         with self._lock:
             self._promoter.close(deferred)
@@ -373,13 +456,36 @@ class TieredStore:
         for backend in (*(tier.backend for tier in self._tiers), self._primary.backend):
             _close(backend)
 
+    def _after_fork(self) -> None:
+        """In a child process, which has none of the threads: the store cannot be used there."""
+        self._closed = self.forked = True
+        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
+        self._pool.after_fork()
 
-def _nothing() -> None:
-    """A deletion that the closed pool refuses: the store serves nothing any more."""
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
+            self.close()
+
+
+_stores: weakref.WeakSet[TieredStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_stores):
+        store._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _nothing(deferred: Deferred) -> None:
+    """For a deletion that the closed pool refuses: the store serves nothing any more."""
+
+
+def _without_plans(work: Callable[[], None]) -> Callable[[Deferred], None]:
+    return lambda deferred: work()
 
 
 def _close(backend: Backend) -> None:
-    attempt(
-        backend.close,
-        lambda error: logger.warning("lmkv: closing %s failed: %r", backend.name, error),
-    )
+    attempt(backend.close, lambda error: logger.warning("lmkv: closing %s failed: %r", backend.name, error))

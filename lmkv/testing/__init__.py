@@ -1,5 +1,5 @@
-"""The public test kit: what lmkv's own backends are tested with, for those who write one.
+"""Test helpers for authors of backends: a suite, hypothesis strategies, fault injection, a manual clock.
 
 `backend_suite` needs pytest, `strategies` needs hypothesis; `clocks` and `faults` need neither. Import the
-modules by name: nothing is re-exported, so that none of them drags in what another one needs.
+modules by name: this package imports none of them.
 """

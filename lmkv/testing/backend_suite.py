@@ -1,11 +1,4 @@
-"""`BackendSuite`: what every backend has to do, as pytest tests to inherit.
-
-    class TestMyBackend(BackendSuite):
-        def make(self, folder):
-            return MyBackend(folder)
-
-Tests of a capability are skipped for backends that do not have it.
-"""
+"""`BackendSuite`: the contract of `Backend` and its capabilities, as pytest tests to inherit."""
 
 from __future__ import annotations
 
@@ -21,7 +14,7 @@ import pytest
 
 from lmkv.errors import BackendError, ClosedError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, ReadsRanges, SizesChunks
+from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, SizesChunks
 
 T = TypeVar("T")
 HIT, MISS, FAILED = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.FAILED
@@ -30,11 +23,7 @@ LIMIT = 30.0
 
 
 class Persistent(Backend, ListsKeys, Protocol):
-    """What the tests of listing and reopening need."""
-
-
-class Ranged(Backend, ReadsRanges, Protocol):
-    """What the tests of byte ranges need."""
+    """A backend for the tests of listing and reopening."""
 
 
 def new_key() -> ChunkKey:
@@ -46,7 +35,7 @@ def chunk_of(nbytes: int, key: ChunkKey = b"") -> Chunk:
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
-    """Results of `work(0)` to `work(count - 1)`, all started at the same moment."""
+    """Results of `work(0)` to `work(count - 1)`, each in a thread; all begin at the same moment."""
     barrier = threading.Barrier(count)
 
     def start(index: int) -> T:
@@ -58,16 +47,30 @@ def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
 
 
 class BackendSuite:
-    """Inherit, and give `make`. Everything is written below `folder`; no test stores over 2 MB.
+    """Tests for a backend: inherit and define `make`. pytest runs them.
 
-    `keeps`: False for a backend that may drop what it was given. `sizes`: payload lengths that it must take.
+    Tests of a capability are skipped for a backend that does not have it. No test stores more than 2 MB.
+
+    Attributes
+    ----------
+    keeps
+        False for a backend that may drop what it was given.
+    sizes
+        Payload lengths in bytes that the backend must take.
+
+    Examples
+    --------
+    >>> from lmkv.backends import LocalDiskBackend
+    >>> class TestMyBackend(BackendSuite):
+    ...     def make(self, folder):
+    ...         return LocalDiskBackend(folder, bytes(32))
     """
 
     keeps: ClassVar[bool] = True
     sizes: ClassVar[Sequence[int]] = (1, 100, 4095, 4096, 4097, 16384, 70001)
 
     def make(self, folder: Path) -> Backend:
-        """A backend over `folder`; called again after `close` it finds what a persistent one kept there."""
+        """A backend over `folder`. One that is made after `close` finds what a persistent one has there."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -80,11 +83,6 @@ class BackendSuite:
     def keeping(self, backend: Backend) -> Backend:
         if not self.keeps:
             pytest.skip("this backend keeps nothing")
-        return backend
-
-    @pytest.fixture
-    def ranged(self, keeping: Backend) -> Ranged:
-        backend: Ranged = _skip_unless(keeping, ReadsRanges)
         return backend
 
     @pytest.fixture
@@ -136,8 +134,6 @@ class BackendSuite:
             lambda: backend.write([chunk]),
             lambda: backend.delete([chunk.key]),
         ]
-        if isinstance(backend, ReadsRanges):
-            calls.append(lambda: backend.read_ranges([(chunk.key, 0, buffer)]))
         if isinstance(backend, ListsKeys):
             calls.append(lambda: list(backend.list_keys()))
         for call in calls:
@@ -199,9 +195,7 @@ class BackendSuite:
         buffers = [memoryview(bytearray(len(chunk.payload))) for chunk in chunks]
         reads = keeping.read([(chunk.key, into) for chunk, into in zip(chunks, buffers, strict=True)])
         assert [read.status for read in reads] == expected[: len(chunks)]
-        assert keeping.contains([chunk.key for chunk in chunks]) == [
-            s is HIT for s in expected[: len(chunks)]
-        ]
+        assert keeping.contains([chunk.key for chunk in chunks]) == [s is HIT for s in expected[: len(chunks)]]
         for chunk, into in list(zip(chunks, buffers, strict=True))[::2]:
             assert into == chunk.payload
 
@@ -250,29 +244,6 @@ class BackendSuite:
 
     # -- capabilities -------------------------------------------------------------------------------------
 
-    def test_ranges_are_slices(self, ranged: Ranged) -> None:
-        chooser = random.Random(0)
-        for nbytes in self.sizes:
-            chunk = chunk_of(nbytes)
-            ranged.write([chunk])
-            edges = [tuple(sorted(chooser.sample(range(nbytes + 1), 2))) for _ in range(20)]
-            buffers = [memoryview(bytearray(until - start)) for start, until in [(0, nbytes), *edges]]
-            starts = [0, *(start for start, _ in edges)]
-            reads = ranged.read_ranges(
-                [(chunk.key, start, into) for start, into in zip(starts, buffers, strict=True)]
-            )
-            assert {read.status for read in reads} == {HIT}
-            for start, into in zip(starts, buffers, strict=True):
-                assert into == chunk.payload[start : start + len(into)]
-
-    def test_ranges_miss_and_fail_one_by_one(self, ranged: Ranged) -> None:
-        chunk, buffer = chunk_of(5000), memoryview(bytearray(1000))
-        ranged.write([chunk])
-        items = [(chunk.key, 4001), (new_key(), 0), (chunk.key, 4000), (chunk.key, 5000), (chunk.key, 0)]
-        reads = ranged.read_ranges([(key, offset, buffer) for key, offset in items])
-        assert [read.status for read in reads] == [FAILED, MISS, HIT, FAILED, HIT]
-        assert buffer == chunk.payload[:1000]
-
     def test_what_is_listed_is_what_is_there(self, persistent: Persistent) -> None:
         chunks = [chunk_of(nbytes) for nbytes in self.sizes]
         persistent.write(chunks)
@@ -304,7 +275,7 @@ def statuses(backend: Backend, chunks: Sequence[Chunk]) -> list[WriteStatus]:
 
 
 def read_back(backend: Backend, chunk: Chunk) -> memoryview | None:
-    """The chunk's payload as the backend has it, None for a miss; anything else is a failed test."""
+    """The chunk's payload as the backend returns it, None for a miss; a failure fails the test."""
     buffer = memoryview(bytearray(len(chunk.payload)))
     (read,) = backend.read([(chunk.key, buffer)])
     assert isinstance(read, Read)
@@ -319,14 +290,14 @@ def listed(backend: ListsKeys) -> dict[ChunkKey, int]:
 
 
 def sizes_of(backend: Backend, chunks: Sequence[Chunk]) -> dict[ChunkKey, int]:
-    """What these chunks should take of the tier's capacity."""
+    """Bytes of the tier's capacity that these chunks should take."""
     if isinstance(backend, SizesChunks):
         return {chunk.key: backend.stored_bytes(len(chunk.payload)) for chunk in chunks}
     return {chunk.key: len(chunk.payload) for chunk in chunks}
 
 
 def _skip_unless(backend: Backend, capability: type) -> Any:
-    """The same backend, whose static type the fixtures narrow."""
+    """The backend, if it has that capability; its static type is narrowed by the fixtures."""
     if not isinstance(backend, capability):
         pytest.skip(f"not {capability.__name__}")
     return backend

@@ -1,4 +1,4 @@
-"""A clock that moves when it is told to."""
+"""`ManualClock`: a clock that tests advance by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,26 @@ import threading
 
 
 class ManualClock:
-    """A `Clock`: call it for the time in seconds, `advance` it by hand. Thread-safe."""
+    """A `Clock` whose time changes only by `advance`. Thread-safe.
+
+    Parameters
+    ----------
+    start
+        Its first time, in seconds.
+
+    Raises
+    ------
+    ValueError
+        From `advance`, for negative seconds: the clock is monotonic.
+
+    Examples
+    --------
+    >>> clock = ManualClock(100.0)
+    >>> clock.advance(1.5)
+    101.5
+    >>> clock
+    <ManualClock: 101.5 s>
+    """
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -16,10 +35,13 @@ class ManualClock:
         with self._lock:
             return self._now
 
+    def __repr__(self) -> str:
+        return f"<ManualClock: {self()} s>"
+
     def advance(self, seconds: float) -> float:
-        """Move forward; time never goes back. Returns the new time."""
+        """Add `seconds`; returns the new time."""
         if seconds < 0:
-            raise ValueError(f"a monotonic clock does not move by {seconds} s")
+            raise ValueError(f"a monotonic clock cannot be advanced by {seconds} s")
         with self._lock:
             self._now += seconds
             return self._now

@@ -1,4 +1,4 @@
-"""Backends and copiers made slow, unreliable or silent, and the same way again for the same seed."""
+"""Fault injection for backends and copiers: errors, delays and silence, reproducible by a seed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lmkv.backends.wrapper import WrapperBackend
 from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.memory.copier import ChunkCopy, Copier, Event
 from lmkv.outcomes import Read, Written
-from lmkv.protocols import Backend, Chunk, ChunkKey, ReadsRanges
+from lmkv.protocols import Backend, Chunk, ChunkKey
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-VERBS = frozenset({"contains", "read", "read_ranges", "write", "delete", "list_keys"})
+VERBS = frozenset({"contains", "read", "write", "delete", "list_keys"})
 COPIES = frozenset({"store", "load"})
 
 
@@ -31,14 +31,45 @@ def _check_verbs(verbs: frozenset[str], known: frozenset[str]) -> None:
 
 
 class FaultyBackend(WrapperBackend):
-    """Injects faults into the calls of `verbs`.
+    """Injects faults into calls of another backend.
 
-    `error_rate`: chance of each key of a read or write, and of each other call, to fail. `latency`: seconds
-    before each call. `fail_call(n)` fails the n-th call from now, `black_hole()` swallows calls until
-    `release()`. Reads and writes fail by value, the other verbs raise; both with `BackendUnavailable`.
-    `calls` counts the calls by verb, `faults` what was injected.
+    Parameters
+    ----------
+    inner
+        The backend that calls are forwarded to.
+    seed
+        Of the random numbers: the same seed and calls have the same faults.
+    error_rate
+        Probability of a failure, for each key of a read or write and for each other call.
+    latency
+        Seconds before each call.
+    verbs
+        The verbs that faults are injected into.
+    max_hold
+        Seconds after which a call in a black hole fails.
+    sleep
+        Called with `latency`.
 
-    Locks: `_lock` guards the random numbers and the counts; nobody sleeps or forwards under it.
+    Raises
+    ------
+    ValueError
+        For unknown verbs.
+
+    Notes
+    -----
+    `fail_call(n)` fails the n-th call from now on, `black_hole()` answers no call until `release()`. Keys of
+    reads and writes fail by value, other verbs raise; the error is always `BackendUnavailable`. `calls`
+    counts calls by verb, `faults` injected faults. Thread-safe: one lock guards the random numbers and the
+    counts, and is not held while a call sleeps or is forwarded.
+
+    Examples
+    --------
+    >>> from lmkv.backends.null import NullBackend
+    >>> backend = FaultyBackend(NullBackend())
+    >>> backend.fail_call()
+    >>> [read] = backend.read([(bytes(32), memoryview(bytearray(4)))])
+    >>> read.status, backend.faults
+    (<ReadStatus.FAILED: 'failed'>, 1)
     """
 
     def __init__(
@@ -68,15 +99,16 @@ class FaultyBackend(WrapperBackend):
         self._released.set()
 
     def fail_call(self, nth: int = 1, errno: int = EIO) -> None:
-        """Make the `nth` call from now on (1 is the next) fail as the operating system would."""
+        """Make the `nth` call from now on (1 is the next) fail with an error of the operating system."""
         with self._lock:
             self._failing[self._counted() + nth] = errno
 
     def black_hole(self) -> None:
-        """Answer no call until `release`; those that wait longer than `max_hold` seconds fail."""
+        """Answer no call until `release`; a call that waits longer than `max_hold` seconds fails."""
         self._released.clear()
 
     def release(self) -> None:
+        """End the black hole: calls that wait in it go on."""
         self._released.set()
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
@@ -91,11 +123,6 @@ class FaultyBackend(WrapperBackend):
     def write(self, chunks: Sequence[Chunk]) -> list[Written]:
         return self._some("write", chunks, [c.key for c in chunks], self.inner.write, Written.failed)
 
-    def _forward_read_ranges(
-        self, inner: ReadsRanges, items: Sequence[tuple[ChunkKey, int, memoryview]]
-    ) -> list[Read]:
-        return self._some("read_ranges", items, [key for key, _, _ in items], inner.read_ranges, Read.failed)
-
     def _some(
         self,
         verb: str,
@@ -104,7 +131,7 @@ class FaultyBackend(WrapperBackend):
         forward: Callable[[list[Item]], list[T]],
         failed: Callable[[BackendError], T],
     ) -> list[T]:
-        """Forward the items that are spared, and put the results back into request order."""
+        """Forward the items that do not fail, and return all results in the order of the request."""
         whole_call = self._enter(verb)
         errors = [whole_call or self._draw(verb, key) for key in keys]
         spared = [item for item, error in zip(items, errors, strict=True) if error is None]
@@ -112,7 +139,7 @@ class FaultyBackend(WrapperBackend):
         return [failed(error) if error else next(results) for error in errors]
 
     def _enter(self, verb: str) -> BackendError | None:
-        """Count a call, delay it, and say whether all of it fails."""
+        """Count and delay a call; returns the error if all of it fails."""
         with self._lock:
             self.calls[verb] += 1
             errno = self._failing.pop(self._counted(), None)
@@ -137,16 +164,50 @@ class FaultyBackend(WrapperBackend):
         return BackendUnavailable(self.name, verb, key.hex(), reason)
 
     def _counted(self) -> int:
-        """Locked."""
+        """Calls until now. `_lock` must be held."""
         return sum(self.calls.values())
 
 
 class FaultyCopier:
-    """A copier whose calls of `verbs`, by layers or not, fail with the chance of `error_rate`.
+    """Injects faults into calls of another copier, by layers or not.
 
-    They fail when half of their chunks, or some of the layers, are copied. With the chance of `late_rate` a
-    call that did its work is reported as still running, a few times over. `faults` counts the failures. Not
-    thread-safe, as no copier is.
+    Parameters
+    ----------
+    inner
+        The copier that calls are forwarded to.
+    seed
+        Of the random numbers: the same seed and calls have the same faults.
+    error_rate
+        Probability that a call raises `OSError`, when half of its chunks or some of its layers are copied.
+    late_rate
+        Probability that the event of a call that has ended is said not to have happened, up to five times.
+    verbs
+        "store", "load" or both.
+
+    Raises
+    ------
+    ValueError
+        For unknown verbs.
+
+    Notes
+    -----
+    `faults` counts the failures. Not thread-safe, like all copiers.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from lmkv.memory.copier import ChunkCopy, Run
+    >>> from lmkv.memory.copiers import make_copier
+    >>> from lmkv.memory.paged import PagedMemory
+    >>> from lmkv.memory.slab import Slab
+    >>> memory = PagedMemory.of([torch.zeros(4, 16)])
+    >>> layout = memory.layout(chunk_size=16, block_sizes=[16])
+    >>> slab = Slab(layout.slot_bytes, layout.slot_bytes)
+    >>> copier = FaultyCopier(make_copier(memory, layout, slab), error_rate=1.0)
+    >>> copier.store([ChunkCopy(0, (Run(0, [2]),))])
+    Traceback (most recent call last):
+        ...
+    OSError: [Errno 5] an injected error
     """
 
     def __init__(
@@ -185,9 +246,7 @@ class FaultyCopier:
     def close(self) -> None:
         self._inner.close()
 
-    def _copy(
-        self, verb: str, copy: Callable[[Sequence[ChunkCopy]], Event], copies: Sequence[ChunkCopy]
-    ) -> Event:
+    def _copy(self, verb: str, copy: Callable[[Sequence[ChunkCopy]], Event], copies: Sequence[ChunkCopy]) -> Event:
         if self._unlucky(verb):
             copy(copies[: len(copies) // 2])
             raise self._fault()
@@ -210,7 +269,7 @@ class FaultyCopier:
 
 
 class _Late:
-    """Says for a while that it has not happened yet."""
+    """An event that says a few times that it has not happened yet."""
 
     def __init__(self, event: Event, times: int) -> None:
         self._event = event

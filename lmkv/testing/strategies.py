@@ -14,7 +14,7 @@ def keys() -> st.SearchStrategy[ChunkKey]:
 
 
 def payloads(max_bytes: int = 20_000) -> st.SearchStrategy[memoryview]:
-    """Read-only payloads, with lengths around page boundaries more often than chance has it."""
+    """Read-only payloads, many of them with lengths near page boundaries."""
     near_pages = st.sampled_from([1, 4095, 4096, 4097, 8191, 8192, 8193]).filter(lambda n: n <= max_bytes)
     lengths = st.one_of(st.integers(1, max_bytes), near_pages)
     return st.tuples(lengths, st.binary(min_size=1, max_size=64)).map(_repeated)
@@ -29,11 +29,6 @@ def tokens(max_count: int = 300) -> st.SearchStrategy[bytes]:
 def chunks(max_bytes: int = 20_000) -> st.SearchStrategy[Chunk]:
     parents = st.one_of(st.just(b""), keys())
     return st.builds(Chunk, keys(), payloads(max_bytes), parents, tokens())
-
-
-def chunk_lists(max_count: int = 8, max_bytes: int = 20_000) -> st.SearchStrategy[list[Chunk]]:
-    """Chunks of different keys."""
-    return st.lists(chunks(max_bytes), max_size=max_count, unique_by=lambda chunk: chunk.key)
 
 
 def _repeated(drawn: tuple[int, bytes]) -> memoryview:

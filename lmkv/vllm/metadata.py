@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers with each step, and what they answer. Plain data, no vLLM types."""
+"""The messages between the scheduler side and the workers: copy orders and reports. No vLLM types."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from lmkv.memory.slab import SlabRef
 
 @frozen
 class CopyOrder:
-    """Copies that succeed or fail together: loads, or with `stores` what is stored.
+    """Copies that succeed or fail together. `stores`: from blocks into slots; else the other way.
 
-    `failed_blocks`: blocks that cannot be filled, to be reported with the order. `between_steps`: nothing
-    that is computed in this step reads the blocks. `finishes`: the request whose load between steps is
-    complete with this order.
+    `failed_blocks`: blocks that nothing will fill, to be reported as failed. `between_steps`: no computation
+    of this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this order.
     """
 
     job: int
@@ -27,7 +26,7 @@ class CopyOrder:
 
 @frozen
 class StepPlan:
-    """The orders of one step. `slab` is set until the workers are known to have mapped it."""
+    """The copy orders of one step. `slab`: set until a worker is known to have mapped it."""
 
     loads: list[CopyOrder] = field(factory=list)
     stores: list[CopyOrder] = field(factory=list)
@@ -36,7 +35,7 @@ class StepPlan:
 
 @define
 class JobReport:
-    """One job, over the ranks that answered: how many, whether all succeeded, the slowest one's seconds."""
+    """How a job ended on the `ranks` that have answered. `seconds`: those of the slowest rank."""
 
     ranks: int
     ok: bool
@@ -45,21 +44,18 @@ class JobReport:
 
     def merge(self, other: JobReport) -> JobReport:
         return JobReport(
-            self.ranks + other.ranks,
-            self.ok and other.ok,
-            self.nbytes + other.nbytes,
-            max(self.seconds, other.seconds),
+            self.ranks + other.ranks, self.ok and other.ok, self.nbytes + other.nbytes, max(self.seconds, other.seconds)
         )
 
 
 @define
 class WorkerReport:
-    """What finished since the last report, by job."""
+    """The jobs that have ended since the last report."""
 
     jobs: dict[int, JobReport] = field(factory=dict)
 
     def merge(self, other: WorkerReport) -> WorkerReport:
-        """Order of merging does not matter: ranks answer in any order."""
+        """Both reports in one; the order does not matter, because ranks answer in any order."""
         merged = dict(self.jobs)
         for job, report in other.jobs.items():
             merged[job] = merged[job].merge(report) if job in merged else report
@@ -67,7 +63,7 @@ class WorkerReport:
 
 
 class StepPlanBuilder:
-    """Numbers jobs and collects their orders until the step's plan is taken."""
+    """Numbers copy orders and collects them until the step's plan is taken."""
 
     def __init__(self) -> None:
         self._last_job = 0
@@ -81,17 +77,13 @@ class StepPlanBuilder:
         between_steps: bool = False,
         finishes: str | None = None,
     ) -> CopyOrder:
-        order = CopyOrder(
-            self._new_job(),
-            copies,
-            failed_blocks=failed_blocks,
-            between_steps=between_steps,
-            finishes=finishes,
-        )
+        """Add a load to the plan."""
+        order = CopyOrder(self._new_job(), copies, False, failed_blocks, between_steps, finishes)
         self._plan.loads.append(order)
         return order
 
     def store(self, copies: list[ChunkCopy]) -> CopyOrder:
+        """Add a store to the plan."""
         order = CopyOrder(self._new_job(), copies, stores=True)
         self._plan.stores.append(order)
         return order
@@ -101,6 +93,6 @@ class StepPlanBuilder:
         return self._last_job
 
     def take(self, slab: SlabRef | None) -> StepPlan:
-        """The plan, and an empty one begun. `slab`: to be mapped by the workers, if they have orders."""
+        """The plan so far; a new one is begun. `slab`: for the workers to map, if there are orders."""
         plan, self._plan = self._plan, StepPlan()
         return StepPlan(plan.loads, plan.stores, slab) if plan.loads or plan.stores else plan

@@ -1,4 +1,4 @@
-"""What vLLM serves, as lmkv needs it: the namespace of its KV, and where its pages lie."""
+"""The model that vLLM serves, as lmkv sees it: the layout of its pages and the namespace of its KV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from lmkv.chunks.layout import KVLayout, LayerPages
+from lmkv.chunks.layout import KVLayout, LayerPages, align_up
 from lmkv.chunks.namespace import Namespace
 from lmkv.memory.paged import PagedMemory
 from lmkv.vllm.compat import KVGroup, kv_groups, vllm_version
@@ -30,10 +30,11 @@ logger = logging.getLogger("lmkv.vllm")
 # Without slots, because cached_property keeps its value in the instance's __dict__.
 @frozen(slots=False)
 class ServedModel:
-    """`layers` names the layers that `layout` describes, one by one or, with `fused`, all as one: pages that
-    hold every layer of a block.
+    """A served model. `layers`: names of the layers that `layout` describes.
 
-    `ranks` workers serve it. Each `replicas` of them in a row hold the same KV: one copy of it is kept.
+    `fused`: the layers of a block lie next to each other in memory, and `layout` describes all of them as one
+    layer. `ranks`: workers. `replicas`: so many consecutive ranks have the same KV, of which one copy is
+    stored.
     """
 
     geometry: Geometry
@@ -47,15 +48,16 @@ class ServedModel:
 
     @cached_property
     def namespace(self) -> Namespace:
-        """Made on demand: the weights are sampled for it, which workers need not do."""
+        """Made on first use: it samples the weights, which workers need not do."""
         return self._make_namespace()
 
     def paged_memory(self, rows: Sequence[torch.Tensor]) -> PagedMemory:
-        """The registered tensors, seen as `block_rows`, in the order of `layers`.
+        """The registered tensors, given as `block_rows` in the order of `layers`.
 
-        Raises ValueError when they are not as the layout says.
+        Raises ValueError when their pages are not those of the layout.
         """
         if self.fused:
+            # In the order of memory, which need not be that of the layers.
             memory = PagedMemory(sorted(rows, key=lambda row: row.storage_offset()))
         else:
             memory = PagedMemory(rows, [pages.group for pages in self.layout.layers], fuse=False)
@@ -66,15 +68,18 @@ class ServedModel:
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedModel:
-    """Raises ValueError, with the reason, for a model or a parallel split that lmkv does not cache."""
+    """The model of vLLM's configuration, in chunks of `chunk_size` tokens, rounded up to whole blocks.
+
+    Raises ValueError, with the reason, for a model or a parallel split that lmkv does not cache.
+    """
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        raise ValueError("pipeline parallel ranks hold different layers, which is not supported yet")
+        raise ValueError("pipeline parallel ranks have different layers, which is not supported yet")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"{name} > 1 spreads blocks over ranks, which is not supported yet")
     groups = kv_groups(kv_cache_config)
-    size = _round_up(chunk_size, math.lcm(*(group.block_size for group in groups)))
+    size = align_up(chunk_size, math.lcm(*(group.block_size for group in groups)))
     ranks = int(parallel.tensor_parallel_size)
     replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
     layers: list[tuple[str, LayerPages]] = [
@@ -96,10 +101,6 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
         replicas=replicas,
         make_namespace=partial(_namespace, vllm_config, kv_cache_config, groups, size),
     )
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _namespace(vllm_config: Any, kv_cache_config: Any, groups: list[KVGroup], chunk_size: int) -> Namespace:
@@ -134,38 +135,39 @@ def _layout_name(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _source(model_config: Any) -> str:
-    """Where the weights come from; `model` is a temporary folder when they are streamed from elsewhere."""
+    """Where the weights come from; `model` is a temporary folder when vLLM reads them from object storage."""
     return str(getattr(model_config, "model_weights", None) or model_config.model)
 
 
 def _config_digest(model_config: Any) -> str:
-    """Of the model's own configuration with all overrides: rope scaling, heads, layers, windows..."""
+    """Digest of the model's configuration with all overrides: rope scaling, heads, layers, windows..."""
     described = model_config.hf_config.to_dict()
-    # Where the files lie does not change what they mean.
+    # The same model in another folder has the same KV.
     described.pop("_name_or_path", None)
     text = json.dumps(described, sort_keys=True, default=str)
     if "longrope" in text:
-        # vLLM chooses between its two sets of factors by the longest context that it is started for.
+        # vLLM chooses one of two sets of factors by the longest context that it is started for.
         text += str(model_config.max_model_len)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _weights(model_config: Any, load_config: Any) -> str:
-    """Of the checkpoint: another fine-tune is another model."""
+    """Identity of the checkpoint: another fine-tune is another model."""
     load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
     if load_format == "dummy":
         return f"dummy {model_config.seed}"
     found = fingerprint(Path(_source(model_config))) or _commit(model_config)
     if not found and not model_config.revision:
         logger.warning(
-            "lmkv: the weights of %s cannot be told from others of that name; start vLLM with a revision",
+            "lmkv: the weights of %s cannot be identified, so that KV of other weights of that name would be "
+            "served; start vLLM with a revision",
             _source(model_config),
         )
     return f"{load_format} {found}"
 
 
 def _commit(model_config: Any) -> str:
-    """The commit that a model's name on the Hub stood for when it was loaded; "" when that is not known."""
+    """The Hub commit that the model's name resolved to when it was loaded; "" when that is not known."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
@@ -182,14 +184,14 @@ def _code(model_config: Any) -> str:
 
 
 def _inputs(model_config: Any) -> str:
-    """How images and sounds are prepared: whoever names them keeps the name when this changes."""
+    """How images and sounds are preprocessed; vLLM's identifiers of them do not depend on it."""
     multimodal = getattr(model_config, "multimodal_config", None)
     names = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
     return " ".join(f"{name}={getattr(multimodal, name, None)}" for name in names) if multimodal else ""
 
 
 def _draft(vllm_config: Any) -> str:
-    """Of a draft model with weights of its own: some keep their KV among the model's."""
+    """Identity of a draft model with weights of its own, whose KV may be cached with the model's."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or _source(draft) == _source(vllm_config.model_config):
@@ -198,12 +200,10 @@ def _draft(vllm_config: Any) -> str:
 
 
 def _page_format(vllm_config: Any) -> str:
-    """What else decides the bytes inside a page: device, attention backend if chosen, and on CPU the ISA."""
+    """What decides the bytes inside a page: device, attention backend if chosen, and on CPUs the ISA."""
     device = str(getattr(vllm_config.device_config, "device_type", ""))
     attention = getattr(vllm_config, "attention_config", None)
-    chosen = [
-        str(getattr(attention, name, None)) for name in ("backend", "backend_per_kind", "indexer_kv_dtype")
-    ]
+    chosen = [str(getattr(attention, name, None)) for name in ("backend", "backend_per_kind", "indexer_kv_dtype")]
     skipped = sorted(getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", ()))
     backend = " ".join((*chosen, *skipped))
     isa = ""

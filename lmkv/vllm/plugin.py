@@ -1,4 +1,4 @@
-"""Registers `LMKVConnector` with vLLM, through the `vllm.general_plugins` entry point."""
+"""Registers `LMKVConnector` with vLLM: the entry point of the group `vllm.general_plugins`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ MODULE = "lmkv.vllm.connector"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, more than once. Never raises: it would take vLLM down."""
+    """Called by vLLM in each of its processes, possibly more than once. Never raises: that would end vLLM."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+        # To register a name twice is an error.
         if NAME not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     except Exception as error:

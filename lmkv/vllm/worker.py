@@ -1,7 +1,7 @@
-"""The worker side: maps the slab, executes copy orders, reports. It holds no policy and knows no request.
+"""The worker side of the connector: maps the slab, executes copy orders, reports how they ended.
 
-No method raises: whatever goes wrong becomes a failed job, which the scheduler turns into a miss or vLLM
-into a recomputation.
+It decides nothing and knows no request. No method raises: whatever fails becomes a failed job, which the
+scheduler side answers with a miss, or vLLM by computing the blocks again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap, SlabRef, attach
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 
+logger = logging.getLogger(__name__)
+
 
 class LayerwiseTransfer:
-    """`orders` succeed or fail together; nothing here raises. Begins at once."""
+    """Copies a step's loads or stores layer by layer while the model computes the other layers.
+
+    `orders` succeed or fail together. Begins at once; no method raises.
+    """
 
     def __init__(self, orders: Sequence[CopyOrder], copier: Callable[[], Copier], *, loads: bool) -> None:
         self.orders = orders
@@ -36,7 +41,7 @@ class LayerwiseTransfer:
         self._pipeline = LayerReader(copier, copies) if loads else LayerWriter(copier, copies)
 
     def step(self, layer: int) -> None:
-        """The model comes to this layer, or leaves it."""
+        """The model is about to read this layer, or has written it."""
         pipeline = self._pipeline
         if isinstance(pipeline, LayerReader):
             self._attempt(lambda: pipeline.wait(layer))
@@ -44,13 +49,15 @@ class LayerwiseTransfer:
             self._attempt(lambda: pipeline.save(layer))
 
     def finish(self) -> Event | None:
-        """The event of all copies; None when they failed, and then nothing is under way any more."""
+        """The event of all copies; None when they failed, and then none of them is running any more."""
         pipeline, events = self._pipeline, list[Event]()
         if pipeline is None:
             return None
         unread = isinstance(pipeline, LayerReader) and not pipeline.complete
         self._attempt(lambda: events.append(pipeline.finish()))
         if unread and events:
+            # The model has read layers before they were loaded. The copies must end before vLLM is told so:
+            # it then computes the same blocks again.
             logger.error("lmkv: the model did not wait for the layers of a load, which therefore failed")
             events.pop().wait()
         return events[0] if events else None
@@ -63,9 +70,6 @@ class LayerwiseTransfer:
             self._pipeline = None
 
 
-logger = logging.getLogger(__name__)
-
-
 @define(eq=False)
 class _Running:
     order: CopyOrder
@@ -74,12 +78,12 @@ class _Running:
 
 
 class Worker:
-    """One rank's executor of `StepPlan`s. All calls come from the thread that runs the model.
+    """Executes the `StepPlan`s of one rank. All calls come from the thread that runs the model.
 
-    `block_level_failures`: failed loads are reported by block ids; models with several block tables cannot
-    tell those apart and take request ids instead. `stores`: of ranks that hold the same KV one copies it out.
-    `layerwise`: copies that belong to a step overlap it, for a model that calls `wait_for_layer` and
-    `save_layer`.
+    `block_level_failures`: failed loads are reported by block ids; with several block tables these are
+    ambiguous, and request ids are reported instead. `stores`: False on ranks whose KV another rank stores.
+    `layerwise`: loads and stores within a step overlap its computation, for a model that calls
+    `wait_for_layer` and `save_layer`.
     """
 
     def __init__(
@@ -109,13 +113,17 @@ class Worker:
         self._failed_requests: set[str] = set()
         self._finished_requests: set[str] = set()
 
+    def __repr__(self) -> str:
+        state = "ready" if self._copier is not None else "no copier yet"
+        return f"<Worker: rank {self._rank}, {state}, {len(self._running)} copies running>"
+
     def register(self, memory: PagedMemory) -> None:
-        """The paged memory that orders refer to."""
+        """Set the paged memory that orders refer to."""
         self._memory = memory
         self._copier = None
 
     def begin(self, plan: StepPlan) -> None:
-        """Take the step's orders. Each is executed once, whether or not the model runs in this step."""
+        """Take the orders of a step. Each is executed once, whether or not the model runs in that step."""
         self._plan = plan
         if plan.slab is not None and plan.slab != self._slab_ref:
             self._attach(plan.slab)
@@ -125,28 +133,28 @@ class Worker:
             self._slab = attach(ref)
             self._slab.populate()
             self._slab_ref = ref
+            # A copier is made for one slab and one paged memory; the next copy makes another one.
             self._copier = None
         except Exception:
             logger.exception("lmkv: cannot map the CPU tier at %s; nothing is cached", ref.path)
 
     def load(self) -> None:
-        """Execute the step's loads. Before the model runs, for those that this step reads."""
+        """Execute the step's loads, before the model runs."""
+        # Taken out of the plan first: whatever happens, no order is executed twice.
         orders, self._plan = self._plan.loads, StepPlan(stores=self._plan.stores)
-        layerwise = [
-            order for order in orders if self._layerwise and order.copies and not order.between_steps
-        ]
+        layerwise = [order for order in orders if self._layerwise and order.copies and not order.between_steps]
         if layerwise:
             self._reading = LayerwiseTransfer(layerwise, self._ready_copier, loads=True)
             orders = [order for order in orders if order not in layerwise]
         self._execute(orders, lambda copier, order: copier.load(order.copies, overlap=order.between_steps))
 
     def wait_for_layer(self, layer: int) -> None:
-        """The model is about to read this layer: its loads come first."""
+        """The model is about to read this layer: wait until it is loaded."""
         if self._reading is not None:
             self._reading.step(layer)
 
     def save_layer(self, layer: int) -> None:
-        """The model has written this layer: its stores may begin."""
+        """The model has written this layer: begin to store it."""
         if self._writing is None and self._layerwise and self._stores and self._plan.stores:
             orders, self._plan = self._plan.stores, StepPlan(self._plan.loads)
             self._writing = LayerwiseTransfer(orders, self._ready_copier, loads=False)
@@ -177,11 +185,11 @@ class Worker:
                 self._follow(order, event, started)
 
     def _follow(self, order: CopyOrder, event: Event, started: float) -> None:
-        """Note the end of a copy, or that it is still running."""
+        """Report a copy that has ended; one that is still running is polled later."""
         try:
             ended = event.query()
         except Exception:
-            logger.exception("lmkv: a copy of %d chunks failed on its way", len(order.copies))
+            logger.exception("lmkv: a copy of %d chunks failed while it ran", len(order.copies))
             self._finish(order, started, ok=False)
             return
         if ended:
@@ -224,7 +232,7 @@ class Worker:
             self._failed_blocks.update(block for run in copy.runs for block in run.blocks)
 
     def poll(self) -> None:
-        """Note which copies have ended meanwhile. Never blocks."""
+        """Report the copies that have ended meanwhile. Never waits."""
         running, self._running = self._running, []
         for item in running:
             self._follow(item.order, item.event, item.started)
@@ -235,17 +243,19 @@ class Worker:
         return report if report.jobs else None
 
     def take_failed_blocks(self) -> set[int]:
+        """Blocks that loads have failed to fill since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """`(finished, failed)`: requests whose asynchronous load ended, and those of them that failed."""
+        """`(finished, failed)`: requests whose asynchronous load has ended, and those where it failed."""
         finished, self._finished_requests = self._finished_requests, set()
         failed, self._failed_requests = self._failed_requests, set()
         return finished, failed
 
     def close(self) -> None:
-        """Wait for the running copies and unmap. Idempotent."""
+        """Wait for the running copies and unmap the slab. Idempotent."""
+        # Before the slab is unmapped: the device reads and writes it.
         for item in self._running:
             item.event.wait()
         self._running.clear()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import importlib.util
 import mmap
 import os
-import sys
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,31 +19,23 @@ from lmkv.backends.aio import AsyncAdapter
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.files import AsyncFileBackend
 from lmkv.backends.null import NullBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.cli.measure.timing import interleaved, median_ratio
-from lmkv.errors import BackendUnavailable, ClosedError, ConfigError, UsageError
+from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk, ListsKeys, ReadsRanges, Shared, SizesChunks
+from lmkv.protocols import Backend, Chunk, Listed, ListsKeys, Shared, SizesChunks
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, statuses
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
-from tests.kit import LIMIT, eventually
+from tests.forked import python
+from tests.kit import LIMIT, chain, eventually, get, lower, put_below, small_store
+from tests.pages import ROOT
 
 T = TypeVar("T")
 NAMESPACE = bytes(range(32))
-CAPABILITIES = (ReadsRanges, ListsKeys, SizesChunks, Shared)
-
-
-def example(name: str) -> Any:
-    """A module of the examples folder, as a reader would run it."""
-    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+CAPABILITIES = (ListsKeys, SizesChunks, Shared)
 
 
 def page_aligned(nbytes: int, fill: bytes = b"") -> memoryview:
@@ -115,9 +106,9 @@ class TestFaultlessFaulty(BackendSuite):
         return FaultyBackend(LocalDiskBackend(folder, NAMESPACE))
 
 
-class TestAiofilesExample(BackendSuite):
+class TestAsyncFiles(BackendSuite):
     def make(self, folder: Path) -> Backend:
-        return AsyncAdapter(example("aiofiles_backend").AiofilesBackend(folder / "chunks"))
+        return AsyncAdapter(AsyncFileBackend(folder / "chunks"))
 
 
 # -- disk ----------------------------------------------------------------------------------------------
@@ -141,11 +132,7 @@ def test_the_listing_of_the_folder_is_what_the_format_says(disk: LocalDiskBacken
     chunk = chunk_of(5000)
     disk.write([chunk])
     path = only_file(tmp_path)
-    assert path.relative_to(tmp_path).parts == (
-        NAMESPACE.hex(),
-        chunk.key[:1].hex(),
-        f"{chunk.key.hex()}.kv1",
-    )
+    assert path.relative_to(tmp_path).parts == (NAMESPACE.hex(), chunk.key[:1].hex(), f"{chunk.key.hex()}.kv1")
     assert path.stat().st_size == disk.stored_bytes(5000) == 4096 + 8192
     assert [folder.stat().st_mode & 0o777 for folder in list(path.parents)[:2]] == [0o700] * 2
     assert path.stat().st_mode & 0o777 == 0o600
@@ -163,18 +150,6 @@ def test_aligned_memory_in_every_combination(disk: LocalDiskBackend) -> None:
                 into = room[skew_out : skew_out + nbytes]
                 assert disk.read([(chunk.key, into)])[0].status is ReadStatus.HIT
                 assert into == chunk.payload
-
-
-def test_ranges_of_aligned_memory(disk: LocalDiskBackend) -> None:
-    """Slices of one page-aligned slot, as a layer-wise reader asks for them."""
-    chunk = Chunk(new_key(), page_aligned(65536, os.urandom(65536)))
-    disk.write([chunk])
-    for step in (4096, 8192, 12288, 16384, 5000, 32768):
-        slot = page_aligned(65536)
-        starts = range(0, 65536, step)
-        reads = disk.read_ranges([(chunk.key, start, slot[start : start + step]) for start in starts])
-        assert {read.status for read in reads} == {ReadStatus.HIT}
-        assert slot == chunk.payload
 
 
 def test_namespaces_do_not_see_each_other(disk: LocalDiskBackend, tmp_path: Path) -> None:
@@ -225,9 +200,7 @@ def test_min_free_rejects_before_it_writes(tmp_path: Path) -> None:
     assert written.status is WriteStatus.PRESENT
 
 
-def test_free_space_counts_what_was_written_since_it_was_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_space_counts_what_was_written_since_it_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two questions to the kernel the backend's own chunks count, so a burst cannot overshoot."""
     clock = ManualClock()
     asked: list[float] = []
@@ -240,10 +213,7 @@ def test_free_space_counts_what_was_written_since_it_was_asked(
     monkeypatch.setattr(os, "statvfs", statvfs)
     free = one_more.f_bavail * one_more.f_frsize
     backend = LocalDiskBackend(tmp_path, NAMESPACE, min_free=free - 3 * 8192, clock=clock)
-    assert (
-        statuses(backend, [chunk_of(100) for _ in range(5)])
-        == [WriteStatus.STORED] * 3 + [WriteStatus.REJECTED] * 2
-    )
+    assert statuses(backend, [chunk_of(100) for _ in range(5)]) == [WriteStatus.STORED] * 3 + [WriteStatus.REJECTED] * 2
     assert len(asked) == 1
     clock.advance(1)
     assert statuses(backend, [chunk_of(100)]) == [WriteStatus.STORED]
@@ -265,10 +235,6 @@ def test_chunks_of_real_size(disk: LocalDiskBackend, nbytes: int) -> None:
     slot = page_aligned(nbytes)
     assert disk.read([(chunk.key, slot)])[0].status is ReadStatus.HIT
     assert slot == chunk.payload
-    part = slot[12288 : 12288 + (3 << 20)]
-    part[:] = bytes(len(part))
-    assert disk.read_ranges([(chunk.key, 12288, part)])[0].status is ReadStatus.HIT
-    assert slot == chunk.payload
 
 
 def test_settings_of_another_writer_do_not_matter(tmp_path: Path) -> None:
@@ -278,9 +244,6 @@ def test_settings_of_another_writer_do_not_matter(tmp_path: Path) -> None:
     writer.write([chunk])
     assert read_back(reader, chunk) == chunk.payload
     assert statuses(reader, [chunk]) == [WriteStatus.PRESENT]
-    part = memoryview(bytearray(10_000))
-    assert reader.read_ranges([(chunk.key, 5000, part)])[0].status is ReadStatus.HIT
-    assert part == chunk.payload[5000:15000]
 
 
 @pytest.mark.parametrize(
@@ -408,6 +371,15 @@ def test_ten_thousand_chunks_are_listed_at_once(memory_path: Path) -> None:
     assert median_ratio(times, "lmkv", "bare") < 6
 
 
+def test_backends_say_what_they_are(tmp_path: Path) -> None:
+    disk = LocalDiskBackend(tmp_path, NAMESPACE, direct="off", name="ssd")
+    assert repr(disk) == f"<LocalDiskBackend 'ssd': {tmp_path / NAMESPACE.hex()}, direct_io=False>"
+    assert repr(WrapperBackend(disk)) == f"WrapperBackend({disk!r})"
+    adapter = AsyncAdapter(AsyncFileBackend(tmp_path / "files"), deadline=5.0)
+    assert repr(adapter) == f"AsyncAdapter(AsyncFileBackend('{tmp_path}/files'), deadline=5.0)"
+    adapter.close()
+
+
 def test_the_disk_is_shared_only_when_told(tmp_path: Path) -> None:
     assert not LocalDiskBackend(tmp_path, NAMESPACE).shared
     assert LocalDiskBackend(tmp_path, NAMESPACE, shared=True).shared
@@ -440,10 +412,9 @@ def test_a_wrapper_sees_every_call(tmp_path: Path) -> None:
     wrapped.write([chunk])
     wrapped.contains([chunk.key])
     read_back(wrapped, chunk)
-    wrapped.read_ranges([(chunk.key, 0, memoryview(bytearray(10)))])
     list(wrapped.list_keys())
     wrapped.delete([chunk.key])
-    assert seen == ["write", "contains", "read", "read_ranges", "list_keys", "delete"]
+    assert seen == ["write", "contains", "read", "list_keys", "delete"]
 
 
 def test_faults_hit_some_keys_of_a_batch_and_repeat_with_the_seed(tmp_path: Path) -> None:
@@ -547,7 +518,7 @@ def hanging() -> Iterator[AsyncAdapter]:
     adapter = AsyncAdapter(HangingAsync(), deadline=LIMIT)
     yield adapter
     adapter.close()
-    assert not adapter.alive
+    assert not adapter._thread.is_alive()
 
 
 def given_up(adapter: AsyncAdapter, call: Callable[[], T]) -> T:
@@ -611,3 +582,81 @@ def test_the_adapters_thread_is_named_and_joined() -> None:
     caller.join(LIMIT)
     assert len(caught) == 1
     assert "lmkv-aio-hanging" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_asynchronous_listing_can_be_left_half_way() -> None:
+    ended: list[str] = []
+
+    class Endless(HangingAsync):
+        async def list_keys(self) -> AsyncIterator[list[Listed]]:
+            try:
+                while True:
+                    yield [Listed(new_key(), 1)]
+            finally:
+                ended.append("here")
+
+    adapter: Any = AsyncAdapter(Endless())
+    listing = adapter.list_keys()
+    assert len(next(listing)) == len(next(listing)) == 1
+    adapter.close()
+    assert ended == ["here"]
+    with pytest.raises(ClosedError):
+        next(listing)
+
+
+# -- asynchronous files --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Any]:
+    adapter = AsyncAdapter(AsyncFileBackend(tmp_path / "chunks"))
+    yield adapter
+    adapter.close()
+
+
+def test_files_that_are_no_chunks_are_left_alone(files: Any, tmp_path: Path) -> None:
+    chunk = chunk_of(100)
+    files.write([chunk])
+    for name in ("0123456789abcdef.tmp", "notes.txt", "notes.chunk"):
+        (tmp_path / "chunks" / name).write_bytes(b"x")
+    assert listed(files) == {chunk.key: 100}
+    assert len(files_below(tmp_path)) == 4
+
+
+def test_what_the_medium_refuses_is_told(files: Any, tmp_path: Path) -> None:
+    """A folder in the file's place, then no folder at all."""
+    chunk = chunk_of(100)
+    obstacle = tmp_path / "chunks" / f"{chunk.key.hex()}.chunk"
+    obstacle.mkdir()
+    with pytest.raises(BackendError, match="delete failed"):
+        files.delete([chunk.key])
+    (read,) = files.read([(chunk.key, memoryview(bytearray(100)))])
+    assert read.status is ReadStatus.FAILED
+    shutil.rmtree(tmp_path / "chunks")
+    assert statuses(files, [chunk]) == [WriteStatus.FAILED]
+    assert read_back(files, chunk) is None
+    assert listed(files) == {}
+    files.delete([chunk.key])
+
+
+def test_files_are_listed_in_the_order_of_their_writing(files: Any, tmp_path: Path) -> None:
+    chunks = [chunk_of(100) for _ in range(3)]
+    files.write(chunks)
+    for age, chunk in zip((100, 300, 200), chunks, strict=True):
+        os.utime(tmp_path / "chunks" / f"{chunk.key.hex()}.chunk", (0, 1e9 - age))
+    assert list(listed(files)) == [chunks[1].key, chunks[2].key, chunks[0].key]
+
+
+def test_an_asynchronous_tier_is_found_again_after_a_restart(tmp_path: Path) -> None:
+    keys = chain("restart", 5)
+    for restarted in (False, True):
+        store = small_store(8, lower(AsyncAdapter(AsyncFileBackend(tmp_path))))
+        assert store.wait_indexed(LIMIT)
+        if not restarted:
+            put_below(store, keys)
+        assert get(store, keys) == [0] * 5
+        store.close()
+
+
+def test_the_example_prints_what_it_says() -> None:
+    assert "retrieved 768 tokens: equal" in python(ROOT, "examples/aiofiles_backend.py")

@@ -59,9 +59,7 @@ def naive_keys(tokens: list[int], root: bytes, chunk_size: int, extras: dict[int
 
 
 @given(token_lists, digests, chunk_sizes, extras_maps)
-def test_keys_are_the_definition(
-    tokens: list[int], root: bytes, chunk_size: int, extras: dict[int, bytes]
-) -> None:
+def test_keys_are_the_definition(tokens: list[int], root: bytes, chunk_size: int, extras: dict[int, bytes]) -> None:
     assert chunk_keys(tokens, root, chunk_size, extras) == naive_keys(tokens, root, chunk_size, extras)
 
 
@@ -105,9 +103,7 @@ def test_any_split_of_the_input_gives_the_same_keys(
 
 @pytest.mark.parametrize("form", FORMS)
 @given(tokens=token_lists, chunk_size=chunk_sizes, first=st.integers(0, 80))
-def test_the_kind_of_sequence_does_not_matter(
-    form: str, tokens: list[int], chunk_size: int, first: int
-) -> None:
+def test_the_kind_of_sequence_does_not_matter(form: str, tokens: list[int], chunk_size: int, first: int) -> None:
     root = bytes(32)
     given_tokens = FORMS[form](tokens)
     chain = KeyChain(root, chunk_size)

@@ -11,7 +11,8 @@ import pytest
 from attrs import evolve, fields
 from attrs.exceptions import FrozenInstanceError
 
-from lmkv.chunks.namespace import FORMAT_VERSION, KEY_BYTES, Namespace, canonical
+from lmkv.chunks.hashing import KEY_BYTES
+from lmkv.chunks.namespace import FORMAT_VERSION, Namespace, canonical
 from lmkv.errors import UsageError
 
 PLAIN = Namespace(model="m", dtype="bfloat16", chunk_size=256, block_size=16)

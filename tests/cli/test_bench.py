@@ -12,16 +12,17 @@ from typer.testing import CliRunner
 from lmkv.chunks.hashing import chunk_keys
 from lmkv.cli import bench
 from lmkv.cli.app import app
-from lmkv.cli.measure import report as plot
+from lmkv.cli.measure import report
 from lmkv.cli.measure.limits import bare_chain
-from lmkv.cli.measure.report import Panel
+from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import interleaved, median_ratio
 
-PANEL = Panel("First token", "s", {"computed": 4.0, "cache": 0.1, "lmkv ram": 0.2}, "cache", log=True)
+BARS = {"computed": 4.0, "cache": 0.1, "lmkv ram": 0.2}
+COMPARISON = Comparison("First token", "s", BARS, "cache", log=True)
 
 
-def test_a_panel_compares_its_bars_with_its_reference() -> None:
-    assert [(row.value, row.of, row.ratio) for row in PANEL.rows()] == [
+def test_bars_are_compared_with_their_reference() -> None:
+    assert [(row.value, row.of, row.ratio) for row in COMPARISON.rows()] == [
         (4.0, "cache", 40.0),
         (0.1, None, None),
         (0.2, "cache", 2.0),
@@ -51,11 +52,11 @@ def test_quick_without_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert left == ({"lmkv-bench.png"} if find_spec("matplotlib") else set())
 
 
-def test_a_picture_has_a_place_for_every_panel(tmp_path: Path) -> None:
+def test_a_picture_has_a_place_for_every_comparison(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for count in (1, 2, 5):
         path = tmp_path / f"{count}.png"
-        plot.draw([PANEL] * count, "a machine", path)
+        report.draw([COMPARISON] * count, "a machine", path)
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -63,6 +64,6 @@ def test_without_matplotlib_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    bench.drawn([PANEL], tmp_path / "x.png")
+    bench.drawn([COMPARISON], tmp_path / "x.png")
     assert 'pip install "lmkv[plot]"' in capsys.readouterr().err
     assert not (tmp_path / "x.png").exists()

@@ -8,8 +8,9 @@ import pytest
 from attrs import evolve
 
 from lmkv.cli.measure import restart
-from lmkv.cli.measure.hit import Answer, Machine, Plan, same_outputs
-from lmkv.cli.measure.restart import RestartMeasurement, summarize, wait_for_files
+from lmkv.cli.measure.engines import Answer
+from lmkv.cli.measure.hit import Measurement, Plan, same_outputs, summarize
+from lmkv.cli.measure.restart import wait_for_files
 
 PLAN = Plan(tokens=1000)
 COLD = Answer(token_ids=(1, 2), ttft_s=2.0, hit_tokens=0, load_gb_s=None, sources={"cpu": 0})
@@ -17,16 +18,25 @@ WARM = Answer(token_ids=(1, 2), ttft_s=0.1, hit_tokens=768, load_gb_s=9.0, sourc
 LOADED = Answer(token_ids=(1, 2), ttft_s=0.5, hit_tokens=768, load_gb_s=9.0, sources={"cpu": 0, "disk": 768})
 
 
-def summary(after: list[Answer], warm: Answer = WARM) -> RestartMeasurement:
-    machine = Machine(engine="vllm 0.0", device="cpu")
-    return summarize(PLAN, [COLD] * len(after), [warm] * len(after), after, machine, direct_io=True)
+def summary(loaded: list[Answer], warm: Answer = WARM) -> Measurement:
+    count = len(loaded)
+    return summarize(PLAN, [COLD] * count, [warm] * count, loaded, engine="vllm 0.0", device="cpu", direct_io=True)
 
 
 def test_the_best_time_and_the_worst_hit_count() -> None:
     shown = summary([LOADED, evolve(LOADED, ttft_s=0.25)])
-    assert (shown.cold_ttft_s, shown.ram_ttft_s, shown.disk_ttft_s, shown.speedup) == (2.0, 0.1, 0.25, 8.0)
+    assert (shown.cold_ttft_s, shown.warm_ttft_s, shown.disk_ttft_s, shown.speedup) == (2.0, 0.1, 0.25, 8.0)
     assert (shown.hit_tokens, shown.hit_tier) == (768, "disk")
     assert shown.passed
+
+
+def test_without_a_restart_host_memory_is_what_counts() -> None:
+    warm = [WARM, evolve(WARM, ttft_s=0.2, load_gb_s=None)]
+    shown = summarize(PLAN, [COLD] * 2, warm, engine="vllm 0.0", device="cpu")
+    assert (shown.hit_tier, shown.speedup, shown.load_gb_s, shown.disk_ttft_s) == ("cpu", 20.0, 9.0, None)
+    assert shown.passed
+    short = [WARM, evolve(WARM, hit_tokens=512)]
+    assert not summarize(PLAN, [COLD] * 2, short, engine="vllm 0.0", device="cpu").passed
 
 
 @pytest.mark.parametrize(
@@ -66,9 +76,7 @@ def test_waiting_for_files_ends_when_they_are_there(tmp_path: Path) -> None:
     assert said == ["waiting for 2 chunks to be on disk"]
 
 
-def test_waiting_for_files_is_bounded_and_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_files_is_bounded_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "WRITE_TIMEOUT", 0.2)
     said: list[str] = []
     wait_for_files(tmp_path, 3, said.append)

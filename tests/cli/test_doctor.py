@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.errors import MarkupError
+from typer.testing import CliRunner
 
 from lmkv.cli import doctor
+from lmkv.cli.app import app
 from lmkv.cli.doctor import Finding
 from lmkv.config import Config
 
@@ -42,10 +45,7 @@ class TestConfiguration:
         config = Config.load(env={"LMKV_CHUNK_SIZE": "512"}, extra={"lmkv.pin_ttl": 60})
         found = by_name(list(doctor.examine_configuration(config)))
         assert list(found) == [setting.name for setting in config.describe()]
-        assert (found["chunk_size"].value, found["chunk_size"].note) == (
-            "512 tokens",
-            "environment LMKV_CHUNK_SIZE",
-        )
+        assert (found["chunk_size"].value, found["chunk_size"].note) == ("512 tokens", "environment LMKV_CHUNK_SIZE")
         assert (found["pin_ttl"].value, found["pin_ttl"].note) == ("60.0 s", "kv_connector_extra_config")
         assert (found["local_disk"].value, found["local_disk"].note) == ("none", "default")
 
@@ -67,12 +67,12 @@ class TestMemory:
     def test_limits_are_named(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=0.01))))
         assert list(found) == ["available", "control group's limit", "RLIMIT_MEMLOCK", "CPU tier"]
-        assert (found["CPU tier"].value, found["CPU tier"].note) == ("0.01 GB", "as configured")
+        assert (found["CPU tier"].value, found["CPU tier"].note) == ("0.01 GiB", "as configured")
         assert not any(item.problem for item in found.values())
 
     def test_a_cut_is_said(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=1e6))))
-        assert found["CPU tier"].note == "cut from 1000000.00 GB"
+        assert found["CPU tier"].note == "cut from 1000000.00 GiB"
         assert not found["CPU tier"].problem
 
     def test_less_than_a_page_is_a_problem(self) -> None:
@@ -82,7 +82,7 @@ class TestMemory:
     def test_the_lock_limit_is_what_the_process_has(self) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         found = by_name(list(doctor.examine_memory(Config())))
-        expected = "unlimited" if soft == resource.RLIM_INFINITY else doctor.gigabytes(soft)
+        expected = "unlimited" if soft == resource.RLIM_INFINITY else doctor.gibibytes(soft)
         assert found["RLIMIT_MEMLOCK"].value == expected
 
 
@@ -100,7 +100,7 @@ class TestDisk:
 
     def test_a_folder_that_is_not_there_is_tried_in_its_parent_and_not_made(self, tmp_path: Path) -> None:
         found = disk(tmp_path / "a" / "b")
-        assert found["folder"].note == f"will be made; tried in {tmp_path}"
+        assert found["folder"].note == f"will be created; tried in {tmp_path}"
         assert list(tmp_path.iterdir()) == []
 
     def test_the_page_cache_is_named_when_it_is_asked_for(self, tmp_path: Path) -> None:
@@ -110,9 +110,13 @@ class TestDisk:
         assert disk(tmp_path, max_local_disk_size=1e9)["free"].note == "less than max_local_disk_size"
         assert "disk_min_free" in disk(tmp_path, disk_min_free=1e9)["free"].problem
 
-    def test_a_file_in_the_way_is_a_problem(self, tmp_path: Path) -> None:
-        (tmp_path / "file").touch()
-        assert str(tmp_path / "file") in disk(tmp_path / "file")["folder"].problem
+    @pytest.mark.parametrize("below", [".", "folder/of/it"])
+    def test_a_file_in_the_way_is_a_problem_with_a_way_out(self, below: str, tmp_path: Path) -> None:
+        file = tmp_path / "file"
+        file.write_text("mine")
+        problem = disk(file / below)["folder"].problem
+        assert f"{file} is not a folder: remove it or name another" in problem
+        assert file.read_text() == "mine"
 
     def test_a_medium_without_files_is_a_problem(self) -> None:
         assert "/proc" in disk(Path("/proc"))["folder"].problem
@@ -144,8 +148,28 @@ class TestImport:
     def test_what_cannot_is_a_problem_with_its_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor.plugin, "MODULE", "json.nothing")
         found = doctor.import_finding()
-        assert found.value == "broken"
+        assert found.value == "cannot be imported"
         assert "No module named 'json.nothing'" in found.problem
+
+
+class TestShow:
+    """What is found is shown as it is: square brackets mean nothing, whatever they look like to rich."""
+
+    @pytest.mark.parametrize("value", ["[/x]", "[red]", "lmkv[disk]", "[bold]a[/bold]", ":smile:", "\\[x]"])
+    def test_values_are_no_markup(self, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+        finding = Finding("area", value, value, note=value, problem=f"problem {value}")
+        doctor.show([finding, Finding("disk", value, value)], [finding.problem])
+        shown = capsys.readouterr().out
+        assert shown.count(value) == 6
+        assert f"Will not work: problem {value}" in shown
+
+    def test_the_command_shows_a_bad_value_as_it_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(old_vllm(tmp_path))
+        for value in ("[/x]", "[red]"):
+            result = CliRunner().invoke(app, ["doctor"], env={"LMKV_CHUNK_SIZE": value})
+            assert result.exit_code == 1, result.output
+            assert not isinstance(result.exception, MarkupError)
+            assert f"chunk_size = '{value}'" in result.stdout
 
 
 def test_the_command_exits_with_what_it_found(tmp_path: Path) -> None:
@@ -162,6 +186,4 @@ def test_the_command_exits_with_what_it_found(tmp_path: Path) -> None:
     full, old = answer["problems"]
     assert "disk_min_free" in full
     assert "0.1" in old
-    assert {"configuration", "memory", "disk", "versions", "vllm"} == {
-        found["area"] for found in answer["findings"]
-    }
+    assert {"configuration", "memory", "disk", "versions", "vllm"} == {found["area"] for found in answer["findings"]}

@@ -33,9 +33,7 @@ FIELDS = {
     },
     "vllm/v1/outputs.py": {"KVConnectorOutput": {"kv_connector_worker_meta"}},
     "vllm/v1/kv_cache_interface.py": {"KVCacheConfig": {"num_blocks", "kv_cache_groups", "kv_cache_layout"}},
-    "vllm/config/kv_transfer.py": {
-        "KVTransferConfig": {"kv_load_failure_policy", "kv_connector_extra_config"}
-    },
+    "vllm/config/kv_transfer.py": {"KVTransferConfig": {"kv_load_failure_policy", "kv_connector_extra_config"}},
 }
 
 Classes = Mapping[str, ast.ClassDef]

@@ -78,10 +78,13 @@ class SimulatedDevice:
         self.transfers = self.moves = 0
         self.closed = False
 
+    @property
     def compute(self) -> SimulatedStream:
         return self.streams[0]
 
-    def stream(self) -> Stream:
+    def stream(self, *, compute: bool = False) -> Stream:
+        if compute:
+            return self.compute
         self.streams.append(SimulatedStream(self))
         return self.streams[-1]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from lmkv import Config, Engine
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.errors import UsageError
-from lmkv.memory.copier import ChunkCopy, Run
+from lmkv.memory.copier import ChunkCopy, Run, block_ids
 from lmkv.memory.copiers import make_copier
 from lmkv.memory.cpu_copier import CPUCopier
 from lmkv.memory.paged import PagedMemory
@@ -46,10 +49,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[torch.dtype], list[torch.Tensor]]]] = {
     "[B,H,N,C]": (0, lambda dtype: [empty(BLOCKS, 2, BLOCK_SIZE, 16, dtype=dtype) for _ in range(3)]),
     "[B,2,N,H,D]": (0, lambda dtype: [empty(BLOCKS, 2, BLOCK_SIZE, 2, 8, dtype=dtype) for _ in range(3)]),
     "[2,B,N,H,D]": (1, lambda dtype: [empty(2, BLOCKS, BLOCK_SIZE, 2, 8, dtype=dtype) for _ in range(3)]),
-    "permuted": (
-        0,
-        lambda dtype: [empty(BLOCKS, 2, BLOCK_SIZE, 8, dtype=dtype).permute(0, 2, 1, 3) for _ in range(2)],
-    ),
+    "permuted": (0, lambda dtype: [empty(BLOCKS, 2, BLOCK_SIZE, 8, dtype=dtype).permute(0, 2, 1, 3) for _ in range(2)]),
     "interleaved": (0, interleaved),
     "every second": (0, every_second),
     "odd": (0, lambda dtype: [empty(BLOCKS, 3, 5, dtype=dtype), empty(BLOCKS, 7, dtype=dtype)]),
@@ -209,18 +209,15 @@ def test_each_group_has_its_own_blocks() -> None:
 def test_memory_layout_and_slab_must_fit_each_other() -> None:
     axis, make = LAYOUTS["[B,H,N,C]"]
     setup = Setup(make(torch.bfloat16), axis)
-    other = KVLayout.uniform(chunk_size=12, block_size=4, num_layers=3, page_bytes=99)
+    other = KVLayout(12, (LayerPages(99, 3),) * 3)
     with pytest.raises(UsageError, match="page sizes"):
         CPUCopier(setup.memory, other, setup.slab)
     with pytest.raises(UsageError, match="do not fit"):
-        CPUCopier(
-            setup.memory, setup.memory.layout(BLOCK_SIZE * PAGES, [BLOCK_SIZE], num_ranks=2), Slab(4096, 8192)
-        )
+        CPUCopier(setup.memory, setup.memory.layout(BLOCK_SIZE * PAGES, [BLOCK_SIZE], num_ranks=2), Slab(4096, 8192))
 
 
 def test_apart_layers_are_gathered_without_copying_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy would first make a contiguous copy of all pages: as large as the whole KV memory."""
-    import numpy as np
 
     def take(pages: Any, *args: Any, **kwargs: Any) -> Any:
         assert pages.flags.c_contiguous
@@ -238,6 +235,7 @@ def test_the_copier_is_chosen_by_the_device() -> None:
     setup = Setup(make(torch.bfloat16), axis)
     copier = make_copier(setup.memory, setup.layout, setup.slab)
     assert isinstance(copier, CPUCopier)
+    assert repr(copier) == "<CPUCopier: 3 layers in 3 planes>"
     assert copier.store([]).query()
     copier.close()
 
@@ -252,3 +250,102 @@ def test_random_copies_in_one_call_equal_the_same_one_by_one() -> None:
     setup.copier.store(copies)
     for copy in copies:
         assert setup.chunk(copy.slot) == expected(tensors, axis, copy.runs[0].blocks)
+
+
+# -- block ids -----------------------------------------------------------------------------------------
+
+GIVEN_FOR_BLOCKS: dict[str, Any] = {
+    "floats": [1.0, 2.0, 3.0],
+    "one float": [1, 2.5, 3],
+    "NaN": [1, float("nan"), 3],
+    "booleans": [True, False, True],
+    "one boolean": [1, True, 3],
+    "a numpy boolean": [1, np.True_, 3],
+    "None inside": [1, None, 3],
+    "strings": ["1", "2", "3"],
+    "a row inside": [1, [2], 3],
+    "tensors of one value": [torch.tensor([1]), 2, 3],
+    "tensors of floats": [torch.tensor(1.0), 2, 3],
+    "tensors of booleans": [torch.tensor(True), 2, 3],
+}
+GIVEN_FOR_A_SEQUENCE: dict[str, Any] = {
+    "None": None,
+    "a string": "123",
+    "bytes": b"123",
+    "a number": 7,
+    "a dict": {1: 2},
+    "a set": {1, 2, 3},
+    "an array of floats": np.array([1.0, 2.0, 3.0]),
+    "an array of booleans": np.array([True, False, True]),
+    "a tensor of floats": torch.tensor([1.0, 2.0, 3.0]),
+    "a tensor of booleans": torch.tensor([True, False, True]),
+    "two dimensions": np.array([[1, 2, 3]]),
+    "two dimensions of a tensor": torch.tensor([[1], [2], [3]]),
+    "no dimension": np.array(7),
+    "objects": np.array([1, None], dtype=object),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN_FOR_BLOCKS.values(), ids=GIVEN_FOR_BLOCKS)
+def test_what_is_no_block_id_is_refused_before_anything_moves(given: list[Any]) -> None:
+    axis, make = LAYOUTS["[B,H,N,C]"]
+    tensors = make(torch.bfloat16)
+    fill(tensors, 9)
+    setup = Setup(tensors, axis)
+    copies = [ChunkCopy(0, (Run(0, [4, 5, 6]),)), ChunkCopy(1, (Run(0, given),))]
+    before = [tensor.clone() for tensor in tensors]
+    for move in (setup.copier.store, setup.copier.load, setup.copier.store_layers, setup.copier.load_layers):
+        with pytest.raises(UsageError, match="a block id must be an integer, not"):
+            move(copies)
+    assert setup.chunk(0) == bytes(setup.layout.chunk_bytes)
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
+
+
+@pytest.mark.parametrize("given", GIVEN_FOR_A_SEQUENCE.values(), ids=GIVEN_FOR_A_SEQUENCE)
+def test_what_is_no_sequence_of_block_ids_is_refused_by_its_name(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"must be a.* integers?, not \S"):
+        block_ids(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [7, 0, 3],
+        (7, 0, 3),
+        array("H", [7, 0, 3]),
+        np.array([7, 0, 3], np.uint8),
+        np.array([7, 0, 3], np.int64),
+        torch.tensor([7, 0, 3]),
+        torch.tensor([7, 0, 3], dtype=torch.int16),
+        [np.int32(7), 0, np.uint64(3)],
+        [torch.tensor(7), 0, 3],
+        np.array([7, 0, 3], dtype=object),
+    ],
+    ids=lambda given: f"{type(given).__name__} of {getattr(given, 'dtype', type(given[0]).__name__)}",
+)
+def test_integers_of_all_kinds_are_block_ids(given: Any) -> None:
+    ids = block_ids(given)
+    assert ids == [7, 0, 3]
+    assert {type(value) for value in ids} == {int}
+    assert block_ids(given[:0]) == []
+
+
+def engine_of(tensors: Sequence[torch.Tensor]) -> Engine:
+    config = Config.load(chunk_size=PAGES * BLOCK_SIZE, max_local_cpu_size=0.001, env={})
+    return Engine.open(tensors, block_size=BLOCK_SIZE, model="m", config=config)
+
+
+def test_an_engine_over_layers_of_different_block_counts_is_refused() -> None:
+    """It would store one layer's last block for all those that only the other one has."""
+    with pytest.raises(UsageError, match="64 and of 32 blocks cannot share a block table"):
+        engine_of([torch.randn(64, 2, BLOCK_SIZE, 8), torch.randn(32, 2, BLOCK_SIZE, 8)])
+
+
+@pytest.mark.parametrize("blocks", [np.arange(6.0), [True] * 6, [0, 1, 2, 3, 4.5, 5]], ids=["f", "b", "one"])
+def test_an_engine_stores_nothing_from_what_are_no_blocks(blocks: Any) -> None:
+    with engine_of([torch.randn(BLOCKS, 2, BLOCK_SIZE, 8)]) as engine:
+        with pytest.raises(UsageError, match="a block id must be an integer"):
+            engine.store(range(24), blocks)
+        assert engine.lookup(range(24)) == 0
+        assert engine.store(range(24), np.arange(6)) == engine.retrieve(range(24), torch.arange(6)) == 24

@@ -15,10 +15,7 @@ from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
 from tests.kit import LIMIT
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 BLOCK, PAGES, LAYERS, BLOCKS, SLOTS = 16, 4, 4, 64, 8
 

@@ -42,9 +42,7 @@ def memory_of(shape: str) -> PagedMemory:
 class World:
     """Paged memory that a model keeps writing to, slots, and what both must hold in the end."""
 
-    def __init__(
-        self, shape: str, seed: int, favourite: int | None = None, direct_bytes: int = 1 << 20
-    ) -> None:
+    def __init__(self, shape: str, seed: int, favourite: int | None = None, direct_bytes: int = 1 << 20) -> None:
         self.rng = random.Random(seed)
         self.memory = memory_of(shape)
         self.layout = self.memory.layout(4 * PAGES, [4])
@@ -64,13 +62,11 @@ class World:
             if layers is None or index in layers:
                 value = self.rng.randrange(256)
                 expected[block] = value
-                self.device.compute().do(lambda row=row, value=value: row[block].fill_(value))
+                self.device.compute.do(lambda row=row, value=value: row[block].fill_(value))
 
     def copies(self, slots: list[int]) -> list[ChunkCopy]:
         blocks = self.rng.sample(range(BLOCKS), PAGES * len(slots))
-        return [
-            ChunkCopy(slot, (Run(0, blocks[at * PAGES : (at + 1) * PAGES]),)) for at, slot in enumerate(slots)
-        ]
+        return [ChunkCopy(slot, (Run(0, blocks[at * PAGES : (at + 1) * PAGES]),)) for at, slot in enumerate(slots)]
 
     def check(self) -> None:
         self.device.synchronize()
@@ -106,9 +102,7 @@ def test_any_order_of_the_device_gives_what_program_order_gives(
 
 
 @given(seed=seeds, favourite=favourites, shape=shapes, direct=detours)
-def test_a_layer_is_there_when_the_model_comes_to_it(
-    seed: int, favourite: int | None, shape: str, direct: int
-) -> None:
+def test_a_layer_is_there_when_the_model_comes_to_it(seed: int, favourite: int | None, shape: str, direct: int) -> None:
     world = World(shape, seed, favourite, direct)
     for slot in range(SLOTS):
         for view in (world.slab.view(slot), world.slots.view(slot)):
@@ -117,14 +111,14 @@ def test_a_layer_is_there_when_the_model_comes_to_it(
     world.oracle.load(copies)
     wanted = [row.clone() for row in world.expected.rows]
     for row in world.memory.rows:
-        world.device.compute().do(lambda row=row: row.fill_(7))
+        world.device.compute.do(lambda row=row: row.fill_(7))
     blocks = [block for copy in copies for block in copy.runs[0].blocks]
     reader = LayerReader(world.copier, copies)
     read: list[torch.Tensor] = []
     for layer in range(LAYERS):
         reader.wait(layer)
         row = world.memory.rows[min(layer, len(world.memory.rows) - 1)]
-        world.device.compute().do(lambda row=row: read.append(row[blocks].clone()))
+        world.device.compute.do(lambda row=row: read.append(row[blocks].clone()))
     assert reader.complete
     reader.finish().wait()
     world.device.synchronize()
@@ -173,15 +167,13 @@ def test_several_loads_by_layers_at_once(seed: int, favourite: int | None, direc
 
 
 @given(seed=seeds, favourite=favourites, direct=detours)
-def test_a_load_beside_the_computation_delays_none_of_it(
-    seed: int, favourite: int | None, direct: int
-) -> None:
+def test_a_load_beside_the_computation_delays_none_of_it(seed: int, favourite: int | None, direct: int) -> None:
     world = World("alike", seed, favourite, direct)
     for block in range(BLOCKS):
         world.compute(block)
     copies = world.copies([2, 5])
     event = world.copier.load(copies, overlap=True)
-    waiting = [item for item in world.device.compute().queue if isinstance(item, tuple) and item[0] == "wait"]
+    waiting = [item for item in world.device.compute.queue if isinstance(item, tuple) and item[0] == "wait"]
     assert not waiting
     world.oracle.load(copies)
     event.wait()
@@ -192,6 +184,7 @@ def test_staging_memory_is_bounded_and_chunks_cross_as_one_run() -> None:
     world = World("alike", 1)
     world.copier.store([ChunkCopy(slot, (Run(0, [slot, slot + 1]),)) for slot in range(SLOTS)]).wait()
     assert world.device.transfers == SLOTS, "one for a chunk, whatever its layers and pages"
+    assert repr(world.copier) == "<DeviceCopier: 3 layers, staging buffers of 384 bytes>"
     assert world.device.allocated == 2 * world.layout.rank_bytes
     world.copier.load([ChunkCopy(slot, (Run(0, [slot, slot + 1]),)) for slot in range(SLOTS)]).wait()
     assert world.device.transfers == 2 * SLOTS

@@ -55,6 +55,16 @@ def test_slots_are_separate_and_aligned(shared: bool) -> None:
     slab.close()
 
 
+def test_a_slab_says_what_it_is() -> None:
+    slab = Slab(SLOT, 3 * SLOT, shared=True)
+    slab.acquire()
+    mapped = attach(slab.ref)
+    assert repr(slab) == "<Slab: 2 of 3 slots of 8192 bytes are free>"
+    assert repr(mapped) == "<SlabMap: 3 slots of 8192 bytes>"
+    mapped.close()
+    slab.close()
+
+
 def test_a_slot_is_in_use_until_it_is_released() -> None:
     slab = Slab(SLOT, 2 * SLOT)
     first, second = slab.acquire(), slab.acquire()
@@ -177,9 +187,7 @@ def test_closing_ends_the_populating(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(thread.name.startswith("lmkv-populate") for thread in threading.enumerate())
 
 
-def _files(
-    folder: Path, available: int, limit: str = "max", current: int = 0, cache: int = 0
-) -> dict[str, Path]:
+def _files(folder: Path, available: int, limit: str = "max", current: int = 0, cache: int = 0) -> dict[str, Path]:
     folder.mkdir(exist_ok=True)
     (folder / "meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable: {available // 1024} kB\n")
     (folder / "memory.max").write_text(limit + "\n")
@@ -232,7 +240,8 @@ def test_pinned_memory_is_limited_by_the_locked_memory_limit(
     monkeypatch.setattr(resource, "getrlimit", limit)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert clamp_capacity(10 * SLOT, SLOT) == 10 * SLOT
-    assert clamp_capacity(10 * SLOT, SLOT, pinned=True) == 5 * SLOT
+    with caplog.at_level(logging.WARNING, "lmkv"):
+        assert clamp_capacity(10 * SLOT, SLOT, pinned=True) == 5 * SLOT
     assert "ulimit -l" in caplog.text
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert clamp_capacity(10 * SLOT, SLOT, pinned=True) == 10 * SLOT

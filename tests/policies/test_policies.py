@@ -173,9 +173,7 @@ def test_an_acquired_key_is_known_and_can_be_discarded(policy: PolicyBase) -> No
     assert policy.evict(3) == [A]
 
 
-def test_unknown_keys_are_ignored_by_touch_and_discard_and_refused_otherwise(
-    policy: PolicyBase,
-) -> None:
+def test_unknown_keys_are_ignored_by_touch_and_discard_and_refused_otherwise(policy: PolicyBase) -> None:
     policy.touch([A, B])
     policy.discard(A)
     assert len(policy._sizes) == 0

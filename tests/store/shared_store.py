@@ -34,10 +34,10 @@ def payload(key: bytes) -> bytes:
 
 
 def open_store(
-    folder: str, namespace: int, capacity: int, clock: Clock | None = None, interval: float = NEVER
+    folder: str, namespace: int, capacity: int, clock: Clock | None = None, interval: float = NEVER, min_free: int = 0
 ) -> TieredStore:
     """It has listed the folder once, and does so again each `interval` seconds. Its clock stands still."""
-    disk = LocalDiskBackend(folder, bytes([namespace]) * 32, shared=True)
+    disk = LocalDiskBackend(folder, bytes([namespace]) * 32, shared=True, min_free=min_free)
     tier = Tier(disk, make_policy("LRU"), capacity_bytes=capacity)
     with listing_every(interval):
         host = Tier(CPUPinnedBackend(16 * CHUNK, CHUNK), make_policy("LRU"))
@@ -110,9 +110,7 @@ def stop_halfway(tell: Tell, folder: str, namespace: int, seed: int, capacity: i
     threading.Event().wait()
 
 
-def take_part(
-    tell: Tell, folder: str, namespace: int, seed: int, capacity: int, listing: bool, start: Barrier
-) -> None:
+def take_part(tell: Tell, folder: str, namespace: int, seed: int, capacity: int, listing: bool, start: Barrier) -> None:
     """Store and load for a second or so, and tell the counts. `listing`: half of the time, not just once."""
     patch = pytest.MonkeyPatch()
     # Who does not get the lock on the count in this time does without the count.

@@ -10,13 +10,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 import lmkv.store.tiered
 from lmkv.backends.wrapper import WrapperBackend
-from lmkv.store.tiers.iopool import Job, Priority
+from lmkv.store.tiers.iopool import Deferred, Job, Priority
 from tests.kit import LIMIT
 
 T = TypeVar("T")
@@ -25,7 +25,8 @@ T = TypeVar("T")
 class _Running:
     """A job on a thread of its own that runs only while its owner waits for it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, pool: SteppedPool) -> None:
+        self._pool: Any = pool
         # Plain locks, released by the other side: many times as fast as semaphores.
         self._turn, self._back = threading.Lock(), threading.Lock()
         self._turn.acquire()
@@ -40,7 +41,9 @@ class _Running:
         threading.current_thread().stepped = self  # type: ignore[attr-defined]
         assert self._turn.acquire(timeout=LIMIT)
         try:
-            job.work()
+            deferred = Deferred()
+            job.work(deferred)
+            deferred.run(self._pool)
         except BaseException as error:  # noqa: BLE001
             self.error = error
         self.ended = True
@@ -116,7 +119,7 @@ class SteppedPool:
         """Start the first job, if there is one and a thread for it."""
         queue = next((queue for queue in self._queues.values() if queue), None)
         if queue is not None and len(self._running) < self._size:
-            self._running.append(_Running(queue.popleft()))
+            self._running.append(_Running(queue.popleft(), self))
 
     def step(self, which: int) -> bool:
         """Move one of the begun jobs that do not sleep; whether there was one."""

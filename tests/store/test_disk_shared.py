@@ -18,17 +18,7 @@ from lmkv.backends.disk.usage import Usage
 from lmkv.protocols import Chunk
 from tests.forked import Child, barrier
 from tests.kit import LIMIT
-from tests.store.shared_store import (
-    CHUNK,
-    KEYS,
-    THREADS,
-    get,
-    open_store,
-    payload,
-    put,
-    stop_halfway,
-    take_part,
-)
+from tests.store.shared_store import CHUNK, KEYS, THREADS, get, open_store, payload, put, stop_halfway, take_part
 
 COST = CHUNK + 4096
 CAPACITY = 40 * COST
@@ -141,9 +131,7 @@ def test_a_listing_in_the_middle_of_a_deletion_subtracts_nothing_twice(
     assert disk.reserve_bytes(0) == 2 * COST
 
 
-def test_what_another_process_deletes_first_is_subtracted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_process_deletes_first_is_subtracted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = LocalDiskBackend(tmp_path, bytes([1]) * 32)
     for key in KEYS[:2]:
         disk.reserve_bytes(COST)

@@ -97,18 +97,20 @@ def test_a_disk_that_becomes_read_only_while_it_has_to_evict(medium: Path) -> No
     assert on_disk(medium) == CAPACITY
 
 
-def test_a_disk_that_is_full_before_the_capacity_is(medium: Path) -> None:
-    clock = ManualClock()
-    store = open_store(str(medium / "kv"), 1, 100 * COST, clock)
-    store_one_by_one(store, KEYS[:40])
-    stored = store.stats().tiers[1].chunks
-    assert 20 < stored < 30
-    assert refused(store) == 40 - stored
-    assert served(store, KEYS[:40]) == stored
-    assert on_disk(medium) == stored * COST == store.stats().tiers[1].used_bytes
-    store.delete(KEYS[:3])
-    assert store.drain(LIMIT)
-    in_time(clock, lambda: stores_again(store, KEYS[200:203]))
+@pytest.mark.parametrize("min_free", [0, 10 * COST], ids=["no space", "min_free"])
+def test_a_disk_that_is_full_before_the_capacity_is_keeps_the_newest(medium: Path, min_free: int) -> None:
+    """Whoever fills it: the tier's own chunks, then another program that takes half of what they have."""
+    store = open_store(str(medium / "kv"), 1, 100 * COST, min_free=min_free)
+    store_one_by_one(store, KEYS[:60])
+    disk = store.stats().tiers[1]
+    assert 15 < disk.chunks <= (30 * COST - min_free) // COST
+    assert disk.evictions >= 25
+    assert served(store, KEYS[50:60]) >= 9
+    assert on_disk(medium) == disk.used_bytes == disk.chunks * COST
+    (medium / "other").write_bytes(bytes((30 * COST - on_disk(medium)) * 3 // 4))
+    store_one_by_one(store, KEYS[100:130])
+    assert served(store, KEYS[120:130]) >= 9
+    assert on_disk(medium) == store.stats().tiers[1].used_bytes
     store.close()
 
 

@@ -550,9 +550,7 @@ def test_copies_down_are_bounded_while_the_tier_below_is_slow() -> None:
     gated.shut("write")
     for number in range(20):
         put(store, chain(f"more {number}", 2))
-    assert sum(kept(store, keys)) >= 8, (
-        "what waits to be copied is still there, nothing more is sent after it"
-    )
+    assert sum(kept(store, keys)) >= 8, "what waits to be copied is still there, nothing more is sent after it"
     gated.open()
     assert_idle(store)
 

@@ -26,9 +26,7 @@ from tests.torture.watchdog import Watchdog
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--minutes", type=float, default=None, help="end after so long (10 without --requests)"
-    )
+    parser.add_argument("--minutes", type=float, default=None, help="end after so long (10 without --requests)")
     parser.add_argument("--requests", type=int, default=None, help="end after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", default="", help="only engines whose names contain this")

@@ -32,9 +32,7 @@ class Run:
         self._rng = rng
         self._seed = seed
         self._variants = {
-            name: variant
-            for name, variant in VARIANTS.items()
-            if only in name and (only or not variant.alone)
+            name: variant for name, variant in VARIANTS.items() if only in name and (only or not variant.alone)
         }
         self._turns: dict[str, list[Turn]] = {}
         self._slot_bytes: dict[str, int] = {}
@@ -67,9 +65,7 @@ class Run:
                 self._turns[variant.model] = converse(plain, self._rng, _CONVERSATIONS)
                 self._slot_bytes[variant.model] = slot_bytes(plain)
 
-    def _live(
-        self, name: str, variant: Variant, model: Path, requests: int, alive: Callable[[], None]
-    ) -> None:
+    def _live(self, name: str, variant: Variant, model: Path, requests: int, alive: Callable[[], None]) -> None:
         threads = set(threading.enumerate())
         disk = self._folder / "disk" / name
         saboteur = Saboteur(disk, self._rng)
@@ -82,9 +78,7 @@ class Run:
 
         capacity = variant.disk * self._slot_bytes[variant.model]
         with saboteur.at_work(), tortured(variant, model, disk, self._slot_bytes[variant.model]) as running:
-            Drive(running, self._turns[variant.model], self._rng, self.counts, saboteur, stepped).run(
-                requests
-            )
+            Drive(running, self._turns[variant.model], self._rng, self.counts, saboteur, stepped).run(requests)
         self.counts.engines += 1
         self._report(name, now=True)
         for thread in set(threading.enumerate()) - threads:
@@ -102,6 +96,4 @@ class Run:
             return
         self._reported = time.monotonic()
         counted = " ".join(f"{key}={value}" for key, value in self.counts.as_dict().items())
-        print(
-            f"torture: seed={self._seed} {self._reported - self._started:.0f}s [{name}] {counted}", flush=True
-        )
+        print(f"torture: seed={self._seed} {self._reported - self._started:.0f}s [{name}] {counted}", flush=True)

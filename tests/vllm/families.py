@@ -172,9 +172,7 @@ def falcon_h1() -> Any:
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
     return FalconH1ForCausalLM(
-        FalconH1Config(
-            **_SMALL, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16
-        )
+        FalconH1Config(**_SMALL, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16)
     )
 
 
@@ -221,14 +219,17 @@ def write_whisper_processor(folder: Path) -> None:
     WhisperFeatureExtractor().save_pretrained(folder)
 
 
+REFERENCE_MLA = {"attention_backend": "CPU_MLA"}
+"""On a CPU with AMX vLLM 0.32 takes another backend by itself, which cannot load weights in float32."""
+
 FAMILIES = {
     "GQA, Qwen3": Family(qwen3),
     "GQA, Llama": Family(llama),
     "GQA, fp8 KV": Family(qwen3, options={"kv_cache_dtype": "fp8"}),
     "MHA": Family(lambda: llama(num_key_value_heads=4)),
     "MQA": Family(lambda: llama(num_key_value_heads=1)),
-    "MLA, DeepSeek-V2": Family(deepseek_v2, blocks=120, own=3),
-    "MLA, DeepSeek-V3": Family(deepseek_v3, blocks=120, own=3),
+    "MLA, DeepSeek-V2": Family(deepseek_v2, REFERENCE_MLA, blocks=120, own=3),
+    "MLA, DeepSeek-V3": Family(deepseek_v3, REFERENCE_MLA, blocks=120, own=3),
     "window everywhere, smaller than a chunk": Family(lambda: mistral(96), blocks=19),
     "window everywhere, larger than a chunk": Family(lambda: mistral(700)),
     "hybrid, window smaller than a chunk": Family(lambda: gemma3(96), groups=6, blocks=128, own=6),

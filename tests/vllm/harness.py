@@ -100,11 +100,11 @@ def one_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def timed_by(clock: Clock) -> Iterator[None]:
     """Engines that are made in here take the time from this clock."""
-    from lmkv.vllm.scheduler.scheduler import Scheduler
+    from lmkv.vllm.scheduler.options import SchedulerOptions
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmkv.build.TieredStore", functools.partial(TieredStore, clock=clock))
-        patch.setattr("lmkv.vllm.connector.Scheduler", functools.partial(Scheduler, clock=clock))
+        patch.setattr("lmkv.vllm.connector.SchedulerOptions", functools.partial(SchedulerOptions, clock=clock))
         yield
 
 

@@ -150,17 +150,13 @@ def test_reset_leaves_no_hit_in_any_tier(shared: Engine) -> None:
     assert external_hits(shared.run([ids])[0]) == 512
 
 
-def test_one_line_for_a_lookup_and_one_for_each_steps_store(
-    shared: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_line_for_a_lookup_and_one_for_each_steps_store(shared: Engine, caplog: pytest.LogCaptureFixture) -> None:
     ids = prompt(18, 600)
     with caplog.at_level(logging.INFO, logger="lmkv"):
         shared.run([ids])
         shared.forget_local()
         shared.run([ids])
-    lines = [
-        record.getMessage().split(": ", 2)[2] for record in caplog.records if "request" in record.getMessage()
-    ]
+    lines = [record.getMessage().split(": ", 2)[2] for record in caplog.records if "request" in record.getMessage()]
     assert lines == [
         "total tokens 600, hit tokens 0, to load 0",
         "stored 256 of 256 tokens",

@@ -39,7 +39,7 @@ def test_from_memory() -> None:
 
 def test_from_disk_after_a_kill(tmp_path: Path) -> None:
     shown = last_line(demo("--json", "--tier", "disk", "--disk", str(tmp_path)))
-    times = ("cold_ttft_s", "ram_ttft_s", "disk_ttft_s", "speedup")
+    times = ("cold_ttft_s", "warm_ttft_s", "disk_ttft_s", "speedup")
     assert {*times, "direct_io", "engine", "device"} <= set(shown)
     assert (shown["prompt_tokens"], shown["hit_tokens"], shown["outputs_equal"]) == (1500, 1280, True)
     assert shown["hit_tier"] == "disk"
@@ -50,5 +50,5 @@ def test_from_disk_after_a_kill(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_beforehand() -> None:
     done = demo("--tier", "disk", "--layers", "100000")
     assert done.returncode == 1
-    assert "GB are wanted" in done.stderr
+    assert "GiB are wanted" in done.stderr
     assert done.stdout == ""

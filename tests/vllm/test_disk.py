@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,14 @@ from typing import Any
 import pytest
 
 from lmkv.testing.clocks import ManualClock
-from tests.kit import LIMIT
+from tests.kit import LIMIT, NEVER, listing_every
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 
 CHUNK_BYTES = 256 * 4096
 """Of the test model: 4 layers, 2 KV heads of 64, keys and values, float32."""
 
 
-def over_disk(
-    model: Path, folder: Path, *, ram_chunks: float = 64, **options: Any
-) -> AbstractContextManager[Engine]:
+def over_disk(model: Path, folder: Path, *, ram_chunks: float = 64, **options: Any) -> AbstractContextManager[Engine]:
     """An engine for which no time passes: it waits for its disk as long as that takes."""
     extra = {
         "local_disk": f"file://{folder}",
@@ -51,6 +50,20 @@ def test_a_prompt_hits_disk_after_a_restart(model: Path, tmp_path: Path) -> None
         second.forget_local()
         again = second.run([ids])[0]
         assert sources(again) == {"cpu": 1280}, "a hit on disk is promoted"
+        second.assert_nothing_leaked()
+
+
+def test_what_another_server_stores_is_hit_without_a_listing(model: Path, tmp_path: Path) -> None:
+    ids = prompt(33, 1500)
+    with over_disk(model, tmp_path / "other") as first:
+        cold = first.run([ids])[0]
+        drain(first)
+    with listing_every(NEVER), over_disk(model, tmp_path / "kv") as second:
+        assert second.store.wait_indexed(LIMIT)
+        shutil.copytree(tmp_path / "other", tmp_path / "kv", dirs_exist_ok=True)
+        warm = second.run([ids])[0]
+        assert sources(warm) == {"cpu": 0, "disk": 1280}
+        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
         second.assert_nothing_leaked()
 
 

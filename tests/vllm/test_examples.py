@@ -35,12 +35,8 @@ def run(script: Path, *arguments: str, folder: Path | None = None) -> str:
 @pytest.mark.parametrize(("flags", "loaded"), [([], "1,536"), (["--without-lmkv"], "0")])
 def test_cpu_offloading(flags: list[str], loaded: str) -> None:
     printed = run(EXAMPLES / "cpu_offloading.py", *SIZES, *flags)
-    assert re.search(
-        r"^First run: \d+\.\d\d s, 0 of 1,800 prompt tokens not computed$", printed, re.MULTILINE
-    )
-    assert re.search(
-        rf"^Second run: .* s, {loaded} of 1,800 prompt tokens not computed$", printed, re.MULTILINE
-    )
+    assert re.search(r"^First run: \d+\.\d\d s, 0 of 1,800 prompt tokens not computed$", printed, re.MULTILINE)
+    assert re.search(rf"^Second run: .* s, {loaded} of 1,800 prompt tokens not computed$", printed, re.MULTILINE)
     assert re.search(r"^Speedup \(first run / second run\): \d+\.\d\d$", printed, re.MULTILINE)
 
 

@@ -26,9 +26,7 @@ STEP = 0.01
 
 
 @contextlib.contextmanager
-def over_faulty_disk(
-    model: Path, folder: Path, **options: Any
-) -> Iterator[tuple[Engine, FaultyBackend, ManualClock]]:
+def over_faulty_disk(model: Path, folder: Path, **options: Any) -> Iterator[tuple[Engine, FaultyBackend, ManualClock]]:
     """An engine whose clock stands still until it is moved; a slow disk takes its time by that clock."""
     clock, disks = ManualClock(), list[FaultyBackend]()
 
@@ -153,11 +151,7 @@ def crowd(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 @pytest.mark.parametrize("spoiled", ["hangs", "is slow", "fails"])
 def test_many_requests_over_a_bad_disk_wait_for_the_deadline_at_most(
-    model: Path,
-    crowd: tuple[Path, list[list[int]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    spoiled: str,
+    model: Path, crowd: tuple[Path, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
 ) -> None:
     full, answers = crowd
     folder = shutil.copytree(full, tmp_path / "kv", copy_function=os.link)

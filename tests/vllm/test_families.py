@@ -19,12 +19,7 @@ CHUNKS_IN_RAM = 14
 LENGTHS = (257, 512, 513, 1000, 1500)
 SHARED = 1100
 TURN = 50
-TIGHT = {
-    "max_model_len": 1600,
-    "max_num_batched_tokens": 333,
-    "max_num_seqs": 8,
-    "kv_cache_memory_bytes": 64 << 20,
-}
+TIGHT = {"max_model_len": 1600, "max_num_batched_tokens": 333, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20}
 
 
 @frozen
@@ -48,8 +43,7 @@ def continued() -> list[list[int]]:
 def crowd() -> list[list[int]]:
     """16 prompts over 6 prefixes of different lengths, each with a tail of its own."""
     return [
-        prompt(100 + index % 6, 260 + 23 * (index % 6)) + prompt(500 + index, 20 + index % 7)
-        for index in range(16)
+        prompt(100 + index % 6, 260 + 23 * (index % 6)) + prompt(500 + index, 20 + index % 7) for index in range(16)
     ]
 
 
@@ -136,9 +130,7 @@ def count_preemptions(running: Engine, monkeypatch: pytest.MonkeyPatch) -> list[
     return preempted
 
 
-def test_outputs_stay_equal_under_preemption_and_eviction(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_stay_equal_under_preemption_and_eviction(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     preempted = count_preemptions(case.running, monkeypatch)
     before, hits = case.running.store.stats().primary.evictions, 0
     for _ in range(2):

@@ -124,9 +124,7 @@ MISS = {
     "quantization": Engine(change=on_model(quantization="awq")),
     "quantization's settings": Engine(change=on_model(quantization_config={"bits": 4})),
     "rope scaling": Engine(options={"hf_overrides": {"rope_parameters": _YARN}}),
-    "rope theta": Engine(
-        options={"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}}
-    ),
+    "rope theta": Engine(options={"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}}),
     "any override": Engine(options={"hf_overrides": {"rms_norm_eps": 0.001}}),
     "layout": Engine(change=on_layout("LBNHC")),
     "attention backend": Engine(change=on_attention(backend="TRITON_ATTN")),
@@ -134,9 +132,7 @@ MISS = {
     "layers": Engine(shaped(num_hidden_layers=3)),
     "KV heads": Engine(shaped(num_key_value_heads=4)),
     "head size": Engine(shaped(head_dim=64)),
-    "heads and their size, in as many bytes": Engine(
-        change=on_pages(num_kv_heads=4, head_size=16, head_size_v=16)
-    ),
+    "heads and their size, in as many bytes": Engine(change=on_pages(num_kv_heads=4, head_size=16, head_size_v=16)),
     "data type of pages, in as many bytes": Engine(change=on_pages(dtype=torch.int32)),
     "block size": Engine(options={"block_size": 2 * BLOCK}),
     "chunk size": Engine(chunk_size=512),

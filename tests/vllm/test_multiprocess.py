@@ -17,13 +17,7 @@ import pytest
 
 from tests.kit import LIMIT, eventually
 from tests.vllm.offline_script import LENGTH
-from tests.vllm.server import (
-    START_TIMEOUT,
-    child_environment,
-    kill_group,
-    members,
-    shared_files,
-)
+from tests.vllm.server import START_TIMEOUT, child_environment, kill_group, members, shared_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,9 +40,7 @@ def script(model: Path, folder: Path, temporary: Path, *words: str) -> Iterator[
     command = [sys.executable, "-m", "tests.vllm.offline_script", model, folder / "result", *words]
     environment = child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", TMPDIR=str(temporary))
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         yield process
     finally:
@@ -99,9 +91,7 @@ def engine_of(group: int) -> int:
     return engine
 
 
-def test_nothing_stays_when_main_process_and_engine_are_killed(
-    model: Path, tmp_path: Path, temporary: Path
-) -> None:
+def test_nothing_stays_when_main_process_and_engine_are_killed(model: Path, tmp_path: Path, temporary: Path) -> None:
     with script(model, tmp_path, temporary, "stay") as process:
         eventually(lambda: has_result(tmp_path, process), "the script's result", START_TIMEOUT)
         running = members(process.pid)

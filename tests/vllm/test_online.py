@@ -50,9 +50,7 @@ def ask(server: Server, ids: list[int], *, params: dict[str, Any] | None = None,
 
     extra = {"kv_transfer_params": {"lmkv.report": True, **(params or {})}, **body}
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
-        return client.completions.create(
-            model=SERVED_NAME, prompt=ids, max_tokens=8, temperature=0, extra_body=extra
-        )
+        return client.completions.create(model=SERVED_NAME, prompt=ids, max_tokens=8, temperature=0, extra_body=extra)
 
 
 def report(answer: Any) -> dict[str, Any]:

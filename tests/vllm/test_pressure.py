@@ -11,12 +11,7 @@ import pytest
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 
 REQUESTS, PREFIXES = 64, 20
-TIGHT = {
-    "max_model_len": 1024,
-    "kv_cache_memory_bytes": 9 << 20,
-    "max_num_batched_tokens": 330,
-    "max_num_seqs": 16,
-}
+TIGHT = {"max_model_len": 1024, "kv_cache_memory_bytes": 9 << 20, "max_num_batched_tokens": 330, "max_num_seqs": 16}
 
 
 def _prompts() -> list[list[int]]:
@@ -58,9 +53,7 @@ def test_64_requests_under_preemption_and_eviction(tight: Engine, without: list[
         # In another order each time: going round and round through too small a cache never hits.
         order = random.Random(round_).sample(range(REQUESTS), REQUESTS)
         outputs = tight.run([prompts[index] for index in order], max_tokens=24)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == [
-            without[index] for index in order
-        ]
+        assert [list(output.outputs[0].token_ids) for output in outputs] == [without[index] for index in order]
         hits += sum(map(external_hits, outputs))
         tight.assert_nothing_leaked()
     stats = tight.store.stats().primary

@@ -36,9 +36,7 @@ def cross_attention() -> Any:
 
 
 @pytest.mark.parametrize("make", [mamba, chunked_local, cross_attention])
-def test_a_layer_that_keeps_no_prefix(
-    model: Path, make: Callable[[], Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_layer_that_keeps_no_prefix(model: Path, make: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
     """Beside a layer of full attention, as in mixtures."""
     os.environ.update(ENVIRONMENT)
     from vllm.config import KVTransferConfig

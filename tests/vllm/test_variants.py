@@ -111,9 +111,7 @@ def test_what_vllm_asks_the_class() -> None:
     from lmkv.vllm.connector import LMKVConnector
 
     def layout(device: str, **extra: Any) -> str | None:
-        transfer = KVTransferConfig(
-            kv_connector="LMKVConnector", kv_role="kv_both", kv_connector_extra_config=extra
-        )
+        transfer = KVTransferConfig(kv_connector="LMKVConnector", kv_role="kv_both", kv_connector_extra_config=extra)
         device_config = SimpleNamespace(device_type=device)
         asked = SimpleNamespace(kv_transfer_config=transfer, device_config=device_config)
         return LMKVConnector.get_required_kvcache_layout(asked)

@@ -1,4 +1,4 @@
-"""Chunks as files on a local disk."""
+"""Chunks as files on a local or shared disk."""
 
 from __future__ import annotations
 

@@ -1,25 +1,24 @@
-"""`LocalDiskBackend`: one immutable file a chunk, verified before it is used, whatever crashed before."""
+"""`LocalDiskBackend`: one immutable file per chunk, verified with checksums before it is used."""
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
-from itertools import chain, groupby, islice
-from operator import itemgetter, or_
+from collections.abc import Iterator, Sequence
+from errno import EACCES, EDQUOT, EFBIG, EIO, ENODEV, ENOENT, ENOSPC, ENOTDIR, ENXIO, EPERM, EROFS, ESTALE
+from itertools import chain, islice
 from typing import Literal
 
 from attrs import define, field, validators
 
-from lmkv.backends.disk.chunkfile import ChunkFiles, RangeReader, WrongLengthError
-from lmkv.backends.disk.fileio import FreeSpace, ShortReadError, address_of, probe_direct, sync_folder
+from lmkv.backends.disk.chunkfile import ChunkFiles, WrongLengthError
+from lmkv.backends.disk.fileio import FreeSpace, ShortReadError, probe_direct, sync_folder
 from lmkv.backends.disk.folder import ChunkFolder
 from lmkv.backends.disk.usage import NAME, Usage
 from lmkv.chunks import codec
 from lmkv.chunks.codec import FormatError
+from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import (
     BackendError,
     BackendUnavailable,
@@ -33,53 +32,78 @@ from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
 from lmkv.protocols import Chunk, ChunkKey, Clock, Listed
 
 LIST_BATCH = 1024
-_REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
-_AWAY = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.ENODEV,
-    errno.ENXIO,
-    errno.ESTALE,
-}
+_REFUSED = {ENOSPC, EDQUOT, EROFS, EFBIG}
+_AWAY = {EACCES, EPERM, EIO, ENOENT, ENOTDIR, ENODEV, ENXIO, ESTALE}
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(os.fspath(path))
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class LocalDiskBackend:
-    """Chunks as files under `path`, in a folder of their namespace, as docs/format.md specifies.
+    """Chunks as files below `path`, in a folder of their namespace, as docs/format.md specifies.
 
-    `sync`: what a chunk survives once `write` said STORED. A cache needs integrity always and durability by
-    choice, and integrity does not depend on this: checksums turn whatever a crash left behind into a miss.
-    `"none"`, the default, survives any death of the process (the kernel has the bytes) but not of the
-    machine: a power cut loses the last seconds of a cache, and they are recomputed, while syncing each chunk
-    would cost up to half of the disk's speed on every store. `"data"` makes the bytes durable before they get
-    their name, `"full"` the name as well.
+    Parameters
+    ----------
+    path
+        The root folder; created where missing. Several processes and namespaces may share it.
+    namespace
+        32 bytes, `Namespace.digest`. Chunks of other namespaces are never served.
+    sync
+        What survives once `write` said STORED. With "none" a chunk survives the death of the process, as the
+        kernel has its bytes, but may be lost in a power failure: a cache then recomputes it, where syncing
+        each chunk would cost up to half of the disk's speed. With "data" its bytes are on the medium before
+        the file gets its name, with "full" the name is, too. Checksums detect damage in any case.
+    direct
+        O_DIRECT, which saves the page cache a copy of what host memory has anyway. "auto" uses it where it
+        works, "on" requires it, "off" uses the page cache. Memory that is not aligned to pages always goes
+        through the page cache. `direct_io` says what is in use.
+    min_free
+        Bytes of the file system to leave free: a chunk that would take them is REJECTED.
+    segment_bytes
+        Payload per checksum: 1 to 4096 pages of 4096 bytes.
+    chunk_tokens
+        Room for token ids in each file's header. Longer lists are not recorded.
+    keep_corrupt
+        How many damaged files to keep for inspection under `quarantine/`, besides the tier's capacity.
+    shared
+        Whether the store should look for chunks of other processes again and again.
+    name
+        What logs and statistics call the tier.
+    clock
+        Monotonic seconds, for the age of the remembered free space.
 
-    `direct`: O_DIRECT, which spares the page cache a second copy of what the memory tier holds. `"auto"` uses
-    it where a probe of `path` works, `"on"` insists (`ConfigError`), `"off"` uses the page cache. Memory that
-    is not page-aligned always goes through the page cache. `direct_io` says what is in use.
+    Raises
+    ------
+    ConfigError
+        For a bad setting, or when `direct="on"` does not work.
+    BackendUnavailable
+        When `path` cannot be created.
 
-    `min_free`: bytes of the file system left to others; a chunk that would take them is REJECTED.
-    `chunk_tokens`: room for token ids in a header; longer lists are not recorded. `shared`: whether other
-    processes' chunks are to be looked for too; several may use one folder safely either way.
-    `keep_corrupt`: bad files kept for inspection under `quarantine/`, on top of the tier's capacity.
+    Notes
+    -----
+    After construction a failure of the medium is a value per key; `delete`, `reclaim` and the listings, which
+    have no such values, raise a `BackendError` when they have done what they could. Each call tries anew, so
+    that the backend works as soon as the medium does. Any number of threads may call: no lock is taken for
+    I/O but that of the count of bytes, for some microseconds.
 
-    Raises on construction: `ConfigError`, and `BackendUnavailable` when `path` cannot be made. Afterwards a
-    medium that fails is a value per key, and the next call tries again, so the backend works as soon as the
-    medium does. The exceptions are `delete` and `list_keys`, which have no such values: they raise a
-    `BackendError` once they have done what they could.
-
-    Locks: none but the one inside `FreeSpace`; every verb may run in any number of threads.
+    Examples
+    --------
+    >>> import tempfile
+    >>> chunk = Chunk(bytes(32), memoryview(b"payload"))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     first = LocalDiskBackend(folder, namespace=bytes(32))
+    ...     first.write([chunk])[0].status
+    ...     first.close()
+    ...     again = LocalDiskBackend(folder, namespace=bytes(32))
+    ...     [[listed.nbytes for listed in batch] for batch in again.list_keys()]
+    <WriteStatus.STORED: 'stored'>
+    [[8192]]
     """
 
     path: str = field(converter=_absolute)
-    namespace: bytes = field(repr=bytes.hex)
+    namespace: bytes
     sync: Literal["none", "data", "full"] = field(default="none", kw_only=True)
     direct: Literal["auto", "on", "off"] = field(default="auto", kw_only=True)
     min_free: int = field(default=0, kw_only=True, validator=validators.ge(0))
@@ -88,11 +112,11 @@ class LocalDiskBackend:
     keep_corrupt: int = field(default=0, kw_only=True, validator=validators.ge(0))
     shared: bool = field(default=False, kw_only=True)
     name: str = field(default="disk", kw_only=True)
-    clock: Clock = field(default=time.monotonic, kw_only=True, repr=False)
-    _folder: ChunkFolder = field(init=False, repr=False)
-    _files: ChunkFiles = field(init=False, repr=False)
-    _space: FreeSpace = field(init=False, repr=False)
-    _usage: Usage = field(init=False, repr=False)
+    clock: Clock = field(default=time.monotonic, kw_only=True)
+    _folder: ChunkFolder = field(init=False)
+    _files: ChunkFiles = field(init=False)
+    _space: FreeSpace = field(init=False)
+    _usage: Usage = field(init=False)
     _closed: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -103,31 +127,26 @@ class LocalDiskBackend:
         self._space = FreeSpace(self.path, self.min_free, self.clock)
         self._usage = Usage(os.path.join(self.path, NAME))
 
+    def __repr__(self) -> str:
+        return f"<LocalDiskBackend {self.name!r}: {self._folder.path}, direct_io={self.direct_io}>"
+
     @property
     def direct_io(self) -> bool:
         """Whether page-aligned memory is read and written past the page cache."""
         return self._files.direct
 
     def stored_bytes(self, payload_bytes: int) -> int:
-        """Exact size of the file of such a payload."""
+        """Size of the file of such a payload."""
         return self._files.file_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether a file of plausible size is there. Its bytes are verified when they are read."""
+        """Whether there is a file of a possible size. Its bytes are verified when they are read."""
         self._check_keys(keys)
         return [self._is_there(self._folder.path_of(key)) for key in keys]
 
     def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
         self._check_keys([key for key, _ in items])
         return [self._read(key, into.cast("B")) for key, into in items]
-
-    def read_ranges(self, items: Sequence[tuple[ChunkKey, int, memoryview]]) -> list[Read]:
-        """Read parts of chunks, each verified. Neighbours in `items` of one key share one open file."""
-        self._check_keys([key for key, _, _ in items])
-        results: list[Read] = []
-        for key, group in groupby(items, key=itemgetter(0)):
-            results += self._read_ranges(key, [(offset, into.cast("B")) for _, offset, into in group])
-        return results
 
     def write(self, chunks: Sequence[Chunk]) -> list[Written]:
         self._check_keys([chunk.key for chunk in chunks])
@@ -136,12 +155,12 @@ class LocalDiskBackend:
         return [self._write(chunk) for chunk in chunks]
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove the files; then raise `BackendError` for the first that the medium would not let go of."""
+        """Remove the files; then raise `BackendError` for the first that could not be removed."""
         self._check_keys(keys)
         self.reclaim(keys)
 
     def reclaim(self, keys: Sequence[ChunkKey]) -> int:
-        """The same for keys of other namespaces, too, which begin with that; returns the bytes it freed."""
+        """`delete`, also of other namespaces: their keys begin with it. Returns the bytes that this freed."""
         self._check_open()
         freed, failed = 0, []
         for key in keys:
@@ -154,43 +173,43 @@ class LocalDiskBackend:
         return freed
 
     def _unlink(self, path: str) -> int:
-        """Remove a file; returns the bytes that this freed. Raises `OSError` unless it is gone.
-
-        It is uncounted first: a listing that ends in between then counts it once more than there is, and not
-        once less, as if it were subtracted twice.
-        """
+        """Remove a file; returns the bytes that this freed, 0 when there was none. Raises `OSError`."""
         try:
             nbytes = os.lstat(path).st_size
         except (FileNotFoundError, NotADirectoryError):
             return 0
+        # Before the removal. A listing that sets the count in between still counts the file: too much until
+        # the next one. The other way round the file would be subtracted twice, and the count be too low.
         self._usage.release_bytes(nbytes)
         try:
             os.unlink(path)
         except OSError as error:
+            # Another process removed it, and its bytes, first.
             self._usage.release_bytes(-nbytes)
             if isinstance(error, FileNotFoundError | NotADirectoryError):
                 return 0
             raise
+        self._space.give_back(nbytes)
         return nbytes
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count bytes that are about to be written; returns what all processes have below the root."""
+        """Count bytes that will be written; returns those of all processes below the root, these included."""
         return self._usage.reserve_bytes(nbytes)
 
     def release_bytes(self, nbytes: int) -> None:
-        """They were not written."""
+        """Subtract bytes that were not written after all."""
         self._usage.release_bytes(nbytes)
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """What is there, least recently used first (to the minute), by names and sizes alone.
+        """What is there by names and sizes alone, least recently used first (to the minute).
 
-        Files of impossible size are quarantined and dead writers' temporaries deleted. Raises `BackendError`.
+        Sets aside files of impossible sizes and deletes stale temporary files. Raises `BackendError`.
         """
         self._check_open()
         return self._listing(self._folder.scan())
 
     def list_all(self) -> Iterator[list[Listed]]:
-        """The same of all namespaces below the root. Sets the count of bytes right that `claim` keeps."""
+        """`list_keys` of all namespaces below the root; corrects the count of `reserve_bytes` by it."""
         self._check_open()
         return self._listing(self._count_all())
 
@@ -213,29 +232,10 @@ class LocalDiskBackend:
         self._usage.set(used, reserved)
 
     def _read(self, key: ChunkKey, into: memoryview) -> Read:
+        """Read one chunk. A failure becomes a value, and a damaged file is set aside."""
         path = self._folder.path_of(key)
-        return self._outcome(key, path, partial(self._files.read, path, key, into))
-
-    def _read_ranges(self, key: ChunkKey, parts: list[tuple[int, memoryview]]) -> list[Read]:
-        path = self._folder.path_of(key)
-        misalignment = reduce(or_, (address_of(into) - offset for offset, into in parts))
-        results: list[Read] = []
-
-        def read_parts(reader: RangeReader) -> None:
-            for offset, into in parts:
-                results.append(self._outcome(key, path, partial(reader.read, offset, into)))
-
-        def open_and_read() -> None:
-            with self._files.ranges(path, key, misalignment) as reader:
-                read_parts(reader)
-
-        whole = self._outcome(key, path, open_and_read)
-        return results or [whole] * len(parts)
-
-    def _outcome(self, key: ChunkKey, path: str, fill: Callable[[], None]) -> Read:
-        """Do a read; what goes wrong with it becomes a value, and a bad file is set aside."""
         try:
-            fill()
+            self._files.read(path, key, into)
         except (FileNotFoundError, NotADirectoryError):
             return MISS
         except WrongLengthError as error:
@@ -262,9 +262,9 @@ class LocalDiskBackend:
         return STORED
 
     def _is_stored(self, chunk: Chunk, path: str) -> bool:
-        """Whether a sound header of this chunk is there. Anything else at its place is set aside.
+        """Whether there is a file with a valid header of this chunk. Anything else there is set aside.
 
-        A key's chunk has one length only, so a file of another one would fail its readers for ever.
+        A key's chunks all have one length: reads of a file of another length would fail for ever.
         """
         try:
             if self._files.header(path, chunk.key).payload_bytes == len(chunk.payload):
@@ -278,11 +278,9 @@ class LocalDiskBackend:
         return False
 
     def _store(self, chunk: Chunk, path: str) -> None:
-        """Write the file, making its folder if need be.
-
-        Twice anew, because two things may be missing: the folder, and then the temporary file, when another
-        process swept it in the moment between its making and its locking.
-        """
+        """Write the file; create its folder when it is missing."""
+        # Two retries, for two things that may be missing: the folder, and the temporary file, which another
+        # process deletes as stale when it finds it after its creation and before it is locked.
         for _ in range(2):
             try:
                 return self._files.write(chunk, path)
@@ -303,20 +301,23 @@ class LocalDiskBackend:
             return False
 
     def _prepare_folder(self) -> bool:
-        """Make the folders and say whether to use O_DIRECT there."""
+        """Create the folders; returns whether to use O_DIRECT there."""
         try:
             os.makedirs(self.path, 0o700, exist_ok=True)
             self._folder.make()
         except OSError as error:
+            if isinstance(error, FileExistsError | NotADirectoryError) and not os.path.isdir(self.path):
+                reason = f"there is a file at or above {self.path}: name a folder, or remove it"
+                raise BackendUnavailable(self.name, "open", reason=reason) from error
             if not os.path.isdir(self.path):
                 raise self._translated(error, "open") from error
         direct = self.direct != "off" and probe_direct(self._folder.path)
         if self.direct == "on" and not direct:
-            raise ConfigError(f"direct='on', but O_DIRECT does not work in {self._folder.path}")
+            raise ConfigError(f"direct='on', but O_DIRECT does not work in {self._folder.path}; use 'auto'")
         return direct
 
     def _translated(self, error: Exception, action: str, key: ChunkKey = b"") -> BackendError:
-        """The one place where errors of the operating system become lmkv's."""
+        """An error of the operating system as a `BackendError` of the kind that fits."""
         code = error.errno if isinstance(error, OSError) else None
         kind = NoSpaceError if code in _REFUSED else BackendUnavailable if code in _AWAY else BackendError
         translated = kind(self.name, action, key.hex(), str(error))
@@ -330,22 +331,22 @@ class LocalDiskBackend:
     def _check_keys(self, keys: Sequence[ChunkKey]) -> None:
         self._check_open()
         for key in keys:
-            if len(key) != codec.DIGEST_BYTES:
-                raise UsageError(f"a key of {len(key)} bytes instead of {codec.DIGEST_BYTES}")
+            if len(key) != KEY_BYTES:
+                raise UsageError(f"a chunk key must have {KEY_BYTES} bytes, not {len(key)}")
 
 
 def _oldest_use(found: Listed) -> tuple[float, float]:
-    """Within a minute the other way round: a chain is written and read head first, and its head goes last."""
+    """Sort key. Within a minute the latest comes first: the tail of a chain is evicted before its head."""
     return found.last_used // 60, -found.last_used
 
 
 def _is_damage(error: Exception, path: str) -> bool:
-    """Whether the file itself is at fault, rather than the medium as a whole or the caller.
+    """Whether the file itself is at fault, rather than the whole medium or the caller.
 
-    EIO counts: it is a bad sector, or a mismatch of the file system's own checksum, and a chunk that stayed
-    would be in the way of its next store for ever.
+    EIO counts as damage: it is a bad sector, or a checksum of the file system that does not match. The file
+    could never be read, and would keep the chunk from being stored again.
     """
-    if not isinstance(error, OSError) or error.errno == errno.EIO:
+    if not isinstance(error, OSError) or error.errno == EIO:
         return True
     try:
         return not stat.S_ISREG(os.lstat(path).st_mode)
@@ -355,20 +356,17 @@ def _is_damage(error: Exception, path: str) -> bool:
 
 def _check_chunk(chunk: Chunk) -> None:
     if not len(chunk.payload) or chunk.payload.ndim != 1 or chunk.payload.itemsize != 1:
-        raise UsageError("a payload is a flat view of at least one byte")
-    if len(chunk.parent) not in (0, codec.DIGEST_BYTES) or len(chunk.tokens) % 4:
-        raise UsageError("a parent is a key or empty, tokens are uint32")
+        raise UsageError("a payload must be a flat view of bytes, one at least")
+    if len(chunk.parent) not in (0, KEY_BYTES) or len(chunk.tokens) % 4:
+        raise UsageError(f"a parent must be empty or {KEY_BYTES} bytes, and tokens 4 bytes each")
 
 
 def _check_settings(backend: LocalDiskBackend) -> None:
-    if len(backend.namespace) != codec.DIGEST_BYTES:
-        raise ConfigError(f"a namespace of {len(backend.namespace)} bytes instead of {codec.DIGEST_BYTES}")
+    if len(backend.namespace) != KEY_BYTES:
+        raise ConfigError(f"namespace must have {KEY_BYTES} bytes, not {len(backend.namespace)}")
     if backend.sync not in ("none", "data", "full"):
-        raise ConfigError(f"sync={backend.sync!r} is none of 'none', 'data', 'full'")
+        raise ConfigError(f"sync must be 'none', 'data' or 'full', not {backend.sync!r}")
     if backend.direct not in ("auto", "on", "off"):
-        raise ConfigError(f"direct={backend.direct!r} is none of 'auto', 'on', 'off'")
-    if (
-        backend.segment_bytes % codec.PAGE
-        or not codec.PAGE <= backend.segment_bytes <= codec.MAX_SEGMENT_BYTES
-    ):
-        raise ConfigError(f"segment_bytes={backend.segment_bytes} is not 1 to 4096 pages of 4096 bytes")
+        raise ConfigError(f"direct must be 'auto', 'on' or 'off', not {backend.direct!r}")
+    if backend.segment_bytes % codec.PAGE or not codec.PAGE <= backend.segment_bytes <= codec.MAX_SEGMENT_BYTES:
+        raise ConfigError(f"segment_bytes must be 1 to 4096 pages of 4096 bytes, not {backend.segment_bytes}")

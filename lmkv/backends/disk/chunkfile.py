@@ -1,4 +1,4 @@
-"""One chunk's file: written whole, published at once, read straight into the caller's memory, verified."""
+"""Writes and reads the file of a chunk: published atomically, read directly into the caller's memory."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from lmkv.backends.disk.fileio import (
     write_fully,
 )
 from lmkv.chunks import codec
-from lmkv.chunks.codec import PAGE, Cover, FormatError, Header
+from lmkv.chunks.codec import PAGE, FormatError, Header
 from lmkv.chunks.layout import align_up
 from lmkv.protocols import Chunk, ChunkKey
 
 TOUCH_EVERY = 60.0
-"""Seconds between two notes of a file's use, so that a hot chunk costs one inode update a minute."""
+"""Seconds between two updates of a file's time of use, which is its modification time."""
 
 PIECE = 2 << 20
-"""Bytes to move at once: enough for a disk, and while one thread checks its piece the others keep it busy."""
+"""Bytes per system call: efficient for a disk, and small enough that checksums overlap with other I/O."""
 
 SMALL = 2 * PIECE
-"""Up to this, one system call for everything beats an early start."""
+"""Payloads up to this size are written by one system call, header included."""
 
 
 class WrongLengthError(Exception):
-    """The file is sound, but its payload is not what the caller takes it for."""
+    """The file is valid, but its payload has another length than the caller expects."""
 
 
 @define
 class ChunkFiles:
-    """How chunks of one namespace become files and come back. Safe in any number of threads; no lock.
+    """Writes and reads the files of one namespace. Any number of threads may use it; there are no locks.
 
-    `direct`: go past the page cache wherever the caller's memory allows it. `sync`: see `LocalDiskBackend`.
+    `direct`: use O_DIRECT for memory that is aligned to pages. `sync`: see `LocalDiskBackend`.
     """
 
     namespace: bytes = field(repr=bytes.hex)
@@ -61,10 +61,10 @@ class ChunkFiles:
         return self.header_bytes(payload_bytes) + align_up(payload_bytes, PAGE)
 
     def write(self, chunk: Chunk, path: str) -> None:
-        """Make the chunk's file at `path`, completely or not at all.
+        """Create the chunk's file at `path`, completely or not at all.
 
-        More token ids than there is room for are not recorded. Raises `FileExistsError` when the file is
-        there already, `FileNotFoundError` when its folder is not, and `OSError` when the medium refuses.
+        More token ids than there is room for are not recorded. Raises `FileExistsError` when there is a file,
+        `FileNotFoundError` when there is no folder, and `OSError` when the medium fails.
         """
         folder = os.path.dirname(path)
         with temporary(folder, self._direct_flag(address_of(chunk.payload))) as (fd, unfinished):
@@ -74,16 +74,17 @@ class ChunkFiles:
                 self._write_in_pieces(fd, chunk)
             if self.sync != "none":
                 os.fdatasync(fd)
+            # Only now others see the file, and see all of it.
             publish(unfinished, path)
         if self.sync == "full":
-            _sync_or_undo(folder, path)
+            _sync_or_remove(folder, path)
 
     def _write_at_once(self, fd: int, chunk: Chunk) -> None:
         checksums = codec.segment_checksums(chunk.payload, self.segment_bytes)
         write_fully(fd, [self._packed(chunk, checksums), *self._padded(chunk.payload)])
 
     def _write_in_pieces(self, fd: int, chunk: Chunk) -> None:
-        """The header comes last, each piece's checksums after the piece: the disk need not wait for them."""
+        """Write each piece before its checksums are computed, and the header last: no I/O waits for them."""
         begin, step = self.header_bytes(len(chunk.payload)), self._piece(self.segment_bytes)
         checksums: tuple[int, ...] = ()
         for at in range(0, len(chunk.payload), step):
@@ -110,45 +111,53 @@ class ChunkFiles:
     def read(self, path: str, key: ChunkKey, into: memoryview) -> None:
         """Fill `into` with the payload.
 
-        Raises `FormatError` when the file cannot be trusted, `WrongLengthError` when it is sound but not
-        `len(into)` long, and `OSError`.
+        Raises `FormatError` when the file is damaged, `WrongLengthError` when its payload is not `len(into)`
+        bytes long, and `OSError`.
         """
         with self._opened(path, address_of(into)) as (fd, status):
             header, done = self._read_start(fd, status.st_size, key, into)
-            reader, step = RangeReader(fd, header, self._scratch), self._piece(header.segment_bytes)
+            step = self._piece(header.segment_bytes)
             for at in range(done, len(into), step):
-                reader.read(at, into[at : at + step])
+                part = into[at : at + step]
+                self._fill(fd, header.header_bytes + at, part)
+                codec.verify_segments(header, part, at // header.segment_bytes)
 
     def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
-        """The header, and how much of `into` is filled and verified already.
+        """The header, and how many bytes of `into` were read with it and are verified.
 
-        A file of the size that we would make has its payload where we would put it, so that a first piece can
-        come along with the header.
+        A file of the size that `write` gives it most likely has a header of the same length, too, so that one
+        system call can read the header and the first piece. If not, the piece is read again.
         """
-        first = min(len(into) - len(into) % PAGE, self._piece(self.segment_bytes))
-        header_bytes = self.header_bytes(len(into))
-        if size != self.file_bytes(len(into)):
-            header, first = self._header_of(fd, size, key), 0
-        else:
+        header_bytes, first = self.header_bytes(len(into)), into[: self._piece(self.segment_bytes)]
+        if size == self.file_bytes(len(into)):
             start = self._scratch.take("header", header_bytes)
-            read_fully(fd, [start, into[:first]])
+            self._fill(fd, 0, first, start)
             header = self._checked(codec.parse_header(start), size, key)
-        _check_length(header, len(into))
-        if header.header_bytes != header_bytes or (first % header.segment_bytes and first != len(into)):
+        else:
+            header, first = self._header_of(fd, size, key), into[:0]
+        if header.payload_bytes != len(into):
+            raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the buffer {len(into)}")
+        whole_segments = len(first) == len(into) or len(first) % header.segment_bytes == 0
+        if header.header_bytes != header_bytes or not whole_segments:
             return header, 0
-        codec.verify_segments(header, into[:first])
-        return header, first
+        codec.verify_segments(header, first)
+        return header, len(first)
+
+    def _fill(self, fd: int, offset: int, into: memoryview, *before: memoryview) -> None:
+        """Fill `before`, then `into`, from `offset` on.
+
+        What `into` has beyond whole pages is read by way of scratch memory: O_DIRECT reads whole pages.
+        """
+        rest = len(into) % PAGE
+        whole = len(into) - rest
+        tail = self._scratch.take("tail", PAGE if rest else 0)
+        read_fully(fd, [*before, into[:whole], tail], offset)
+        into[whole:] = tail[:rest]
 
     @staticmethod
     def _piece(segment_bytes: int) -> int:
-        """Bytes of payload to move between two looks at checksums: whole segments."""
+        """Bytes of payload to transfer at once: whole segments, so that each piece can be verified."""
         return max(PIECE // segment_bytes, 1) * segment_bytes
-
-    @contextlib.contextmanager
-    def ranges(self, path: str, key: ChunkKey, misalignment: int) -> Iterator[RangeReader]:
-        """Read parts of one file. `misalignment`: how far the callers' memory is off page boundaries."""
-        with self._opened(path, misalignment) as (fd, status):
-            yield RangeReader(fd, self._header_of(fd, status.st_size, key), self._scratch)
 
     def header(self, path: str, key: ChunkKey) -> Header:
         """The file's header, checked against its size. Raises `FormatError` or `OSError`."""
@@ -160,7 +169,7 @@ class ChunkFiles:
 
     @contextlib.contextmanager
     def _opened(self, path: str, misalignment: int) -> Iterator[tuple[int, os.stat_result]]:
-        """The file opened to be read, and its use noted."""
+        """Open the file for reading, and note the use when it was read."""
         with opened(path, os.O_RDONLY | self._direct_flag(misalignment)) as fd:
             status = _regular(fd)
             yield fd, status
@@ -169,7 +178,7 @@ class ChunkFiles:
                     os.utime(fd)
 
     def _padded(self, payload: memoryview) -> list[memoryview]:
-        """The payload as whole pages: its own memory, and a zero-filled copy of what is left over."""
+        """The payload as whole pages: its own memory, and the rest in scratch memory, padded with zeros."""
         rest = len(payload) % PAGE
         if not rest:
             return [payload]
@@ -189,45 +198,10 @@ class ChunkFiles:
 
     def _checked(self, header: Header, size: int, key: ChunkKey) -> Header:
         if (header.namespace, header.key) != (self.namespace, key):
-            raise FormatError(f"it holds chunk {header.key.hex()} of namespace {header.namespace.hex()}")
+            raise FormatError(f"it is chunk {header.key.hex()} of namespace {header.namespace.hex()}")
         if header.file_bytes != size:
-            raise FormatError(f"it is {size} bytes long instead of {header.file_bytes}")
+            raise FormatError(f"it has {size} bytes, {header.file_bytes} by its header")
         return header
-
-
-@define
-class RangeReader:
-    """An open file and its verified header, for as many ranges as one wants."""
-
-    fd: int
-    header: Header
-    _scratch: Scratch
-
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` from the payload's `offset` on; raises like `ChunkFiles.read`.
-
-        Only whole segments can be verified, so those that `into` covers in part go through scratch memory.
-        """
-        until = offset + len(into)
-        if not 0 <= offset < until <= self.header.payload_bytes:
-            raise WrongLengthError(f"bytes {offset} to {until} of a payload of {self.header.payload_bytes}")
-        cover = self.header.cover(offset, len(into))
-        head = self._scratch.take("head", align_up(cover.begin - cover.start, PAGE))
-        body = into[cover.begin - offset : cover.stop - offset] if cover.begin < cover.stop else into[:0]
-        tail = self._scratch.take("tail", align_up(cover.end - cover.stop, PAGE))
-        read_fully(self.fd, [head, body, tail], self.header.header_bytes + cover.start)
-        head, tail = head[: cover.begin - cover.start], tail[: cover.end - cover.stop]
-        self._verify(cover, head, body, tail)
-        if head:
-            wanted = head[offset - cover.start :][: len(into)]
-            into[: len(wanted)] = wanted
-        if tail:
-            into[cover.stop - offset :] = tail[: until - cover.stop]
-
-    def _verify(self, cover: Cover, head: memoryview, body: memoryview, tail: memoryview) -> None:
-        codec.verify_segments(self.header, head, cover.first)
-        codec.verify_segments(self.header, body, cover.first + bool(head))
-        codec.verify_segments(self.header, tail, cover.last)
 
 
 def _regular(fd: int) -> os.stat_result:
@@ -237,12 +211,8 @@ def _regular(fd: int) -> os.stat_result:
     return status
 
 
-def _check_length(header: Header, nbytes: int) -> None:
-    if header.payload_bytes != nbytes:
-        raise WrongLengthError(f"its payload is {header.payload_bytes} bytes long, not {nbytes}")
-
-
-def _sync_or_undo(folder: str, path: str) -> None:
+def _sync_or_remove(folder: str, path: str) -> None:
+    """Have the name on the medium, or no file: a write that FAILED must leave none."""
     try:
         sync_folder(folder)
     except OSError:

@@ -1,7 +1,7 @@
-"""Moving bytes between caller-owned memory and files: all of them, and without a copy.
+"""Complete reads and writes, temporary files with locks, atomic publishing, and free space.
 
-Nothing here knows what the bytes mean. All functions let go of the interpreter lock while the kernel works,
-and raise `OSError` when the medium does.
+Nothing here depends on what the bytes mean. All functions release the GIL during system calls, and raise
+`OSError` when those fail.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, err
 
 
 class ShortReadError(Exception):
-    """A file ended before what was asked of it."""
+    """The file ended before all bytes were read."""
 
 
 def address_of(view: memoryview) -> int:
-    """Where the memory begins; 0 when there is none."""
+    """Address of the memory; 0 when there is none."""
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
 
 
 class Scratch(threading.local):
-    """Page-aligned memory for headers and edges: one piece of each kind a thread, as long as the thread."""
+    """Page-aligned memory for headers and parts of pages: per thread, one piece of each kind."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, memoryview] = {}
 
     def take(self, kind: str, nbytes: int) -> memoryview:
-        """`nbytes` of undefined content, valid until this thread takes the same kind again."""
+        """`nbytes` of undefined content, to use until this thread takes the same kind again."""
         piece = self._pieces.get(kind)
         if piece is None or len(piece) < nbytes:
-            piece = self._pieces[kind] = memoryview(mmap.mmap(-1, align_up(max(nbytes, 1))))
+            # mmap's default would share it with a forked child, which would use the same pieces.
+            memory = mmap.mmap(-1, align_up(max(nbytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            piece = self._pieces[kind] = memoryview(memory)
         return piece[:nbytes]
 
 
 def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of `views` after their first `nbytes` were transferred."""
+    """The views that remain after the first `nbytes` were transferred."""
     for index, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[index + 1 :]]
@@ -59,7 +61,7 @@ def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def write_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
-    """Write all of `views` from `offset` on, however often the kernel stops short."""
+    """Write all of `views` from `offset` on, in as many calls as the kernel needs."""
     left = [view for view in views if len(view)]
     while left:
         done = os.pwritev(fd, left, offset)
@@ -70,7 +72,7 @@ def write_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
 
 
 def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
-    """Fill all of `views` from `offset` on. Raises `ShortReadError` at an early end of file."""
+    """Fill all of `views` from `offset` on. Raises `ShortReadError` when the file ends before."""
     left = [view for view in views if len(view)]
     while left:
         done = os.preadv(fd, left, offset)
@@ -80,27 +82,54 @@ def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
         left = _advance(left, done)
 
 
+_open: dict[object, str] = {}
+"""Names of the files that threads of this process use, from before they are opened until they are closed."""
+
+
+def _close_inherited() -> None:
+    """In a forked child, close its copies of the parent's files: they would keep locks and deleted files.
+
+    By name: when a thread is in `os.open` while another one forks, nobody knows the descriptor yet.
+    """
+    names = set(_open.values())
+    _open.clear()
+    for number in os.listdir("/proc/self/fd") if names else ():
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{number}")
+            if os.path.basename(path).removesuffix(" (deleted)") in names:
+                os.close(int(number))
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
 @contextlib.contextmanager
 def opened(path: str, flags: int, mode: int = 0o600) -> Iterator[int]:
-    """A file descriptor for the time of a block. Never follows a link, never waits for a pipe's other end."""
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    """A file descriptor for the time of a block. Does not follow links, nor wait for the end of a pipe."""
+    this = object()
+    _open[this] = os.path.basename(path)
     try:
-        yield fd
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
     finally:
-        os.close(fd)
+        _open.pop(this, None)
 
 
 @contextlib.contextmanager
 def temporary(folder: str, flags: int) -> Iterator[tuple[int, str]]:
-    """A new file of a unique name, locked while it is written, gone from `folder` when the block ends.
+    """A new file with a unique name, locked while it is written and removed when the block ends.
 
-    The lock tells a live writer from a dead one (`is_abandoned`): the kernel drops it with the process,
-    whatever killed it, and neither recycled process ids nor containers that each have a process 1 confuse it.
+    `is_abandoned` tells by the lock whether the writer lives. The kernel releases it when the process ends,
+    however it ends, so that process ids, which are recycled and differ between containers, do not matter.
     """
     path = os.path.join(folder, f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
     with opened(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags) as fd:
         try:
-            # A sweeper that holds the lock is about to unlink: publishing then fails and is tried anew.
+            # Fails when another process has found the file between its creation and this line, and is about
+            # to remove it as abandoned: publishing will fail then, and the write is tried again.
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield fd, path
@@ -110,7 +139,7 @@ def temporary(folder: str, flags: int) -> Iterator[tuple[int, str]]:
 
 
 def is_abandoned(path: str) -> bool:
-    """Whether the writer of a temporary file is dead. False when that cannot be told."""
+    """Whether the writer of a temporary file has ended. False when that cannot be found out."""
     try:
         with opened(path, os.O_RDONLY) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,26 +149,26 @@ def is_abandoned(path: str) -> bool:
 
 
 def publish(temporary_path: str, path: str) -> None:
-    """Give a complete file its final name, all at once. Raises `FileExistsError` when that name is taken."""
+    """Give a complete file its final name, atomically. Raises `FileExistsError` when there is such a file."""
     try:
         os.link(temporary_path, path)
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        # Without hard links a race may replace a file, by one of the same content: keys name content.
+        # Without hard links two writers may both get here. The file that is replaced has the same content.
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, "already published", path) from None
         os.rename(temporary_path, path)
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in `folder` durable."""
+    """Have the names in `folder` survive a power failure."""
     with opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
         os.fsync(fd)
 
 
 def probe_direct(folder: str) -> bool:
-    """Whether files in `folder` can be written and read past the page cache by the page."""
+    """Whether whole pages can be written to and read from files in `folder` with O_DIRECT."""
     if not O_DIRECT:
         return False
     page = memoryview(mmap.mmap(-1, ALIGNMENT))
@@ -155,10 +184,9 @@ def probe_direct(folder: str) -> bool:
 
 @define
 class FreeSpace:
-    """How much the file system still takes, asked for at most once per `max_age` seconds.
+    """Free bytes of a file system, which the kernel is asked for at most once per `max_age` seconds.
 
-    Locks: `_lock` guards the remembered figure; the question to the kernel is asked under it, so that a burst
-    of writers asks once.
+    One lock guards the remembered number. The kernel is asked under it, so that concurrent writers ask once.
     """
 
     folder: str
@@ -170,7 +198,7 @@ class FreeSpace:
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
     def take(self, nbytes: int) -> bool:
-        """Whether `nbytes` more leave `min_free`; if so they count as used until the next question."""
+        """Whether `nbytes` more leave `min_free`. If so they are used until the kernel is asked again."""
         if not self.min_free:
             return True
         with self._lock:
@@ -179,6 +207,11 @@ class FreeSpace:
                 return False
             self._free -= nbytes
             return True
+
+    def give_back(self, nbytes: int) -> None:
+        """`nbytes` were deleted."""
+        with self._lock:
+            self._free += nbytes
 
     def _refresh(self) -> None:
         now = self.clock()

@@ -1,7 +1,7 @@
-"""How many bytes all processes together have below one root: two numbers in a small file.
+"""Counts the bytes that all processes together have below one root, in a small file.
 
-A process that dies between counting and writing leaves the count too high; whoever lists the root next sets
-it right. A count that cannot be read or changed is no reason to fail: it is taken for 0.
+A process that is killed between counting and writing leaves the count too high, until the next listing of
+the root corrects it. A count that cannot be read or changed is taken for 0 rather than being an error.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ NAME = ".lmkv-use"
 _NUMBERS = struct.Struct("<QQ")
 _MOST = (1 << 64) - 1
 _PATIENCE = 0.2
+"""Seconds to wait for the lock."""
 _PAUSE = 0.001
+"""Seconds between two attempts."""
 
 
 @frozen
 class Usage:
-    """Any number of threads and processes may use it; the file is locked for each change, some 10 us long."""
+    """The count in the file `path`: bytes in use, and all bytes that were ever reserved.
+
+    Any number of threads and processes may use it: the file is locked for each change, about 10 us long.
+    """
 
     path: str
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count bytes that are about to be written; returns the bytes in use, these included."""
+        """Count bytes that will be written; returns the bytes in use, these included."""
         return self._change(os.O_CREAT, nbytes, nbytes)
 
     def release_bytes(self, nbytes: int) -> None:
-        """They were deleted, or never written."""
+        """Subtract bytes that were deleted, or not written after all."""
         self._change(0, -nbytes)
 
     def reserved(self) -> int:
@@ -45,9 +50,10 @@ class Usage:
         return 0
 
     def set(self, found: int, reserved: int) -> None:
-        """`found` bytes were counted from the moment on when `reserved` had been reserved."""
+        """A listing found `found` bytes; `reserved` is what `reserved()` was when it began."""
         with contextlib.suppress(OSError), self._open(os.O_CREAT) as fd:
             reservations = _read(fd)[1]
+            # What was reserved since then the listing may not have seen: it may be counted twice, not never.
             _write(fd, found + max(0, reservations - reserved), reservations)
 
     def _change(self, flags: int, use: int, reservations: int = 0) -> int:
@@ -62,11 +68,15 @@ class Usage:
     def _open(self, flags: int) -> Iterator[int]:
         with opened(self.path, os.O_RDWR | flags) as fd:
             _lock(fd)
-            yield fd
+            try:
+                yield fd
+            finally:
+                # Not by closing alone: a child that was forked in the meantime may have the file open.
+                fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _lock(fd: int) -> None:
-    """Not for ever: a process may be stopped while it holds the lock."""
+    """Raises `BlockingIOError` after a while: a process may have been stopped while it has the lock."""
     until = time.monotonic() + _PATIENCE
     while True:
         try:

@@ -1,1 +1,1 @@
-"""Measurements of lmkv beside its limits, on this machine and on real vLLM."""
+"""What `lmkv demo`, `lmkv bench` and the benchmarks measure with, on this machine and on real vLLM."""

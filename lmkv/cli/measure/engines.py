@@ -1,167 +1,268 @@
-"""vLLM engines to compare: each arm in a process of its own, which reports one JSON object."""
+"""vLLM engines to measure: what one is made of, and a child process for each that answers prompts.
+
+`python -m lmkv.cli.measure.engines FOLDER` is such a process. vLLM is imported there only.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
+import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from attrs import frozen
+from attrs import asdict, field, frozen
 
-from lmkv.cli.measure.hit import CONNECTOR, prepare_environment
+from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.small_model import SmallModel
 
-MARK = "RESULT "
-LONGEST = 70
-"""Characters of a folder in which the name of a socket still finds room."""
-TIMEOUT = 1200.0
-SETTLED = 0.5
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CONNECTOR = "LMKVConnector"
+CONNECTOR_MODULE = "lmkv.vllm.connector"
+START_TIMEOUT = 900.0
+VOCABULARY = 1000
+"""Prompts are random ids below this: every model has these tokens."""
+MAX_SOCKET_FOLDER = 70
+"""Characters of a folder's path: vLLM's sockets have names of their own below it, and a limit for both."""
+WRITES_ENDED = 0.5
 """Seconds without a new file after which the disk tier counts as written."""
 
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # By default vLLM reserves a core without a connector and none with one, which would flatter lmkv.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+}
+# The engine core in the process that is asked, or in one of its own, as vLLM does by default.
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
-@frozen
-class Arm:
-    """`settings`: the connector's, None for no connector. `prefix_caching`: vLLM's own.
 
-    With that off, every repetition comes from the connector; from lmkv without a RAM tier, from its disk.
+def _small_model(value: Any) -> Any:
+    return SmallModel(**value) if isinstance(value, dict) else value
+
+
+@frozen(kw_only=True)
+class EngineSpec:
+    """One vLLM engine. `model`: a name or a path, or a model with random weights to be written.
+
+    `max_tokens`: longest request. `kv_bytes`: vLLM's KV space, None for what vLLM takes by itself.
+    `prefix_caching`: vLLM's own; without it every repeated prompt is answered by the connector. `settings`:
+    the connector's, None for an engine without a connector.
     """
 
+    model: SmallModel | str = field(converter=_small_model)
+    max_tokens: int
+    kv_bytes: int | None = None
     prefix_caching: bool = False
     settings: Mapping[str, Any] | None = None
     connector: str = CONNECTOR
 
 
-def arms(folder: Path, host_gb: float = 4.0) -> dict[str, Arm]:
-    """By name. `folder`: where the disk arm may put its chunks."""
-    host = {"max_local_cpu_size": host_gb}
+def engine_specs(
+    folder: Path, tokens: int, *, model: str | None = None, host_gib: float = 4.0, requests: int = 1
+) -> dict[str, EngineSpec]:
+    """The engines that are compared, by name, for so many requests of so many tokens at a time.
+
+    `folder`: where a disk tier stores its chunks. Without `model` a small one, with KV space for the
+    requests.
+    """
+    small = SmallModel(dtype="bfloat16", max_position=max(32_768, 2 * tokens))
+    kv_bytes = (requests + 2) * (tokens + 256) * small.kv_bytes_per_token
+
+    def spec(settings: Mapping[str, Any] | None = None, *, prefix_caching: bool = False) -> EngineSpec:
+        return EngineSpec(
+            model=model or small,
+            max_tokens=tokens,
+            kv_bytes=None if model else kv_bytes,
+            prefix_caching=prefix_caching,
+            settings=settings,
+        )
+
+    host = {"max_local_cpu_size": host_gib}
     disk = {
         "local_cpu": False,
         "local_disk": str(folder / "kv"),
-        "max_local_disk_size": 2 * host_gb,
+        "max_local_disk_size": 2 * host_gib,
         "disk_min_free": 0.0,
         "prefetch_deadline": 30.0,
         "load_or_recompute": False,
-        **host,
     }
     return {
-        "nothing": Arm(),
-        "vllm prefix cache": Arm(prefix_caching=True),
-        "lmkv ram": Arm(settings=host),
-        "lmkv ram, within the step": Arm(settings={"load_mode": "sync", **host}),
-        "lmkv ram, between steps": Arm(settings={"load_mode": "async", **host}),
-        "lmkv disk": Arm(settings=disk),
+        "nothing": spec(),
+        "vllm prefix cache": spec(prefix_caching=True),
+        "lmkv ram": spec(host),
+        "lmkv ram, within the step": spec({"load_mode": "sync", **host}),
+        "lmkv ram, between steps": spec({"load_mode": "async", **host}),
+        "lmkv disk": spec({**disk, **host}),
     }
 
 
-def start(folder: Path, arm: Arm, tokens: int, *, model: str | None = None, requests: int = 1) -> Any:
-    """The arm's engine, with KV space for so many requests of so many tokens at once.
+# -- in the parent ----------------------------------------------------------------------------------------
 
-    Without `model` a small one with random weights, written into `folder` once; a model of one's own gets the
-    KV space that vLLM gives it by itself.
+
+@frozen(kw_only=True)
+class Answer:
+    """One request: its output, the seconds to its first token, and what did not have to be computed.
+
+    `sources`: tokens that were loaded, by tier. `load_gb_s`: the speed of the copy to the device, in 1e9
+    bytes per second.
     """
-    prepare_environment()
-    if len(str(folder)) <= LONGEST:
-        # An engine that is ended leaves its sockets behind.
-        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
-    from vllm import LLM
 
-    own: dict[str, Any] = {"model": model}
-    if model is None:
-        small = SmallModel(dtype="bfloat16", max_position=max(32_768, 2 * tokens))
-        path = folder / f"model-{small.max_position}"
-        if not path.exists():
-            small.write(path)
-        space = (requests + 2) * (tokens + 256) * small.kv_bytes_per_token
-        own = {"model": str(path), "dtype": small.dtype, "kv_cache_memory_bytes": space}
-    return LLM(
-        skip_tokenizer_init=True,
-        max_model_len=tokens,
-        enable_prefix_caching=arm.prefix_caching,
-        enforce_eager=True,
-        disable_log_stats=False,
-        kv_transfer_config=_transfer_config(arm),
-        **own,
-    )
+    token_ids: tuple[int, ...] = field(converter=tuple)
+    ttft_s: float
+    hit_tokens: int
+    load_gb_s: float | None = None
+    sources: Mapping[str, int] = field(factory=dict)
 
 
-def _transfer_config(arm: Arm) -> Any:
-    if arm.settings is None:
-        return None
-    from vllm.config import KVTransferConfig
+class EngineProcess(ChildProcess):
+    """An engine in a process of its own, ready to answer.
 
-    return KVTransferConfig(
-        kv_connector=arm.connector,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=dict(arm.settings),
-    )
+    `folder`: for its log, its sockets and a small model. `python`: an interpreter of an environment with vLLM
+    and what this module imports. Raises ChildFailedError.
+    """
+
+    def __init__(
+        self, spec: EngineSpec, folder: Path, env: Mapping[str, str] = ONE_PROCESS, *, python: str = sys.executable
+    ) -> None:
+        # -P: what lies in the current folder is not meant to be imported.
+        super().__init__([python, "-P", "-m", __name__, str(folder)], folder, env)
+        try:
+            machine = self.ask(asdict(spec), START_TIMEOUT)
+        except BaseException:
+            self.kill()
+            self.close()
+            raise
+        self.engine: str = machine["engine"]
+        self.device: str = machine["device"]
+
+    def send(self, seed: int, tokens: int, output_tokens: int = 1) -> Answer:
+        """Send the random prompt of a seed, alone, and wait for its answer."""
+        return Answer(**self.ask({"seed": seed, "tokens": tokens, "output_tokens": output_tokens}))
 
 
-def settle(folder: Path, limit: float = 60.0) -> None:
-    """Wait until no chunk has been written for a while: background writes are not what is measured."""
-    kv, end = folder / "kv", time.monotonic() + limit
+def fastest(answers: Sequence[Answer]) -> float:
+    """The least seconds to the first token: what disturbs a measurement only ever adds to it."""
+    return min(answer.ttft_s for answer in answers)
+
+
+def wait_until_written(folder: Path, timeout: float = 60.0) -> None:
+    """Wait until no chunk has been written for a while: writes in the background are not measured."""
+    kv, deadline = folder / "kv", time.monotonic() + timeout
     found, since = -1, time.monotonic()
-    while kv.exists() and time.monotonic() < min(end, since + SETTLED):
+    while kv.exists() and time.monotonic() < min(deadline, since + WRITES_ENDED):
         count = sum(1 for _ in kv.rglob("*"))
         if count != found:
             found, since = count, time.monotonic()
         time.sleep(0.05)
 
 
-def end(child: subprocess.Popen[str], patience: float = 5.0) -> None:
-    """End a child and its process group, if they have not ended by themselves within so many seconds.
-
-    Whoever is killed leaves shared memory behind; so does a group whose last process, which removes it, is.
-    """
-    limit = time.monotonic() + patience
-    try:
-        while time.monotonic() < limit and not _gone(child):
-            time.sleep(0.05)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+# -- in the child -----------------------------------------------------------------------------------------
 
 
-def _gone(child: subprocess.Popen[str]) -> bool:
-    child.poll()
-    try:
-        os.killpg(child.pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
+def open_engine(spec: EngineSpec, folder: Path) -> LLM:
+    """Start vLLM in this process. `folder`: for its sockets and a small model, which is written once."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if len(str(folder)) <= MAX_SOCKET_FOLDER:
+        # An engine that is killed leaves its sockets behind: here they are removed with the folder.
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
+    from vllm import LLM
 
-
-def in_child(
-    script: Sequence[str], folder: Path, arm: str, *args: str, env: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Run one arm of `script` in processes of its own, which end with it, and return what it reports."""
-    command = [sys.executable, *script, "--arm", arm, "--folder", str(folder), *args]
-    pipe = subprocess.PIPE
-    environment = {**os.environ, **(env or {})}
-    child = subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
+    own: dict[str, Any] = {"model": spec.model}
+    if isinstance(spec.model, SmallModel):
+        own = {"model": str(folder / "model"), "dtype": spec.model.dtype}
+        if not (folder / "model").exists():
+            spec.model.write(folder / "model")
+    return LLM(
+        skip_tokenizer_init=True,
+        max_model_len=spec.max_tokens,
+        kv_cache_memory_bytes=spec.kv_bytes,
+        enable_prefix_caching=spec.prefix_caching,
+        enforce_eager=True,
+        disable_log_stats=False,
+        kv_transfer_config=_transfer_config(spec),
+        **own,
     )
-    try:
-        out, errors = child.communicate(timeout=TIMEOUT)
-    finally:
-        end(child)
-    for line in out.splitlines():
-        if line.startswith(MARK):
-            result: dict[str, Any] = json.loads(line[len(MARK) :])
-            return result
-    raise RuntimeError(f"arm {arm!r} failed:\n{out[-2000:]}\n{errors[-4000:]}")
 
 
-def answer(result: Mapping[str, Any], llm: Any) -> None:
-    """Report an arm's result to the parent, and leave without vLLM's own goodbyes."""
-    print(MARK + json.dumps(result), flush=True)
+def _transfer_config(spec: EngineSpec) -> Any:
+    if spec.settings is None:
+        return None
+    from vllm.config import KVTransferConfig
+
+    by_name = spec.connector != CONNECTOR or entry_points(group="vllm.general_plugins", name="lmkv")
+    return KVTransferConfig(
+        kv_connector=spec.connector,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=dict(spec.settings),
+        kv_connector_module_path=None if by_name else CONNECTOR_MODULE,
+    )
+
+
+def ask(llm: LLM, seed: int, tokens: int, output_tokens: int) -> Answer:
+    """Send one prompt alone.
+
+    The time to the first token is vLLM's own figure, from the request's arrival to the token's, so that the
+    tokens generated after it for the comparison of outputs cost nothing.
+    """
+    from vllm import SamplingParams
+
+    prompt = random.Random(seed).choices(range(VOCABULARY), k=tokens)
+    transfer = llm.llm_engine.vllm_config.kv_transfer_config
+    reports = transfer is not None and transfer.kv_connector == CONNECTOR
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=output_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": {"lmkv.report": True}} if reports else None,
+    )
+    [output] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    report = (output.kv_transfer_params or {}).get("lmkv", {})
+    seconds = report.get("load_seconds", 0.0)
+    return Answer(
+        token_ids=output.outputs[0].token_ids,
+        ttft_s=output.metrics.first_token_latency,
+        # Without lmkv's report: what vLLM or another connector did not compute.
+        hit_tokens=report.get("hit_tokens", output.num_cached_tokens or 0),
+        load_gb_s=report["load_bytes"] / seconds / 1e9 if seconds else None,
+        sources=report.get("sources", {}),
+    )
+
+
+def leave(llm: LLM) -> NoReturn:
+    """End vLLM and this process, without vLLM's shutdown hooks, which take several seconds."""
     llm.llm_engine.engine_core.shutdown()
     os._exit(0)
+
+
+def _machine() -> dict[str, str]:
+    import torch
+    import vllm
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"engine": f"vllm {vllm.__version__}", "device": device}
+
+
+def main() -> None:
+    questions = Questions()
+    llm = open_engine(EngineSpec(**next(questions)), Path(sys.argv[1]))
+    questions.answer(_machine())
+    for question in questions:
+        questions.answer(asdict(ask(llm, **question)))
+    leave(llm)
+
+
+if __name__ == "__main__":
+    main()

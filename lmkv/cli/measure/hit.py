@@ -1,55 +1,34 @@
-"""Measure on real vLLM what a hit saves: long prompts cold, then again once vLLM has forgotten them.
-
-Needs vLLM; everything heavy is imported when `measure` runs.
-"""
+"""What a hit saves on real vLLM: long prompts cold, then again once vLLM's own cache has evicted them."""
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.metadata import entry_points
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from attrs import asdict, field, frozen, validators
+from attrs import field, frozen, validators
 
+from lmkv.cli.measure.engines import CONNECTOR, Answer, EngineProcess, EngineSpec, fastest
 from lmkv.cli.measure.small_model import SmallModel
 
-if TYPE_CHECKING:
-    from vllm import LLM
-
-CONNECTOR = "LMKVConnector"
-CONNECTOR_MODULE = "lmkv.vllm.connector"
 CHUNK_TOKENS = 256
 ANSWER_TOKENS = 16
 PROMPTS = 3
 KV_ROOM = 1.1
-"""vLLM's KV space in prompts: the two prompts between a prompt and its repetition leave nothing of it."""
+"""vLLM's KV space in prompts: the two prompts between a prompt and its repetition evict all of it."""
 LARGEST_BLOCK = 128
 """Tokens in a block of vLLM's KV space: 128 on a CPU, fewer on a GPU."""
-
-ENVIRONMENT = {
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    # One process: no start-up of workers, and nothing between the clock and the engine.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Left alone, vLLM sets a core aside without a connector and none with one, which would flatter lmkv.
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-}
 
 Progress = Callable[[str], None]
 
 
 @frozen(kw_only=True)
 class Plan:
-    """What to run. `connector=None` measures vLLM's own prefix cache, given room for every prompt.
+    """What to run. `connector=None` measures vLLM's own prefix cache, with KV space for every prompt.
 
-    `options`: settings of lmkv that matter more than the plan's own.
+    `options`: settings of lmkv, in place of the plan's own.
     """
 
     tokens: int = field(default=8000, validator=validators.ge(2 * CHUNK_TOKENS))
@@ -63,63 +42,52 @@ class Plan:
 
     @property
     def kv_bytes(self) -> int:
-        """vLLM's KV space: little more than one prompt, so that the others drive it out."""
+        """vLLM's KV space: little more than one prompt, so that each prompt evicts the one before it."""
         prompts = KV_ROOM if self.connector else KV_ROOM * (PROMPTS + 1)
         blocks = int(self.max_tokens * prompts) // LARGEST_BLOCK + 2
         return blocks * LARGEST_BLOCK * self.model.kv_bytes_per_token
 
     @property
     def settings(self) -> dict[str, Any]:
-        """lmkv's settings: host memory with room for every prompt; eviction is not what is measured."""
-        prompts_gb = self.max_tokens * self.model.kv_bytes_per_token * (PROMPTS + 1) / 2**30
-        ram = {"chunk_size": CHUNK_TOKENS, "local_cpu": True, "max_local_cpu_size": KV_ROOM * prompts_gb}
+        """lmkv's settings: host memory for every prompt, so that lmkv evicts nothing."""
+        prompts_gib = self.max_tokens * self.model.kv_bytes_per_token * (PROMPTS + 1) / 2**30
+        ram = {"chunk_size": CHUNK_TOKENS, "local_cpu": True, "max_local_cpu_size": KV_ROOM * prompts_gib}
         return ram | dict(self.options)
 
     @property
-    def reachable_hit(self) -> int:
-        """The last token is always computed, and hits are whole chunks."""
-        return (self.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+    def spec(self) -> EngineSpec:
+        return EngineSpec(
+            model=self.model,
+            max_tokens=self.max_tokens,
+            kv_bytes=self.kv_bytes,
+            prefix_caching=True,
+            settings=self.settings if self.connector else None,
+            connector=self.connector or CONNECTOR,
+        )
 
     @property
     def expected_hit(self) -> float:
-        return min(0.98 * (self.tokens - 1), self.reachable_hit)
-
-    def prompt(self, number: int) -> list[int]:
-        """Prompts 0 to PROMPTS - 1 are measured; higher numbers warm the engine up."""
-        return random.Random(number).choices(range(self.model.vocab), k=self.tokens)
-
-
-@frozen(kw_only=True)
-class Answer:
-    """One request: what came out, how soon, and what did not have to be computed.
-
-    `sources`: tokens that were loaded, by the tier that had them.
-    """
-
-    token_ids: tuple[int, ...]
-    ttft_s: float
-    hit_tokens: int
-    load_gb_s: float | None
-    sources: Mapping[str, int]
-
-
-@frozen(kw_only=True)
-class Machine:
-    """What a figure was measured on."""
-
-    engine: str
-    device: str
+        """Tokens. The last token is always computed, and lmkv's hits are whole chunks."""
+        return min(0.98 * (self.tokens - 1), (self.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
 
 
 @frozen(kw_only=True)
 class Measurement:
+    """`hit_tier`: where most of the hit was. `speedup`: of the last repetition over the cold prompts.
+
+    `warm_ttft_s`: with the chunks in host memory. `disk_ttft_s`, `direct_io`: after a restart, from disk.
+    """
+
     prompt_tokens: int
     hit_tokens: int
+    hit_tier: str
     cold_ttft_s: float
     warm_ttft_s: float
+    disk_ttft_s: float | None
     speedup: float
     outputs_equal: bool
     load_gb_s: float | None
+    direct_io: bool | None
     engine: str
     device: str
     layers: int
@@ -130,141 +98,77 @@ class Measurement:
     def passed(self) -> bool:
         return self.hit_as_expected and self.outputs_equal
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def measure(plan: Plan, folder: Path, say: Progress = print) -> Measurement:
-    """Run `plan` with a model written into `folder`, which is made if missing."""
-    prepare_environment()
-    say("writing a small model with random weights")
-    plan.model.write(folder)
-    say("starting vLLM")
-    with running_engine(plan, folder) as llm:
-        return run_prompts(plan, llm, say)
-
-
-def prepare_environment() -> None:
-    """Offline, quiet and in one process, unless the caller's environment says otherwise."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+def measure_hit(plan: Plan, folder: Path, say: Progress = print) -> Measurement:
+    """Run `plan`; the model and vLLM's log are written into `folder`."""
+    with started(plan, folder, "starting vLLM on a small model with random weights", say) as engine:
+        warm_up(engine, plan, PROMPTS, say)
+        cold = ask_in_turn("cold", plan, engine, say)
+        warm = ask_in_turn("warm", plan, engine, say)
+        return summarize(plan, cold, warm, engine=engine.engine, device=engine.device)
 
 
 @contextmanager
-def running_engine(plan: Plan, folder: Path) -> Iterator[LLM]:
-    from vllm import LLM
-
-    llm = LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype=plan.model.dtype,
-        max_model_len=plan.max_tokens,
-        kv_cache_memory_bytes=plan.kv_bytes,
-        enable_prefix_caching=True,
-        enforce_eager=True,
-        disable_log_stats=False,
-        kv_transfer_config=transfer_config(plan),
-    )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+def started(plan: Plan, folder: Path, what: str, say: Progress) -> Iterator[EngineProcess]:
+    """An engine that is ready to answer, ended afterwards."""
+    say(what)
+    with closing(EngineProcess(plan.spec, folder)) as engine:
+        yield engine
 
 
-def describe_machine() -> Machine:
-    """To be called where vLLM runs."""
-    import torch
-    import vllm
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return Machine(engine=f"vllm {vllm.__version__}", device=device)
-
-
-def transfer_config(plan: Plan) -> Any:
-    if plan.connector is None:
-        return None
-    from vllm.config import KVTransferConfig
-
-    installed = entry_points(group="vllm.general_plugins", name="lmkv")
-    return KVTransferConfig(
-        kv_connector=plan.connector,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=plan.settings,
-        kv_connector_module_path=None if installed else CONNECTOR_MODULE,
-    )
-
-
-def run_prompts(plan: Plan, llm: LLM, say: Progress) -> Measurement:
-    def send(number: int) -> Answer:
-        return ask(llm, plan.prompt(number))
-
-    # As long as the others: what the first long prompt alone pays (buffers, kernels) would flatter lmkv.
+def warm_up(engine: EngineProcess, plan: Plan, number: int, say: Progress) -> None:
+    """With a prompt of its own: what only the first long one pays (buffers, kernels) would flatter lmkv."""
     say(f"warm-up: {plan.tokens:,} tokens")
-    send(PROMPTS)
-    cold = ask_in_turn("cold", plan, send, say)
-    return compare(plan, cold, ask_in_turn("warm", plan, send, say))
+    engine.send(number, plan.tokens)
 
 
-def ask_in_turn(how: str, plan: Plan, send: Callable[[int], Answer], say: Progress) -> list[Answer]:
+def ask_in_turn(how: str, plan: Plan, engine: EngineProcess, say: Progress) -> list[Answer]:
     answers = []
     for number in range(PROMPTS):
         say(f"{how}: prompt {number + 1} of {PROMPTS}, {plan.tokens:,} tokens")
-        answers.append(send(number))
+        answers.append(engine.send(number, plan.tokens, ANSWER_TOKENS))
     return answers
 
 
-def ask(llm: LLM, prompt: list[int]) -> Answer:
-    """Send one prompt alone.
-
-    The time to the first token is vLLM's own figure, from the request's arrival to the token's, so that the
-    tokens generated after it for the comparison of outputs cost nothing.
-    """
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=ANSWER_TOKENS,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args={"kv_transfer_params": {"lmkv.report": True}},
-    )
-    [output] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-    with_connector = llm.llm_engine.vllm_config.kv_transfer_config is not None
-    report = (output.kv_transfer_params or {}).get("lmkv", {})
-    load_seconds = report.get("load_seconds", 0.0)
-    return Answer(
-        token_ids=tuple(output.outputs[0].token_ids),
-        ttft_s=output.metrics.first_token_latency,
-        # `num_cached_tokens` alone would count what vLLM's own prefix cache still held.
-        hit_tokens=report.get("hit_tokens", 0) if with_connector else output.num_cached_tokens,
-        load_gb_s=report["load_bytes"] / load_seconds / 1e9 if load_seconds else None,
-        sources=report.get("sources", {}),
-    )
-
-
-def compare(plan: Plan, cold: list[Answer], warm: list[Answer]) -> Measurement:
-    """The best of times, cold as warm, since a disturbance only ever adds; the worst of everything else."""
-    cold_ttft_s, warm_ttft_s = fastest(cold), fastest(warm)
-    hit_tokens = min(answer.hit_tokens for answer in warm)
-    rates = [answer.load_gb_s for answer in warm if answer.load_gb_s is not None]
+def summarize(
+    plan: Plan,
+    cold: Sequence[Answer],
+    warm: Sequence[Answer],
+    disk: Sequence[Answer] = (),
+    *,
+    engine: str,
+    device: str,
+    direct_io: bool | None = None,
+) -> Measurement:
+    """The best of times, since what disturbs a measurement only adds to it; the worst of everything else."""
+    repeated = disk or warm
+    cold_ttft_s, repeated_ttft_s = fastest(cold), fastest(repeated)
+    hit_tokens = min(answer.hit_tokens for answer in repeated)
+    counted = [answer.sources.get("disk", 0) if disk else answer.hit_tokens for answer in repeated]
     return Measurement(
         prompt_tokens=plan.tokens,
         hit_tokens=hit_tokens,
+        hit_tier=_main_tier(repeated) if hit_tokens else "none",
         cold_ttft_s=cold_ttft_s,
-        warm_ttft_s=warm_ttft_s,
-        speedup=cold_ttft_s / warm_ttft_s,
-        outputs_equal=same_outputs(cold, warm),
-        load_gb_s=max(rates, default=None),
+        warm_ttft_s=fastest(warm),
+        disk_ttft_s=repeated_ttft_s if disk else None,
+        speedup=cold_ttft_s / repeated_ttft_s,
+        outputs_equal=same_outputs(cold, warm, disk or warm),
+        load_gb_s=max((answer.load_gb_s for answer in repeated if answer.load_gb_s), default=None),
+        direct_io=direct_io,
+        engine=engine,
+        device=device,
         layers=plan.model.layers,
         dtype=plan.model.dtype,
-        hit_as_expected=hit_tokens >= plan.expected_hit,
-        **asdict(describe_machine()),
+        hit_as_expected=min(hit_tokens, *counted) >= plan.expected_hit,
     )
 
 
-def fastest(answers: Iterable[Answer]) -> float:
-    return min(answer.ttft_s for answer in answers)
+def _main_tier(answers: Sequence[Answer]) -> str:
+    tiers = Counter[str]()
+    for answer in answers:
+        tiers.update(answer.sources)
+    return max(tiers, key=lambda tier: tiers[tier], default="vllm")
 
 
 def same_outputs(*runs: Sequence[Answer]) -> bool:

@@ -1,4 +1,4 @@
-"""lmkv beside what this machine can do at most: memory, disk and hashing. No vLLM. Wall time."""
+"""lmkv's copies, hashing and disk tier beside the limits of this machine. Wall time, without vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import torch
 from lmkv import Config, Engine
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.hashing import chunk_keys
-from lmkv.cli.measure.report import Panel
+from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import interleaved
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk, ChunkKey
@@ -37,15 +37,15 @@ Cases = Mapping[str, Callable[[], Any]]
 
 def check(right: bool) -> None:
     if not right:
-        raise RuntimeError("a transfer failed: the figures would be worthless")
+        raise RuntimeError("a transfer failed, so that its time means nothing; try again")
 
 
-def measure_copies(*, quick: bool) -> Panel:
-    """Store and retrieve through the engine, between scattered blocks and host memory, in one thread."""
+def measure_copies(*, quick: bool) -> Comparison:
+    """`Engine.store` and `retrieve`, between scattered blocks and host memory, in one thread."""
     layers = 4 if quick else 32
     blocks = CHUNKS * CHUNK // BLOCK
     tensors = [torch.randn((2 * blocks, 8, BLOCK, 256)).to(torch.bfloat16) for _ in range(layers)]
-    # A MiB a layer and chunk, and as much again so that nothing is evicted.
+    # One MiB per layer and chunk, and as much again so that nothing is evicted.
     config = Config.load(max_local_cpu_size=2 * CHUNKS * layers / 1024, chunk_size=CHUNK, env={})
     scattered = random.Random(0).sample(range(2 * blocks), blocks)
     tokens = random.Random(1).choices(range(50_000), k=CHUNK * CHUNKS)
@@ -61,31 +61,29 @@ def measure_copies(*, quick: bool) -> Panel:
             STORE: lambda: engine.store(tokens, scattered),
             RETRIEVE: lambda: engine.retrieve(tokens, scattered),
         }
-        for _ in range(3):  # every slot that will be used has been touched
+        # Until the kernel has mapped every page of the slots.
+        for _ in range(3):
             forget()
             check(engine.store(tokens, scattered) == len(tokens))
         times = interleaved(
-            cases,
-            7 if quick else 21,
-            clock=time.perf_counter,
-            before=lambda name: forget() if name == STORE else None,
+            cases, 7 if quick else 21, clock=time.perf_counter, before=lambda name: forget() if name == STORE else None
         )
     speeds = {name: nbytes / statistics.median(found) / 1e9 for name, found in times.items()}
-    return Panel(f"Host memory, {layers} MiB chunks", "GB/s", speeds, COPY)
+    return Comparison(f"Host memory, {layers} MiB chunks", "GB/s", speeds, COPY)
 
 
 def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
-    """What any chain of sha256 has to pay: one array conversion, one streaming hash, a digest a chunk."""
+    """The least that a chain of sha256 costs: one array conversion, one hash, one digest per chunk."""
     data = memoryview(array("I", tokens)).cast("B")
-    stream, keys = hashlib.sha256(NAMESPACE), []
+    chain, keys = hashlib.sha256(NAMESPACE), []
     for start in range(0, len(data), 4 * chunk):
-        stream.update(data[start : start + 4 * chunk])
-        keys.append(stream.digest())
+        chain.update(data[start : start + 4 * chunk])
+        keys.append(chain.digest())
     return keys
 
 
-def measure_keys(*, quick: bool) -> Panel:
-    """Chunk keys of a long prompt."""
+def measure_keys(*, quick: bool) -> Comparison:
+    """The chunk keys of a long prompt."""
     tokens = random.Random(0).choices(range(150_000), k=131_072)
     cases: Cases = {
         "bare sha256": lambda: bare_chain(tokens),
@@ -93,14 +91,14 @@ def measure_keys(*, quick: bool) -> Panel:
     }
     times = interleaved(cases, 11 if quick else 101, clock=time.perf_counter)
     speeds = {name: len(tokens) / statistics.median(found) / 1e6 for name, found in times.items()}
-    return Panel("Naming chunks, 131,072 tokens", "million tokens/s", speeds, "bare sha256")
+    return Comparison("Chunk keys, 131,072 tokens", "million tokens/s", speeds, "bare sha256")
 
 
 # -- disk -------------------------------------------------------------------------------------------------
 
 
 class Disk:
-    """The same chunks as files, plain and by lmkv's disk tier, both with as many threads as that has."""
+    """The same chunks as plain files and in lmkv's disk tier, both with the disk tier's number of threads."""
 
     def __init__(self, folder: Path, chunks: int, nbytes: int, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -152,13 +150,13 @@ class Disk:
         self._each(one)
 
     def forget(self) -> None:
-        """Before a write: neither way has these files yet."""
+        """Delete what both ways have written."""
         self.backend.delete(self._keys)
         for index in range(len(self._slots)):
             (self._folder / str(index)).unlink(missing_ok=True)
 
     def cool(self) -> None:
-        """Before a read: nothing of the files is in memory."""
+        """Take the files out of the page cache."""
         for path in self._folder.rglob("*"):
             if path.is_file():
                 fd = os.open(path, os.O_RDONLY)
@@ -167,8 +165,8 @@ class Disk:
                 os.close(fd)
 
 
-def measure_disk(parent: Path, *, quick: bool) -> list[Panel]:
-    """Writes that nobody flushes, as the disk tier does by default, and cold reads."""
+def measure_disk(parent: Path, *, quick: bool) -> list[Comparison]:
+    """Writes without fsync, as the disk tier does by default, and cold reads."""
     mib = 4 if quick else 32
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as folder,
@@ -186,9 +184,9 @@ def measure_disk(parent: Path, *, quick: bool) -> list[Panel]:
         disk.write()
         read = interleaved(reads, rounds, clock=clock, before=lambda name: disk.cool())
         disk.backend.close()
-    panels = []
+    comparisons = []
     for what, times in (("writes", written), ("cold reads", read)):
         speeds = {name: disk.nbytes / statistics.median(found) / 1e9 for name, found in times.items()}
         title = f"Disk {what}, {mib} MiB chunks"
-        panels.append(Panel(title, "GB/s", speeds, "plain files", note=how))
-    return panels
+        comparisons.append(Comparison(title, "GB/s", speeds, "plain files", note=how))
+    return comparisons

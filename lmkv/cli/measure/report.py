@@ -1,4 +1,4 @@
-"""Panels as one picture. Needs matplotlib, which is imported when something is drawn."""
+"""Comparisons as rows and as one picture. matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmkv.cli.measure.timing import Row
 
 
 @frozen
-class Panel:
+class Comparison:
     """`bars`: value by name. `reference`: the bar that the others are compared with. `log`: for the axis.
 
     Names that begin with "lmkv" are lmkv's own.
@@ -47,42 +47,44 @@ OURS, THEIRS = "#1b6ca8", "#b8bec6"
 COLUMNS = 2
 
 
-def draw(panels: Sequence[Panel], machine: str, path: Path) -> None:
-    """Horizontal bars, one panel a comparison, each with its values."""
+def draw(comparisons: Sequence[Comparison], machine: str, path: Path) -> None:
+    """Horizontal bars, one chart per comparison."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = -(-len(panels) // COLUMNS)
-    heights = [max(len(panel.bars) for panel in panels[at : at + COLUMNS]) for at in range(0, len(panels), 2)]
+    rows = -(-len(comparisons) // COLUMNS)
+    heights = [
+        max(len(each.bars) for each in comparisons[at : at + COLUMNS]) for at in range(0, len(comparisons), COLUMNS)
+    ]
     figure = Figure(figsize=(11, 1.3 + sum(0.95 + 0.42 * bars for bars in heights)), dpi=150)
     FigureCanvasAgg(figure)
     figure.suptitle("lmkv on this machine", x=0.02, ha="left", fontsize=15, fontweight="bold")
     figure.text(0.02, 0.012, machine, fontsize=8, color="#555555")
     grid = figure.add_gridspec(rows, COLUMNS, height_ratios=[1 + bars for bars in heights])
-    for number, panel in enumerate(panels):
+    for number, comparison in enumerate(comparisons):
         row, column = divmod(number, COLUMNS)
-        alone = column == 0 and number == len(panels) - 1
-        _bars(figure.add_subplot(grid[row, :] if alone else grid[row, column]), panel)
+        alone = column == 0 and number == len(comparisons) - 1
+        _bars(figure.add_subplot(grid[row, :] if alone else grid[row, column]), comparison)
     figure.tight_layout(rect=(0.01, 0.03, 0.99, 0.97), h_pad=2, w_pad=3)
     figure.savefig(path)
 
 
-def _bars(axes: Any, panel: Panel) -> None:
-    names, values = list(panel.bars), list(panel.bars.values())
+def _bars(axes: Any, comparison: Comparison) -> None:
+    names, values = list(comparison.bars), list(comparison.bars.values())
     colours = [OURS if name.startswith("lmkv") else THEIRS for name in names]
     bars = axes.barh(names, values, color=colours, height=0.65)
-    axes.bar_label(bars, [rounded(value, panel.unit) for value in values], padding=4, fontsize=9)
+    axes.bar_label(bars, [rounded(value, comparison.unit) for value in values], padding=4, fontsize=9)
     axes.invert_yaxis()
-    if panel.log:
+    if comparison.log:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlim(min(values) / 3, max(values) * 4)
     else:
         axes.set_xlim(0, max(values) * 1.25)
-    scale = ", logarithmic" if panel.log else ""
-    parts = [f"{panel.unit}{scale}", panel.note, panel.better]
+    scale = ", logarithmic" if comparison.log else ""
+    parts = [f"{comparison.unit}{scale}", comparison.note, comparison.better]
     axes.set_xlabel("; ".join(filter(None, parts)), fontsize=8, color="#555555")
-    axes.set_title(panel.title, loc="left", fontsize=10.5, fontweight="bold")
+    axes.set_title(comparison.title, loc="left", fontsize=10.5, fontweight="bold")
     axes.tick_params(axis="y", length=0, labelsize=9.5)
     axes.tick_params(axis="x", labelsize=8, colors="#555555")
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""A small model with real random weights, to measure and test with what nobody has to download."""
+"""A small model with random weights, to measure and test without a download."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from attrs import Factory, field, frozen, validators
 
-# Flat logits would hide a wrong KV cache: vLLM's dummy weights are so small that every token is equally
-# likely. With this standard deviation the outputs depend on every byte of the cache.
+# With vLLM's dummy weights all tokens are equally likely, which would hide a wrong KV cache. With this
+# standard deviation the outputs depend on every byte of it.
 WEIGHT_STD = 0.15
 
 HEAD_DIM = 64
@@ -34,11 +34,11 @@ class SmallModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in every layer."""
+        """Bytes of the keys and values of one token, all layers together."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_VALUE[self.dtype]
 
     def write(self, folder: Path) -> None:
-        """Write configuration and weights into `folder`, as `transformers` and vLLM load them."""
+        """Write configuration and weights into `folder`, in the format of transformers and vLLM."""
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -59,7 +59,7 @@ class SmallModel:
         weights.to(getattr(torch, self.dtype)).save_pretrained(folder)
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write a tokenizer whose words are the token ids themselves: "17 4 99" is [17, 4, 99]."""
+        """Write a tokenizer whose words are the token ids: "17 4 99" is [17, 4, 99]."""
         from tokenizers import Tokenizer
         from tokenizers.models import WordLevel
         from tokenizers.pre_tokenizers import WhitespaceSplit

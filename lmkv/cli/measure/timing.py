@@ -1,4 +1,4 @@
-"""Measuring side by side: interleaved rounds, ratios within a round, and one way to report."""
+"""Timing cases side by side: each round runs all of them, and ratios are taken within a round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attrs import asdict, frozen
 
 @frozen
 class Row:
-    """One figure: `value` in `unit`; `ratio` to what `of` names; `met` says whether that reached `target`."""
+    """One result: `value` in `unit`. `ratio`: to the reference `of`. `met`: whether `target` was reached."""
 
     name: str
     value: float
@@ -34,9 +34,9 @@ def interleaved(
     clock: Callable[[], float] = time.process_time,
     before: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each case in each round, all cases in every round, in shuffled order.
+    """Seconds of each case in each round; a round runs every case once, in shuffled order.
 
-    CPU time by default: other programs' turns do not count. `before` runs off the clock.
+    CPU time by default, so that other programs do not count. `before` is not timed.
     """
     found: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
@@ -51,7 +51,7 @@ def interleaved(
 
 
 def median_ratio(times: Mapping[str, Sequence[float]], case: str, of: str) -> float:
-    """Median over the rounds of `case` divided by `of` in the same round."""
+    """Median over the rounds of the time of `case` divided by that of `of` in the same round."""
     return statistics.median(one / other for one, other in zip(times[case], times[of], strict=True))
 
 
@@ -69,7 +69,7 @@ def machine() -> str:
 
 
 def finish(rows: Sequence[Row], as_json: bool) -> int:
-    """Print the rows, with `as_json` as one JSON object on the last line; 0, whatever was met."""
+    """Print the rows, with `as_json` also as one JSON object on the last line. Returns exit code 0."""
     print(machine())
     for row in rows:
         of = f"   {row.ratio:.3f} of {row.of}" if row.ratio is not None else ""

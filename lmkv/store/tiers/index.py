@@ -10,18 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from lmkv.chunks.namespace import KEY_BYTES
+from attrs import define, field
+
+from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed, Policy
 
 Victims = dict[ChunkKey, int]
-"""Chunks to delete from the backend, and their sizes. Given out to one deleter at a time."""
+"""Chunks to delete from the backend, and their sizes. Given to one deleter at a time."""
+
+
+@define(eq=False)
+class Observation:
+    """What changed in an index since a look at its medium began, which may show those keys as they were.
+
+    `valid`: False once everything was cleared: nothing that was seen may be indexed any more.
+    """
+
+    changed: set[ChunkKey] = field(factory=set)
+    valid: bool = True
 
 
 class TierIndex:
-    """Keys, sizes and order of a lower tier. No lock inside: the store calls it under its own.
+    """Keys, sizes and order of a lower tier. Called under the store's lock.
 
-    `used`: bytes of the chunks that are held and being written, never more than `capacity`. Tombstones are
-    deleted before anything is written in its place, so the medium holds no more than that either.
+    `used`: bytes of the chunks that are stored and being written, never more than `capacity`. Tombstones are
+    deleted before anything is written in their place, so the medium stores no more than that either.
 
     `other_namespace`: how many of the chunks belong to other namespaces (`SharesRoom`); they are evicted in
     turn with the rest.
@@ -38,9 +51,15 @@ class TierIndex:
         self._tombstones: Victims = {}
         self._reclaiming: set[ChunkKey] = set()
         self._reclaiming_bytes = 0
-        self._changed: set[ChunkKey] | None = None
+        self._observations: list[Observation] = []
+        self._listing: Observation | None = None
         self._unseen: Victims = {}
         self._last_used, self._newest = math.inf, 0.0
+
+    def __repr__(self) -> str:
+        of = "" if self.capacity is None else f" of {self.capacity}"
+        deleted = len(self._tombstones) + len(self._reclaiming)
+        return f"<TierIndex: {len(self)} chunks, {self.used}{of} bytes, {deleted} to be deleted>"
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._sizes
@@ -49,24 +68,24 @@ class TierIndex:
         return len(self._sizes)
 
     def begin_read(self, key: ChunkKey) -> None:
-        """Keep a held chunk from eviction while it is being read."""
+        """Keep a stored chunk from eviction while it is being read."""
         self.policy.acquire(key)
 
     def end_read(self, key: ChunkKey) -> None:
-        """It has been read, which counts as a use; it may be gone by now."""
+        """It has been read, which counts as a use; it may have been removed meanwhile."""
         if key in self._sizes:
             self.policy.release(key)
 
     # -- writing ------------------------------------------------------------------------------------------
 
     def knows(self, key: ChunkKey) -> bool:
-        """Whether the key is here or on its way."""
+        """Whether the key is stored or being written."""
         return key in self._sizes or key in self._writing
 
     def begin_write(
         self, key: ChunkKey, nbytes: int, protect: Callable[[], frozenset[ChunkKey]] = frozenset
     ) -> Victims | None:
-        """Take room for a chunk; None when there is none, or the key's last bytes are not gone yet.
+        """Make room for a chunk; None when there is none, or the key's last bytes are still being deleted.
 
         Returns what to delete before writing, then to be given to `reclaimed`. `protect` is asked, once
         eviction is needed, which keys it must spare.
@@ -82,20 +101,22 @@ class TierIndex:
         return self.take_tombstones(nbytes)
 
     def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
-        """Victims beyond what the index itself has use for; None when there are not that many."""
+        """Victims beyond what this index itself has use for; None when there are not that many."""
         evicted = self._evict_bytes(nbytes, protect)
         if evicted is None:
             return None
         self._tombstones |= evicted
         return self.take_tombstones()
 
-    def end_write(self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True) -> None:
-        """What has been stored is held from now on, or tombstones if nobody wants it any more."""
+    def end_write(
+        self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True, parent: ChunkKey = b""
+    ) -> None:
+        """A write has ended: index the chunk if it was `stored`; delete it if it is not `wanted` now."""
         self._writing.discard(key)
         self._note(key)
         self.used -= nbytes
         if stored and wanted:
-            self._add(key, nbytes)
+            self._add(key, nbytes, parent)
         elif stored:
             self._tombstones[key] = nbytes
 
@@ -108,11 +129,11 @@ class TierIndex:
         victims = self.policy.evict(nbytes, protect())
         return None if victims is None else {key: self._drop(key) for key in victims}
 
-    def _add(self, key: ChunkKey, nbytes: int) -> None:
+    def _add(self, key: ChunkKey, nbytes: int, parent: ChunkKey = b"") -> None:
         self._sizes[key] = nbytes
         self.used += nbytes
         self.other_namespace += _is_other_namespace(key)
-        self.policy.insert(key, nbytes)
+        self.policy.insert(key, nbytes, parent)
 
     def _drop(self, key: ChunkKey) -> int:
         self._note(key)
@@ -129,28 +150,33 @@ class TierIndex:
             self._drop(key)
             self.policy.discard(key)
 
-    def mark_deleted(self, keys: Iterable[ChunkKey]) -> None:
-        """Serve these no more; their bytes are to be deleted."""
+    def mark_deleted(self, keys: Iterable[ChunkKey], *, unknown: bool = False) -> None:
+        """Never serve these again, and have their bytes deleted; with `unknown` also unindexed keys."""
         for key in keys:
             if key in self._sizes:
                 self._tombstones[key] = self._drop(key)
                 self.policy.discard(key)
+            elif unknown and not self._is_deleted(key) and key not in self._writing:
+                self._note(key)
+                self._tombstones[key] = 0
 
     def clear(self) -> Collection[ChunkKey]:
-        """Doom everything but others' chunks, what is not indexed included; returns what was held.
+        """Mark everything but other namespaces' chunks deleted, indexed or not; returns what was indexed.
 
         Ends a listing under way.
         """
-        held = {key: nbytes for key, nbytes in self._sizes.items() if not _is_other_namespace(key)}
-        self.mark_deleted(held)
+        stored = {key: nbytes for key, nbytes in self._sizes.items() if not _is_other_namespace(key)}
+        self.mark_deleted(stored)
         self.clearing = True
+        for observation in self._observations:
+            observation.valid = False
         self.end_listing()
-        return held
+        return stored
 
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
-        """What is to be deleted, for the caller to do it. `replaced_by`: bytes that he then writes instead.
+        """The tombstones, for the caller to delete their bytes. `replaced_by`: bytes that it then writes.
 
-        Until the rest of its room is really free, nobody else can use it.
+        The rest of their room cannot be used until it is really free.
         """
         victims, self._tombstones = self._tombstones, {}
         self._reclaiming.update(victims)
@@ -166,26 +192,54 @@ class TierIndex:
         if not ok:
             self._tombstones |= victims
 
-    # -- listing what persists ----------------------------------------------------------------------------
+    # -- what the medium is seen to store -----------------------------------------------------------------
+
+    def observe(self) -> Observation | None:
+        """From now on note what changes: the caller is about to look at the medium. None: not now."""
+        if self.clearing:
+            return None
+        self._observations.append(Observation())
+        return self._observations[-1]
+
+    def end_observation(self, observation: Observation) -> None:
+        self._observations.remove(observation)
+
+    def _note(self, key: ChunkKey) -> None:
+        for observation in self._observations:
+            observation.changed.add(key)
+
+    def discover(self, keys: Iterable[ChunkKey], nbytes: int, observation: Observation) -> None:
+        """Index chunks of `nbytes` each that were seen since the observation began, if they fit."""
+        if not observation.valid:
+            return
+        for key in keys:
+            if self._is_new(key, observation):
+                evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
+                if evicted is not None:
+                    self._add(key, nbytes)
+                    self._tombstones |= evicted
+
+    def _is_new(self, key: ChunkKey, observation: Observation) -> bool:
+        return not (self.knows(key) or key in observation.changed or self._is_deleted(key))
+
+    def _is_deleted(self, key: ChunkKey) -> bool:
+        return key in self._tombstones or key in self._reclaiming
 
     def begin_listing(self) -> bool:
-        """From now on note what changes, because a listing may show it as it was. False: not now."""
-        if self.clearing:
+        """A listing of the medium begins. False: not now."""
+        self._listing = self.observe()
+        if self._listing is None:
             return False
-        self._changed, self._unseen = set(), self._sizes.copy()
+        self._unseen = self._sizes.copy()
         self._last_used = self._newest or math.inf
         return True
 
-    def _note(self, key: ChunkKey) -> None:
-        if self._changed is not None:
-            self._changed.add(key)
-
     def adopt(self, found: Sequence[Listed]) -> bool:
-        """Index chunks that a listing found, oldest use first, and mark_deleted what is too much.
+        """Index chunks that a listing found, oldest use first; what exceeds the capacity is deleted.
 
         False: everything was cleared since the listing began, and it has to end.
         """
-        if self._changed is None:
+        if self._listing is None:
             return False
         for item in found:
             self._unseen.pop(item.key, None)
@@ -193,12 +247,9 @@ class TierIndex:
             if item.key in self._sizes and item.last_used > self._last_used:
                 # Used since the last listing, perhaps by another process.
                 self.policy.touch([item.key])
-            if not (self.knows(item.key) or item.key in self._changed or self._is_deleted(item.key)):
+            if self._is_new(item.key, self._listing):
                 self._adopt(item)
         return True
-
-    def _is_deleted(self, key: ChunkKey) -> bool:
-        return key in self._tombstones or key in self._reclaiming
 
     def _adopt(self, item: Listed) -> None:
         evicted = self._evict(self.used + self._reclaiming_bytes + item.nbytes, frozenset)
@@ -209,18 +260,20 @@ class TierIndex:
             self._tombstones |= evicted
 
     def forget_unseen(self, most: int) -> bool:
-        """Drop up to `most` chunks that were here all the while and not listed: others have deleted them.
+        """Drop up to `most` chunks that were stored all the while and not listed: others have deleted them.
 
         True while there may be more.
         """
         for _ in range(min(most, len(self._unseen))):
             key, _ = self._unseen.popitem()
-            if self._changed is not None and key not in self._changed:
+            if self._listing is not None and key not in self._listing.changed:
                 self.discard(key)
         return bool(self._unseen)
 
     def end_listing(self) -> None:
-        self._changed, self._unseen = None, {}
+        if self._listing is not None:
+            self.end_observation(self._listing)
+        self._listing, self._unseen = None, {}
 
 
 def _is_other_namespace(key: ChunkKey) -> bool:

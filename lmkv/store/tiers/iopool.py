@@ -1,6 +1,6 @@
-"""The threads that do lmkv's I/O: loads first, stores only in the room that is left.
+"""The I/O threads of a store and their bounded, prioritised queue.
 
-Here is the one place of the core that catches broadly: whatever a backend raises becomes a value.
+`attempt` is the one place of the core that catches broadly: whatever a backend raises becomes a value.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from enum import IntEnum
 from typing import TypeVar
 
 from attrs import define, field
+
+from lmkv.store.tiers.locking import locked
 
 logger = logging.getLogger(__name__)
 
@@ -38,35 +40,43 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 
 @define(eq=False)
 class Job:
-    """`work` runs on an I/O thread and handles its own errors; `refused`, where it is submitted in vain."""
+    """`work` runs on an I/O thread and handles its own errors; `refused` runs if the pool does not take it.
 
-    work: Callable[[], None]
+    Both get a `Deferred` for what they plan in turn; it is run after them.
+    """
+
+    work: Callable[[Deferred], None]
     priority: Priority
-    refused: Callable[[], None]
+    refused: Callable[[Deferred], None]
 
 
 @define(eq=False)
 class Deferred:
-    """What was decided under a lock, to be done once that is released: decide, then `run`."""
+    """What was decided under a lock, to be done after its release: plan under the lock, then `run`.
+
+    `calls` come after `jobs` and must not raise.
+    """
 
     jobs: list[Job] = field(factory=list)
-    after: list[Callable[[], None]] = field(factory=list)
-    """Called last. They must not raise."""
+    calls: list[Callable[[Deferred], None]] = field(factory=list)
 
     def run(self, pool: IOPool) -> None:
-        if self.jobs:
-            # The tail of a chain is let go of before its head.
-            for job in reversed(pool.submit(self.jobs)):
-                job.refused()
-        for call in self.after:
-            call()
+        """Do all of it, what jobs and calls add meanwhile included. No lock may be held."""
+        while self.jobs or self.calls:
+            jobs, calls, self.jobs, self.calls = self.jobs, self.calls, [], []
+            # A chain is unreferenced tail first: its head is evicted last.
+            for job in reversed(pool.submit(jobs) if jobs else []):
+                job.refused(self)
+            for call in calls:
+                call(self)
 
 
 class IOPool:
-    """`threads` daemon threads, two at least, over one bounded, prioritised queue. Thread-safe.
+    """`threads` daemon threads, at least two, over one queue per priority. Thread-safe.
 
-    A quarter of them, one at least, never takes stores: a load waits for no write. At most `max_stores` wait:
-    more are refused, and their chunks are future misses. Loads are refused only once the pool is closed.
+    A quarter of the threads, at least one, never takes stores, so that no load waits for a write. At most
+    `max_stores` stores wait: more are refused, and their chunks are future misses. Loads are refused only
+    once the pool is closed.
     """
 
     def __init__(self, threads: int = 16, max_stores: int = 64, name: str = "lmkv-io") -> None:
@@ -78,6 +88,7 @@ class IOPool:
         self._lock = threading.Lock()
         self._wakeup = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
         self._running = 0
         self._closed = False
@@ -93,16 +104,17 @@ class IOPool:
             self._wakeup.notify_all()
             return refused
 
+    @locked
     def _queue(self, job: Job) -> bool:
-        """Locked."""
         queue = self._queues[job.priority]
         full = job.priority is Priority.STORE and len(queue) >= self._max_stores
         if not (self._closed or full):
             queue.append(job)
         return not (self._closed or full)
 
+    @locked
     def _start_threads(self) -> None:
-        """Locked. As many as there is work for; the last ones take no stores."""
+        """As many as there is work for; the last ones take no stores."""
         while len(self._threads) < min(self._size, self._pending):
             index = len(self._threads)
             thread = threading.Thread(
@@ -115,10 +127,11 @@ class IOPool:
                 return
             self._threads.append(thread)
 
+    @locked
     def _next(self, loads_only: bool) -> Job | None:
-        """Locked."""
         for priority in (Priority.LOAD, Priority.PREFETCH) if loads_only else Priority:
             if self._queues[priority]:
+                self._room.notify_all()
                 return self._queues[priority].popleft()
         return None
 
@@ -130,26 +143,31 @@ class IOPool:
                         return
                     self._wakeup.wait()
                 self._running += 1
-            try:
-                job.work()
-            except Exception:
-                logger.exception("lmkv: an I/O task failed in a way that nobody expected")
+            self._do(job)
             del job
             with self._lock:
                 self._running -= 1
                 if not self._pending:
                     self._idle.notify_all()
 
+    def _do(self, job: Job) -> None:
+        deferred = Deferred()
+        try:
+            job.work(deferred)
+            deferred.run(self)
+        except Exception:
+            logger.exception("lmkv: an unexpected error in an I/O thread; please report it")
+
+    @locked
     def _drop_queues(self) -> None:
-        """Locked."""
         for queue in self._queues.values():
             queue.clear()
         if not self._running:
             self._idle.notify_all()
 
     @property
+    @locked
     def _pending(self) -> int:
-        """Locked."""
         return self._running + sum(map(len, self._queues.values()))
 
     @property
@@ -157,6 +175,20 @@ class IOPool:
         """Jobs waiting or running."""
         with self._lock:
             return self._pending
+
+    def wait_for_room(self, stores: int, timeout: float) -> bool:
+        """Wait until so many stores would be taken, at most `timeout` seconds; True when that is so."""
+        waiting = self._queues[Priority.STORE]
+        with self._lock:
+            return self._room.wait_for(lambda: len(waiting) + stores <= self._max_stores, timeout)
+
+    def after_fork(self) -> None:
+        """In a child process: there are no threads, and the lock may have been held by one of them."""
+        self._lock = threading.Lock()
+        self._wakeup, self._idle, self._room = (threading.Condition(self._lock) for _ in range(3))
+        self._threads, self._running, self._closed = [], 0, True
+        for queue in self._queues.values():
+            queue.clear()
 
     def drain(self, timeout: float) -> bool:
         """Wait until nothing waits or runs, at most `timeout` seconds; True when that is so."""

@@ -1,6 +1,6 @@
-"""The primary tier's bookkeeping: which chunk is in which slot, who holds it, and what may be evicted.
+"""The primary tier: which chunk is in which slot, who refers to it, and what may be evicted.
 
-Entries: absent -> WRITING (reserved) or LOADING (promoted) -> READY -> absent. docs/concurrency.md has the
+Entries: absent -> WRITING (reserved) or LOADING (promoted) -> READY -> absent; docs/concurrency.md has the
 table. Nothing here locks, waits, copies or calls back: the store calls it all under its own lock.
 """
 
@@ -10,17 +10,17 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
-from attrs import define
+from attrs import asdict, define, field
 
 from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
-from lmkv.protocols import Backend, ChunkKey, Tier
+from lmkv.protocols import ChunkKey, Tier
 from lmkv.store.tiers.iopool import Deferred, Job
 from lmkv.store.tiers.stats import TierCounters, TierStats
 
 
 class State(Enum):
-    """Of an entry in the primary tier. Absent entries have none."""
+    """State of an entry. An absent chunk has no entry."""
 
     WRITING = "writing"
     LOADING = "loading"
@@ -28,10 +28,10 @@ class State(Enum):
 
 
 class Waiter(Protocol):
-    """Who waits for an entry to be filled: a promotion, seen from below."""
+    """What waits for an entry to be filled: a promotion, as seen from below."""
 
     def on_entry_done(self, entry: Entry, deferred: Deferred) -> None:
-        """Locked. The entry is READY, or will never be."""
+        """Locked. The entry is READY, or was removed unfilled."""
         ...
 
 
@@ -39,24 +39,25 @@ class Waiter(Protocol):
 class Entry:
     """One chunk of the primary tier. Changed only under the store's lock.
 
-    `refs`: leases, reservations, running I/O, promotions and pins that hold the slot. `gone`: out of the
-    index, for good; the slot is freed when the last holder lets go. `flushing`: being copied down before it
-    goes. `in_policy`: known to the policy. `prefetches`: of its holders, those that count as prefetches.
-    `load`: the read that will fill it, until that begins. `waiters`: promotions to tell when it is filled.
+    `refs`: leases, reservations, running I/O, promotions and pins that refer to the slot. `removed`: out of
+    the index for good; the slot is freed with the last reference. `flushing`: evicted, and being copied to
+    lower tiers first. `in_policy`: known to the policy. `prefetches`: how many of the references are
+    prefetches. `load`: the read that will fill it, until it begins. `waiters`: promotions to tell when it is
+    filled.
     """
 
-    key: ChunkKey
+    key: ChunkKey = field(repr=bytes.hex)
     slot: int
     state: State
-    parent: ChunkKey = b""
-    tokens: bytes = b""
+    parent: ChunkKey = field(default=b"", repr=bytes.hex)
+    tokens: bytes = field(default=b"", repr=False)
     refs: int = 1
     removed: bool = False
     flushing: bool = False
     in_policy: bool = False
     prefetches: int = 0
     load: Job | None = None
-    waiters: tuple[Waiter, ...] = ()
+    waiters: tuple[Waiter, ...] = field(default=(), repr=False)
 
     @property
     def ready(self) -> bool:
@@ -68,22 +69,22 @@ _WRITING, _LOADING, _READY = State.WRITING, State.LOADING, State.READY
 
 
 @runtime_checkable
-class HostBackend(Backend, Protocol):
+class HostBackend(Protocol):
     """A backend whose chunks lie in slots of host memory that one store may take over."""
 
     def take_slab(self) -> Slab: ...
 
 
 class PrimaryTier:
-    """`retain`: False makes the slots a mere passage: a chunk leaves with its last holder."""
+    """`retain`: False makes the slots mere staging: a chunk is removed with its last reference."""
 
     def __init__(self, tier: Tier, *, retain: bool = True) -> None:
         if not isinstance(tier.backend, HostBackend):
             raise UsageError(f"the primary tier must be in host memory; {tier.name!r} has no slab")
         if tier.admission is not None:
-            raise UsageError("the primary tier admits everything: what it does not keep, it passes on")
+            raise UsageError("the primary tier admits every chunk: give the admission to a lower tier")
         self.name = tier.name
-        self.backend: HostBackend = tier.backend
+        self.backend = tier.backend
         self.slab = tier.backend.take_slab()
         self.policy = tier.policy
         self.slot_bytes = self.slab.slot_bytes
@@ -91,6 +92,10 @@ class PrimaryTier:
         self.counters = TierCounters()
         self.referenced = self.writing = self.loading = self.flushing = 0
         self._retain = retain
+
+    def __repr__(self) -> str:
+        free, of = self.slab.free_slots, self.slab.num_slots
+        return f"<PrimaryTier {self.name!r}: {len(self.entries)} chunks, {free} of {of} slots free>"
 
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
         """The entries of the leading keys that are READY."""
@@ -101,18 +106,20 @@ class PrimaryTier:
             found.append(entry)
         return found
 
-    # -- holding ------------------------------------------------------------------------------------------
+    # -- references ---------------------------------------------------------------------------------------
 
     def ref(self, entry: Entry) -> None:
+        """One more reference: until the last is dropped it is not evicted, nor its slot reused."""
         if not entry.refs:
             self.referenced += 1
             self.policy.acquire(entry.key)
         elif entry.flushing:
+            # It is wanted again while it is being copied to a lower tier: it stays.
             self._end_flush(entry)
         entry.refs += 1
 
     def unref(self, entry: Entry) -> None:
-        """Whoever lets go of a chain does so tail first: the head is then used last, and evicted last."""
+        """Drop one reference. A chain's are dropped tail first: the head is used last, and evicted last."""
         entry.refs -= 1
         if entry.refs:
             return
@@ -127,12 +134,10 @@ class PrimaryTier:
             entry.in_policy = True
             self.policy.insert(entry.key, self.slot_bytes, entry.parent)
 
-    # -- coming and going ---------------------------------------------------------------------------------
+    # -- entries ------------------------------------------------------------------------------------------
 
-    def enter(
-        self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b""
-    ) -> Entry:
-        """A new entry whose only holder is the writer, or the load, that fills it."""
+    def enter(self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b"") -> Entry:
+        """A new entry, whose only reference is that of the writer or the load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens)
         self.referenced += 1
         if state is _WRITING:
@@ -142,13 +147,13 @@ class PrimaryTier:
         return entry
 
     def mark_ready(self, entry: Entry) -> None:
-        """Its bytes are complete. Its filler still holds it."""
+        """Its bytes are complete. What filled it still refers to it."""
         if not entry.removed:
             self._uncount(entry)
         entry.state = _READY
 
     def remove(self, entry: Entry) -> None:
-        """Out of the index, filled or not; the slot is freed now, or by the last who holds it."""
+        """Take it out of the index, filled or not; its slot is freed with its last reference. Idempotent."""
         if entry.removed:
             return
         entry.removed = True
@@ -170,10 +175,8 @@ class PrimaryTier:
 
     # -- eviction -----------------------------------------------------------------------------------------
 
-    def victims(
-        self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1
-    ) -> Sequence[Entry]:
-        """What the policy gives for so many slots, perhaps nothing; the caller removes or demotes it."""
+    def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
+        """What the policy evicts for so many slots, perhaps nothing; the caller removes or flushes it."""
         evicted = self.policy.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
         for entry in entries:
@@ -182,7 +185,7 @@ class PrimaryTier:
         return entries
 
     def begin_flush(self, victim: Entry) -> None:
-        """Keep a victim until the copy down, its only holder, has ended; longer if it is leased by then."""
+        """Keep a victim until its flush, its only reference, has ended; longer if it is leased."""
         victim.flushing = True
         victim.refs = 1
         self.referenced += 1
@@ -195,22 +198,17 @@ class PrimaryTier:
     # -- all of it ----------------------------------------------------------------------------------------
 
     def clear(self) -> list[ChunkKey]:
-        """Remove everything; returns the keys. What is held stays readable for its holders."""
+        """Remove everything; returns the keys. Referenced slots keep their bytes until unreferenced."""
         keys = list(self.entries)
         for entry in list(self.entries.values()):
             self.remove(entry)
         return keys
 
     def stats(self) -> TierStats:
-        counters = self.counters
         return TierStats(
-            self.name,
-            len(self.entries) - self.writing - self.loading,
-            (self.slab.num_slots - self.slab.free_slots) * self.slot_bytes,
-            self.slab.num_slots * self.slot_bytes,
-            hits=counters.hits,
-            writes=counters.writes,
-            written_bytes=counters.written_bytes,
-            write_rejects=counters.write_rejects,
-            evictions=counters.evictions,
+            **asdict(self.counters),
+            name=self.name,
+            chunks=len(self.entries) - self.writing - self.loading,
+            used_bytes=(self.slab.num_slots - self.slab.free_slots) * self.slot_bytes,
+            capacity_bytes=self.slab.num_slots * self.slot_bytes,
         )

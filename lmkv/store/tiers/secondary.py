@@ -1,33 +1,39 @@
 """A lower tier as the store sees it: its index, its counters, and I/O on its backend that never raises.
 
-Methods that are marked "Locked" want the store's lock held. All others run on I/O threads without it: they
-take it to plan and to note what came of it, and never hold it while the backend works.
+Methods without `@locked` run on I/O threads: they take the lock to plan and to note what came of it, and
+never hold it while the backend works.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import TypeVar
 
 import attrs
 
-from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError
+from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
-from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, SharesRoom, SizesChunks, Tier
+from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
 from lmkv.store.tiers.breaker import Breaker
 from lmkv.store.tiers.index import TierIndex, Victims
 from lmkv.store.tiers.iopool import attempt
+from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.stats import TierCounters, TierStats
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_FIRST_BATCH = 4
+_BATCH_GROWTH = 8
+
 
 class Secondary:
-    """`chunk_bytes`: of every chunk's payload. `lock`: the store's."""
+    """`chunk_bytes`: payload bytes of every chunk. `lock`: the store's."""
 
     def __init__(self, tier: Tier, chunk_bytes: int, lock: threading.Lock, clock: Clock) -> None:
         self.backend = tier.backend
@@ -48,36 +54,79 @@ class Secondary:
 
     @property
     def usable(self) -> bool:
-        """Locked. Whether what it holds can be had now."""
+        """Whether what it stores can be read now."""
         return self._reads.usable and not self._closed
 
+    @locked
     def has(self, key: ChunkKey) -> bool:
-        """Locked."""
         return key in self.index and self.usable
 
+    @property
+    def shared(self) -> bool:
+        """Whether chunks may be there that the index does not know: other processes write to the medium."""
+        return isinstance(self.backend, Shared) and self.backend.shared
+
+    @locked
     def wants(self, key: ChunkKey) -> bool:
-        """Locked. Whether the key should be copied here: not here, not on its way, and admitted."""
+        """Whether the key should be written here: it is not, nor is it being written, and it is admitted."""
         return not self.index.knows(key) and (self._admission is None or self._admission.admit(key))
 
     def stats(self) -> TierStats:
-        """Locked."""
         return TierStats(
-            self.name,
-            len(self.index) - self.index.other_namespace,
-            self.index.used,
-            self.index.capacity,
             **attrs.asdict(self._counters),
+            name=self.name,
+            chunks=len(self.index) - self.index.other_namespace,
+            used_bytes=self.index.used,
+            capacity_bytes=self.index.capacity,
             breaker=self._reads.state,
             write_breaker=self._writes.state,
         )
 
-    def dropped(self) -> None:
-        """Locked. A write was refused because too many waited."""
+    @locked
+    def count_dropped(self) -> None:
+        """A write was refused because too many waited."""
         self._counters.dropped += 1
 
+    @locked
     def close(self) -> None:
-        """Locked. Serve nothing and take nothing more."""
+        """Serve nothing and take nothing more."""
         self._closed = True
+
+    # -- existence ----------------------------------------------------------------------------------------
+
+    def discover(self, keys: Sequence[ChunkKey]) -> None:
+        """Ask the backend for leading chunks that the index does not know, and index those that are there.
+
+        In batches that grow: of a prompt that nobody has stored only the first few keys are asked for.
+        """
+        with self._lock:
+            observation = self.index.observe() if self.usable else None
+        if observation is None:
+            return
+        start, count = 0, _FIRST_BATCH
+        while start < len(keys):
+            batch = keys[start : start + count]
+            found = self._leading(batch)
+            with self._lock:
+                self.index.discover(batch[:found], self._cost, observation)
+            if found < len(batch):
+                break
+            start, count = start + count, count * _BATCH_GROWTH
+        with self._lock:
+            self.index.end_observation(observation)
+        self.reclaim()
+
+    def _leading(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of the leading keys the backend has; 0 when it fails to answer."""
+        with self._lock:
+            call = self._reads.begin()
+        if call is None:
+            return 0
+        answer: list[bool] = []
+        ok = self._tried("contains", lambda: answer.extend(self.backend.contains(keys)))
+        with self._lock:
+            self._reads.end(call, ok)
+        return sum(1 for _ in takewhile(bool, answer))
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -92,18 +141,18 @@ class Secondary:
         with self._lock:
             self._reads.end(call, ok=_is_answer(result))
             self._count_read(result, self._clock() - started)
-            tombstones = self._judge(key, result)
+            deleted = self._judge(key, result)
         if result.error is not None:
             logger.warning("lmkv: %s", result.error)
-        if tombstones:
+        if deleted:
             self.reclaim()
         return result.status is ReadStatus.HIT
 
     def _failed_read(self, key: ChunkKey) -> Callable[[Exception], Read]:
         return lambda error: Read.failed(_as_backend_error(self.name, "read", key, error))
 
+    @locked
     def _count_read(self, result: Read, seconds: float) -> None:
-        """Locked."""
         counters = self._counters
         counters.reads += 1
         if result.status is ReadStatus.HIT:
@@ -112,8 +161,9 @@ class Secondary:
             counters.read_seconds += seconds
         counters.read_failures += result.status is ReadStatus.FAILED
 
+    @locked
     def _judge(self, key: ChunkKey, result: Read) -> bool:
-        """Locked. Forget, keep or mark deleted a chunk that was not read; True for the last."""
+        """Forget, keep or mark deleted a chunk that was not read; True for the last."""
         if result.status is ReadStatus.HIT:
             self._failed_once.discard(key)
             return False
@@ -127,8 +177,9 @@ class Secondary:
         self.index.mark_deleted([key])
         return True
 
+    @locked
     def _failed_before(self, key: ChunkKey) -> bool:
-        """Locked. Whether the chunk is at fault, not its tier: others can be read, and it failed before."""
+        """Whether the chunk is at fault, not its tier: others can be read, and it failed before."""
         if self._reads.state != "closed":
             self._failed_once.clear()
             return False
@@ -138,12 +189,10 @@ class Secondary:
 
     # -- writing ------------------------------------------------------------------------------------------
 
-    def write(
-        self, chunk: Chunk, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]
-    ) -> None:
-        """Store a chunk, making room first. `is_wanted` and `protect`, what must not be evicted for it, are
+    def write(self, chunk: Chunk, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]) -> None:
+        """Store a chunk, making room first.
 
-        asked under the lock.
+        Asked under the lock: `is_wanted`, and `protect`, which keys must not be evicted for it.
         """
         if self.index.clearing:
             self.delete_all()
@@ -153,7 +202,7 @@ class Secondary:
             return
         victims, call = begun
         result = attempt(
-            lambda: self._make_room(victims, protect) or self._write(chunk),
+            lambda: self._make_room(victims, protect) or self._write(chunk, protect),
             lambda error: Written.failed(_as_backend_error(self.name, "write", chunk.key, error)),
         )
         if result.status is not WriteStatus.STORED:
@@ -163,23 +212,23 @@ class Secondary:
             self._count_write(result)
             stored = result.status in (WriteStatus.STORED, WriteStatus.PRESENT)
             wanted = is_wanted()
-            self.index.end_write(chunk.key, self._cost, stored=stored, wanted=wanted)
+            self.index.end_write(chunk.key, self._cost, stored=stored, wanted=wanted, parent=chunk.parent)
         if result.error is not None:
             logger.warning("lmkv: %s", result.error)
         if not wanted:
             self.reclaim()
 
+    @locked
     def _begin_write(
         self, key: ChunkKey, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]
     ) -> tuple[Victims, int] | None:
-        """Locked."""
         if self.index.knows(key) or not is_wanted() or self._closed:
             return None
         if self._reads.usable and self._writes.usable:
-            held = len(self.index)
+            stored = len(self.index)
             victims = self.index.begin_write(key, self._cost, protect)
             if victims is not None:
-                self._counters.evictions += held - len(self.index)
+                self._counters.evictions += stored - len(self.index)
                 call = self._writes.begin()
                 assert call is not None
                 return victims, call
@@ -187,10 +236,10 @@ class Secondary:
         return None
 
     def _make_room(self, victims: Victims, protect: Callable[[], frozenset[ChunkKey]]) -> Written | None:
-        """Delete the victims, and more where others fill the medium, too; else why nothing can be written.
+        """Delete the victims, and more where others fill the medium, too; or say why nothing can be written.
 
-        Whoever claims room beyond the capacity first frees as much as he claims. So all of them together keep
-        within it, although what one frees the others have perhaps deleted before.
+        A writer that reserves bytes beyond the capacity first frees as many. So all processes together keep
+        to it, although some of what one frees may have been deleted by another before.
         """
         owed = self._reserve_bytes()
         freed = self._reclaim(victims, self._cost)
@@ -203,7 +252,7 @@ class Secondary:
         return None
 
     def _reserve_bytes(self) -> int:
-        """Claim room for a chunk; how much has to be freed for it."""
+        """Reserve a chunk's bytes on a medium that others fill, too; how many have to be freed for it."""
         if isinstance(self.backend, SharesRoom) and self.index.capacity is not None:
             return min(self.backend.reserve_bytes(self._cost) - self.index.capacity, self._cost)
         return 0
@@ -211,22 +260,28 @@ class Secondary:
     def _release_bytes(self) -> None:
         backend = self.backend
         if isinstance(backend, SharesRoom) and self.index.capacity is not None:
-            attempt(
-                lambda: backend.release_bytes(self._cost), lambda error: logger.warning("lmkv: %r", error)
-            )
+            attempt(lambda: backend.release_bytes(self._cost), lambda error: logger.warning("lmkv: %r", error))
 
     def _evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
-        """Locked."""
-        held = len(self.index)
+        stored = len(self.index)
         victims = self.index.evict_more(nbytes, protect)
-        self._counters.evictions += held - len(self.index)
+        self._counters.evictions += stored - len(self.index)
         return victims
 
-    def _write(self, chunk: Chunk) -> Written:
+    def _write(self, chunk: Chunk, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
+        """Write it; where the medium is full although the tier is not, evict once and try again."""
+        written = _checked(self.backend.write([chunk])[0], Written)
+        if not _is_full(written):
+            return written
+        with self._lock:
+            victims = self._evict_more(self._cost, protect)
+        if not victims:
+            return written
+        self._reclaim(victims)
         return _checked(self.backend.write([chunk])[0], Written)
 
+    @locked
     def _count_write(self, result: Written) -> None:
-        """Locked."""
         counters = self._counters
         counters.writes += result.status is WriteStatus.STORED
         counters.written_bytes += self._chunk_bytes * (result.status is WriteStatus.STORED)
@@ -250,9 +305,7 @@ class Secondary:
                 return
             self._clearing = True
             victims = self.index.take_tombstones()
-        ok = self._tried("clear", lambda: self._reclaim(victims)) and self._tried(
-            "clear", self._delete_unlisted
-        )
+        ok = self._tried("clear", lambda: self._reclaim(victims)) and self._tried("clear", self._delete_unlisted)
         with self._lock:
             self._writes.end(call, ok)
             self.index.clearing = not ok
@@ -297,13 +350,19 @@ class Secondary:
 
 
 def first_with(tiers: Iterable[Secondary], key: ChunkKey) -> Secondary | None:
-    """Locked. The fastest of the tiers that has the chunk."""
+    """Locked. The fastest of the tiers that stores the chunk."""
     return next((tier for tier in tiers if tier.has(key)), None)
 
 
 def _is_answer(result: Read) -> bool:
     """Whether the tier works, as far as this read can tell."""
     return result.status is not ReadStatus.FAILED or isinstance(result.error, CorruptChunkError)
+
+
+def _is_full(result: Written) -> bool:
+    """Whether the medium takes no more, so that a deletion helps; not whether it refuses all writes."""
+    code = getattr(result.error.__cause__, "errno", None) if isinstance(result.error, NoSpaceError) else None
+    return result.status is WriteStatus.REJECTED or code in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _checked(result: object, kind: type[T]) -> T:

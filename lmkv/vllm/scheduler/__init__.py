@@ -1,1 +1,1 @@
-"""The connector on the scheduling thread: what is loaded, what is stored. No vLLM types."""
+"""The scheduler side of the connector: which chunks are loaded and stored. No vLLM types."""

@@ -1,10 +1,10 @@
-"""Loads that do not fit host memory at once: read, copied and released piece by piece between steps."""
+"""Asynchronous loads: chunks pass through host memory window by window, between steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from attrs import define
+from attrs import define, field
 
 from lmkv.memory.copier import ChunkCopy
 from lmkv.protocols import ChunkKey, Clock
@@ -17,7 +17,7 @@ from lmkv.vllm.scheduler.request import RequestState
 
 @define(eq=False)
 class LoadWindow:
-    """Copies of one piece, the lease that holds their slots, and whether the request's load ends with it."""
+    """Copies to be ordered together. `lease`: of their slots. `last`: the load ends with this window."""
 
     copies: list[ChunkCopy]
     lease: Lease
@@ -27,29 +27,29 @@ class LoadWindow:
 
 @define(eq=False)
 class AsyncLoad:
-    """An asynchronous load of tokens [start, end) of one request into its blocks.
+    """Loads tokens [start, end) of one request into its blocks, while the request does not compute.
 
-    At most `window` chunks are held at a time, one piece being copied while the next is being read. Ends
-    early, naming the blocks that were not filled, when a chunk is lost or nothing arrives for `patience`
-    seconds.
+    `keys`: of the chunks from the one that contains token `start`. While up to `window` chunks are copied the
+    next ones are promoted, so that a load references 2 * `window` slots at most. It ends early, naming the
+    blocks that were not filled, when a chunk is lost or no chunk arrives for `timeout` seconds.
     """
 
-    store: TieredStore
-    geometry: Geometry
-    keys: Sequence[ChunkKey]
-    """Of the chunks from the one that holds `start`."""
-    block_ids: Sequence[Sequence[int]]
+    store: TieredStore = field(repr=False)
+    geometry: Geometry = field(repr=False)
+    keys: Sequence[ChunkKey] = field(repr=lambda keys: f"<{len(keys)} keys>")
+    block_ids: Sequence[Sequence[int]] = field(repr=False)
     start: int
     end: int
     window: int
-    patience: float
-    clock: Clock
+    timeout: float
+    clock: Clock = field(repr=False)
     stopped: bool = False
     ended: bool = False
     copying: int = 0
-    _done: int = 0
+    """Chunks of the window that is being copied, 0 when there is none."""
+    _copied: int = 0
     _promotion: Promotion | None = None
-    _asked: float = 0.0
+    _promoted_at: float = field(default=0.0, repr=False)
 
     @property
     def first_chunk(self) -> int:
@@ -57,33 +57,34 @@ class AsyncLoad:
         return self.start // self.geometry.chunk_size
 
     def advance(self) -> LoadWindow | None:
-        """The next piece that can be copied now, or None. Never waits."""
+        """The next window that can be copied now, or None. Never waits."""
         if self.stopped and not self.ended:
             return self.give_up()
-        self._look_ahead()
+        self._promote_next()
         if self.ended or self.copying:
             return None
         promotion = self._promotion
         assert promotion is not None
-        stalled = self.clock() - self._asked > self.patience
-        if not promotion.done and not stalled:
+        timed_out = self.clock() - self._promoted_at > self.timeout
+        if not promotion.done and not timed_out:
             return None
+        # Leased before the promotion is released: in between the chunks could be evicted.
         lease = self.store.lease(promotion.keys)
         self._drop_promotion()
         if not lease:
             return self.give_up()
         return self._next_window(lease)
 
-    def _look_ahead(self) -> None:
+    def _promote_next(self) -> None:
         if self._promotion is None and not self.ended:
-            upto = self._done + self.copying
+            upto = self._copied + self.copying
             if upto < len(self.keys):
                 self._promotion = self.store.promote(self.keys[upto:], limit=self.window)
-                self._asked = self.clock()
+                self._promoted_at = self.clock()
 
     def _next_window(self, lease: Lease) -> LoadWindow:
         size = self.geometry.chunk_size
-        base = self.start // size + self._done
+        base = self.first_chunk + self._copied
         low, high = max(self.start, base * size), min(self.end, (base + len(lease)) * size)
         copies = self.geometry.load_copies(lease.slots, self.block_ids, low, high)
         self.copying = len(lease)
@@ -91,25 +92,24 @@ class AsyncLoad:
         return LoadWindow(copies, lease, [], self.ended)
 
     def _unfilled(self) -> list[int]:
-        size = self.geometry.chunk_size
-        low = max(self.start, (self.start // size + self._done) * size)
+        low = max(self.start, (self.first_chunk + self._copied) * self.geometry.chunk_size)
         return self.geometry.blocks_between(self.block_ids, low, self.end)
 
     def give_up(self) -> LoadWindow:
-        """End here: a piece without copies, naming the blocks that were not filled."""
+        """End here: a last window without copies, naming the blocks that were not filled."""
         self.ended = True
         self._drop_promotion()
         return LoadWindow([], self.store.lease(()), self._unfilled(), last=True)
 
     def copied(self) -> None:
-        """The piece that was being copied has been, so that its slots could be released."""
-        self._done += self.copying
+        """Every rank has copied the window, and its lease has been released."""
+        self._copied += self.copying
         self.copying = 0
 
     def stop(self) -> None:
-        """A piece failed, or the request is gone: nothing more is copied, what is unfilled is reported.
+        """A window failed, or the request has ended: copy nothing more and report what is unfilled.
 
-        The request's blocks stay allocated until the load is reported as ended.
+        vLLM frees the request's blocks only once the load is reported as ended, with the next window.
         """
         self.stopped = True
         self.copying = 0
@@ -122,31 +122,32 @@ class AsyncLoad:
 
 
 class AsyncLoadAdmission:
-    """Who holds blocks that are being filled, or have been, and does not compute yet.
+    """Whether another request may have blocks that are filled between steps.
 
-    vLLM cannot take such blocks back. Before it lets another such request in, it sets aside what the others
-    still need; but vLLM 0.32 sets too little aside for layers with a window, and two requests that hold can
-    wait for each other for ever. Of such models another one is let in only when the free blocks suffice for
-    all of them. `free_blocks`: how many vLLM has.
+    vLLM cannot preempt a request whose blocks are being filled. Before it schedules another one it reserves
+    the blocks that these still need, but vLLM 0.32 reserves too few for layers with a sliding window: two
+    requests can then wait for each other's blocks for ever. For such models another request is admitted only
+    when the free blocks suffice for all of them. `free_blocks()`: how many vLLM has.
     """
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
-        self._unreserved = any(group.window is not None for group in geometry.groups)
+        self._has_windows = any(group.window is not None for group in geometry.groups)
         self._requests: dict[str, RequestState] = {}
         self.free_blocks: Callable[[], int] = lambda: 0
 
     def admits(self, state: RequestState) -> bool:
-        """Whether the request may become one of them now."""
+        """Whether the request may begin an asynchronous load now."""
         others = [other for other in self._requests.values() if other is not state]
-        if not others or not self._unreserved:
+        if not others or not self._has_windows:
             return True
         lengths = [other.request.num_tokens for other in (*others, state)]
         return sum(map(self._geometry.most_blocks, lengths)) <= self.free_blocks()
 
     def begin(self, state: RequestState) -> None:
+        """The request's blocks are allocated and not filled yet."""
         self._requests[state.request_id] = state
 
     def end(self, state: RequestState) -> None:
-        """It computes, or has lost its blocks, or is gone."""
+        """The request computes, has lost its blocks, or has ended."""
         self._requests.pop(state.request_id, None)

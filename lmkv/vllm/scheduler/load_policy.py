@@ -1,4 +1,4 @@
-"""Load or recompute: whether a tier is faster than the model, measured on both as they are."""
+"""When to load: whether a tier is faster than the model, and whether to load within a step or between."""
 
 from __future__ import annotations
 
@@ -13,42 +13,38 @@ _SMOOTHING = 0.3
 _DECAY = 0.98
 _MIN_STEP_TOKENS = 64
 _RETRY_EVERY = 16
-"""Of the loads that look too slow, one in so many is done all the same, to see whether that still holds."""
+"""Of loads that look too slow, every sixteenth is done anyway, to measure the tier again."""
 
 
 @define
 class LoadCost:
-    """Speeds of prefill and of each lower tier, and the decisions that follow.
+    """Measured speeds of prefill and of the lower tiers, and whether a load is worth it.
 
-    A step's duration includes whatever the engine waited for, so single samples only understate the model:
-    the fastest of the recent ones counts. `skipped`: loads that were not worth it.
+    A step's duration includes everything the engine waited for, so that a single step can make the model look
+    slower but not faster than it is: the fastest of the recent steps counts. `prefill_speed`: tokens per
+    second. `bandwidths`: bytes per second, by tier. `skipped`: loads that were not worth it.
     """
 
     enabled: bool = True
     prefill_speed: float = 0.0
-    """Tokens a second."""
     skipped: int = 0
-    _bandwidths: dict[str, float] = field(factory=dict)
+    bandwidths: dict[str, float] = field(factory=dict)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
-        """A step of the model computed so many tokens in so much time."""
+        """A step of the model computed so many tokens in so many seconds."""
         if tokens >= _MIN_STEP_TOKENS and seconds > 0:
             self.prefill_speed = max(self.prefill_speed * _DECAY, tokens / seconds)
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """A tier delivered so many bytes, queueing included."""
+        """A tier delivered so many bytes in so many seconds, waiting in its queue included."""
         if nbytes and seconds > 0:
             speed = nbytes / seconds
-            known = self._bandwidths.get(tier, speed)
-            self._bandwidths[tier] = known + _SMOOTHING * (speed - known)
-
-    def bandwidth(self, tier: str) -> float | None:
-        """Bytes a second that the tier delivers, None before it ever did."""
-        return self._bandwidths.get(tier)
+            known = self.bandwidths.get(tier, speed)
+            self.bandwidths[tier] = known + _SMOOTHING * (speed - known)
 
     def worth_loading(self, tier: str, tokens: int, nbytes: int) -> bool:
-        """Whether loading is expected to be faster than computing; unmeasured tiers get their chance."""
-        bandwidth = self._bandwidths.get(tier)
+        """Whether loading is expected to be faster than computing; True for a tier without measurements."""
+        bandwidth = self.bandwidths.get(tier)
         if not self.enabled or bandwidth is None or not self.prefill_speed:
             return True
         load, compute = nbytes / bandwidth, tokens / self.prefill_speed
@@ -56,40 +52,37 @@ class LoadCost:
             return True
         self.skipped += 1
         logger.debug(
-            "lmkv: %d tokens from %s would take %.3f s, computing them %.3f s: not loaded",
-            tokens,
-            tier,
-            load,
-            compute,
+            "lmkv: %d tokens from %s would take %.3f s, computing them %.3f s: not loaded", tokens, tier, load, compute
         )
         return self.skipped % _RETRY_EVERY == 0
 
 
 MAX_STALL = 0.005
-"""Seconds: a load within a step delays everybody in the batch by as much as it takes."""
+"""Seconds. A load within a step delays every request of the batch by as long as it takes."""
 
 
 @define
 class LoadMode:
-    """`concurrent`: the device can copy while it computes; a CPU cannot, and gains nothing between steps.
+    """Whether to load within a step or between steps.
 
-    `computing`: requests of the last step, which a load within the next one would delay.
+    `concurrent`: the device can copy while it computes. A CPU cannot: loads between steps gain nothing there.
+    `computing`: requests of the last step, which a load within the next step would delay.
     """
 
     mode: Literal["auto", "sync", "async"] = "auto"
     concurrent: bool = False
     computing: int = 0
     _speed: float = 0.0
-    """Bytes a second from host memory, over all ranks."""
+    """Bytes per second from host memory, all ranks together."""
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """A load of so many bytes took so long."""
+        """A load of so many bytes took so many seconds."""
         if nbytes and seconds > 0:
             speed = nbytes / seconds
             self._speed += (speed - self._speed) * (_SMOOTHING if self._speed else 1)
 
     def between_steps(self, nbytes: int) -> bool:
-        """Whether to load so many bytes between steps; within one until speeds are known."""
+        """Whether to load so many bytes between steps; within one until a speed has been measured."""
         if self.mode != "auto":
             return self.mode == "async"
         stalls = bool(self._speed) and nbytes / self._speed > MAX_STALL

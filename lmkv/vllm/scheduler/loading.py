@@ -1,11 +1,11 @@
-"""LoadPlanner: what is promised to vLLM, how chunks of lower tiers come up in time, and what is ordered.
+"""`LoadPlanner`: what a lookup promises vLLM, and the orders that fulfil it.
 
 Chunks in host memory are loaded within the step that needs them, where vLLM can be told that such a load
-failed. Until it is known to have succeeded nobody else is let in on its blocks, which vLLM shares from the
-moment that they are allocated; if it fails they are not shared any more.
+failed. vLLM's prefix cache shares the blocks from their allocation on; until the load is known to have
+succeeded no other request may share these blocks, and if it fails they are evicted from that cache.
 
-Chunks below are brought up while the request waits in vLLM's queue, so that they cost the batch nothing. What
-host memory cannot hold at once is between_steps through it between steps.
+Chunks of lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not wait
+for them. Hits that are too long for host memory are loaded through it between steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, field
 
-from lmkv.protocols import ChunkKey, Clock
+from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
@@ -24,6 +24,7 @@ from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.metadata import JobReport, StepPlanBuilder
 from lmkv.vllm.scheduler.async_load import AsyncLoad, AsyncLoadAdmission, LoadWindow
 from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode
+from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.request import BlockTables, RequestState
 
 logger = logging.getLogger("lmkv.vllm")
@@ -39,61 +40,46 @@ class _Job:
     load: AsyncLoad | None = None
     start: int = 0
     unconfirmed: list[int] = field(factory=list)
-    """Blocks from token `start` on, filled in this step by the load or on top of it, and shared already."""
+    """Blocks from token `start` on that this step loads, or computes from those; vLLM shares them already."""
 
 
 class LoadPlanner:
-    """`deadline`: seconds that a request waits for chunks of lower tiers, or for more of a load.
-
-    `min_tokens`: smaller hits are left to the model. `tail_depends_on_next`: the KV at the end of a chunk
-    depends on the token behind it, too, which its key does not cover: the last chunk of a hit is left out.
-    Called on the scheduling thread only; waits for nothing.
-    """
+    """Which chunks are loaded, and when. Called on the scheduling thread only; never waits."""
 
     def __init__(
-        self,
-        store: TieredStore,
-        geometry: Geometry,
-        builder: StepPlanBuilder,
-        cost: LoadCost,
-        mode: LoadMode,
-        *,
-        deadline: float,
-        min_tokens: int,
-        tail_depends_on_next: bool,
-        clock: Clock,
+        self, store: TieredStore, geometry: Geometry, builder: StepPlanBuilder, options: SchedulerOptions
     ) -> None:
         self._store = store
         self._geometry = geometry
         self._chunk_size = geometry.chunk_size
         self._builder = builder
-        self._cost = cost
-        self._mode = mode
-        self._deadline = deadline
-        self._min_tokens = min_tokens
-        self._tail_depends_on_next = tail_depends_on_next
-        self._clock = clock
-        # One load holds two pieces at most: half of the tier, the other half serves everybody else.
+        self._options = options
+        self._clock = options.clock
+        self._cost = LoadCost(enabled=options.load_or_recompute)
+        self._mode = LoadMode(options.load_mode, concurrent=options.concurrent_copies)
+        # An asynchronous load references two windows at most: half of the slots, and leaves the other half.
         self._window = max(1, store.slab.num_slots // 4)
-        self._at_once = max(1, store.slab.num_slots // 2)
-        # Of a load that fails within a step vLLM hears by block ids, not unique where tables are several.
-        self._within_step = len(geometry.groups) == 1 and mode.mode != "async"
+        self._max_promoted = max(1, store.slab.num_slots // 2)
+        # A failure within a step is reported by block ids, which are ambiguous with several block tables.
+        self._may_load_within_step = len(geometry.groups) == 1 and options.load_mode != "async"
         self._jobs: dict[int, _Job] = {}
         self._async_loads: dict[str, tuple[RequestState, AsyncLoad]] = {}
         self._promised: dict[str, RequestState] = {}
+        self._last_step: tuple[int, float] | None = None
         self.admission = AsyncLoadAdmission(geometry)
         self.evict_blocks: Callable[[set[int]], None] = lambda blocks: None
 
     # -- before the request is scheduled ------------------------------------------------------------------
 
     def arrived(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
-        """Have what lower tiers hold of a new request brought up while it queues."""
+        """Begin to discover and promote a new request's chunks while it waits in vLLM's queue."""
+        state.discovery = self._store.discover(keys)
         ready, found = self._store.match(keys)
-        if ready < found <= self._at_once and self._is_worth(state, keys, ready, found):
+        if ready < found <= self._max_promoted and self._is_worth_loading(state, keys, ready, found):
             state.promotion = self._promote(keys[:found], Priority.PREFETCH)
 
     def _promote(self, keys: Sequence[ChunkKey], priority: Priority) -> Promotion:
-        """Begin to bring chunks up, and measure how fast their tier delivers them, queueing included."""
+        """Promote chunks, and measure how fast their tier delivers them, waiting in its queue included."""
         started = self._clock()
         promotion = self._store.promote(keys, priority=priority)
 
@@ -109,58 +95,62 @@ class LoadPlanner:
         return promotion
 
     def is_unconfirmed(self, state: RequestState, num_computed_tokens: int) -> bool:
-        """Whether vLLM's own hit may include blocks of a load of which it is not known that it succeeded.
+        """Whether vLLM's own hit may include blocks of a load that is not known to have succeeded.
 
-        That its first block has the same tokens is enough: to wait a step in vain does no harm.
+        Compares the tokens of the load's first block only: waiting a step in vain does no harm.
         """
         size = self._geometry.groups[0].block_size
         return any(
-            job.start < num_computed_tokens
-            and job.state.tokens(job.start, size) == state.tokens(job.start, size)
+            job.start < num_computed_tokens and job.state.tokens(job.start, size) == state.tokens(job.start, size)
             for job in self._jobs.values()
             if job.unconfirmed
         )
 
     def match(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """`(tokens beyond those computed, whether they are loaded between steps)`, and a lease on them.
+        """`(tokens, between_steps)`: the tokens that can be loaded beyond the computed ones, and how.
 
-        None instead of tokens: ask again in the next step. Chunks are on their way up, or the blocks that it
-        would hold while they are loaded might be missing elsewhere.
+        None instead of tokens: ask again in the next step, because shared tiers have not answered yet,
+        chunks are still being promoted, or no further asynchronous load is admitted. A promise ends with the
+        step that is being scheduled.
         """
         self.admission.end(state)
         state.computed, state.between_steps = num_computed_tokens, False
         # The last token is always computed: vLLM needs its logits.
         keys = state.keys((state.request.num_tokens - 1) // self._chunk_size)
         first = num_computed_tokens // self._chunk_size
+        if state.discovery is not None and not state.discovery.done and self._has_time(state):
+            return None, False
         ready, found = self._store.match(keys)
         if found > max(ready, first):
             if self._must_wait(state, keys, ready, found):
                 return None, False
+            # The promotion has ended, now or before: its chunks are in host memory.
             ready, found = self._store.match(keys)
         chunks, between_steps = self._offer(state, keys, ready, found)
         if between_steps and not self.admission.admits(state):
             if self._has_time(state):
                 return None, False
             chunks = 0
-        chunks -= self._tail_depends_on_next and chunks > 0
+        chunks -= self._options.tail_depends_on_next and chunks > 0
         need = max(0, chunks * self._chunk_size - num_computed_tokens)
         self._log(state, chunks * self._chunk_size, need)
-        if not need or need < self._min_tokens:
+        if not need or need < self._options.min_retrieve_tokens:
             state.drop_promotion()
             return 0, False
         self._promise(state, keys, first, ready, chunks, between_steps)
         return need, between_steps
 
     def _must_wait(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
-        """Whether chunks of lower tiers, that fit host memory, are still worth waiting for."""
-        if found > self._at_once or not self._is_worth(state, keys, ready, found):
+        """Whether chunks of lower tiers fit host memory and are still worth waiting for."""
+        if found > self._max_promoted or not self._is_worth_loading(state, keys, ready, found):
             return False
         if not self._has_time(state):
             state.drop_promotion()
             return False
         promotion = state.promotion
         if promotion is None or (promotion.done and len(promotion) < found):
-            # Asked for anew with a demand's priority: a prefetch may have been cut short by its share.
+            # Promoted again, now as a load: a prefetch may have been cut short by its share of the slots.
+            # The old promotion is released afterwards, so that its chunks stay referenced.
             demanded = self._promote(keys[:found], Priority.LOAD)
             state.drop_promotion()
             promotion = state.promotion = demanded
@@ -169,58 +159,51 @@ class LoadPlanner:
         return not promotion.done
 
     def _has_time(self, state: RequestState) -> bool:
-        """Whether the request has not waited for its deadline yet. The first time is when it begins to."""
+        """Whether the request may wait on. Its deadline counts from the first call."""
         now = self._clock()
         if state.waiting_since is None:
             state.waiting_since = now
-        return now - state.waiting_since <= self._deadline
+        return now - state.waiting_since <= self._options.prefetch_deadline
 
-    def _is_worth(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
-        """Whether loading what is below beats computing it; decided once for each request."""
-        if state.worth is None:
+    def _is_worth_loading(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
+        """Whether loading the chunks of lower tiers beats computing them; decided once per request."""
+        if state.worth_loading is None:
             tier, chunks = self._store.tier_of(keys[ready]), found - ready
             nbytes = chunks * self._store.slab.slot_bytes
-            state.worth = tier is None or self._cost.worth_loading(tier, chunks * self._chunk_size, nbytes)
-        return state.worth
+            tokens = chunks * self._chunk_size
+            state.worth_loading = tier is None or self._cost.worth_loading(tier, tokens, nbytes)
+        return state.worth_loading
 
-    def _offer(
-        self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int
-    ) -> tuple[int, bool]:
-        """`(chunks, between_steps)`: how much to promise, and whether it is loaded between steps.
+    def _offer(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> tuple[int, bool]:
+        """`(chunks, between_steps)`: how many chunks to promise, and whether they are loaded between steps.
 
-        Streamed is what is too long for host memory; and everything where no load within a step may fail.
+        Between steps: hits that are too long for host memory, and all where a load within a step may not
+        fail.
         """
         if state.async_loads >= _MAX_ASYNC_LOADS:
-            # Preempted again and again. A loading request holds blocks that vLLM cannot take back: two of
-            # them could take turns for ever, where computing ones make progress.
-            return (ready, False) if self._within_step else (0, False)
-        too_long = max(ready, self._at_once) < found
-        if too_long and self._is_worth(state, keys, ready, found):
+            # Preempted again and again. vLLM cannot preempt a request that is loading: two of them could
+            # preempt each other in turns for ever, where requests that compute make progress.
+            return (ready, False) if self._may_load_within_step else (0, False)
+        too_long = max(ready, self._max_promoted) < found
+        if too_long and self._is_worth_loading(state, keys, ready, found):
             return found, True
         first = state.computed // self._chunk_size
         nbytes = max(0, ready - first) * self._store.slab.slot_bytes
-        return ready, nbytes > 0 and (not self._within_step or self._mode.between_steps(nbytes))
+        return ready, nbytes > 0 and (not self._may_load_within_step or self._mode.between_steps(nbytes))
 
     def _promise(
-        self,
-        state: RequestState,
-        keys: Sequence[ChunkKey],
-        first: int,
-        ready: int,
-        chunks: int,
-        between_steps: bool,
+        self, state: RequestState, keys: Sequence[ChunkKey], first: int, ready: int, chunks: int, between_steps: bool
     ) -> None:
         state.sources = self._sources(state, keys[max(first, ready) : chunks], first, chunks)
         state.between_steps = between_steps
         if not between_steps:
+            # Leased before the promotion is released: in between the chunks could be evicted.
             state.lease = self._store.lease(keys[first:chunks])
             state.drop_promotion()
         self._promised[state.request_id] = state
 
-    def _sources(
-        self, state: RequestState, below: Sequence[ChunkKey], first: int, chunks: int
-    ) -> dict[str, int]:
-        """Tokens to load by tier: what was just promoted counts for the tier that it came from."""
+    def _sources(self, state: RequestState, below: Sequence[ChunkKey], first: int, chunks: int) -> dict[str, int]:
+        """Tokens to load by tier. Chunks that were just promoted count for the tier that they came from."""
         host = self._store.primary_name
         need = chunks * self._chunk_size - state.computed
         promoted = state.promotion.sources if state.promotion is not None else {}
@@ -231,7 +214,7 @@ class LoadPlanner:
         return {host: max(0, need - sum(lower.values())), **lower}
 
     def _log(self, state: RequestState, hit: int, need: int) -> None:
-        # A request that waits is asked about in every step: only news is logged.
+        # vLLM asks about a waiting request in every step: only changes are logged.
         if state.logged != (hit, need):
             state.logged = (hit, need)
             total = state.request.num_tokens
@@ -241,7 +224,7 @@ class LoadPlanner:
     # -- once it is scheduled -----------------------------------------------------------------------------
 
     def allocated(self, state: RequestState, tables: BlockTables, tokens: int) -> None:
-        """Blocks are there: order the load of `tokens` tokens that was promised, or let go of it."""
+        """Blocks are allocated: order the promised load of `tokens` tokens, or release its lease for 0."""
         self._promised.pop(state.request_id, None)
         lease, state.lease = state.lease, None
         if tokens <= 0:
@@ -263,9 +246,7 @@ class LoadPlanner:
         failed = [] if covered else self._geometry.blocks_between(tables, start, end)
         order = self._builder.load(copies if covered else [], failed)
         unconfirmed = list(tables[0][start // self._geometry.groups[0].block_size :])
-        self._jobs[order.job] = _Job(
-            state, lease, start // self._chunk_size, start=start, unconfirmed=unconfirmed
-        )
+        self._jobs[order.job] = _Job(state, lease, start // self._chunk_size, start=start, unconfirmed=unconfirmed)
 
     def _begin_async_load(self, state: RequestState, tables: BlockTables, end: int) -> None:
         start, size = state.computed, self._chunk_size
@@ -277,37 +258,48 @@ class LoadPlanner:
             start,
             end,
             self._window,
-            self._deadline,
+            self._options.prefetch_deadline,
             self._clock,
         )
         state.async_loads += 1
         self.admission.begin(state)
         self._async_loads[state.request_id] = (state, load)
 
-    def end_step(self) -> None:
-        """Order what async_loads have ready. Promises that were not taken up in this step end with it."""
-        for request_id, (state, load) in list(self._async_loads.items()):
+    def end_step(self, scheduled_tokens: int, requests: int) -> None:
+        """A step was scheduled: order the windows that are ready, and withdraw the promises not taken up."""
+        self._time_step(scheduled_tokens)
+        self._mode.computing = requests
+        for state, load in list(self._async_loads.values()):
             window = self._advance(load)
             if window is not None:
-                state.disabled |= bool(window.failed_blocks)
-                finishes = request_id if window.last else None
-                order = self._builder.load(
-                    window.copies, window.failed_blocks, between_steps=True, finishes=finishes
-                )
-                self._jobs[order.job] = _Job(state, window.lease, load.first_chunk, load)
+                self._order_window(state, load, window)
             if load.ended:
-                del self._async_loads[request_id]
+                del self._async_loads[state.request_id]
+        # Not scheduled after all. A lease that waited with its request would keep its chunks from eviction.
         for state in self._promised.values():
             state.drop_lease()
         self._promised.clear()
+
+    def _time_step(self, tokens: int) -> None:
+        """While there is work steps follow each other without a pause: their distance is their duration."""
+        now = self._clock()
+        if self._last_step is not None:
+            self._cost.observe_step(self._last_step[0], now - self._last_step[1])
+        self._last_step = (tokens, now)
+
+    def _order_window(self, state: RequestState, load: AsyncLoad, window: LoadWindow) -> None:
+        state.disabled |= bool(window.failed_blocks)
+        finishes = state.request_id if window.last else None
+        order = self._builder.load(window.copies, window.failed_blocks, between_steps=True, finishes=finishes)
+        self._jobs[order.job] = _Job(state, window.lease, load.first_chunk, load)
 
     @staticmethod
     def _advance(load: AsyncLoad) -> LoadWindow | None:
         try:
             return load.advance()
         except Exception:
-            # A request must not wait for ever for a load that nobody drives any more.
-            logger.exception("lmkv: a load broke; the rest of it is recomputed")
+            # vLLM keeps a request that loads until the load is reported as ended.
+            logger.exception("lmkv: an asynchronous load failed; the rest of it is recomputed")
             return load.give_up()
 
     # -- when it is done ----------------------------------------------------------------------------------
@@ -316,9 +308,10 @@ class LoadPlanner:
         return job in self._jobs
 
     def ended(self, number: int, report: JobReport) -> None:
-        """All ranks have answered. What failed is dropped, recomputed, and not offered to it again."""
+        """All ranks have answered. Chunks of a failed load are dropped, and the request offered no more."""
         job = self._jobs.pop(number)
         state, keys = job.state, job.lease.keys
+        # Not before the last rank has answered: until then they read the slots.
         job.lease.release()
         if job.load is not None:
             job.load.copied() if report.ok else job.load.stop()
@@ -329,7 +322,7 @@ class LoadPlanner:
             return
         logger.warning("lmkv: a load for request %s failed; it is recomputed", state.request_id)
         self._store.drop(keys)
-        # vLLM would go on sharing them until they are computed, by a request that may be aborted before.
+        # vLLM shares them until a request has computed them, and that request may be aborted before it does.
         self.evict_blocks(set(job.unconfirmed))
         self.admission.end(state)
         state.disabled = True
@@ -337,14 +330,16 @@ class LoadPlanner:
         state.stored = min(state.stored, job.first_chunk)
 
     def forget(self, state: RequestState) -> None:
+        """The request has ended: release what it references."""
         self._promised.pop(state.request_id, None)
         self.admission.end(state)
         state.release()
         owner, load = self._async_loads.get(state.request_id, (None, None))
         if load is not None and owner is state:
-            # It ends with its next window: the blocks stay allocated until the load is reported as ended.
+            # Not deleted: the next step reports it as ended, and only then vLLM frees the blocks.
             load.stop()
 
     @property
     def busy(self) -> bool:
+        """Whether the end of a load has not been reported yet."""
         return bool(self._jobs or self._async_loads)

@@ -1,4 +1,4 @@
-"""A request from its arrival to its end, as both directions see it."""
+"""What is known of one request: its options, its chunk keys, and the state of its loads and stores."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from attrs import define, field
 
 from lmkv.chunks.hashing import KeyChain
 from lmkv.protocols import ChunkKey
+from lmkv.store.discovery import Discovery
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
 
 
 @define
 class RequestOptions:
-    """What the keys mean, each with the prefix `lmkv.`:
+    """What a request asks for in its `kv_transfer_params`, under keys with the prefix `lmkv.`:
 
-    `skip_save`, `skip_load`: leave this request out. `report`: answer with what was loaded. `prefetch`: bring
-    up and hold this prompt's chunks. `prefetch_tokens`: token ids of another prompt to bring up.
-    `pin`: seconds to hold the request's chunks after it ends. `tag.<name>`: share only with equal tags.
+    `skip_save`, `skip_load`: store or load nothing. `report`: answer with what was loaded. `prefetch`:
+    promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to
+    prefetch. `pin`: seconds to pin the request's chunks after it ends. `tag.<name>`: share only with equal
+    tags.
     """
 
     skip_save: bool = False
@@ -32,7 +34,7 @@ class RequestOptions:
 
     @classmethod
     def of(cls, request: Any) -> Self:
-        """Read them off a request. Prompts given as embeddings have no tokens to be found by: no caching."""
+        """The options of a vLLM request. A prompt given as embeddings has no tokens to hash: no caching."""
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
         no_tokens = getattr(request, "prompt_embeds", None) is not None
@@ -43,9 +45,7 @@ class RequestOptions:
             prefetch=_is_true(params.get("lmkv.prefetch")),
             prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),
             pin_seconds=_seconds(params.get("lmkv.pin")),
-            tags=tuple(
-                sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))
-            ),
+            tags=tuple(sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))),
         )
 
 
@@ -54,7 +54,7 @@ def _is_true(value: object) -> bool:
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
-    """What is not a list of token ids is ignored: a client's mistake must not cost the request."""
+    """() for anything but a list of token ids: a client's mistake must not fail the request."""
     if not isinstance(value, list | tuple):
         return ()
     valid = all(isinstance(token, int) and 0 <= token < 2**32 for token in value)
@@ -86,52 +86,55 @@ class Request(Protocol):
 
 @define(eq=False)
 class RequestState:
-    """`root`: of its chunk keys. The rest is written by one side each:
+    """One request between its arrival and its end. `root`: of its chunk keys.
 
-    storing: `stored`, the leading chunks that are stored or being stored.
-    loading: `computed`, vLLM's own hit at the last lookup; `lease`, what that lookup promised, until it is
-    used or the step ends; `promotion`, chunks being brought up while it waits, since `waiting_since`;
-    `between_steps` and `async_loads`, whether the last promise is loaded between steps and how many were.
+    Written by `StorePlanner`: `stored`, how many leading chunks are stored or being stored. The rest by
+    `LoadPlanner`: `computed`, the tokens of vLLM's own hit at the last lookup; `lease`, on the chunks that
+    this lookup promised, until they are loaded or the step ends; `discovery`, the question to shared tiers,
+    and `promotion`, of chunks, that the request waits for since `waiting_since`; `between_steps`, whether
+    the promised load is asynchronous; `async_loads`, how many such loads have begun; `worth_loading`, None
+    until it is decided; `logged`, what was logged last.
     """
 
-    request: Request
-    root: bytes
-    chain: KeyChain
-    options: RequestOptions
+    request: Request = field(repr=lambda request: request.request_id)
+    root: bytes = field(repr=False)
+    chain: KeyChain = field(repr=lambda chain: f"<{len(chain.keys)} keys>")
+    options: RequestOptions = field(repr=False)
     stored: int = 0
     computed: int = 0
     lease: Lease | None = None
+    discovery: Discovery | None = None
     promotion: Promotion | None = None
     waiting_since: float | None = None
-    worth: bool | None = None
+    worth_loading: bool | None = None
     between_steps: bool = False
     async_loads: int = 0
-    logged: tuple[int, int] | None = None
+    logged: tuple[int, int] | None = field(default=None, repr=False)
     sources: dict[str, int] = field(factory=dict)
-    """Tokens that were promised last, by the tier that had them."""
+    """Tokens that were promised last, by the tier that has them."""
     hit_tokens: int = 0
     load_bytes: int = 0
     load_seconds: float = 0.0
     disabled: bool = False
-    """A load of this request failed: it computes the rest by itself and is not offered anything again."""
+    """A load of this request failed: it computes the rest, and no further load is offered."""
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
 
     def keys(self, count: int) -> list[ChunkKey]:
-        """The first `count` keys, hashing what has become known since the last call."""
+        """The first `count` keys. Hashes the tokens that have become known since the last call."""
         if count > len(self.chain.keys):
             # vLLM's read-only view copies twice when it is sliced; the list behind it once.
             self.chain.extend(getattr(self.request, "_all_token_ids", self.request.all_token_ids))
         return self.chain.keys[:count]
 
     def tokens(self, first: int, count: int) -> list[int]:
-        """So many of its tokens from number `first` on, as far as they are known."""
+        """Up to `count` token ids from number `first` on, as far as they are known."""
         return list(self.request.all_token_ids[first : first + count])
 
     def release(self) -> None:
-        """Let go of everything that was promised or brought up."""
+        """Release the lease and the promotion."""
         self.drop_lease()
         self.drop_promotion()
 
@@ -146,7 +149,7 @@ class RequestState:
             self.promotion = None
 
     def report(self) -> dict[str, object]:
-        """What a request that asks for it is told when it ends."""
+        """What `lmkv.report` answers when the request ends."""
         return {
             "hit_tokens": self.hit_tokens,
             "sources": dict(self.sources),

@@ -1,4 +1,4 @@
-"""The scheduler side: owns the index, decides what is loaded and stored, and for how long slots are held.
+"""The scheduler side of the connector: answers vLLM's lookups and plans the copies of each step.
 
 Free of vLLM types: requests and scheduler outputs are read through a few attributes, so that any schedule can
 be simulated. Nothing here waits or does I/O.
@@ -6,85 +6,56 @@ be simulated. Nothing here waits or does I/O.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lmkv.chunks.hashing import KeyChain, chunk_keys
 from lmkv.chunks.namespace import Namespace
-from lmkv.protocols import Clock
 from lmkv.store.tiered import TieredStore
 from lmkv.store.tiers.iopool import Priority
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.identity import content_extras, request_root
 from lmkv.vllm.metadata import JobReport, StepPlan, StepPlanBuilder, WorkerReport
-from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode
 from lmkv.vllm.scheduler.loading import LoadPlanner
+from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.request import BlockTables, Request, RequestOptions, RequestState
 from lmkv.vllm.scheduler.storing import StorePlanner
 
 
 class Scheduler:
-    """`namespace` roots every key; `geometry` says how block tables map to chunks; `ranks` workers answer.
+    """Tracks requests and their chunks; `LoadPlanner` and `StorePlanner` decide for each direction.
 
-    `loads` and `stores` switch the directions off (a pure producer loads nothing, a pure consumer stores
-    nothing). All calls come from the one thread that schedules.
+    `namespace`: root of every chunk key. `geometry`: how block tables map to chunks. All calls come from
+    vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`,
+    `take_plan`, and later `on_report` with what the workers answered.
     """
 
     def __init__(
-        self,
-        store: TieredStore,
-        namespace: Namespace,
-        geometry: Geometry,
-        *,
-        ranks: int = 1,
-        loads: bool = True,
-        stores: bool = True,
-        save_decode: bool = True,
-        min_retrieve_tokens: int = 0,
-        promotion_deadline: float = 0.8,
-        load_cost: LoadCost | None = None,
-        load_mode: LoadMode | None = None,
-        tail_depends_on_next: bool = False,
-        pin_ttl: float = 300.0,
-        clock: Clock = time.monotonic,
+        self, store: TieredStore, namespace: Namespace, geometry: Geometry, options: SchedulerOptions | None = None
     ) -> None:
         self._store = store
         self._namespace = namespace
         self._chunk_size = geometry.chunk_size
-        self._ranks = ranks
-        self._pin_ttl = pin_ttl
-        self._clock = clock
-        self._cost = load_cost or LoadCost()
-        self._mode = load_mode or LoadMode()
+        self._options = options or SchedulerOptions()
         self._builder = StepPlanBuilder()
-        self._loads, self._stores = loads, stores
-        self._loading = LoadPlanner(
-            store,
-            geometry,
-            self._builder,
-            self._cost,
-            self._mode,
-            deadline=promotion_deadline,
-            min_tokens=min_retrieve_tokens,
-            tail_depends_on_next=tail_depends_on_next,
-            clock=clock,
-        )
-        self._storing = StorePlanner(store, geometry, self._builder, save_decode=save_decode)
+        self._loading = LoadPlanner(store, geometry, self._builder, self._options)
+        self._storing = StorePlanner(store, geometry, self._builder, self._options)
         self._requests: dict[str, RequestState] = {}
         self._reports: dict[int, JobReport] = {}
-        self._last_step: tuple[int, float] | None = None
         self._mapped = False
 
+    def __repr__(self) -> str:
+        return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"
+
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None]) -> None:
-        """`free()`: how many of vLLM's blocks are; `evict(blocks)`: no request shares these any more."""
+        """`free()`: how many blocks vLLM has left; `evict(blocks)`: takes them out of its prefix cache."""
         self._loading.admission.free_blocks = free
         self._loading.evict_blocks = evict
 
     # -- requests -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Track the request and hash its prompt, once, before it is ever scheduled."""
+        """Hash the request's prompt, once, and promote its chunks before it is scheduled."""
         state = self._state_of(request)
         keys = state.keys(request.num_tokens // self._chunk_size)
         other = state.options.prefetch_tokens
@@ -93,12 +64,13 @@ class Scheduler:
             chunk_keys(other, state.root, self._chunk_size) if other else (),
         ):
             if wanted:
-                self._store.promote(wanted, priority=Priority.PREFETCH, ttl=self._pin_ttl)
+                self._store.promote(wanted, priority=Priority.PREFETCH, ttl=self._options.pin_ttl)
         if self._may_load(state):
             self._loading.arrived(state, keys)
 
     def _state_of(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
+        # Clients choose ids, and may choose the one of a request that was aborted.
         if state is None or state.request is not request:
             self._forget(request.request_id)
             options = RequestOptions.of(request)
@@ -108,7 +80,7 @@ class Scheduler:
         return state
 
     def _may_load(self, state: RequestState) -> bool:
-        return self._loads and not state.disabled and not state.options.skip_load
+        return self._options.loads and not state.disabled and not state.options.skip_load
 
     def _forget(self, request_id: str) -> RequestState | None:
         state = self._requests.pop(request_id, None)
@@ -117,7 +89,7 @@ class Scheduler:
         return state
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """Forget the request; its keys are touched tail first. Returns its report, if it asked for one."""
+        """Forget the request; its chunks count as used. Returns its report, if it asked for one."""
         state = self._forget(request.request_id)
         if state is None:
             return None
@@ -128,31 +100,28 @@ class Scheduler:
 
     # -- one step -----------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`(tokens, asynchronous)` that can be loaded beyond those computed; see `LoadPlanner.match`."""
         state = self._state_of(request)
         state.drop_lease()
+        # Also for a request that loads nothing: vLLM's own hit may include unfilled blocks of another one.
         if self._loading.is_unconfirmed(state, num_computed_tokens):
             return None, False
         if not self._may_load(state):
             return 0, False
         return self._loading.match(state, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Request, block_ids: BlockTables, num_external_tokens: int
-    ) -> None:
-        """Blocks are allocated: order the load that was promised, or let go of it."""
+    def update_state_after_alloc(self, request: Request, block_ids: BlockTables, num_external_tokens: int) -> None:
+        """Blocks are allocated: order the load that was promised, or release its lease."""
         self._loading.allocated(self._state_of(request), block_ids, num_external_tokens)
 
     def hit_sources(self, request_id: str) -> dict[str, int]:
-        """Of the tokens that were last promised to a request, how many come from which tier."""
+        """The tokens that were last promised to a request, by tier."""
         state = self._requests.get(request_id)
         return dict(state.sources) if state is not None else {}
 
-    def give_up_load(self, request_id: str, tables: BlockTables) -> None:
-        """A promised load cannot be ordered: have the request's blocks reported, so that it computes."""
+    def fail_load(self, request_id: str, tables: BlockTables) -> None:
+        """A promised load could not be ordered: report the request's blocks as failed."""
         state = self._requests.get(request_id)
         between_steps = state is not None and state.between_steps
         if state is not None:
@@ -160,45 +129,27 @@ class Scheduler:
             state.drop_lease()
         unfilled = [block for block in tables[0] if block]
         self._loading.evict_blocks(set(unfilled))
-        self._builder.load(
-            [], unfilled, between_steps=between_steps, finishes=request_id if between_steps else None
-        )
-
-    def build_plan(
-        self,
-        progress: Mapping[str, int],
-        blocks_of: Callable[[str], BlockTables | None],
-        scheduled_tokens: int = 0,
-    ) -> StepPlan:
-        """`plan_step` and `take_plan` in one."""
-        self.plan_step(progress, blocks_of, scheduled_tokens)
-        return self.take_plan()
+        self._builder.load([], unfilled, between_steps=between_steps, finishes=request_id if between_steps else None)
 
     def plan_step(
-        self,
-        progress: Mapping[str, int],
-        blocks_of: Callable[[str], BlockTables | None],
-        scheduled_tokens: int = 0,
+        self, progress: Mapping[str, int], blocks_of: Callable[[str], BlockTables | None], scheduled_tokens: int = 0
     ) -> None:
-        """Order what follows from the step that was just scheduled.
+        """Order the copies that follow from the step that was just scheduled.
 
         `progress`: for each request of the step, its tokens whose KV is valid after it, drafts excluded.
         `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: of the whole step.
         """
-        self._time_step(scheduled_tokens)
-        self._mode.computing = len(progress)
-        self._loading.end_step()
-        if self._stores:
+        self._loading.end_step(scheduled_tokens, len(progress))
+        if self._options.stores:
             for request_id, computed in progress.items():
                 self._store_completed(request_id, computed, blocks_of)
 
     def take_plan(self) -> StepPlan:
-        """All orders since the last call."""
+        """The orders since the last call, for every worker."""
+        # Sent again with each plan until a worker has answered: one that did not run has not mapped it.
         return self._builder.take(None if self._mapped else self._store.slab.ref)
 
-    def _store_completed(
-        self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None]
-    ) -> None:
+    def _store_completed(self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None]) -> None:
         state = self._requests.get(request_id)
         complete = self._storing.completes(state, computed) if state is not None else 0
         if state is not None and complete:
@@ -206,19 +157,13 @@ class Scheduler:
             if tables is not None:
                 self._storing.store(state, complete, tables)
 
-    def _time_step(self, tokens: int) -> None:
-        """Steps follow each other without a pause while there is work: their distance is their duration."""
-        now = self._clock()
-        if self._last_step is not None:
-            self._cost.observe_step(self._last_step[0], now - self._last_step[1])
-        self._last_step = (tokens, now)
-
     # -- answers ------------------------------------------------------------------------------------------
 
     def on_report(self, report: WorkerReport) -> None:
         """Merge the workers' answers; a job ends when every rank has answered."""
         self._mapped = True
-        # Before any store is published, and also while other ranks have yet to answer.
+        # Before any store is published, and without waiting for the other ranks' answers: a store that is
+        # reported together with a failed load may contain KV that was computed from unfilled blocks.
         if any(not part.ok and job in self._loading for job, part in report.jobs.items()):
             self._storing.taint_all()
         for job, merged in self._merge(report):
@@ -231,18 +176,18 @@ class Scheduler:
         for job, part in report.jobs.items():
             known = self._reports.pop(job, None)
             merged = part if known is None else known.merge(part)
-            if merged.ranks < self._ranks:
+            if merged.ranks < self._options.ranks:
                 self._reports[job] = merged
             else:
                 yield job, merged
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way whose end has not been reported."""
+        """Whether copies have been ordered whose end has not been reported."""
         return self._loading.busy or self._storing.busy
 
     def reset(self) -> None:
-        """Nothing that was cached until now is served any more."""
+        """Remove everything from every tier; nothing that was cached before is served afterwards."""
         self._store.clear()
         for state in self._requests.values():
             state.drop_lease()
@@ -251,7 +196,7 @@ class Scheduler:
             state.options.skip_save = True
 
     def close(self) -> None:
-        """Let go of everything and close the store, which finishes its I/O within a bounded time."""
+        """Forget every request and close the store, which finishes its I/O within a bounded time."""
         for request_id in list(self._requests):
             self._forget(request_id)
         self._store.close()

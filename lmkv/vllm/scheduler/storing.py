@@ -1,4 +1,4 @@
-"""StorePlanner: each chunk is copied out in the step that completes it."""
+"""`StorePlanner`: orders the copy of each chunk into host memory, in the step that completes it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lmkv.store.leases import Reservation
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.metadata import JobReport, StepPlanBuilder
+from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.request import BlockTables, RequestState
 
 logger = logging.getLogger("lmkv.vllm")
@@ -26,25 +27,25 @@ class _Job:
     first_chunk: int
     upto: int
     tainted: bool = False
-    """Ordered before it was known that a load had failed: it may hold what was computed on top of that."""
+    """Ordered before a failed load was reported: its KV may have been computed from unfilled blocks."""
 
 
 class StorePlanner:
-    """`save_decode`: whether generated tokens are stored too. Called on the scheduling thread only."""
+    """Which chunks are stored in which step. Called on the scheduling thread only."""
 
     def __init__(
-        self, store: TieredStore, geometry: Geometry, builder: StepPlanBuilder, *, save_decode: bool
+        self, store: TieredStore, geometry: Geometry, builder: StepPlanBuilder, options: SchedulerOptions
     ) -> None:
         self._store = store
         self._geometry = geometry
         self._chunk_size = geometry.chunk_size
         self._builder = builder
-        self._save_decode = save_decode
+        self._save_decode = options.save_decode
         self._jobs: dict[int, _Job] = {}
 
     def completes(self, state: RequestState, computed: int) -> int:
-        """How many leading chunks are complete with `computed` valid tokens, 0 when none of them is new."""
-        # With asynchronous scheduling the last sampled tokens are computed before they are known here.
+        """How many leading chunks are complete after `computed` tokens; 0 when all of them are stored."""
+        # With asynchronous scheduling, tokens are computed before their ids are known here.
         known = min(computed, state.request.num_tokens)
         if not self._save_decode:
             known = min(known, getattr(state.request, "num_prompt_tokens", known))
@@ -52,16 +53,18 @@ class StorePlanner:
         return complete if complete > state.stored and not state.options.skip_save else 0
 
     def store(self, state: RequestState, complete: int, tables: BlockTables) -> None:
-        """Order copies of the chunks up to number `complete` that are not here yet.
+        """Order copies of those of the first `complete` chunks that are not in host memory.
 
-        Where the tier has no slot to give, the rest is tried again in the request's next step.
+        When no slot can be allocated the rest is tried again in the request's next step.
         """
         keys = state.keys(complete)
+        # Some may have been loaded, or stored by another request with the same prefix.
         state.stored += self._store.match(keys[state.stored :])[0]
         first = state.stored
         if first == complete:
             return
         size = self._chunk_size
+        # Protected: to store the end of a prompt must not evict its beginning, without which it is not found.
         reservation = self._store.reserve(
             keys[first:],
             parent=state.chain.parent(first),
@@ -75,14 +78,9 @@ class StorePlanner:
             self._jobs[order.job] = _Job(state, reservation, first, state.stored)
 
     def _copies(
-        self,
-        reservation: Reservation,
-        keys: Sequence[ChunkKey],
-        first: int,
-        end: int,
-        tables: BlockTables,
+        self, reservation: Reservation, keys: Sequence[ChunkKey], first: int, end: int, tables: BlockTables
     ) -> list[ChunkCopy]:
-        """Copies into the reserved slots; chunks whose blocks are not all there are given back."""
+        """Copies into the reserved slots. Slots of chunks whose blocks are not all there are freed."""
         slots = reservation.slots
         copies, unusable = [], []
         for index in range(first, end):
@@ -99,21 +97,21 @@ class StorePlanner:
         return job in self._jobs
 
     def taint_all(self) -> None:
-        """A load failed: what was ordered until now may be built on it, in the request itself and in others
+        """A load failed: throw away every chunk that was ordered before this was known.
 
-        that share its blocks through vLLM's prefix cache.
+        Its KV may depend on the unfilled blocks, which other requests share through vLLM's prefix cache.
         """
         for job in self._jobs.values():
             job.tainted = True
 
     def ended(self, number: int, report: JobReport) -> None:
-        """All ranks have answered: publish the chunks, or forget them."""
+        """All ranks have answered: publish the chunks, or free their slots."""
         job = self._jobs.pop(number)
         state, count = job.state, len(job.reservation)
         if job.tainted or not report.ok:
             job.reservation.abort()
             state.stored = min(state.stored, job.first_chunk)
-            # What cannot be copied now will not be in the next step: no use in trying again and again.
+            # A copy that failed once would fail in every step that followed.
             state.options.skip_save |= not report.ok
             return
         job.reservation.commit()
@@ -122,4 +120,5 @@ class StorePlanner:
 
     @property
     def busy(self) -> bool:
+        """Whether the end of a store has not been reported yet."""
         return bool(self._jobs)

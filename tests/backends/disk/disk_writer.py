@@ -27,9 +27,7 @@ KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(24)]
 def payload_of(key: bytes) -> bytes:
     """The only right bytes for a key: 64 to 640 KiB, no two pages alike, not always whole pages."""
     nbytes = 65536 + int.from_bytes(key[:4], "little") % 589824
-    blocks = (
-        hashlib.sha256(key + number.to_bytes(4, "little")).digest() for number in range(nbytes // 4096 + 1)
-    )
+    blocks = (hashlib.sha256(key + number.to_bytes(4, "little")).digest() for number in range(nbytes // 4096 + 1))
     return b"".join(block * 128 for block in blocks)[:nbytes]
 
 
@@ -113,6 +111,4 @@ def churn(_: Tell, folder: str, direct: Any, seed: int, rounds: int, start: Barr
         else:
             buffer = memoryview(bytearray(len(payload)))
             (read,) = backend.read([(key, buffer)])
-            assert read.status is ReadStatus.MISS or (read.status is ReadStatus.HIT and buffer == payload), (
-                read
-            )
+            assert read.status is ReadStatus.MISS or (read.status is ReadStatus.HIT and buffer == payload), read

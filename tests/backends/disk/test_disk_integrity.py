@@ -130,21 +130,6 @@ def test_pages_that_never_reached_the_disk(specimen: Specimen) -> None:
         specimen.check(b"".join(kept), must_fail=True)
 
 
-def test_ranges_of_flipped_bytes(specimen: Specimen) -> None:
-    """A range is served from sound segments even if another one is broken, and never from a broken one."""
-    for at in range(0, len(specimen.good), 97):
-        data = bytearray(specimen.good)
-        data[at] ^= 0x80
-        for start, until in ((0, 4096), (100, 200), (4000, 4200), (4096, 5000), (4999, 5000)):
-            specimen.path.write_bytes(data)
-            buffer = memoryview(bytearray(until - start))
-            (read,) = specimen.backend.read_ranges([(specimen.key, start, buffer)])
-            segments = set(range(start // 4096, (until - 1) // 4096 + 1))
-            broken = at < 4096 or ((at - 4096) // 4096 in segments and at < 4096 + len(PAYLOAD))
-            assert (read.status is ReadStatus.HIT) != broken
-            assert broken or buffer == PAYLOAD[start:until]
-
-
 def test_chunks_that_swapped_places(tmp_path: Path) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE)
     chunks = [chunk_of(5000), chunk_of(5000)]
@@ -202,9 +187,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: int = 
 @pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("code", ERRNOS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", WRITE_CALLS)
-def test_a_failing_write_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
+def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE, sync="full")
     before, chunk = chunk_of(5000), chunk_of(5000)
     backend.write([before])
@@ -225,9 +208,7 @@ def test_a_failing_write_leaves_nothing(
 
 
 @pytest.mark.parametrize("sync", ["none", "data"])
-def test_a_medium_that_is_full_halfway_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Any
-) -> None:
+def test_a_medium_that_is_full_halfway_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Any) -> None:
     """A short write, then ENOSPC: what a kernel does at the end of a disk."""
     backend = LocalDiskBackend(tmp_path, NAMESPACE, sync=sync, direct="off")
     pwritev = os.pwritev
@@ -250,10 +231,8 @@ def test_a_medium_that_is_full_halfway_through(
 def test_a_failing_read_harms_no_file(specimen: Specimen, monkeypatch: Any, call: str, code: int) -> None:
     with failing(monkeypatch, call, code):
         read, _ = try_read(specimen.backend, specimen.key)
-        ranged = specimen.backend.read_ranges([(specimen.key, 0, memoryview(bytearray(10)))] * 2)
-    for result in (read, *ranged):
-        assert result.status is ReadStatus.FAILED
-        assert not isinstance(result.error, CorruptChunkError)
+    assert read.status is ReadStatus.FAILED
+    assert not isinstance(read.error, CorruptChunkError)
     assert try_read(specimen.backend, specimen.key)[0].status is ReadStatus.HIT
 
 
@@ -487,11 +466,7 @@ def test_only_abandoned_temporaries_are_swept(tmp_path: Path) -> None:
     chunk = chunk_of(100)
     backend.write([chunk])
     folder = files_of(backend)[0].parent
-    dead, live, other_namespace = (
-        folder / ".1-aa.tmp",
-        folder / f".{os.getpid()}-bb.tmp",
-        folder / "notes.tmp",
-    )
+    dead, live, other_namespace = (folder / ".1-aa.tmp", folder / f".{os.getpid()}-bb.tmp", folder / "notes.tmp")
     probe = folder.parent / ".1-cc.tmp"
     for path in (dead, live, other_namespace, probe):
         path.write_bytes(b"half a chu")

@@ -56,9 +56,7 @@ def test_one_call_tries_and_its_success_closes(breaker: Breaker, clock: ManualCl
     assert breaker.state == "closed", "it has forgotten the failures of before"
 
 
-def test_the_delay_doubles_up_to_a_minute_and_starts_anew_after_a_success(
-    breaker: Breaker, clock: ManualClock
-) -> None:
+def test_the_delay_doubles_up_to_a_minute_and_starts_anew_after_a_success(breaker: Breaker, clock: ManualClock) -> None:
     fail(breaker, 5)
     delays = []
     for _ in range(9):
@@ -76,9 +74,7 @@ def test_the_delay_doubles_up_to_a_minute_and_starts_anew_after_a_success(
     assert breaker.state == "half-open"
 
 
-def test_failures_that_were_under_way_when_it_opened_do_not_prolong_it(
-    breaker: Breaker, clock: ManualClock
-) -> None:
+def test_failures_that_were_under_way_when_it_opened_do_not_prolong_it(breaker: Breaker, clock: ManualClock) -> None:
     numbers = [breaker.begin() for _ in range(20)]
     for number in numbers:
         assert number is not None
@@ -111,11 +107,7 @@ def test_a_try_that_hangs_is_followed_by_no_other(breaker: Breaker, clock: Manua
     assert call(breaker, True)
 
 
-@given(
-    st.lists(
-        st.one_of(st.booleans().map(lambda ok: ("call", ok)), st.floats(0, 100).map(lambda s: ("wait", s)))
-    )
-)
+@given(st.lists(st.one_of(st.booleans().map(lambda ok: ("call", ok)), st.floats(0, 100).map(lambda s: ("wait", s)))))
 def test_it_always_closes_again_once_calls_succeed(history: list[tuple[str, float]]) -> None:
     clock = ManualClock()
     breaker = Breaker(clock)

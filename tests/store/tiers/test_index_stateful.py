@@ -14,7 +14,7 @@ from attrs import define, field
 
 from lmkv.policies import make_policy
 from lmkv.protocols import ChunkKey, Listed
-from lmkv.store.tiers.index import TierIndex, Victims
+from lmkv.store.tiers.index import Observation, TierIndex, Victims
 
 KEYS = [bytes([number]) * 32 for number in range(9)]
 SIZES = {key: 1 + number % 3 for number, key in enumerate(KEYS)}
@@ -42,6 +42,8 @@ class Medium:
     deleters: list[Victims] = field(factory=list)
     clearer: Victims | None = None
     listing: list[ChunkKey] | None = None
+    observation: Observation | None = None
+    sighted: list[ChunkKey] = field(factory=list)
     reading: list[ChunkKey] = field(factory=list)
     seen: Counter[str] = field(factory=Counter)
 
@@ -141,6 +143,18 @@ class Medium:
             self.listing = None
             self.seen["listed"] += 1
 
+    def discover(self) -> None:
+        """Look at some keys now, and index those that were there only after other things have happened."""
+        if self.observation is None:
+            self.observation = self.index.observe()
+            self.sighted = [key for key in self.rng.sample(KEYS, 3) if key in self.chunks]
+            return
+        for key in self.sighted:
+            self.seen["discovered"] += key not in self.index
+            self.index.discover([key], SIZES[key], self.observation)
+        self.index.end_observation(self.observation)
+        self.observation = None
+
     def read(self) -> None:
         if self.reading and self.rng.random() < 0.6:
             self.index.end_read(self.reading.pop())
@@ -171,9 +185,7 @@ class Medium:
         assert index.capacity is not None
         assert 0 <= index.used <= index.capacity
         assert index._reclaiming_bytes >= 0
-        assert index.used == sum(SIZES[key] for key in index._sizes) + sum(
-            SIZES[writer.key] for writer in self.writers
-        )
+        assert index.used == sum(SIZES[key] for key in index._sizes) + sum(SIZES[writer.key] for writer in self.writers)
         assert len(index.policy._sizes) == len(index)
         if self.alone:
             assert sum(SIZES[key] for key in self.chunks) <= index.capacity, "the medium is over its capacity"
@@ -190,6 +202,8 @@ class Medium:
             self.delete_all()
         self.listing = None
         self.index.end_listing()
+        if self.observation is not None:
+            self.discover()
         self.list()
         while self.listing is not None:
             self.list()
@@ -213,6 +227,7 @@ def drive(seed: int, alone: bool, steps: int) -> Counter[str]:
         medium.mark_deleted: 2,
         medium.read: 3,
         medium.list: 3,
+        medium.discover: 3,
         medium.clear: 0.2,
         medium.delete_all: 2,
         medium.somebody_else: 2,
@@ -231,7 +246,7 @@ def test_the_index_keeps_account_of_the_medium(seeds: range, alone: bool) -> Non
     seen: Counter[str] = Counter()
     for seed in seeds:
         seen += drive(seed, alone, 500)
-    assert min(seen[name] for name in ("written", "deleted", "not deleted", "listed")) > 100, seen
+    assert min(seen[name] for name in ("written", "deleted", "not deleted", "listed", "discovered")) > 100, seen
 
 
 @pytest.mark.nightly

@@ -14,10 +14,8 @@ from tests.kit import LIMIT
 LOAD, PREFETCH, STORE = Priority
 
 
-def job(
-    work: Callable[[], None], priority: Priority = LOAD, refused: Callable[[], None] = lambda: None
-) -> Job:
-    return Job(work, priority, refused)
+def job(work: Callable[[], None], priority: Priority = LOAD, refused: Callable[[], None] = lambda: None) -> Job:
+    return Job(lambda deferred: work(), priority, lambda deferred: refused())
 
 
 class Gate:
@@ -46,14 +44,7 @@ def test_loads_go_before_prefetches_and_those_before_stores() -> None:
     pool.submit([job(wait), job(wait)])
     for gate in gates.values():
         gate.begun_by(1)
-    for name, priority in (
-        ("s", STORE),
-        ("p", PREFETCH),
-        ("l", LOAD),
-        ("s", STORE),
-        ("p", PREFETCH),
-        ("l", LOAD),
-    ):
+    for name, priority in (("s", STORE), ("p", PREFETCH), ("l", LOAD), ("s", STORE), ("p", PREFETCH), ("l", LOAD)):
         pool.submit([job(lambda name=name: order.append(name), priority)])  # type: ignore[misc]
     done = threading.Event()
     pool.submit([job(done.set, STORE)])
@@ -175,9 +166,14 @@ def test_what_is_deferred_is_submitted_refused_tail_first_and_called_last() -> N
     deferred = Deferred()
     for number in range(4):
         deferred.jobs.append(job(lambda: None, STORE, lambda number=number: log.append(number)))  # type: ignore[misc]
-    deferred.after.append(lambda: log.append("after"))
+
+    def plan_more(deferred: Deferred) -> None:
+        log.append("call")
+        deferred.calls.append(lambda deferred: log.append("planned by a call"))
+
+    deferred.calls.append(plan_more)
     deferred.run(pool)
-    assert log == [3, 2, 1, "after"]
+    assert log == [3, 2, 1, "call", "planned by a call"]
     gate.opened.set()
     assert pool.close(LIMIT)
 

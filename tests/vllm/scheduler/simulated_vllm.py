@@ -28,7 +28,7 @@ from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.vllm.geometry import Geometry, Group
-from lmkv.vllm.scheduler.load_policy import LoadMode
+from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 from tests.kit import LIMIT
@@ -148,9 +148,7 @@ class SimulatedVLLM:
             backend.name = "lower"
             self.disks = [FaultyBackend(backend, sleep=self._sleep)]
             lower = [Tier(Pausing(self.disks[0]), LRU(), capacity_bytes=size)]
-        host = CPUPinnedBackend(
-            layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False
-        )
+        host = CPUPinnedBackend(layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False)
         with stepped():
             self.store = TieredStore(Tier(host, LRU()), lower, clock=lambda: self.now)
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
@@ -158,10 +156,12 @@ class SimulatedVLLM:
             self.store,
             namespace,
             Geometry(chunk_size, self.groups),
-            ranks=ranks,
-            load_mode=LoadMode("async" if depth > 1 else load_mode),
-            tail_depends_on_next=tail_depends_on_next,
-            clock=lambda: self.now,
+            SchedulerOptions(
+                ranks=ranks,
+                load_mode="async" if depth > 1 else load_mode,
+                tail_depends_on_next=tail_depends_on_next,
+                clock=lambda: self.now,
+            ),
         )
         self.scheduler.watch_blocks(lambda: len(self.free), self._evict_blocks)
         self.memories: list[list[np.ndarray]] = []
@@ -324,7 +324,8 @@ class SimulatedVLLM:
             for request, count in scheduled.items()
         }
         tables = {request.request_id: [list(table) for table in request.blocks] for request in scheduled}
-        plan = self.scheduler.build_plan(progress, tables.get, sum(scheduled.values()))
+        self.scheduler.plan_step(progress, tables.get, sum(scheduled.values()))
+        plan = self.scheduler.take_plan()
         self.pipeline.append(self._execute(plan, scheduled, drafted))
         if self.rng.random() < self.aborts and self.running:
             self.abort(self.rng.choice(self.running))
@@ -422,9 +423,7 @@ class SimulatedVLLM:
         if request.tainted:
             return
         for index, group in enumerate(self.groups):
-            low = (
-                0 if group.window is None else max(0, request.computed - group.window + 1) // group.block_size
-            )
+            low = 0 if group.window is None else max(0, request.computed - group.window + 1) // group.block_size
             truth = request.truth(request.computed)
             for place in range(low, request.computed // group.block_size):
                 block = request.blocks[index][place]
@@ -471,10 +470,7 @@ class SimulatedVLLM:
         assert all(done == finished[0] for done in finished), "every rank reports the same requests"
         sampled = []
         for request, count in scheduled.items():
-            if (
-                request.computed + count - drafted.get(request.request_id, 0)
-                == request.num_tokens + request.in_flight
-            ):
+            if request.computed + count - drafted.get(request.request_id, 0) == request.num_tokens + request.in_flight:
                 request.in_flight += 1
                 sampled.append((request, request.epoch))
         before = {request.request_id: request.computed for request in scheduled}

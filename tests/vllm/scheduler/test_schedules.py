@@ -95,9 +95,7 @@ def test_the_schedules_test_something(kind: str) -> None:
             "load_faults": 0.3 * (seed % 3 == 0),
         }
         total += _drive(rng, GROUPS[kind], options)
-    missing = [
-        name for name in ("hits", "preempted", "aborted", "recomputed", "async_loads") if not total[name]
-    ]
+    missing = [name for name in ("hits", "preempted", "aborted", "recomputed", "async_loads") if not total[name]]
     assert not missing, total
 
 
@@ -106,9 +104,7 @@ def _small(seed: int, **options: Any) -> closing[SimulatedVLLM]:
     return closing(SimulatedVLLM(rng, groups=[Group(4)], chunk_size=8, ram_chunks=20, **options))
 
 
-@pytest.mark.parametrize(
-    ("chunks", "depends", "hit"), [(3, False, 3), (3, True, 2), (1, True, 0), (0, True, 0)]
-)
+@pytest.mark.parametrize(("chunks", "depends", "hit"), [(3, False, 3), (3, True, 2), (1, True, 0), (0, True, 0)])
 def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
     chunks: int, depends: bool, hit: int
 ) -> None:
@@ -125,7 +121,7 @@ def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
 
 @pytest.mark.parametrize("arrives", ["with it", "after it"])
 @pytest.mark.parametrize("first_aborted", [True, False])
-def test_blocks_of_a_load_that_fails_are_shared_with_nobody(arrives: str, first_aborted: bool) -> None:
+def test_blocks_of_a_load_that_fails_are_not_shared(arrives: str, first_aborted: bool) -> None:
     with _small(2, num_blocks=90, prefix_caching=True, load_faults=1.0) as engine:
         tokens = list(range(40))
         engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))

@@ -1,4 +1,4 @@
-"""The vLLM sides without vLLM: costs, options, versions, geometry, and a worker whose world breaks."""
+"""Both sides of the connector without vLLM: costs, options, versions, geometry, and a worker that fails."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TestLoadCost:
             cost.observe_load("disk", 10 * MIB, 1.0)
         for _ in range(30):
             cost.observe_load("disk", 100 * MIB, 1.0)
-        assert cost.bandwidth("disk") == pytest.approx(100 * MIB, rel=0.01)
+        assert cost.bandwidths["disk"] == pytest.approx(100 * MIB, rel=0.01)
 
 
 def _request(**fields: Any) -> SimpleNamespace:
@@ -192,7 +192,7 @@ class TestGeometry:
 
 
 class TestWorker:
-    LAYOUT = KVLayout.uniform(chunk_size=8, block_size=4, num_layers=2, page_bytes=64)
+    LAYOUT = KVLayout(8, (LayerPages(64, 2),) * 2)
 
     def _worker(self, slab: Slab) -> Worker:
         worker = Worker(0, self.LAYOUT)
@@ -330,7 +330,7 @@ class TestLoadMode:
         assert not mode.between_steps(40 << 20)
         assert mode.between_steps(60 << 20)
         mode.computing = 0
-        assert not mode.between_steps(60 << 20), "nobody is delayed"
+        assert not mode.between_steps(60 << 20), "no request is delayed"
 
     @pytest.mark.parametrize(("mode", "answer"), [("sync", False), ("async", True)])
     def test_users_may_decide(self, mode: Any, answer: bool) -> None:

@@ -71,24 +71,12 @@ def test_the_generator_can_make_a_sound_file(backend: LocalDiskBackend) -> None:
     buffer = memoryview(bytearray(len(PAYLOAD)))
     assert backend.read([(KEY, buffer)])[0].status is ReadStatus.HIT
     assert buffer == PAYLOAD
-    part = memoryview(bytearray(3000))
-    assert backend.read_ranges([(KEY, 1500, part)])[0].status is ReadStatus.HIT
-    assert part == PAYLOAD[1500:4500]
 
 
 @pytest.mark.parametrize("attack", HOSTILE, ids=lambda path: path.stem)
 def test_a_hostile_file_is_never_served(backend: LocalDiskBackend, attack: Path) -> None:
     shutil.copy(attack, place_of(backend))
     assert_refused_then_replaced(backend)
-
-
-def test_no_part_of_a_broken_segment_is_served(backend: LocalDiskBackend) -> None:
-    for attack in HOSTILE:
-        for start, until in ((0, 5000), (0, 4096), (10, 20), (4096, 5000)):
-            shutil.copy(attack, place_of(backend))
-            buffer = memoryview(bytearray(until - start))
-            (read,) = backend.read_ranges([(KEY, start, buffer)])
-            assert read.status is not ReadStatus.HIT or buffer == PAYLOAD[start:until], attack.stem
 
 
 def test_a_hostile_file_does_not_block_its_key(backend: LocalDiskBackend) -> None:
@@ -117,17 +105,13 @@ def test_no_lie_costs_memory(backend: LocalDiskBackend) -> None:
         for attack in HOSTILE:
             shutil.copy(attack, place_of(backend))
             backend.read([(KEY, memoryview(bytearray(len(PAYLOAD))))])
-            shutil.copy(attack, place_of(backend))
-            backend.read_ranges([(KEY, 0, memoryview(bytearray(100)))])
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 2 << 20
 
 
-@pytest.mark.parametrize(
-    "kind", ["link", "dangling-link", "folder", "full-folder", "pipe", "socket", "device"]
-)
+@pytest.mark.parametrize("kind", ["link", "dangling-link", "folder", "full-folder", "pipe", "socket", "device"])
 def test_what_is_no_file_is_refused(backend: LocalDiskBackend, tmp_path: Path, kind: str) -> None:
     """Nothing is followed, waited for, or in the way afterwards."""
     place = place_of(backend)

@@ -1,4 +1,4 @@
-"""Try a folder as a disk tier would use it, and leave it as it was."""
+"""Tests whether a folder works as a disk tier, and leaves it as it was."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attrs import frozen
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.layout import ALIGNMENT
-from lmkv.errors import BackendError
+from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 
@@ -23,7 +23,7 @@ _PAYLOAD_PAGES = 16
 
 @frozen
 class FolderFacts:
-    """`tried`: the folder, or its nearest parent if it is not there yet. `direct_io`: O_DIRECT is in use."""
+    """`tried`: the folder, or its nearest parent that exists. `direct_io`: whether O_DIRECT works."""
 
     tried: str
     free_bytes: int
@@ -31,9 +31,10 @@ class FolderFacts:
 
 
 def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"] = "auto") -> FolderFacts:
-    """Store one chunk below `path`, read it back and remove it.
+    """Store one chunk in a temporary folder below `path`, read it and remove it.
 
-    Raises what the backend would: `ConfigError`, or a `BackendError` when the medium fails; or OSError.
+    Raises what the backend raises: `ConfigError`, a `BackendError` when the medium fails
+    (`BackendUnavailable`, with what to do, where a file is in the way), or OSError.
     """
     tried = _existing(Path(path).absolute())
     with tempfile.TemporaryDirectory(prefix=".lmkv-try-", dir=tried) as folder:
@@ -46,12 +47,15 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 
 
 def _existing(path: Path) -> Path:
-    return next(place for place in (path, *path.parents) if place.exists())
+    found = next(place for place in (path, *path.parents) if place.exists())
+    if not found.is_dir():
+        raise BackendUnavailable("disk", "open", reason=f"{found} is not a folder: remove it or name another")
+    return found
 
 
 def _round_trip(backend: LocalDiskBackend) -> None:
     size = _PAYLOAD_PAGES * ALIGNMENT
-    # Memory of its own pages, because O_DIRECT is only used for such.
+    # Memory that is aligned to pages, because O_DIRECT is used for no other.
     with mmap.mmap(-1, size) as given, mmap.mmap(-1, size) as returned:
         given.write(os.urandom(size))
         with memoryview(given) as payload, memoryview(returned) as into:
@@ -60,4 +64,4 @@ def _round_trip(backend: LocalDiskBackend) -> None:
                 raise written.error or BackendError(backend.name, "write", reason=written.reason)
             [read] = backend.read([(_KEY, into)])
             if read.status is not ReadStatus.HIT or into != payload:
-                raise read.error or BackendError(backend.name, "read", reason="other bytes came back")
+                raise read.error or BackendError(backend.name, "read", reason="other bytes than were written")

@@ -1,0 +1,31 @@
+"""What the benchmarks share: common options, turns of engines, and the timing and reports of `lmkv bench`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Collection, Iterator
+
+from lmkv.cli.measure.timing import Row, finish, interleaved, machine, median_ratio
+
+__all__ = ["Row", "arguments_of", "finish", "interleaved", "machine", "median_ratio", "turns"]
+
+PAUSE = 0.5
+"""Seconds: an engine's threads go on spinning for a while after a request, at the cost of the next one."""
+
+
+def arguments_of(page: str | None, *, quick: str | None = None) -> argparse.ArgumentParser:
+    """A parser with --quick and --json, for the program that `page` describes. `quick`: what that means."""
+    parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def turns(engines: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Number of the round and engine to ask: all engines in each round, in shuffled order."""
+    for number in range(rounds):
+        for name in random.sample(list(engines), len(engines)):
+            time.sleep(PAUSE)
+            yield number, name

@@ -1,0 +1,53 @@
+"""Discovery: asking shared tiers, in the background, for chunks that other processes stored there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from lmkv.protocols import ChunkKey
+from lmkv.store.tiers.iopool import Deferred, Job, Priority
+from lmkv.store.tiers.secondary import Secondary
+
+
+class Discovery:
+    """Asks `tiers` for the leading chunks of `keys`. Done when all have answered, or failed to. Thread-safe.
+
+    `on_done`: called once, without the lock.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[ChunkKey],
+        tiers: Sequence[Secondary],
+        on_done: Callable[[Deferred], None] = lambda deferred: None,
+    ) -> None:
+        self._keys = keys
+        self._tiers = tiers
+        self._on_done = on_done
+        self._done = threading.Event()
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "under way"
+        return f"<Discovery {state}: {len(self._keys)} chunks in {', '.join(tier.name for tier in self._tiers)}>"
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until done, at most `timeout` seconds. Returns `done`."""
+        return self._done.wait(timeout)
+
+    def job(self) -> Job:
+        return Job(self._run, Priority.LOAD, self._end)
+
+    def _run(self, deferred: Deferred) -> None:
+        """I/O thread."""
+        for tier in self._tiers:
+            tier.discover(self._keys)
+        self._end(deferred)
+
+    def _end(self, deferred: Deferred) -> None:
+        self._done.set()
+        deferred.calls.append(self._on_done)

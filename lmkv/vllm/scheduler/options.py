@@ -1,0 +1,38 @@
+"""`SchedulerOptions`: how the scheduler side loads and stores."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from attrs import frozen
+
+from lmkv.protocols import Clock
+
+
+@frozen(kw_only=True)
+class SchedulerOptions:
+    """Made once, by the connector, from lmkv's and vLLM's configuration. The fields are in order:
+
+    `ranks`: workers that answer each order. `loads`, `stores`: False switches that direction off, as for a
+    producer or a consumer. `save_decode`: generated tokens are stored too. `min_retrieve_tokens`: smaller
+    hits are computed. `load_or_recompute`: compute what is measured to load more slowly. `load_mode`: within
+    the step that reads the KV ("sync"), between steps ("async"), or as it delays others less ("auto").
+    `concurrent_copies`: the device copies while it computes. `prefetch_deadline`: seconds that a request
+    waits for chunks of lower tiers. `tail_depends_on_next`: the KV at the end of a chunk depends on the token
+    after it, which the chunk's key does not cover. `pin_ttl`: seconds that a prefetch is kept. `clock`: in
+    seconds.
+    """
+
+    ranks: int = 1
+    loads: bool = True
+    stores: bool = True
+    save_decode: bool = True
+    min_retrieve_tokens: int = 0
+    load_or_recompute: bool = True
+    load_mode: Literal["auto", "sync", "async"] = "auto"
+    concurrent_copies: bool = False
+    prefetch_deadline: float = 0.8
+    tail_depends_on_next: bool = False
+    pin_ttl: float = 300.0
+    clock: Clock = time.monotonic

@@ -1,0 +1,195 @@
+"""Chunks that another process stored in a shared tier after the last listing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmkv import Config, Engine
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.protocols import Chunk, ChunkKey
+from lmkv.store.discovery import Discovery
+from lmkv.store.tiered import TieredStore
+from tests.kit import LIMIT, SLOT, Gated, Persistent, chain, get, listing_every, lower, memory, payload, small_store
+
+KEYS = chain("others", 40)
+
+
+def shared_medium(*, shared: bool = True) -> tuple[Gated, CPUPinnedBackend]:
+    """A shared tier whose calls are counted and can be held back, and what another process writes to."""
+    medium = memory(64, "remote")
+    return Gated(Persistent(medium, shared=shared)), medium
+
+
+def others_store(medium: CPUPinnedBackend, keys: list[ChunkKey]) -> None:
+    medium.write([Chunk(key, memoryview(payload(key))) for key in keys])
+
+
+def store_over(gated: Gated, slots: int = 48, capacity: int | None = None) -> TieredStore:
+    """It has listed the tier, which was empty, and will not do so again."""
+    with listing_every(1e6):
+        store = small_store(slots, lower(gated, capacity))
+    assert store.wait_indexed(LIMIT)
+    return store
+
+
+def asked(gated: Gated) -> int:
+    return sum(verb == "contains" for verb, _ in gated.calls)
+
+
+def discovered(store: TieredStore, keys: list[ChunkKey]) -> int:
+    discovery = store.discover(keys)
+    assert discovery is None or discovery.wait(LIMIT)
+    return store.match(keys)[1]
+
+
+def test_what_another_process_stored_is_found_and_read() -> None:
+    gated, medium = shared_medium()
+    store = store_over(gated)
+    others_store(medium, KEYS)
+    assert store.match(KEYS) == (0, 0)
+    assert discovered(store, KEYS) == 40
+    assert get(store, KEYS[:20]) == [0] * 20
+    assert store.stats().tiers[1].used_bytes == 40 * SLOT
+    assert store.discover(KEYS) is None, "all is known"
+
+
+def test_a_prompt_that_nobody_stored_costs_one_question_of_few_keys() -> None:
+    gated, medium = shared_medium()
+    store = store_over(gated)
+    questions: list[int] = []
+    contains = medium.contains
+    medium.contains = lambda keys: questions.append(len(keys)) or contains(keys)  # type: ignore[method-assign,func-returns-value]
+    assert discovered(store, KEYS) == 0
+    others_store(medium, KEYS[:6])
+    assert discovered(store, KEYS) == 6
+    assert questions == [4, 4, 32]
+
+
+def test_a_tier_of_ones_own_is_not_asked() -> None:
+    gated, medium = shared_medium(shared=False)
+    store = store_over(gated)
+    others_store(medium, KEYS)
+    assert store.discover(KEYS) is None
+    assert asked(gated) == 0
+
+
+def test_what_is_cleared_while_it_is_being_asked_for_is_not_served() -> None:
+    gated, medium = shared_medium()
+    store = store_over(gated)
+    others_store(medium, KEYS)
+    gated.shut("delete")
+    late = gated.inner.contains
+
+    def answer_late(keys: list[ChunkKey]) -> list[bool]:
+        answer = late(keys)
+        store.clear()
+        return answer
+
+    gated.inner.contains = answer_late  # type: ignore[method-assign]
+    assert discovered(store, KEYS) == 0
+    gated.open()
+    assert store.drain(LIMIT)
+    assert medium.contains(KEYS) == [False] * 40
+
+
+def test_deleting_reaches_what_the_index_does_not_know() -> None:
+    gated, medium = shared_medium()
+    store = store_over(gated)
+    others_store(medium, KEYS[:4])
+    store.delete(KEYS[:2])
+    assert store.drain(LIMIT)
+    assert medium.contains(KEYS[:4]) == [False, False, True, True]
+    assert discovered(store, KEYS[2:4]) == 2
+    assert store.stats().tiers[1].used_bytes == 2 * SLOT
+
+
+def test_no_more_is_indexed_than_the_capacity_takes() -> None:
+    gated, medium = shared_medium()
+    store = store_over(gated, capacity=10)
+    others_store(medium, KEYS)
+    discovered(store, KEYS)
+    assert store.drain(LIMIT)
+    disk = store.stats().tiers[1]
+    assert disk.chunks <= 10
+    assert disk.used_bytes == disk.chunks * SLOT
+
+
+def test_a_prefetch_goes_on_once_the_tier_has_answered() -> None:
+    gated, medium = shared_medium()
+    store = store_over(gated)
+    others_store(medium, KEYS[:8])
+    gated.shut("contains")
+    promotion = store.promote(KEYS, discover=True)
+    gated.waiting("contains")
+    assert not promotion.done
+    gated.open()
+    assert promotion.wait(LIMIT)
+    assert (len(promotion), promotion.ready) == (8, 8)
+    promotion.release()
+
+
+def test_a_store_that_closes_tells_those_who_wait_for_an_answer() -> None:
+    gated, medium = shared_medium()
+    store = store_over(gated)
+    others_store(medium, KEYS[:8])
+    gated.shut("contains")
+    promotion = store.promote(KEYS, discover=True)
+    gated.waiting("contains")
+    store.close(timeout=0.01)
+    assert promotion.wait(LIMIT)
+    assert promotion.ready == 0
+    gated.open()
+
+
+def test_a_tier_that_fails_to_answer_is_a_miss() -> None:
+    gated, medium = shared_medium()
+    store = store_over(gated)
+    others_store(medium, KEYS)
+
+    def fail(keys: list[ChunkKey]) -> list[bool]:
+        raise OSError("unreachable")
+
+    gated.inner.contains = fail  # type: ignore[method-assign]
+    assert discovered(store, KEYS) == 0
+    assert isinstance(store.discover(KEYS), Discovery), "it is asked again"
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Engine, Engine]:
+    """Two engines over one folder, as two servers have them, neither of which lists it again."""
+    engines = []
+    with listing_every(1e6):
+        for _ in range(2):
+            config = Config(
+                chunk_size=16,
+                max_local_cpu_size=0.001,
+                local_disk=str(tmp_path),
+                max_local_disk_size=0.1,
+                disk_min_free=0,
+            )
+            tensors = [torch.randn(16, 4, 2, 4)]
+            engines.append(Engine.open(tensors, block_size=4, model="m", config=config))
+    assert all(engine.wait_indexed(LIMIT) for engine in engines)
+    return engines[0], engines[1]
+
+
+@pytest.mark.parametrize("verb", ["lookup", "retrieve", "retrieve_layers", "prefetch"])
+def test_an_engine_finds_what_another_one_stored(two: tuple[Engine, Engine], verb: str) -> None:
+    one, other = two
+    with one, other:
+        assert one.store(range(64), range(16), wait=LIMIT) == 64
+        assert one.drain(LIMIT)
+        if verb == "lookup":
+            assert other.lookup(range(64)) == 64
+        elif verb == "retrieve":
+            assert other.retrieve(range(64), range(16)) == 64
+        elif verb == "prefetch":
+            prefetch = other.prefetch(range(64))
+            assert prefetch.wait(LIMIT)
+            assert prefetch.tokens == 64
+        else:
+            with other.retrieve_layers(range(64), range(16)) as reader:
+                assert reader.tokens == 64

@@ -1,0 +1,257 @@
+"""Careless use of an engine: a documented error or right bytes, never wrong ones, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lmkv import Config, Engine
+from lmkv.errors import BackendUnavailable, ClosedError, UsageError
+from tests.forked import Child
+
+BLOCK, CHUNK, BLOCKS = 4, 16, 32
+LIMIT = 60.0
+
+
+def paged(layers: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Different values everywhere; [block, token, head, size]."""
+    shape = (BLOCKS, BLOCK, 2, 8)
+    count = BLOCKS * BLOCK * 16
+    return [torch.arange(count * n, count * (n + 1)).to(dtype).reshape(shape) for n in range(layers)]
+
+
+def open_engine(tensors: list[torch.Tensor], folder: Path | None = None, **options: Any) -> Engine:
+    axis = options.pop("block_axis", 0)
+    disk = {"local_disk": str(folder), "max_local_disk_size": 0.1, "disk_min_free": 0} if folder else {}
+    config = Config(**{"chunk_size": CHUNK, "max_local_cpu_size": 0.001, **disk, **options})
+    return Engine.open(tensors, block_size=BLOCK, model="careless", config=config, block_axis=axis)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with open_engine(paged()) as engine:
+        yield engine
+
+
+# -- what another layout has stored --------------------------------------------------------------------
+
+
+def found_by(folder: Path, tensors: list[torch.Tensor], **options: Any) -> int:
+    with open_engine(tensors, folder, **options) as engine:
+        assert engine.wait_indexed(LIMIT)
+        return engine.lookup(range(CHUNK))
+
+
+def test_another_layout_never_finds_the_chunks(tmp_path: Path) -> None:
+    tensors = paged()
+    with open_engine(tensors, tmp_path) as engine:
+        assert engine.store(range(CHUNK), [0, 1, 2, 3]) == CHUNK
+        assert engine.drain(LIMIT)
+    assert found_by(tmp_path, paged()) == CHUNK
+    permuted = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    assert permuted[0].shape == tensors[0].shape
+    assert found_by(tmp_path, permuted) == 0, "the same shape, other strides"
+    mixed = [tensors[0], tensors[1].view(torch.int32)]
+    assert found_by(tmp_path, mixed) == 0, "another type of the second layer"
+    assert found_by(tmp_path, paged()) == CHUNK, "nobody has destroyed it"
+
+
+def test_the_block_axis_belongs_to_the_layout(tmp_path: Path) -> None:
+    tensors = [torch.randn(2, BLOCKS, BLOCK, 8) for _ in range(2)]
+    with open_engine(tensors, tmp_path, block_axis=1) as engine:
+        assert engine.store(range(CHUNK), [0, 1, 2, 3]) == CHUNK
+        assert engine.drain(LIMIT)
+    # The same bytes per block in the same order, but keys and values are not where the other looks for them.
+    together = [tensor.transpose(0, 1).contiguous() for tensor in tensors]
+    assert found_by(tmp_path, together) == 0
+
+
+# -- arguments -----------------------------------------------------------------------------------------
+
+BAD_BLOCKS = [None, "0123", 3, 1.5, {0: 1}, [[0, 1]], [0.0, 1.0, 2.0, 3.0], [0, 1, 2, float("nan")], [None] * 4]
+BAD_BLOCKS += [[True] * 4, torch.ones(4), torch.ones(4, dtype=torch.bool), np.zeros((2, 2), int), [b"1"] * 4]
+BAD_TOKENS = [None, "tokens", 17, 1.5, dict.fromkeys(range(CHUNK), 1), [[1, 2]] * CHUNK, [1.5] * CHUNK, {1, 2}]
+BAD_TOKENS += [[float("nan")] * CHUNK, [-1] * CHUNK, [2**32] * CHUNK, torch.ones(CHUNK), np.ones((CHUNK, 1), int)]
+
+
+@pytest.mark.parametrize("blocks", BAD_BLOCKS, ids=repr)
+def test_what_is_no_sequence_of_block_ids_is_refused(engine: Engine, blocks: Any) -> None:
+    for call in (engine.store, engine.retrieve):
+        with pytest.raises(UsageError, match="block"):
+            call(range(CHUNK), blocks)
+    assert engine.lookup(range(CHUNK)) == 0
+
+
+@pytest.mark.parametrize("blocks", [[0, 1, 2, 32], [0, 1, 2, -1], [0, 1, 2, 2**70]], ids=repr)
+def test_blocks_that_do_not_exist_are_refused(engine: Engine, blocks: Any) -> None:
+    with pytest.raises(UsageError, match="block"):
+        engine.store(range(CHUNK), blocks)
+    assert engine.lookup(range(CHUNK)) == 0
+    engine.store(range(CHUNK), [0, 1, 2, 3])
+    with pytest.raises(UsageError, match="block"):
+        engine.retrieve(range(CHUNK), blocks)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [range(4), (0, 1, 2, 3), np.arange(4), torch.arange(4), np.arange(4, dtype=np.uint8)],
+    ids=lambda blocks: type(blocks).__name__,
+)
+def test_any_sequence_of_integers_will_do(engine: Engine, blocks: Any) -> None:
+    assert engine.store(range(CHUNK), blocks) == CHUNK
+    assert engine.retrieve(range(CHUNK), blocks) == CHUNK
+
+
+@pytest.mark.parametrize("tokens", BAD_TOKENS, ids=lambda tokens: repr(tokens)[:20])
+def test_what_is_no_sequence_of_tokens_is_refused(engine: Engine, tokens: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: engine.store(tokens, range(4)),
+        lambda: engine.retrieve(tokens, range(4)),
+        lambda: engine.lookup(tokens),
+        lambda: engine.prefetch(tokens),
+        lambda: engine.pin(tokens),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="token"):
+            call()
+
+
+@pytest.mark.parametrize("skip", [-1, -CHUNK, 1.5, None, "16", True])
+def test_a_skip_that_is_no_count_of_tokens_is_refused(skip: Any) -> None:
+    tensors = paged()
+    with open_engine(tensors) as engine:
+        engine.store(range(2 * CHUNK), range(8))
+        before = [tensor.clone() for tensor in tensors]
+        with pytest.raises(UsageError, match="skip_tokens"):
+            engine.retrieve(range(2 * CHUNK), range(8, 16), skip_tokens=skip)
+        with (
+            pytest.raises(UsageError, match="skip_tokens"),
+            engine.retrieve_layers(range(2 * CHUNK), range(8, 16), skip_tokens=skip),
+        ):
+            pass
+        assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("size", [0, -4, 1.5, None, True])
+def test_a_block_size_that_is_no_count_is_refused(size: Any) -> None:
+    with pytest.raises(UsageError, match="block_size"):
+        Engine.open(paged(), block_size=size, model="m", config=Config(max_local_cpu_size=0.001))
+
+
+def test_a_file_in_the_way_of_the_disk_tier_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file")
+    for folder in (tmp_path / "kv", tmp_path / "kv" / "below"):
+        with pytest.raises(BackendUnavailable, match="name a folder"):
+            open_engine(paged(), folder)
+
+
+# -- what is stored with patience ----------------------------------------------------------------------
+
+
+def test_many_short_prompts_stored_with_patience_all_reach_the_disk(tmp_path: Path) -> None:
+    with open_engine(paged(), tmp_path) as engine:
+        for number in range(600):
+            assert engine.store([number] * CHUNK, [0, 1, 2, 3], wait=LIMIT) == CHUNK
+        assert engine.drain(LIMIT)
+        stats = engine.stats().store
+        assert stats.tiers[1].dropped == 0
+        assert stats.tiers[1].chunks == 600
+
+
+def test_threads_that_store_with_patience_lose_nothing_either(tmp_path: Path) -> None:
+    with open_engine(paged(), tmp_path) as engine:
+
+        def store(first: int) -> None:
+            for number in range(first, first + 150):
+                assert engine.store([number] * CHUNK, [0, 1, 2, 3], wait=LIMIT) == CHUNK
+
+        threads = [threading.Thread(target=store, args=(first,)) for first in (0, 1000, 2000)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert engine.drain(LIMIT)
+        assert engine.stats().store.tiers[1].chunks == 450
+
+
+# -- a fork --------------------------------------------------------------------------------------------
+
+
+def in_forked_child(engine: Engine) -> list[str]:
+    """Names of the exceptions that each verb raises in a forked child of this process."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Python warns of forks beside threads, which is what is tried here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        names = []
+        for call in (
+            lambda: engine.retrieve(range(CHUNK), [0, 1, 2, 3]),
+            lambda: engine.store(range(CHUNK), [0, 1, 2, 3]),
+            lambda: engine.lookup(range(CHUNK)),
+            lambda: engine.prefetch(range(CHUNK)),
+            engine.drain,
+            engine.close,
+        ):
+            try:
+                call()
+                names.append("nothing")
+            except BaseException as error:  # noqa: BLE001
+                names.append(type(error).__name__)
+        os.write(writer, " ".join(names).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer.split()
+
+
+def test_a_forked_child_is_told_at_once_and_the_parent_goes_on(tmp_path: Path) -> None:
+    with open_engine(paged(), tmp_path) as engine:
+        assert engine.store(range(CHUNK), [0, 1, 2, 3]) == CHUNK
+        # As if another thread were in the middle of things.
+        with engine._store._lock, engine._store._pool._lock:
+            answers = in_forked_child(engine)
+        assert answers == [*[ClosedError.__name__] * 5, "nothing"]
+        assert engine.drain(LIMIT)
+        assert engine.retrieve(range(CHUNK), [4, 5, 6, 7]) == CHUNK
+
+
+# -- engines that nobody closes ------------------------------------------------------------------------
+
+
+def threads_of_lmkv() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("lmkv")}
+
+
+def drop_engines(tell: Callable[[Any], None], folder: str) -> None:
+    """In a process of its own, where no other test's threads are."""
+    before = threads_of_lmkv()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(3):
+            engine = open_engine(paged(), Path(folder))
+            engine.store([number] * CHUNK, [0, 1, 2, 3])
+            del engine
+        gc.collect()
+    messages = [str(found.message) for found in caught if found.category is ResourceWarning]
+    tell((before, threads_of_lmkv(), messages))
+
+
+def test_a_dropped_engine_ends_its_threads_and_says_so(tmp_path: Path) -> None:
+    with Child(drop_engines, str(tmp_path)) as child:
+        before, after, messages = child.heard()
+    assert after == before == set()
+    assert len(messages) == 3
+    assert all("without close()" in message for message in messages)
