@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class Child:
 
     def __init__(self, work: Callable[..., None], *args: object) -> None:
         self._ear, mouth = _context.Pipe(duplex=False)
-        self._process = _context.Process(target=work, args=(mouth.send, *args))
+        self._process = _context.Process(target=_run, args=(work, mouth.send, *args))
         self._process.start()
         mouth.close()
 
@@ -55,6 +56,19 @@ class Child:
         """By SIGKILL, unless it has ended before; the exit code."""
         self._process.kill()
         return self.ended()
+
+
+def _run(work: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    work(*args)
+
+
+def _end_with_the_parent() -> None:
+    """What works until it is killed must not go on when the tests were killed first."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def python(folder: Path, *arguments: str) -> str:

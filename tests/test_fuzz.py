@@ -19,11 +19,11 @@ from hypothesis import event, given, settings, strategies as st
 
 from lmkv import Config, Engine
 from lmkv.errors import ConfigError, UsageError
+from tests.kit import LIMIT
 
 CANARY = 0xA5
 BLOCK, PAGES = 4, 2
 CHUNK = BLOCK * PAGES
-LIMIT = 60.0
 ALIKE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.int8: torch.uint8, torch.int64: torch.float64}
 """Types of the same size."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.cli.measure.process import ChildFailedError, ChildProcess
+from tests.kit import eventually
 
 PROGRAM = """
 import os, subprocess, sys, time
@@ -72,5 +72,4 @@ def test_a_child_that_does_not_answer_is_killed_with_all_that_it_started(tmp_pat
         with pytest.raises(ChildFailedError, match="did not answer within 1 s"):
             process.ask("hang", timeout=1)
         assert process._child.returncode == -9
-        while not has_ended(other):
-            time.sleep(0.01)
+        eventually(lambda: has_ended(other))

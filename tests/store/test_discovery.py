@@ -12,13 +12,26 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.protocols import Chunk, ChunkKey
 from lmkv.store.discovery import Discovery
 from lmkv.store.tiered import TieredStore
-from tests.kit import LIMIT, SLOT, Gated, Persistent, chain, get, listing_every, lower, memory, payload, small_store
+from tests.kit import (
+    LIMIT,
+    NEVER,
+    SLOT,
+    Gated,
+    Persistent,
+    chain,
+    get,
+    listing_every,
+    lower,
+    memory,
+    payload,
+    small_store,
+)
 
 KEYS = chain("others", 40)
 
 
 def shared_medium(*, shared: bool = True) -> tuple[Gated, CPUPinnedBackend]:
-    """A shared tier whose calls are counted and can be held back, and what another process writes to."""
+    """A shared tier whose calls are counted and can be stopped, and what another process writes to."""
     medium = memory(64, "remote")
     return Gated(Persistent(medium, shared=shared)), medium
 
@@ -29,7 +42,7 @@ def others_store(medium: CPUPinnedBackend, keys: list[ChunkKey]) -> None:
 
 def store_over(gated: Gated, slots: int = 48, capacity: int | None = None) -> TieredStore:
     """It has listed the tier, which was empty, and will not do so again."""
-    with listing_every(1e6):
+    with listing_every(NEVER):
         store = small_store(slots, lower(gated, capacity))
     assert store.wait_indexed(LIMIT)
     return store
@@ -161,7 +174,7 @@ def test_a_tier_that_fails_to_answer_is_a_miss() -> None:
 def two(tmp_path: Path) -> tuple[Engine, Engine]:
     """Two engines over one folder, as two servers have them, neither of which lists it again."""
     engines = []
-    with listing_every(1e6):
+    with listing_every(NEVER):
         for _ in range(2):
             config = Config(
                 chunk_size=16,
@@ -183,7 +196,7 @@ def test_an_engine_finds_what_another_one_stored(two: tuple[Engine, Engine], ver
         assert one.store(range(64), range(16), wait=LIMIT) == 64
         assert one.drain(LIMIT)
         if verb == "lookup":
-            assert other.lookup(range(64)) == 64
+            assert other.lookup(range(64), timeout=LIMIT) == 64
         elif verb == "retrieve":
             assert other.retrieve(range(64), range(16)) == 64
         elif verb == "prefetch":
