@@ -82,7 +82,8 @@ class PolicyBase(ABC):
 
     def acquire(self, key: ChunkKey) -> None:
         """Keep a known key from eviction until it is released. Idempotent."""
-        self._check_known(key)
+        if key not in self._sizes:
+            raise self._unknown(key)
         if key not in self._acquired:
             self._acquired.add(key)
             self._evictable_bytes -= self._sizes[key]
@@ -90,7 +91,8 @@ class PolicyBase(ABC):
 
     def release(self, key: ChunkKey) -> None:
         """A known key may be evicted again. Idempotent."""
-        self._check_known(key)
+        if key not in self._sizes:
+            raise self._unknown(key)
         if key in self._acquired:
             self._acquired.remove(key)
             self._evictable_bytes += self._sizes[key]
@@ -106,9 +108,8 @@ class PolicyBase(ABC):
             self._evictable_bytes -= self._sizes.pop(key)
         return victims
 
-    def _check_known(self, key: ChunkKey) -> None:
-        if key not in self._sizes:
-            raise UsageError(f"chunk {key.hex()} is not in the policy")
+    def _unknown(self, key: ChunkKey) -> UsageError:
+        return UsageError(f"chunk {key.hex()} is not in the policy")
 
     def _first(self, order: Iterable[ChunkKey], nbytes: int, protect: Set[ChunkKey]) -> list[ChunkKey] | None:
         """The first keys of `order` outside `protect` that have `nbytes` together; None when all have not."""
