@@ -473,7 +473,8 @@ _stores: weakref.WeakSet[TieredStore] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for store in list(_stores):
-        store._after_fork()
+        # Whatever state one of them was in, the others must not wait for threads that the child lacks.
+        attempt(store._after_fork, lambda error: logger.warning("lmkv: a store after a fork: %r", error))
 
 
 os.register_at_fork(after_in_child=_after_fork)
