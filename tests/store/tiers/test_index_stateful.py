@@ -151,7 +151,7 @@ class Medium:
             return
         for key in self.sighted:
             self.seen["discovered"] += key not in self.index
-            self.index.discover([key], SIZES[key], self.observation)
+            self.index.discover({key: SIZES[key]}, self.observation)
         self.index.end_observation(self.observation)
         self.observation = None
 
