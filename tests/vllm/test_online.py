@@ -17,8 +17,6 @@ from tests.vllm.harness import prompt
 from tests.vllm.server import SERVED_NAME, Server, child_environment, serving
 
 LENGTH, HIT = 1500, 1280
-TEMPLATE = 50
-"""More tokens than the chat's template adds."""
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOKUP = "lmkv: request {}: total tokens {}, hit tokens {}, to load {}"
 
@@ -71,6 +69,10 @@ def printed_by(script: Path, *arguments: str, **env: str) -> str:
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
+
+
+TEMPLATE = 50
+"""More tokens than the chat's template adds."""
 
 
 def text_of(seed: int, characters: int) -> str:
