@@ -34,13 +34,15 @@ def load_of(engine: SimulatedVLLM, window: int) -> AsyncLoad:
 def test_a_load_that_is_stopped_does_not_end_while_a_window_is_copied(engine: SimulatedVLLM) -> None:
     load = load_of(engine, window=2)
     window = load.advance()
-    assert window is not None and [copy.runs[0].blocks for copy in window.copies] == [[1, 2], [3, 4]]
+    assert window is not None
+    assert [copy.runs[0].blocks for copy in window.copies] == [[1, 2], [3, 4]]
     load.stop()
     assert load.advance() is None, "vLLM would free blocks 1 to 4, and a copy writes them still"
     window.lease.release()
     load.copied(ok=True)
     last = load.advance()
-    assert last is not None and (last.last, last.failed_blocks) == (True, BLOCKS[4:])
+    assert last is not None
+    assert (last.last, last.failed_blocks) == (True, BLOCKS[4:])
 
 
 def test_a_window_that_failed_ends_the_load(engine: SimulatedVLLM) -> None:
@@ -50,5 +52,6 @@ def test_a_window_that_failed_ends_the_load(engine: SimulatedVLLM) -> None:
     window.lease.release()
     load.copied(ok=False)
     last = load.advance()
-    assert last is not None and (last.last, last.failed_blocks) == (True, BLOCKS)
+    assert last is not None
+    assert (last.last, last.failed_blocks) == (True, BLOCKS)
     assert load.advance() is None
