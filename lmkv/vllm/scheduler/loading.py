@@ -279,15 +279,18 @@ class LoadPlanner:
         self._jobs[order.job] = _Job(state, lease, start // self._chunk_size, start=start, unconfirmed=unconfirmed)
 
     def _begin_async_load(self, state: RequestState, tables: BlockTables, end: int) -> None:
-        start, size = state.computed, self._chunk_size
+        start = state.computed
+        keys = state.promised[start // self._chunk_size :]
+        here = self._store.match(keys)[0]
         load = AsyncLoad(
             self._store,
             self._geometry,
-            state.promised[start // size :],
+            keys,
             [list(table) for table in tables],
             start,
             end,
-            self._window,
+            # What is in host memory already is copied as one window, if others still find slots meanwhile.
+            here if here == len(keys) <= self._max_promoted else self._window,
             self._options.prefetch_deadline,
             self._clock,
         )
@@ -344,7 +347,7 @@ class LoadPlanner:
         # Not before the last rank has answered: until then they read the slots.
         job.lease.release()
         if job.load is not None:
-            job.load.copied() if report.ok else job.load.stop()
+            job.load.copied(report.ok)
         if report.ok:
             state.load_bytes += report.nbytes
             state.load_seconds += report.seconds
