@@ -148,8 +148,9 @@ def test_every_request_option_is_explained() -> None:
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::([\w:]+)`")
 
 
-def test_every_test_that_proves_a_row_exists() -> None:
-    named = NAMED_TEST.findall((ROOT / "docs" / "vllm.md").read_text())
+@pytest.mark.parametrize("page", ["vllm.md", "documents.md"])
+def test_every_test_that_proves_a_row_exists(page: str) -> None:
+    named = NAMED_TEST.findall((ROOT / "docs" / page).read_text())
     missing = [
         f"{path}::{name}"
         for path, name in named
@@ -157,6 +158,14 @@ def test_every_test_that_proves_a_row_exists() -> None:
     ]
     assert named
     assert missing == []
+
+
+def test_every_row_of_the_documents_names_a_test_or_is_open() -> None:
+    items = [row for row in rows("documents.md") if re.match(r"\| \d", row)]
+    assert [int(row.split("|")[1]) for row in items] == list(range(1, 50))
+    assert [
+        row for row in items if bool(re.search(r"\bopen\b", row.split("|")[3])) == ("tests/" in row.split("|")[4])
+    ] == []
 
 
 def section(page: str, heading: str) -> str:

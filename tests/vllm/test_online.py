@@ -184,6 +184,21 @@ def test_query_twice_runs_against_the_server(server: Server, text: str, tmp_path
     assert "Answers are equal: yes" in printed
 
 
+def test_a_query_is_cold_again_with_another_beginning(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(text_of(67, 1500))
+    query = ["--base-url", f"{server.url}/v1", "--file", str(tmp_path / "text"), "--max-tokens", "1"]
+
+    def cold(*more: str) -> int:
+        printed = printed_by(EXAMPLES / "query_twice.py", *query, *more)
+        found = re.search(r"^Cold TTFT: .* s, (.*) tokens not computed$", printed, re.MULTILINE)
+        assert found, printed
+        return int(found[1].replace(",", ""))
+
+    assert cold() < 100
+    assert cold() >= 1280
+    assert cold("--prefix", "again") < 100
+
+
 def test_a_killed_server_hits_disk_when_it_is_started_again(
     server: Server, model: Path, disk: Path, tmp_path: Path
 ) -> None:
