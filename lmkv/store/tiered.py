@@ -422,8 +422,8 @@ class TieredStore:
         deferred.run(self._pool)
         return known
 
-    def clear(self) -> int:
-        """Remove everything from every tier; returns how many chunks that were.
+    def clear(self, *, lower: bool = True) -> int:
+        """Remove everything, without `lower` from the primary tier alone; returns how many chunks that were.
 
         From its return on nothing of before is served, not even what is being stored or loaded right now, or
         what other processes have put into a shared tier. `drain` waits until it is deleted, too.
@@ -432,7 +432,7 @@ class TieredStore:
         with self._lock:
             keys = set(self._primary.clear())
             self._pins.clear()
-            for tier in self._tiers:
+            for tier in self._tiers if lower else ():
                 keys.update(tier.index.clear())
                 deferred.jobs.append(Job(_without_plans(tier.delete_all), Priority.LOAD, _nothing))
         deferred.run(self._pool)

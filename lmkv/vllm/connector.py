@@ -214,7 +214,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """All layers of a block next to each other, on devices whose attention backends support it."""
         config = _config(vllm_config)
-        wanted = config.block_major and not config.use_layerwise
+        wanted = config.block_major and not config.use_layerwise and compat.may_be_block_major(vllm_config)
         return "BLHNC" if wanted and vllm_config.device_config.device_type == "cuda" else None
 
     # -- scheduler side -----------------------------------------------------------------------------------
@@ -295,7 +295,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     @_harmless(lambda: False)
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
-            self._scheduler.reset()
+            # A pause may precede other weights, or none: what other processes share on a disk is not its to delete.
+            self._scheduler.reset(delete=not compat.is_pausing())
         return True
 
     # -- worker side --------------------------------------------------------------------------------------
@@ -334,7 +335,11 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        finished, failed = (set(), set()) if self._worker is None else self._worker.take_finished()
+        if self._worker is None:
+            return KVConnectorTransferResults(finished_sending=set(), finished_recving=set(), failed_recving=set())
+        # Copies that have ended since the last step are reported with this one.
+        self._worker.poll()
+        finished, failed = self._worker.take_finished()
         return KVConnectorTransferResults(finished_sending=set(), finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -343,8 +348,6 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:
             return None
-        # Copies that have ended since the last step are reported with this one.
-        self._worker.poll()
         report = self._worker.take_report()
         return None if report is None else LMKVWorkerMetadata(report)
 

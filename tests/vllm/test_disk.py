@@ -90,12 +90,12 @@ def test_a_prompt_four_times_the_ram_tier_is_loaded_from_disk(model: Path, tmp_p
         # Copies down are refused when too many wait: another pass stores what is missing.
         for _ in range(100):
             running.forget_local()
-            if running.store.stats().tiers[1].chunks == 16:
+            if running.store.stats().tiers[1].chunks == 17:
                 break
             running.run([ids])
             drain(running)
         warm = running.run([ids])[0]
-        assert external_hits(warm) == 16 * 256
+        assert external_hits(warm) == 16 * 256 + 39
         assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
         assert sources(warm).get("disk", 0) >= 12 * 256
         running.assert_nothing_leaked()
@@ -107,7 +107,7 @@ def test_damaged_files_are_recomputed_with_equal_output(model: Path, tmp_path: P
         cold = first.run([ids])[0]
         drain(first)
     files = sorted(tmp_path.rglob("*.kv1"))
-    assert len(files) == 5
+    assert len(files) == 6
     for index, path in enumerate(files):
         data = bytearray(path.read_bytes())
         data[len(data) // 2 + index] ^= 1
@@ -160,3 +160,23 @@ def test_reset_empties_the_disk_too(model: Path, tmp_path: Path) -> None:
         drain(running)
         assert not list(tmp_path.rglob("*.kv1"))
         assert external_hits(running.run([ids])[0]) == 0
+
+
+def test_a_pause_keeps_the_disk_for_others_and_serves_nothing_of_it(model: Path, tmp_path: Path) -> None:
+    ids = prompt(38, 600)
+    with over_disk(model, tmp_path) as running:
+        running.run([ids])
+        drain(running)
+        files = sorted(tmp_path.rglob("*.kv1"))
+        core = running.llm.llm_engine.engine_core.engine_core
+        core.pause_scheduler("abort", clear_cache=True)
+        core.resume_scheduler()
+        drain(running)
+        assert len(files) == 3
+        assert sorted(tmp_path.rglob("*.kv1")) == files
+        assert external_hits(running.run([ids])[0]) == 0
+        running.forget_local()
+        assert external_hits(running.run([ids])[0]) == 599, "what is stored after it is found"
+    with over_disk(model, tmp_path) as another:
+        assert another.store.wait_indexed(LIMIT)
+        assert sources(another.run([ids])[0]) == {"cpu": 0, "disk": 599}

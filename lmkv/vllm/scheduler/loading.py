@@ -360,7 +360,7 @@ class LoadPlanner:
         self.admission.end(state)
         state.disabled = True
         state.hit_tokens = 0
-        state.stored = min(state.stored, job.first_chunk)
+        state.stored, state.tail_due = min(state.stored, job.first_chunk), True
 
     def forget(self, state: RequestState) -> None:
         """The request has ended: release what it references."""

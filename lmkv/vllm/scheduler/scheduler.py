@@ -6,6 +6,7 @@ be simulated. Nothing here waits or does I/O.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}
         self._reports: dict[int, JobReport] = {}
         self._mapped = False
+        self._epoch = ""
 
     def __repr__(self) -> str:
         return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"
@@ -79,7 +81,7 @@ class Scheduler:
         if state is None or state.request is not request:
             self._forget(request.request_id)
             options = RequestOptions.of(request)
-            root = request_root(self._namespace, request, options.tags)
+            root = request_root(self._namespace, request, options.tags, self._epoch)
             chain = KeyChain(root, self._chunk_size, content_extras(request, self._chunk_size))
             state = self._requests[request.request_id] = RequestState(request, root, chain, options)
             if self._options.save_unfull_chunk:
@@ -198,14 +200,20 @@ class Scheduler:
         """Whether copies have been ordered whose end has not been reported."""
         return self._loading.busy or self._storing.busy
 
-    def reset(self) -> None:
-        """Remove everything from every tier; nothing that was cached before is served afterwards."""
-        self._store.clear()
+    def reset(self, *, delete: bool = True) -> None:
+        """Serve nothing of before any more, and delete it from every tier.
+
+        Without `delete` lower tiers keep it, for other processes and for the next start: from now on this one
+        has other keys.
+        """
+        if not delete:
+            self._epoch = secrets.token_hex(16)
+        self._store.clear(lower=delete)
         for state in self._requests.values():
             state.drop_lease()
             state.drop_promotion()
             # What is running was computed before the reset, perhaps with other weights.
-            state.options.skip_save = True
+            state.options.skip_save = state.options.skip_load = True
 
     def close(self) -> None:
         """Forget every request and close the store, which finishes its I/O within a bounded time."""

@@ -144,7 +144,7 @@ class StorePlanner:
         state = job.state
         if job.tainted or not report.ok:
             job.reservation.abort()
-            state.stored = min(state.stored, job.first_chunk)
+            state.stored, state.tail_due = min(state.stored, job.first_chunk), True
             # A copy that failed once would fail in every step that followed.
             state.options.skip_save |= not report.ok
             return
