@@ -12,21 +12,25 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 import torch
 from attrs import define, field
 
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
+from lmkv.memory.device import Staging
+from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.policies import LRU
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
+from lmkv.testing.simulated_device import SimulatedDevice
 from lmkv.vllm.geometry import Geometry, Group
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
@@ -95,7 +99,8 @@ class _Step:
 class SimulatedVLLM:
     """One engine: block pool, waiting and running queues, `depth` steps between scheduling and knowing.
 
-    `io_moves`: how often jobs get on between two steps, at most; three times, and one is done.
+    `io_moves`: how often jobs get on between two steps, at most; three times, and one is done. `device`: each
+    rank computes and copies on a simulated device of its own, some time after it was told to.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class SimulatedVLLM:
         prefix_caching: bool = False,
         aborts: float = 0.0,
         io_moves: int = 10,
+        device: bool = False,
     ) -> None:
         self.rng = rng
         self.io_moves = io_moves
@@ -167,11 +173,25 @@ class SimulatedVLLM:
         self.memories: list[list[np.ndarray]] = []
         """Of each rank, and each of its layers, the same bytes as the worker's."""
         self.workers = []
+        self.devices: list[SimulatedDevice] = []
+        self.ended_on = Counter[str]()
+        """Ranks on which the load of a request has ended, until it has on all of them."""
+        self.failed_on: set[str] = set()
+        self.wrong: list[str] = []
+        """What the devices have read that was not right."""
         for rank in range(ranks):
             rows = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in layers]
             single = len(self.groups) == 1
             worker = Worker(rank, layout, block_level_failures=single, layerwise=layerwise and single)
-            worker.register(PagedMemory(rows, [layer.group for layer in layers], fuse=False))
+            memory = PagedMemory(rows, [layer.group for layer in layers], fuse=False)
+            if device:
+                self.devices.append(SimulatedDevice(rng.randrange(2**32), rng.choice([None, 0])))
+                self.devices[-1].adopt(rows)
+            with pytest.MonkeyPatch.context() as patch:
+                if device:
+                    staging = Staging(self.devices[-1], memory, rng.choice([1, 500, 5000]))
+                    patch.setattr("lmkv.vllm.worker.make_staging", lambda *_, staging=staging: staging)
+                worker.register(memory)
             self.memories.append([row.numpy() for row in rows])
             self.workers.append(worker)
         self.waiting: list[SimulatedRequest] = []
@@ -224,9 +244,29 @@ class SimulatedVLLM:
 
     def _poison(self, group: int, block: int) -> None:
         """A freed block is soon another request's: what still reads it must be caught."""
-        for rows in self.memories:
+        for rank, rows in enumerate(self.memories):
             for index in self._layers(group):
-                rows[index][block] = 0xEE
+                self._write(rank, rows[index], block, 0xEE)
+
+    def _launch(self, rank: int, work: Callable[[], object]) -> None:
+        """Computation of a rank: now, or whenever its device comes to it."""
+        if self.devices:
+            self.devices[rank].launch(work)
+        else:
+            work()
+
+    def _write(self, rank: int, row: np.ndarray, block: int, value: Any) -> None:
+        def write() -> None:
+            row[block] = value
+
+        self._launch(rank, write)
+
+    def _read(self, rank: int, row: np.ndarray, block: int, page: bytes, where: str) -> None:
+        def read() -> None:
+            if row[block].tobytes() != page:
+                self.wrong.append(where)
+
+        self._launch(rank, read)
 
     def _layers(self, group: int) -> range:
         return range(2 * group, 2 * group + 2)
@@ -412,11 +452,11 @@ class SimulatedVLLM:
             block = request.blocks[group][place]
             if block == NULL:
                 continue
-            for rows in self.memories:
+            for rank, rows in enumerate(self.memories):
                 for layer in self._layers(group):
                     page = page_of(request.cache_salt, truth[: (place + 1) * size], layer)
                     whole = (place + 1) * size <= high and not request.tainted
-                    rows[layer][block] = np.frombuffer(page, np.uint8) if whole else 0xDD
+                    self._write(rank, rows[layer], block, np.frombuffer(page, np.uint8) if whole else 0xDD)
 
     def _check(self, request: SimulatedRequest, failed: set[int]) -> None:
         """What this step reads of earlier tokens is what a prefill from scratch would have written."""
@@ -431,12 +471,11 @@ class SimulatedVLLM:
                     request.tainted = True
                     return
                 assert block != NULL, f"{request.request_id}: block {place} within the window is null"
-                for rows in self.memories:
+                for rank, rows in enumerate(self.memories):
                     for layer in self._layers(index):
                         page = page_of(request.cache_salt, truth[: (place + 1) * group.block_size], layer)
-                        assert rows[layer][block].tobytes() == page, (
-                            f"{request.request_id}: wrong KV in layer {layer}, block {place}"
-                        )
+                        where = f"{request.request_id}: wrong KV in layer {layer}, block {place}"
+                        self._read(rank, rows[layer], block, page, where)
 
     def _execute(self, plan: Any, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> _Step:
         reports, failed_blocks = [], set()
@@ -444,6 +483,9 @@ class SimulatedVLLM:
         failed: set[str] = set()
         for worker in self.workers:
             worker.begin(plan)
+            if isinstance(worker._copier, DeviceCopier):
+                # Now, and not when a thread comes to it: the same seed gives the same history.
+                worker._copier.pins.wait()
             self._break(worker)
             worker.load()
             for layer in range(len(self.memories[0]) if scheduled else 0):
@@ -463,18 +505,32 @@ class SimulatedVLLM:
             done, bad = worker.take_finished()
             finished.append(done)
             failed |= bad
+        assert not self.wrong
         present = [report for report in reports if report is not None]
         merged = None
         for report in present:
             merged = report if merged is None else merged.merge(report)
-        assert all(done == finished[0] for done in finished), "every rank reports the same requests"
+        ended = self._ended_everywhere(finished)
         sampled = []
         for request, count in scheduled.items():
             if request.computed + count - drafted.get(request.request_id, 0) == request.num_tokens + request.in_flight:
                 request.in_flight += 1
                 sampled.append((request, request.epoch))
         before = {request.request_id: request.computed for request in scheduled}
-        return _Step(sampled, merged, failed_blocks, finished[0], failed, before)
+        # As vLLM: a rank may report the failure before the others have ended.
+        self.failed_on |= failed
+        failed = self.failed_on & ended
+        self.failed_on -= failed
+        return _Step(sampled, merged, failed_blocks, ended, failed, before)
+
+    def _ended_everywhere(self, finished: list[set[str]]) -> set[str]:
+        """The requests whose loads have ended on every rank by now, as vLLM counts them."""
+        assert self.devices or all(done == finished[0] for done in finished), "every rank reports the same requests"
+        self.ended_on.update(name for done in finished for name in done)
+        ended = {name for name, ranks in self.ended_on.items() if ranks == len(self.workers)}
+        for name in ended:
+            del self.ended_on[name]
+        return ended
 
     def _break(self, worker: Worker) -> None:
         """Let single copies fail from now on, as those of a broken mapping or device would."""
@@ -552,7 +608,10 @@ class SimulatedVLLM:
                     self._take_output(self.pipeline.pop(0))
         else:
             raise AssertionError(f"stuck: {self.waiting} {self.running} {self.loading}")
-        for _ in range(2):
+        for turn in range(limit):
+            # As vLLM steps on without requests, for copies that have not been reported.
+            if turn >= 2 and not self.scheduler.busy:
+                break
             self.step()
             while self.pipeline:
                 self._take_output(self.pipeline.pop(0))
@@ -566,6 +625,7 @@ class SimulatedVLLM:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+        assert not self.wrong
         self.scheduler.close()
 
 
