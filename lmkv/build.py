@@ -13,14 +13,16 @@ from lmkv.store.tiered import TieredStore
 
 
 def build_store(
-    config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, pinned: bool = False
+    config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, engine: str = "", engines: int = 1
 ) -> TieredStore:
     """The store of a configuration. Raises ConfigError when host memory cannot hold one chunk.
 
-    `shared`: other processes map the slots, and touch their pages. `pinned`: a device's driver pins them.
+    `shared`: other processes map the slots, which they find by the name of the `engine`. `engines`: how many
+    share this host.
     """
+    # Whoever copies has the pages mapped: each rank those of its own part.
     host = CPUPinnedBackend(
-        config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=not shared, pinned=pinned
+        config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines
     )
     return TieredStore(
         Tier(host, make_policy(config.cache_policy)),

@@ -257,6 +257,9 @@ class Config:
     block_major: bool = _option(
         True, _boolean, "On CUDA devices, ask vLLM to keep all layers of a block in one run of bytes"
     )
+    device_staging_size: float = _option(
+        1.0, _number(0, above=True), "Memory of each device for stores on their way; a quarter more for loads", "GiB"
+    )
     pin_ttl: float = _option(300.0, _number(0, above=True), "How long a pin lasts that is not released", "s")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
     """Where values came from, by name; `load` fills it in."""
@@ -293,6 +296,10 @@ class Config:
     @property
     def max_local_cpu_bytes(self) -> int:
         return int(self.max_local_cpu_size * GIB)
+
+    @property
+    def device_staging_bytes(self) -> int:
+        return int(self.device_staging_size * GIB)
 
     @property
     def max_local_disk_bytes(self) -> int:

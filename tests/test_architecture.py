@@ -68,18 +68,18 @@ BUDGET = {
     "engine": 320,
     "registry": 30,
     "chunks": 330,
-    "memory": 850,
+    "memory": 990,
     "policies": 210,
     "store": 900,
     "store.tiers": 935,
     "backends": 360,
     "backends.disk": 700,
-    "vllm": 920,
+    "vllm": 960,
     "vllm.scheduler": 780,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 6770
+WHOLE = 6960
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

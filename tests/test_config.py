@@ -38,6 +38,7 @@ DEFAULTS: dict[str, object] = {
     "load_mode": "auto",
     "use_layerwise": False,
     "block_major": True,
+    "device_staging_size": 1.0,
     "pin_ttl": 300.0,
 }
 
