@@ -152,6 +152,8 @@ class Worker:
     def begin(self, plan: StepPlan) -> None:
         """Take the orders of a step. Each is executed once, whether or not the model runs in that step."""
         self._plan = plan
+        if plan.timed:
+            self._report.steps.add(plan.timed)
         if plan.slab is not None:
             self._attach(plan.slab)
 
@@ -279,7 +281,7 @@ class Worker:
     def take_report(self) -> WorkerReport | None:
         """What finished since the last call, or None."""
         report, self._report = self._report, WorkerReport()
-        return report if report.jobs else None
+        return report if report.jobs or report.steps else None
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that loads have failed to fill since the last call."""
