@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.layout import KVLayout
@@ -11,6 +13,8 @@ from lmkv.policies import make_admission, make_policy
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 
+logger = logging.getLogger(__name__)
+
 
 def build_store(
     config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, pinned: bool = False
@@ -19,6 +23,8 @@ def build_store(
 
     `shared`: other processes map the slots, and touch their pages. `pinned`: a device's driver pins them.
     """
+    for level, remark in config.remarks:
+        logger.log(level, "lmkv: %s", remark)
     host = CPUPinnedBackend(
         config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=not shared, pinned=pinned
     )
