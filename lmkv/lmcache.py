@@ -153,8 +153,8 @@ def _flat(found: _Given) -> _Given:
             inner = ()
     if not isinstance(inner, dict | None):
         raise ConfigError(f"{source}: extra_config must be a mapping, in the environment as JSON")
-    named = {key if isinstance(key, str) else shown(key): value for key, value in (inner or {}).items()}
-    return found | {f"extra_config.{key}": (value, source) for key, value in named.items()}
+    keys = {key if isinstance(key, str) else shown(key): value for key, value in (inner or {}).items()}
+    return found | {f"extra_config.{key}": (value, source) for key, value in keys.items()}
 
 
 def _key(variable: str) -> str:

@@ -78,7 +78,7 @@ def check(file: Annotated[Path, typer.Argument(help="A YAML file, lmkv's or LMCa
 
 
 def is_lmcache(file: Path) -> bool:
-    """Whether this file is LMCache's. One that names only what both have is lmkv's, and means the same."""
+    """Whether this file is LMCache's. One that names only what both have counts as lmkv's."""
     keys, ours, theirs = set(read_yaml(file)), own_keys(), {*lmcache.table(), "extra_config"}
     return bool(keys & (theirs - ours)) and not keys & (ours - theirs)
 
