@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.layout import KVLayout
@@ -10,6 +12,8 @@ from lmkv.config import Config
 from lmkv.policies import make_admission, make_policy
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
 
 
 def build_store(
@@ -20,6 +24,8 @@ def build_store(
     `shared`: other processes map the slots, which they find by the name of the `engine`. `engines`: how many
     share this host.
     """
+    for level, remark in config.remarks:
+        logger.log(level, "lmkv: %s", remark)
     # Whoever copies has the pages mapped: each rank those of its own part.
     host = CPUPinnedBackend(
         config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines
