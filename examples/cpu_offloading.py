@@ -81,7 +81,8 @@ def max_model_len(args: argparse.Namespace) -> int:
 def host_memory_gib(args: argparse.Namespace, bytes_per_token: float) -> float:
     """For all prompts, but at most half of the machine's memory, and at least 1 GiB.
 
-    lmkv itself cuts this to what is available and, with a GPU, to what RLIMIT_MEMLOCK lets it pin.
+    lmkv itself cuts this to what is available. It pins the memory through the GPU's driver, for which the limit
+    of locked memory (`ulimit -l`) does not count.
     """
     wanted = args.num_prompts * args.num_tokens * bytes_per_token
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

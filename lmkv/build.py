@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.layout import KVLayout
@@ -11,16 +13,22 @@ from lmkv.policies import make_admission, make_policy
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 
+logger = logging.getLogger(__name__)
+
 
 def build_store(
-    config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, pinned: bool = False
+    config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, engine: str = "", engines: int = 1
 ) -> TieredStore:
     """The store of a configuration. Raises ConfigError when host memory cannot hold one chunk.
 
-    `shared`: other processes map the slots, and touch their pages. `pinned`: a device's driver pins them.
+    `shared`: other processes map the slots, which they find by the name of the `engine`. `engines`: how many
+    share this host.
     """
+    for level, remark in config.remarks:
+        logger.log(level, "lmkv: %s", remark)
+    # Whoever copies has the pages mapped: each rank those of its own part.
     host = CPUPinnedBackend(
-        config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=not shared, pinned=pinned
+        config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines
     )
     return TieredStore(
         Tier(host, make_policy(config.cache_policy)),

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from importlib.resources import files
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
@@ -18,7 +18,9 @@ from urllib.parse import unquote
 
 from attrs import Attribute, field, fields, frozen
 
+from lmkv import lmcache
 from lmkv.errors import ConfigError, shown
+from lmkv.lmcache import EXTRA, SERVICE_LINK, VARIABLE
 from lmkv.policies import ADMISSIONS, POLICIES
 
 GIB: Final = 1 << 30
@@ -26,13 +28,9 @@ GIB: Final = 1 << 30
 
 DEFAULT: Final = "default"
 KEYWORD: Final = "keyword"
-EXTRA: Final = "kv_connector_extra_config"
 ENV_PREFIX: Final = "LMKV_"
 ENV_FILE: Final = "LMKV_CONFIG_FILE"
 RESERVED_ENV: Final = frozenset({ENV_FILE, "LMKV_LOG_LEVEL", "LMKV_CHECK_LOCKS"})
-
-# Kubernetes sets such variables in every pod for a service whose name begins with "lmkv".
-_SERVICE_LINK: Final = re.compile(r"LMKV_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
 
 _FILE_URL: Final = re.compile(r"(?i:file):(//(localhost)?(?=/))?(?P<path>/(?!/).*)")
 _OTHER_URL: Final = re.compile(r"(?i)file:|[a-z][a-z0-9+.-]*://")
@@ -257,9 +255,14 @@ class Config:
     block_major: bool = _option(
         True, _boolean, "On CUDA devices, ask vLLM to keep all layers of a block in one run of bytes"
     )
+    device_staging_size: float = _option(
+        1.0, _number(0, above=True), "Memory of each device for stores on their way; a quarter more for loads", "GiB"
+    )
     pin_ttl: float = _option(300.0, _number(0, above=True), "How long a pin lasts that is not released", "s")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
     """Where values came from, by name; `load` fills it in."""
+    remarks: tuple[tuple[int, str], ...] = field(default=(), eq=False, repr=False)
+    """What to log about the sources, with its level; `load` fills it in."""
 
     def __attrs_post_init__(self) -> None:
         if self.local_disk is not None and self.max_local_disk_size == 0:
@@ -281,18 +284,36 @@ class Config:
 
         `file` may also be named by LMKV_CONFIG_FILE. `env`: LMKV_CHUNK_SIZE and so on. `extra`: vLLM's
         `kv_connector_extra_config`, its keys plain or as `lmkv.chunk_size`. An unknown key or bad value in
-        any of them, even one that a stronger source replaces, is a `ConfigError`.
+        any of them, even one that a stronger source replaces, is a `ConfigError`. Where none of all these is
+        given, LMCache's are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`.
         """
+        extra, file = extra or {}, file or env.get(ENV_FILE)
+        settings = list(_settings(overrides, file, env, extra))
+        theirs = lmcache.named(env, extra)
+        if not theirs or settings or file:
+            ignored = f"settings of lmkv's own are given, so LMCache's are not read: {lmcache.listed(theirs)}"
+            return cls.of(settings, [(logging.WARNING, ignored)] if theirs else [])
+        translation = lmcache.translate(env, extra, read_yaml)
+        translation.check()
+        return cls.of(translation.settings, translation.remarks())
+
+    @classmethod
+    def of(cls, settings: Iterable[tuple[Any, object, str]], remarks: Iterable[tuple[int, str]] = ()) -> Config:
+        """From `(key, value, source)`; a later one replaces an earlier one."""
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
-        for key, value, source in _settings(overrides, file or env.get(ENV_FILE), env, extra or {}):
+        for key, value, source in settings:
             values[key] = _parsed(_known(key, value, source), value, source)
             sources[key] = source
-        return cls(**values, sources=sources)
+        return cls(**values, sources=sources, remarks=tuple(remarks))
 
     @property
     def max_local_cpu_bytes(self) -> int:
         return int(self.max_local_cpu_size * GIB)
+
+    @property
+    def device_staging_bytes(self) -> int:
+        return int(self.device_staging_size * GIB)
 
     @property
     def max_local_disk_bytes(self) -> int:
@@ -341,19 +362,22 @@ def _settings(
     for key, value in overrides.items():
         yield key, value, KEYWORD
     if file:
-        for key, value in _read_yaml(Path(file)).items():
+        for key, value in read_yaml(Path(file)).items():
             yield key, value, f"file {os.fspath(file)}"
     for name in sorted(env):
-        if name.startswith(ENV_PREFIX) and name not in RESERVED_ENV and not _SERVICE_LINK.fullmatch(name):
-            yield name.removeprefix(ENV_PREFIX).lower(), env[name], f"environment {name}"
+        if name.startswith(ENV_PREFIX) and name not in RESERVED_ENV and not SERVICE_LINK.fullmatch(name):
+            yield name.removeprefix(ENV_PREFIX).lower(), env[name], f"{VARIABLE}{name}"
     for name, value in extra.items():
+        if lmcache.owns(name):
+            continue
         key = name.removeprefix("lmkv.") if isinstance(name, str) else name
         if key != name and key in extra:
             raise ConfigError(f"{EXTRA}: both {key!r} and {name!r} are given")
         yield key, value, EXTRA
 
 
-def _read_yaml(path: Path) -> dict[str, object]:
+def read_yaml(path: Path) -> dict[Any, object]:
+    """The mapping in a file. Raises ConfigError for whatever is none."""
     # Imported here, because only who has a file needs it.
     import yaml
 
@@ -392,22 +416,9 @@ def _known(key: Any, value: object, source: str) -> Attribute[Any]:
 def _hint(key: object) -> str:
     if not isinstance(key, str) or len(key) > 100:
         return "; keys are names of settings"
-    name = key.removeprefix("lmcache.")
-    if name in _LMCACHE_EQUIVALENT:
-        return f"; it is LMCache's, here it is {_LMCACHE_EQUIVALENT[name]!r}"
-    if name in lmcache_only():
-        return "; it is LMCache's, and lmkv does not support it"
-    if name != key and name in _OPTIONS:
-        return f"; it is LMCache's, here it is {name!r}"
+    name = key.removeprefix(lmcache.PREFIX)
+    theirs = lmcache.table().get(name) or lmcache.table().get(f"extra_config.{name}")
+    if theirs and (name != key or name not in _OPTIONS):
+        return f"; it is LMCache's, {f'here it is {theirs.setting!r}' if theirs.setting else theirs.why}"
     close = difflib.get_close_matches(name, _OPTIONS, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def lmcache_only() -> frozenset[str]:
-    """The settings of LMCache that lmkv does not have."""
-    lines = (files("lmkv") / "lmcache_settings.txt").read_text("utf-8").splitlines()
-    return frozenset(name for line in lines if not line.startswith("#") for name in line.split())
-
-
-_LMCACHE_EQUIVALENT: Final = MappingProxyType({"pin_timeout_sec": "pin_ttl", "use_odirect": "disk_direct"})
-"""LMCache's names for what lmkv has under another name."""

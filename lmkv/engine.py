@@ -170,8 +170,7 @@ class Engine:
             block_size=block_size,
             layout=repr((block_axis, [_page_format(tensor, block_axis) for tensor in tensors])),
         )
-        pinned = memory.device.type != "cpu"
-        store = build_store(config, namespace, layout, shared=False, pinned=pinned)
+        store = build_store(config, namespace, layout, shared=False)
         try:
             return cls(store, namespace, layout=layout, memory=memory, pin_ttl=config.pin_ttl, name=name)
         except BaseException:
@@ -464,9 +463,11 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            if self._copier is not None:
-                self._copier.close()
-        self._store.close()
+            try:
+                if self._copier is not None:
+                    self._copier.close()
+            finally:
+                self._store.close()
 
     def __enter__(self) -> Self:
         return self

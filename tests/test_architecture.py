@@ -29,7 +29,7 @@ PACKAGE = Path(lmkv.errors.__file__).parent
 
 BASE = frozenset({"errors", "outcomes", "protocols", "chunks"})
 STORE = BASE | {"memory", "store", "store.tiers"}
-BUILT = STORE | {"policies", "backends", "backends.disk", "config", "build"}
+BUILT = STORE | {"policies", "backends", "backends.disk", "lmcache", "config", "build"}
 
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -37,7 +37,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "protocols": frozenset({"errors", "outcomes"}),
     "chunks": frozenset({"errors"}),
     "policies": frozenset({"errors", "protocols"}),
-    "config": frozenset({"errors", "policies"}),
+    "lmcache": frozenset({"errors"}),
+    "config": frozenset({"errors", "policies", "lmcache"}),
     "memory": frozenset({"errors", "chunks"}),
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
     "store.tiers": STORE - {"store"},
@@ -63,27 +64,29 @@ BUDGET = {
     "errors": 30,
     "outcomes": 50,
     "protocols": 90,
+    "lmcache": 120,
     "config": 310,
     "build": 50,
     "engine": 320,
     "registry": 30,
-    "chunks": 330,
-    "memory": 850,
-    "policies": 210,
-    "store": 900,
-    "store.tiers": 935,
+    "chunks": 350,
+    "memory": 990,
+    "policies": 165,
+    "store": 910,
+    "store.tiers": 1045,
     "backends": 360,
     "backends.disk": 700,
-    "vllm": 920,
-    "vllm.scheduler": 780,
+    "vllm": 980,
+    "vllm.scheduler": 840,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 6770
+WHOLE = 7310
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
     "config": frozenset({"torch", "numpy"}),
+    "lmcache": frozenset({"torch", "numpy", "yaml"}),
 }
 """What these may not import from outside."""
 

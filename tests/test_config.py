@@ -25,6 +25,7 @@ DEFAULTS: dict[str, object] = {
     "max_local_disk_size": 0.0,
     "cache_policy": "LRU",
     "save_decode_cache": True,
+    "save_unfull_chunk": True,
     "min_retrieve_tokens": 0,
     "disk_sync": "none",
     "disk_min_free": 1.0,
@@ -38,6 +39,7 @@ DEFAULTS: dict[str, object] = {
     "load_mode": "auto",
     "use_layerwise": False,
     "block_major": True,
+    "device_staging_size": 1.0,
     "pin_ttl": 300.0,
 }
 
@@ -145,7 +147,7 @@ def test_reserved_and_foreign_variables_are_no_settings(name: str) -> None:
 
 
 def test_no_setting_looks_like_a_service_link() -> None:
-    assert not [name for name in DEFAULTS if lmkv.config._SERVICE_LINK.fullmatch(f"LMKV_{name.upper()}")]
+    assert not [name for name in DEFAULTS if lmkv.config.SERVICE_LINK.fullmatch(f"LMKV_{name.upper()}")]
 
 
 @pytest.mark.parametrize("word", ["true", "1", "yes", "on", "TRUE", "On", " yes "])
@@ -171,6 +173,7 @@ def test_booleans_that_are_no_words(value: object, expected: bool) -> None:
         ("local_cpu", 2),
         ("local_cpu", 1.0),
         ("local_cpu", None),
+        ("save_unfull_chunk", "ture"),
         ("chunk_size", 0),
         ("chunk_size", "abc"),
         ("chunk_size", ""),
@@ -272,25 +275,22 @@ def test_an_unknown_key_that_resembles_nothing_gets_no_suggestion() -> None:
         load(qqq=1)
 
 
+@pytest.mark.parametrize(("key", "why"), [("use_gds", "gds_path"), ("remote_url", "no remote tiers")])
+def test_a_key_of_lmcache_among_those_of_lmkv_gets_its_reason(key: str, why: str, file: Path) -> None:
+    file.write_text(f"lmcache.{key}: 1\n")
+    for given in ({"extra": {key: 1}}, {"file": file}, {"env": {f"LMKV_{key.upper()}": "1"}}):
+        with pytest.raises(ConfigError, match=f"it is LMCache's, .*{why}"):
+            load(**given)
+
+
 @pytest.mark.parametrize(
-    "key", ["use_gds", "remote_url", "save_unfull_chunk", "reserve_local_cpu_size", "extra_config"]
+    ("key", "here"),
+    [("pin_timeout_sec", "pin_ttl"), ("lmcache.chunk_size", "chunk_size"), ("use_odirect", "disk_direct")],
 )
-def test_a_key_of_lmcache_gets_a_hint(key: str) -> None:
-    for name in (key, f"lmcache.{key}"):
-        with pytest.raises(ConfigError, match="LMCache's, and lmkv does not support it"):
-            load(extra={name: True})
-
-
-@pytest.mark.parametrize(("key", "here"), [("pin_timeout_sec", "pin_ttl"), ("lmcache.chunk_size", "chunk_size")])
-def test_a_key_of_lmcache_with_an_equivalent_names_it(key: str, here: str) -> None:
+def test_a_key_of_lmcache_with_an_equivalent_names_it(key: str, here: str, file: Path) -> None:
+    file.write_text(f"{key}: 1\n")
     with pytest.raises(ConfigError, match=f"LMCache's, here it is '{here}'"):
-        load(extra={key: 1})
-
-
-def test_hints_about_lmcache_name_no_setting_of_lmkv() -> None:
-    assert not set(lmkv.config.lmcache_only()) & set(DEFAULTS)
-    assert not set(lmkv.config._LMCACHE_EQUIVALENT) & set(DEFAULTS)
-    assert set(lmkv.config._LMCACHE_EQUIVALENT.values()) <= set(DEFAULTS)
+        load(file=file)
 
 
 def test_a_key_given_plain_and_with_prefix_is_refused() -> None:

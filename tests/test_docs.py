@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 import lmkv
-from lmkv import config, errors
+from lmkv import errors
 from lmkv.config import Config
-from lmkv.errors import ConfigError
 from tests.forked import python
 from tests.pages import BLOCKS, FENCE, PAGES, ROOT, Block, extracted
 
 LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")
-NAMED_FILE = re.compile(r"`((?:docs|examples|benchmarks|tests|lmkv|requirements)/[\w./-]+\.(?:py|md|txt))`")
+NAMED_FILE = re.compile(r"`((?:docs|examples|benchmarks|tests|lmkv|requirements)/[\w./-]+\.(?:py|md|txt|toml))`")
 
 
 def prose(page: Path) -> str:
@@ -167,34 +167,7 @@ def test_every_row_of_the_documents_names_a_test_or_is_open() -> None:
     assert unproved == [row for row in items if re.search(r"\bopen\b", row[3])]
 
 
-def section(page: str, heading: str) -> str:
-    text = (ROOT / "docs" / page).read_text()
-    return re.split(r"^#+ ", text.split(f"# {heading}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def keys_in(heading: str, column: int) -> list[str]:
-    """The names in backticks in one column of the table under a heading of moving-from-lmcache.md."""
-    table = [line for line in section("moving-from-lmcache.md", heading).splitlines() if line.startswith("| `")]
-    return [name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[column])]
-
-
-def refusal(key: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        Config.load(env={}, extra={f"lmcache.{key}": "1"})
-    return str(caught.value)
-
-
-def test_keys_of_lmcache_are_where_the_docs_say() -> None:
-    here = {setting.name for setting in Config().describe()}
-    assert set(keys_in("The same name", 1)) <= here
-    for theirs, ours in zip(keys_in("Another name", 1), keys_in("Another name", 2), strict=True):
-        assert ours in here
-        assert f"here it is '{ours}'" in refusal(theirs)
-    missing = keys_in("Not there", 1)
-    assert len(missing) == len(set(missing))
-    assert [key for key in missing if "lmkv does not support it" not in refusal(key)] == []
-
-
-def test_no_key_of_lmcache_is_left_out() -> None:
-    known = config.lmcache_only() | set(config._LMCACHE_EQUIVALENT)
-    assert known == set(keys_in("Not there", 1)) | set(keys_in("Another name", 1))
+def test_the_tables_of_lmcache_settings_are_up_to_date() -> None:
+    """On failure: python docs/lmcache_tables.py"""
+    written = runpy.run_path(str(ROOT / "docs" / "lmcache_tables.py"))
+    assert (ROOT / "docs" / "moving-from-lmcache.md").read_text() == written["page"]()

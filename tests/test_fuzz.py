@@ -17,7 +17,7 @@ import torch
 from attrs import define, evolve, field, frozen
 from hypothesis import event, given, settings, strategies as st
 
-from lmkv import Config, Engine
+from lmkv import Config, Engine, lmcache
 from lmkv.errors import ConfigError, UsageError
 from tests.kit import LIMIT
 
@@ -252,7 +252,14 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
-keys = st.one_of(names, names.map(lambda name: f"lmkv.{name}"), st.text(max_size=20), st.integers())
+lmcaches = st.sampled_from([*lmcache.table(), "extra_config", "nothing"])
+keys = st.one_of(
+    names,
+    names.map(lambda name: f"lmkv.{name}"),
+    lmcaches.map(lambda name: f"lmcache.{name}"),
+    st.text(max_size=20),
+    st.integers(),
+)
 
 
 def loads_or_refuses(load: Callable[[], Config]) -> None:
@@ -291,4 +298,15 @@ def test_any_file(content: bytes) -> None:
 @given(st.dictionaries(names.map(lambda name: f"LMKV_{name.upper()}"), st.text(max_size=20), max_size=4))
 @settings(max_examples=100)
 def test_any_environment(env: dict[str, str]) -> None:
+    loads_or_refuses(lambda: Config.load(env=env))
+
+
+@given(st.dictionaries(lmcaches.map(lambda name: f"lmcache.{name}"), values, max_size=4))
+def test_any_settings_of_lmcache_beside_the_connector(extra: dict[Any, object]) -> None:
+    loads_or_refuses(lambda: Config.load(env={}, extra=extra))
+
+
+@given(st.dictionaries(lmcaches.map(lambda name: f"LMCACHE_{name.upper()}"), st.text(max_size=20), max_size=4))
+@settings(max_examples=100)
+def test_any_environment_of_lmcache(env: dict[str, str]) -> None:
     loads_or_refuses(lambda: Config.load(env=env))

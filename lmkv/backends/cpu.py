@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from lmkv.chunks.layout import align_up
 from lmkv.errors import BackendError, ClosedError, UsageError
+from lmkv.memory import slab_files
 from lmkv.memory.slab import Slab, clamp_capacity
 from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
@@ -25,8 +26,10 @@ class CPUPinnedBackend:
         Whether other processes of this host will map the slab.
     populate
         Whether to have the kernel map all pages in the background, rather than when they are first used.
-    pinned
-        Whether a device's driver will be asked to pin the slab, so that RLIMIT_MEMLOCK limits it.
+    engine
+        Name by which other processes find a shared slab, see `lmkv.memory.slab.wait_for_slab`.
+    engines
+        How many engines start on this host and share its memory.
 
     Raises
     ------
@@ -55,11 +58,19 @@ class CPUPinnedBackend:
     name = "cpu"
 
     def __init__(
-        self, capacity_bytes: int, slot_bytes: int, *, shared: bool = False, populate: bool = True, pinned: bool = False
+        self,
+        capacity_bytes: int,
+        slot_bytes: int,
+        *,
+        shared: bool = False,
+        populate: bool = True,
+        engine: str = "",
+        engines: int = 1,
     ) -> None:
         slot_bytes = align_up(slot_bytes)
-        capacity = clamp_capacity(capacity_bytes, slot_bytes, pinned=pinned)
-        self._slab = Slab(slot_bytes, capacity, shared=shared)
+        with slab_files.one_at_a_time():
+            capacity = clamp_capacity(capacity_bytes, slot_bytes, engines=engines)
+            self._slab = Slab(slot_bytes, capacity, shared=shared, engine=engine)
         self._slots: dict[ChunkKey, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._closed = self._taken = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lmkv.cli import bench, demo, doctor, model
+from lmkv.cli import bench, config, demo, doctor, model
 
 app = typer.Typer(
     name="lmkv",
@@ -13,6 +13,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("bench")(bench.bench)
+app.add_typer(config.app, name="config")
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("model")(model.model)

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import platform
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -114,16 +113,11 @@ def examine_configuration(config: Config) -> Iterator[Finding]:
 
 def examine_memory(config: Config) -> Iterator[Finding]:
     """The limits of this machine, and the size of the CPU tier within them."""
-    pinned = has_device()
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = soft == resource.RLIM_INFINITY
     yield Finding("memory", "available", gibibytes(available_ram()))
     yield Finding("memory", "control group's limit", control_group_limit())
-    matters = "counts: the CPU tier is pinned for the device" if pinned else "does not count without a device"
-    yield Finding("memory", "RLIMIT_MEMLOCK", "unlimited" if unlimited else gibibytes(soft), note=matters)
     wanted = config.max_local_cpu_bytes
     try:
-        given = clamp_capacity(wanted, ALIGNMENT, pinned=pinned)
+        given = clamp_capacity(wanted, ALIGNMENT)
     except ConfigError as error:
         yield Finding("memory", "CPU tier", "none", problem=str(error))
         return
@@ -138,12 +132,6 @@ def control_group_limit() -> str:
     except OSError:
         return "none"
     return gibibytes(int(text)) if text.isdigit() else "none"
-
-
-def has_device() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def examine_disk(config: Config) -> Iterator[Finding]:
@@ -183,7 +171,7 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
     """How many tokens each configured tier holds."""
     chunk, slot = config.chunk_size, size.slot_bytes(config.chunk_size)
     try:
-        chunks = clamp_capacity(config.max_local_cpu_bytes, slot, pinned=has_device()) // slot
+        chunks = clamp_capacity(config.max_local_cpu_bytes, slot) // slot
     except ConfigError as error:
         yield Finding("model", "in the CPU tier", "none", problem=str(error))
     else:

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import torch
+
 from lmkv.chunks.layout import KVLayout
+from lmkv.errors import UsageError
 from lmkv.memory.copier import Copier
 from lmkv.memory.cpu_copier import CPUCopier
+from lmkv.memory.device import STAGING_BYTES, Staging
+from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap
 
 
-def make_copier(memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> Copier:
-    """Raises UsageError when memory, layout and slab do not fit, and what torch raises for the device."""
-    if memory.device.type == "cpu":
-        return CPUCopier(memory, layout, slab, rank)
-    from lmkv.memory.cuda import make_cuda_copier
+def check_device(kind: str) -> None:
+    """Raise UsageError unless there is a copier for such devices. ROCm's are called "cuda", too."""
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and torch.version.hip):
+        what = "an AMD GPU" if kind == "cuda" else f"a device of type {kind!r}"
+        raise UsageError(f"lmkv copies to and from CPUs and NVIDIA GPUs, and this is {what}")
 
-    return make_cuda_copier(memory, layout, slab, rank)
+
+def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:
+    """What a copier for this memory needs on its device, and can have before there is a slab; None for a CPU.
+
+    Raises UsageError for a device without copier, and what torch raises for the device.
+    """
+    check_device(memory.device.type)
+    if memory.device.type == "cpu":
+        return None
+    from lmkv.memory.cuda import cuda_staging
+
+    return cuda_staging(memory, nbytes)
+
+
+def make_copier(
+    memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0, staging: Staging | None = None
+) -> Copier:
+    """Raises UsageError when memory, layout and slab do not fit, and what torch raises for the device.
+
+    Populates the rank's part of the slab, in the background.
+    """
+    staging = staging or make_staging(memory)
+    if staging is not None:
+        return DeviceCopier(staging, memory, layout, slab, rank)
+    copier = CPUCopier(memory, layout, slab, rank)
+    slab.populate((rank * layout.rank_bytes, layout.rank_bytes) if layout.num_ranks > 1 else None)
+    return copier

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,72 +11,15 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from lmkv.chunks.layout import KVLayout
-from lmkv.errors import LmkvError
-from lmkv.memory.copier import DONE, Event
-from lmkv.memory.device_copier import Addresses, DeviceCopier, Spans, Stream
+from lmkv.memory.copier import Event
+from lmkv.memory.device import STAGING_BYTES, Addresses, DeviceError, Spans, Staging, Stream, TimedEvent, Transfers
 from lmkv.memory.paged import PagedMemory
-from lmkv.memory.slab import SlabMap
 
-logger = logging.getLogger(__name__)
+_FREE_SHARE = 4
+"""Staging memory is at most this part of the memory that is free on the device: the model's graphs need some."""
 
-_REGISTER_PIECE = 1 << 30
-"""Bytes per registration: one of hundreds of GiB would fail."""
-
-_BATCH = 32
-"""Fewest transfers for which one call for all of them is tried."""
-
-_IN_STREAM_ORDER = 1
-"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read in the stream's order, not before."""
-
-
-class CUDAError(LmkvError):
-    """A call of the CUDA driver failed."""
-
-
-class PinnedSlab:
-    """Registers a slab with the driver (pins it), so that transfers are asynchronous and at full speed.
-
-    This takes seconds for a large slab and is done in the background. What is not registered, yet or because
-    the driver refuses, is pageable memory: slower to copy, and just as correct.
-    """
-
-    def __init__(self, slab: SlabMap, device: torch.device) -> None:
-        self._slab = slab
-        self._device = device
-        self._pieces: list[int] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._register, name="lmkv-pin", daemon=True)
-        self._thread.start()
-
-    def _register(self) -> None:
-        torch.cuda.set_device(self._device)
-        runtime: Any = torch.cuda.cudart()
-        for offset in range(0, self._slab.nbytes, _REGISTER_PIECE):
-            if self._stop.is_set():
-                return
-            address = self._slab.address + offset
-            nbytes = min(_REGISTER_PIECE, self._slab.nbytes - offset)
-            status = int(runtime.cudaHostRegister(address, nbytes, 0))
-            if status:
-                logger.warning(
-                    "lmkv: the driver pinned %d of %d bytes of the CPU tier (error %d); copies of the rest "
-                    "are slower. Check ulimit -l, or lower max_local_cpu_size",
-                    offset,
-                    self._slab.nbytes,
-                    status,
-                )
-                return
-            self._pieces.append(address)
-
-    def close(self) -> None:
-        """Unregister what is registered. No copy may be under way. Idempotent."""
-        self._stop.set()
-        # Afterwards `_pieces` is complete: nothing stays registered that is unmapped next.
-        self._thread.join()
-        runtime: Any = torch.cuda.cudart()
-        while self._pieces:
-            runtime.cudaHostUnregister(self._pieces.pop())
+_IN_STREAM_ORDER, _ANY_ORDER = 1, 3
+"""CUmemcpySrcAccessOrder: a source is read when it is the stream's turn, or at any time from the call on."""
 
 
 @frozen
@@ -91,31 +32,33 @@ class _CUDAEvent:
     def wait(self) -> None:
         self.event.synchronize()
 
+    def seconds_since(self, earlier: TimedEvent) -> float:
+        assert isinstance(earlier, _CUDAEvent)
+        return float(earlier.event.elapsed_time(self.event)) / 1000
+
 
 @frozen
 class _CUDAStream:
     stream: torch.cuda.Stream
 
-    def mark(self) -> Event:
-        event = torch.cuda.Event()
+    def mark(self, *, timed: bool = False) -> TimedEvent:
+        event = torch.cuda.Event(enable_timing=timed)
         event.record(self.stream)
         return _CUDAEvent(event)
 
     def wait_for(self, event: Event) -> None:
-        if event is not DONE:
-            assert isinstance(event, _CUDAEvent)
-            self.stream.wait_event(event.event)
+        assert isinstance(event, _CUDAEvent)
+        self.stream.wait_event(event.event)
 
 
 class CUDADevice:
-    """One CUDA device, which pins the slab from its construction until `close`."""
+    """One CUDA device. Raises OSError where there is no CUDA driver."""
 
-    def __init__(self, device: torch.device, slab: SlabMap) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._driver = ctypes.CDLL("libcuda.so.1")
         address, size, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         self._driver.cuMemcpyAsync.argtypes = (address, address, size, pointer)
-        self._pinned = PinnedSlab(slab, device)
 
     def stream(self, *, compute: bool = False) -> Stream:
         if compute:
@@ -141,39 +84,45 @@ class CUDADevice:
         pinned = torch.from_numpy(np.ascontiguousarray(addresses)).pin_memory()
         return pinned.to(self._device, non_blocking=True)
 
-    def transfer(self, spans: Spans, stream: Stream) -> None:
+    def transfer(self, transfers: Transfers, stream: Stream) -> None:
         assert isinstance(stream, _CUDAStream)
         queue = stream.stream.cuda_stream
-        batched = _batched_copy() if len(spans.sources) >= _BATCH else None
-        # One call may fail for memory that is not pinned yet; single copies work with it.
-        if batched is not None and batched(spans, queue):
+        batched = _batched_copy() if transfers.pinned else None
+        # Where the driver refuses a batch it has queued none of it; single copies work, or say what is wrong.
+        if batched is not None and not batched(transfers, queue):
             return
-        for source, target in zip(spans.sources.tolist(), spans.targets.tolist(), strict=True):
-            status = self._driver.cuMemcpyAsync(target, source, spans.nbytes, queue)
-            if status:
-                raise CUDAError(f"cuMemcpyAsync of {spans.nbytes} bytes failed with driver error {status}")
+        copies = (transfers.targets.tolist(), transfers.sources.tolist(), transfers.sizes.tolist())
+        for target, source, nbytes in zip(*copies, strict=True):
+            _check(self._driver.cuMemcpyAsync(target, source, nbytes, queue), f"a copy of {nbytes} bytes")
+
+    def register(self, address: int, nbytes: int) -> Callable[[], None]:
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(self._device):
+            _check(int(runtime.cudaHostRegister(address, nbytes, 0)), f"a registration of {nbytes} bytes")
+        return lambda: _check(int(runtime.cudaHostUnregister(address)), "the end of a registration")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
-    def close(self) -> None:
-        self._pinned.close()
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise DeviceError(f"{what} failed with CUDA error {status}")
 
 
-def _copy_batch(function: Any, spans: Spans, queue: int) -> bool:
-    """Queue all copies in one call; False when the driver refused, and queued none."""
-    sources, targets = np.ascontiguousarray(spans.sources), np.ascontiguousarray(spans.targets)
-    sizes = np.full(len(sources), spans.nbytes, np.uint64)
+def _copy_batch(function: Any, transfers: Transfers, queue: int) -> int:
+    """Queue all copies in one call; returns the driver's status."""
+    arrays = [np.ascontiguousarray(array) for array in (transfers.targets, transfers.sources, transfers.sizes)]
     # CUmemcpyAttributes: the access order, two hints of a type and an id each, flags.
-    attributes = (ctypes.c_uint * 6)(_IN_STREAM_ORDER)
+    attributes = (ctypes.c_uint * 6)(_ANY_ORDER if transfers.stable else _IN_STREAM_ORDER)
     first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-    copies = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)
+    copies = *(array.ctypes.data for array in arrays), len(arrays[0])
     options = ctypes.addressof(attributes), ctypes.addressof(first), 1, ctypes.addressof(failed)
-    return bool(function(*copies, *options, queue) == 0)
+    return int(function(*copies, *options, queue))
 
 
 @functools.cache
-def _batched_copy() -> Callable[[Spans, int], bool] | None:
+def _batched_copy() -> Callable[[Transfers, int], int] | None:
     """`_copy_batch` with `cuMemcpyBatchAsync` as CUDA 12.8 defines it; None with an older driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     function, found = ctypes.c_void_p(), ctypes.c_int()
@@ -187,6 +136,7 @@ def _batched_copy() -> Callable[[Spans, int], bool] | None:
     return functools.partial(_copy_batch, kind(function.value))
 
 
-def make_cuda_copier(memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> DeviceCopier:
-    """Raises UsageError when they do not fit, and what torch or the driver raises without such a device."""
-    return DeviceCopier(CUDADevice(memory.device, slab), memory, layout, slab, rank)
+def cuda_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging:
+    """Raises what torch or the driver raises without such a device, or without memory on it."""
+    free, _ = torch.cuda.mem_get_info(memory.device)
+    return Staging(CUDADevice(memory.device), memory, min(nbytes, free // _FREE_SHARE))

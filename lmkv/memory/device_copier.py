@@ -7,83 +7,21 @@ tests can simulate every order in which a device may execute what was queued.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
-from attrs import define, frozen
+from attrs import frozen
 
 from lmkv.chunks.layout import KVLayout
-from lmkv.memory.copier import DONE, ChunkCopy, Event, by_layer, check_copies, check_fit
+from lmkv.memory.copier import ChunkCopy, Event, by_layer, check_copies, check_fit
+from lmkv.memory.device import Addresses, Spans, Staging, Stream, TimedEvent, Transfers
 from lmkv.memory.paged import PagedMemory
+from lmkv.memory.pinned import PinnedSlab, pinning_threads
 from lmkv.memory.slab import SlabMap
-
-Addresses = npt.NDArray[np.int64]
-
-BUFFERS = 2
-"""Staging buffers of each direction: one is filled while the other is emptied."""
-
-BUFFER_BYTES = 32 << 20
-"""Least size of a staging buffer, which always has room for one rank's part of a chunk."""
 
 DIRECT_BYTES = 256 << 10
 """Pages of this size and larger are loaded without staging: a transfer each costs less than a second copy."""
-
-
-@frozen
-class Spans:
-    """Equally long runs of bytes to copy: `nbytes` from each of `sources` to the same place in `targets`."""
-
-    sources: Addresses
-    targets: Addresses
-    nbytes: int
-
-    @property
-    def word(self) -> int:
-        """The widest word, up to 8 bytes, that all addresses and the length are multiples of."""
-        bits = self.nbytes | int(np.bitwise_or.reduce(self.sources) | np.bitwise_or.reduce(self.targets))
-        return min(bits & -bits, 8)
-
-
-class Stream(Protocol):
-    """A queue of work for the device, done in order. Work on two streams is ordered by events alone."""
-
-    def mark(self) -> Event:
-        """An event that is reached when all that was queued until now is done."""
-        ...
-
-    def wait_for(self, event: Event) -> None:
-        """What is queued from now on begins after `event`. Does not block the calling thread."""
-        ...
-
-
-class Device(Protocol):
-    """What `DeviceCopier` needs of an accelerator. Nothing blocks but `synchronize`."""
-
-    def stream(self, *, compute: bool = False) -> Stream:
-        """A new stream, or the one that the model's computation is being launched on."""
-        ...
-
-    def allocate(self, nbytes: int) -> tuple[int, object]:
-        """Address of new memory on the device, and the object that owns it."""
-        ...
-
-    def move(self, spans: Spans, stream: Stream) -> None:
-        """Copy from device to device, any number of runs at once."""
-        ...
-
-    def transfer(self, spans: Spans, stream: Stream) -> None:
-        """Copy between host and device, in either direction."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block until all that was queued is done."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @frozen
@@ -108,57 +46,68 @@ class _PlaneSet:
     nbytes: int
     group: int
 
+    def pages(self, copy: ChunkCopy, slot: int) -> _Pages:
+        """The pages that a copy moves. `slot`: the address of its slot."""
+        run = copy.runs[self.group]
+        device = self.addresses[:, None] + np.asarray(run.blocks, np.int64) * self.stride
+        host = slot + self.offsets[:, None] + (run.first + np.arange(len(run.blocks))) * self.nbytes
+        return _Pages(device.ravel(), host.ravel(), self.nbytes)
+
 
 @frozen
 class _Pages:
-    """A chunk's pages: addresses on the device [plane, page], and of each plane's run on the host [plane]."""
+    """Pages of one size: the address of each on the device and on the host, where neighbours may adjoin."""
 
-    pages: Addresses
+    device: Addresses
     host: Addresses
     page_bytes: int
 
-    @property
-    def run_bytes(self) -> int:
-        return int(self.pages.shape[1]) * self.page_bytes
+    def part(self, first: int, last: int) -> _Pages:
+        return _Pages(self.device[first:last], self.host[first:last], self.page_bytes)
+
+
+@frozen
+class LoadEvent:
+    """The end of a load. Once it is reached `seconds` says how long the device took for the copies."""
+
+    begun: TimedEvent
+    ended: TimedEvent
 
     @property
-    def nbytes(self) -> int:
-        return self.pages.size * self.page_bytes
+    def seconds(self) -> float:
+        return self.ended.seconds_since(self.begun)
 
+    def query(self) -> bool:
+        return self.ended.query()
 
-@define(eq=False)
-class _Buffer:
-    """Staging memory on the device. `free`: the event after which its last use is over."""
-
-    address: int
-    memory: object
-    free: Event = DONE
+    def wait(self) -> None:
+        self.ended.wait()
 
 
 class DeviceCopier:
     """The copier for paged memory on a device, by way of staging memory there.
 
     A store gathers pages into staging memory on the compute stream, so that their blocks may be overwritten
-    as soon as it returns, and transfers them to the slot on a stream of its own; a load is the reverse. A
-    chunk thus crosses the bus as one run of bytes, whatever the size of its pages. Staging memory is bounded:
-    when all of it is in use the device waits for its own transfers, the calling thread does not.
+    as soon as it returns, and transfers them to the slot on a stream of its own; a load is the reverse, on
+    one stream of its own. A chunk thus crosses the bus as one run of bytes, whatever the size of its pages,
+    and the chunks of an order in one call. Staging memory is bounded: when all of it is in use the device
+    waits for its own transfers, the calling thread does not.
     """
 
     def __init__(
         self,
-        device: Device,
+        staging: Staging,
         memory: PagedMemory,
         layout: KVLayout,
         slab: SlabMap,
         rank: int = 0,
         *,
-        buffer_bytes: int = BUFFER_BYTES,
         direct_bytes: int = DIRECT_BYTES,
+        pins: PinnedSlab | None = None,
     ) -> None:
         check_fit(memory, layout, slab)
         self.num_layers = memory.num_layers
-        self._device, self._slab, self._slots = device, slab, slab.address
-        self._buffer_bytes = max(buffer_bytes, layout.rank_bytes)
+        self._staging, self._device, self._slab = staging, staging.device, slab
         self._direct_bytes = direct_bytes
         planes = [
             _Plane(row.data_ptr(), layout.span(rank, index)[0], row.stride(0), row.shape[1], group, layers)
@@ -168,12 +117,12 @@ class DeviceCopier:
         self._to_load = list(map(_sets, by_layer(planes, self.num_layers, lambda plane: plane.layers.start)))
         self._to_store = list(map(_sets, by_layer(planes, self.num_layers, lambda plane: plane.layers.stop - 1)))
         self._num_blocks = memory.num_blocks
-        self._incoming, self._outgoing = device.stream(), device.stream()
-        self._load_buffers = _Buffers(device, self._buffer_bytes)
-        self._store_buffers = _Buffers(device, self._buffer_bytes)
+        ranks = layout.num_ranks
+        part = (rank * layout.rank_bytes, layout.rank_bytes) if ranks > 1 else None
+        self.pins = pins or PinnedSlab(self._device, slab, part, threads=pinning_threads(ranks))
 
     def __repr__(self) -> str:
-        return f"<DeviceCopier: {self.num_layers} layers, staging buffers of {self._buffer_bytes} bytes>"
+        return f"<DeviceCopier: {self.num_layers} layers, {self._staging.ring.nbytes} bytes of staging, {self.pins}>"
 
     def _check(self, copies: Sequence[ChunkCopy]) -> None:
         check_copies(copies, self._slab.num_slots, self._num_blocks)
@@ -189,84 +138,62 @@ class DeviceCopier:
         return (self._store(copies, planes) for planes in self._to_store)
 
     def _store(self, copies: Sequence[ChunkCopy], planes: Sequence[_PlaneSet]) -> Event:
-        compute, outgoing = self._device.stream(compute=True), self._outgoing
+        compute, outgoing, ring = self._device.stream(compute=True), self._staging.outgoing, self._staging.ring
         with self._idle_after_failure():
-            for batch in self._batches(copies, planes):
-                buffer = self._store_buffers.take()
-                # The transfer of what it had before may still be reading it.
-                compute.wait_for(buffer.free)
-                for pages, staging, nbytes in _moves(batch, buffer.address):
-                    self._device.move(Spans(pages, staging, nbytes), compute)
+            for batch in _batches(self._pages(copies, planes), self._staging.batch_bytes):
+                # The transfer of what was there before may still be reading it: then the computation waits.
+                address = ring.take(sum(pages.host.size * pages.page_bytes for pages in batch), compute)
+                for pages, staged in _staged(batch, address):
+                    self._device.move(Spans(pages.device, staged, pages.page_bytes), compute)
                 # The compute stream does not wait for `outgoing`: computation overlaps the transfer.
                 outgoing.wait_for(compute.mark())
-                for host, staged, nbytes in _runs(batch, buffer.address):
-                    self._device.transfer(_one(staged, host, nbytes), outgoing)
-                buffer.free = outgoing.mark()
-                self._store_buffers.give_back(buffer)
+                self._transfer(*self._runs(batch, address), outgoing, loads=False)
+                ring.used_until(address, outgoing.mark())
             return outgoing.mark()
 
     # -- loading ------------------------------------------------------------------------------------------
 
     def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
         self._check(copies)
-        target = self._incoming if overlap else self._device.stream(compute=True)
-        return next(self._load(copies, [self._all], target))
+        event = next(self._load(copies, [self._all]))
+        if not overlap:
+            self._device.stream(compute=True).wait_for(event.ended)
+        return event
 
     def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
         self._check(copies)
-        return self._load(copies, self._to_load, self._device.stream(compute=True))
+        return self._load_layers(copies)
 
-    def _load(
-        self, copies: Sequence[ChunkCopy], parts: Sequence[Sequence[_PlaneSet]], target: Stream
-    ) -> Iterator[Event]:
-        """Fill the planes of one part after the other on `target`, while those of later parts are fetched."""
+    def _load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        # All are queued with the first: later layers are copied while the model computes with earlier ones.
+        for event in list(self._load(copies, self._to_load)):
+            self._device.stream(compute=True).wait_for(event.ended)
+            yield event
+
+    def _load(self, copies: Sequence[ChunkCopy], parts: Sequence[Sequence[_PlaneSet]]) -> Iterator[LoadEvent]:
+        """Fill the planes of one part after the other, with an event for each."""
+        incoming = self._staging.incoming
         with self._idle_after_failure():
-            yield from self._begin_loads(copies, parts, target)
+            # What was launched until now may still read the blocks.
+            incoming.wait_for(self._device.stream(compute=True).mark())
+            begun = incoming.mark(timed=True)
+            for part in parts:
+                self._fill(list(self._pages(copies, part)))
+                yield LoadEvent(begun, incoming.mark(timed=True))
 
-    def _begin_loads(
-        self, copies: Sequence[ChunkCopy], parts: Sequence[Sequence[_PlaneSet]], target: Stream
-    ) -> Iterator[Event]:
-        # What was launched until now may still read the blocks, and `_fetch` may write to them directly.
-        self._incoming.wait_for(self._device.stream(compute=True).mark())
-        coming = deque((number, batch) for number, part in enumerate(parts) for batch in self._batches(copies, part))
-        fetched: deque[tuple[int, list[_Pages], _Buffer]] = deque()
-        try:
-            for number in range(len(parts)):
-                while coming or fetched:
-                    while coming and (not fetched or self._load_buffers.has_one):
-                        part, batch = coming.popleft()
-                        fetched.append((part, *self._fetch(batch)))
-                    if fetched[0][0] != number:
-                        break
-                    self._place(*fetched.popleft()[1:], target)
-                yield target.mark()
-        finally:
-            for _, _, buffer in fetched:
-                self._load_buffers.give_back(buffer)
-
-    def _fetch(self, batch: Sequence[_Pages]) -> tuple[list[_Pages], _Buffer]:
-        """Transfer large pages to their blocks, and the others to a staging buffer; returns these two."""
-        buffer, incoming = self._load_buffers.take(), self._incoming
-        # The moves out of it may not be done yet.
-        incoming.wait_for(buffer.free)
-        small = [pages for pages in batch if pages.page_bytes < self._direct_bytes]
-        for pages in batch:
-            if pages.page_bytes >= self._direct_bytes:
-                sources = pages.host[:, None] + np.arange(pages.pages.shape[1]) * pages.page_bytes
-                self._device.transfer(Spans(sources.ravel(), pages.pages.ravel(), pages.page_bytes), incoming)
-        for host, staged, nbytes in _runs(small, buffer.address):
-            self._device.transfer(_one(host, staged, nbytes), incoming)
-        buffer.free = incoming.mark()
-        return small, buffer
-
-    def _place(self, batch: Sequence[_Pages], buffer: _Buffer, target: Stream) -> None:
-        """Move pages from a staging buffer to their blocks."""
-        # Also when nothing was staged: it is the event of the direct transfers, too.
-        target.wait_for(buffer.free)
-        for pages, staging, nbytes in _moves(batch, buffer.address):
-            self._device.move(Spans(staging, pages, nbytes), target)
-        buffer.free = target.mark()
-        self._load_buffers.give_back(buffer)
+    def _fill(self, parts: Sequence[_Pages]) -> None:
+        """Transfer large pages to their blocks, and the others through staging memory."""
+        incoming, address = self._staging.incoming, self._staging.loading
+        large = [pages for pages in parts if pages.page_bytes >= self._direct_bytes]
+        small = (pages for pages in parts if pages.page_bytes < self._direct_bytes)
+        if large:
+            hosts, devices = (np.concatenate([getattr(pages, side) for pages in large]) for side in ("host", "device"))
+            self._transfer(hosts, devices, _sizes(large), incoming, loads=True)
+        for batch in _batches(small, self._staging.batch_bytes):
+            # Over what the moves before read: this is one stream.
+            self._transfer(*self._runs(batch, address), incoming, loads=True)
+            for pages, staged in _staged(batch, address):
+                self._device.move(Spans(staged, pages.device, pages.page_bytes), incoming)
 
     @contextlib.contextmanager
     def _idle_after_failure(self) -> Iterator[None]:
@@ -274,63 +201,46 @@ class DeviceCopier:
         try:
             yield
         except Exception:
-            self._device.synchronize()
+            # A device that has failed for good does nothing any more, and says so once more.
+            with contextlib.suppress(Exception):
+                self._device.synchronize()
             raise
 
     # -- what moves ---------------------------------------------------------------------------------------
 
-    def _batches(self, copies: Sequence[ChunkCopy], planes: Sequence[_PlaneSet]) -> Iterator[list[_Pages]]:
-        """The pages of all copies, in batches that fit a buffer."""
-        batch: list[_Pages] = []
-        room = self._buffer_bytes
-        for pages in self._pages(copies, planes):
-            if pages.nbytes > room:
-                yield batch
-                batch, room = [], self._buffer_bytes
-            batch.append(pages)
-            room -= pages.nbytes
-        if batch:
-            yield batch
-
     def _pages(self, copies: Sequence[ChunkCopy], planes: Sequence[_PlaneSet]) -> Iterator[_Pages]:
         for copy in copies:
-            slot = self._slots + copy.slot * self._slab.slot_bytes
             for part in planes:
-                run = copy.runs[part.group]
-                if run.blocks:
-                    blocks = np.asarray(run.blocks, np.int64)
-                    yield _Pages(
-                        part.addresses[:, None] + blocks * part.stride,
-                        slot + part.offsets + run.first * part.nbytes,
-                        part.nbytes,
-                    )
+                if copy.runs[part.group].blocks:
+                    yield part.pages(copy, self._slab.address + copy.slot * self._slab.slot_bytes)
+
+    def _runs(self, batch: Sequence[_Pages], address: int) -> tuple[Addresses, Addresses, Addresses]:
+        """Hosts, addresses from `address` on, and bytes of the longest runs that are contiguous in one slot.
+
+        Slots may adjoin, but the border of a registration may lie between them.
+        """
+        hosts, sizes = np.concatenate([pages.host for pages in batch]), _sizes(batch)
+        begins = (hosts[1:] != (hosts + sizes)[:-1]) | ((hosts[1:] - self._slab.address) % self._slab.slot_bytes == 0)
+        first = np.flatnonzero(np.concatenate([[True], begins]))
+        return hosts[first], address + (np.cumsum(sizes) - sizes)[first], np.add.reduceat(sizes, first)
+
+    def _transfer(self, hosts: Addresses, devices: Addresses, sizes: Addresses, stream: Stream, *, loads: bool) -> None:
+        """One call for what is pinned, and one for what is not."""
+        sources, targets = (hosts, devices) if loads else (devices, hosts)
+        pinned = self.pins.holds(hosts)
+        for state in (True, False):
+            these = pinned == state
+            if these.any():
+                # The slots of a load are leased: nobody writes to them.
+                transfers = Transfers(sources[these], targets[these], sizes[these], state, stable=loads)
+                self._device.transfer(transfers, stream)
 
     def close(self) -> None:
-        self._device.synchronize()
-        self._device.close()
-
-
-class _Buffers:
-    """Staging buffers of one direction, allocated when they are first needed."""
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self._device, self._nbytes = device, nbytes
-        self._free: deque[_Buffer] = deque()
-        self._made = 0
-
-    @property
-    def has_one(self) -> bool:
-        return bool(self._free) or self._made < BUFFERS
-
-    def take(self) -> _Buffer:
-        """The buffer that was given back first. Only concurrent loads by layers need more than `BUFFERS`."""
-        if not self._free or self._made < BUFFERS:
-            self._made += 1
-            return _Buffer(*self._device.allocate(self._nbytes))
-        return self._free.popleft()
-
-    def give_back(self, buffer: _Buffer) -> None:
-        self._free.append(buffer)
+        """Wait for all copies and unpin the slab. Raises what the device raises, once the slab is unpinned."""
+        try:
+            self._device.synchronize()
+        finally:
+            self.pins.close()
 
 
 def _sets(planes: Iterable[_Plane]) -> list[_PlaneSet]:
@@ -342,31 +252,35 @@ def _sets(planes: Iterable[_Plane]) -> list[_PlaneSet]:
     return sets
 
 
-def _moves(batch: Sequence[_Pages], address: int) -> Iterator[tuple[Addresses, Addresses, int]]:
-    """`(pages, staging, bytes of each)`: where each page is in the staging memory at `address`."""
-    by_size: dict[int, list[tuple[Addresses, Addresses]]] = {}
-    for pages in batch:
-        staging = address + np.arange(pages.pages.size) * pages.page_bytes
-        by_size.setdefault(pages.page_bytes, []).append((pages.pages.ravel(), staging))
-        address += pages.nbytes
-    for nbytes, parts in by_size.items():
-        yield (np.concatenate([part for part, _ in parts]), np.concatenate([staging for _, staging in parts]), nbytes)
+def _sizes(batch: Sequence[_Pages]) -> Addresses:
+    """The bytes of each page."""
+    return np.repeat([pages.page_bytes for pages in batch], [pages.host.size for pages in batch]).astype(np.int64)
 
 
-def _runs(batch: Sequence[_Pages], address: int) -> Iterator[tuple[int, int, int]]:
-    """`(host, staging, bytes)`: the same, in the longest runs that are contiguous on the host."""
-    start = end = 0
-    for pages in batch:
-        for host in pages.host.tolist():
-            if host != end:
-                if end > start:
-                    yield start, address, end - start
-                    address += end - start
-                start = end = host
-            end += pages.run_bytes
-    if end > start:
-        yield start, address, end - start
+def _batches(parts: Iterable[_Pages], room: int) -> Iterator[list[_Pages]]:
+    """The same pages, in batches of `room` bytes at most."""
+    batch: list[_Pages] = []
+    left = room
+    for pages in parts:
+        done = 0
+        while done < pages.host.size:
+            fit = left // pages.page_bytes
+            if not fit:
+                yield batch
+                batch, left = [], room
+                continue
+            batch.append(pages.part(done, done + fit))
+            left -= batch[-1].host.size * pages.page_bytes
+            done += fit
+    if batch:
+        yield batch
 
 
-def _one(source: int, target: int, nbytes: int) -> Spans:
-    return Spans(np.array([source], np.int64), np.array([target], np.int64), nbytes)
+def _staged(batch: Sequence[_Pages], address: int) -> Iterator[tuple[_Pages, Addresses]]:
+    """Pages of one size together, and where each of them is in the staging memory at `address`."""
+    sizes = _sizes(batch)
+    places = address + np.cumsum(sizes) - sizes
+    devices, hosts = (np.concatenate([getattr(pages, side) for pages in batch]) for side in ("device", "host"))
+    for size in dict.fromkeys(pages.page_bytes for pages in batch):
+        same = sizes == size
+        yield _Pages(devices[same], hosts[same], size), places[same]

@@ -12,17 +12,18 @@ import ctypes
 import logging
 import mmap
 import os
-import resource
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from lmkv.chunks.layout import ALIGNMENT
+from lmkv.chunks.layout import ALIGNMENT, align_up
 from lmkv.errors import ConfigError, UsageError
+from lmkv.memory import slab_files
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +31,19 @@ _MADV_POPULATE_WRITE = 23
 _PIECE = 8 << 20
 """Bytes populated per call."""
 _RAM_SHARE = 0.8
-"""Share of the available memory that a slab may take."""
+"""Share of the available memory that the slabs of this host may take together."""
+_SEARCH_PAUSE = 0.5
+"""Seconds between two searches for a slab."""
 
 
 @frozen
 class SlabRef:
-    """What another process on this host needs to `attach` a shared slab."""
+    """What another process on this host needs to `attach` a shared slab. `name`: of its memory file."""
 
     path: str
     nbytes: int
     slot_bytes: int
+    name: str
 
 
 def available_ram(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -60,22 +64,24 @@ def _numbers(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
 
 
-def clamp_capacity(wanted: int, slot_bytes: int, *, pinned: bool = False) -> int:
+def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
     """`wanted` bytes in whole slots, cut to what this machine can give; a warning says so.
 
-    `pinned`: the slab will be registered with a device's driver, so that RLIMIT_MEMLOCK is a limit, too.
-    Raises ConfigError when not even one slot fits.
+    `engines`: how many start on this host, each of which gets no more than its share. What other slabs of
+    this host have not taken yet is theirs. Raises ConfigError when not even one slot fits.
     """
-    limits = {"available memory": int(available_ram() * _RAM_SHARE)}
-    if pinned:
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
-            limits["RLIMIT_MEMLOCK (ulimit -l)"] = soft
+    promised, taken = slab_files.promised_and_taken()
+    room = int((available_ram() + taken) * _RAM_SHARE)
+    limits = {
+        "available memory": room,
+        f"available memory, shared by {engines} engines": room // engines,
+        "available memory, less what other engines on this host may take": room - promised,
+    }
     reason, limit = min(limits.items(), key=lambda item: item[1])
-    capacity = min(wanted, limit) // slot_bytes * slot_bytes
+    capacity = max(min(wanted, limit), 0) // slot_bytes * slot_bytes
     if not capacity:
         raise ConfigError(
-            f"max_local_cpu_size: {wanted} bytes, limited to {limit} by {reason}, cannot hold one chunk of "
+            f"max_local_cpu_size: {wanted} bytes, limited to {max(limit, 0)} by {reason}, cannot hold one chunk of "
             f"{slot_bytes} bytes; raise it or lower chunk_size"
         )
     if wanted > limit:
@@ -114,26 +120,41 @@ class SlabMap:
         """The writable bytes of a slot, or the first `nbytes` of them."""
         return self.array[slot, :nbytes].data
 
-    def populate(self) -> None:
-        """Have the kernel map the pages in the background, so that no copy pays for page faults."""
+    def populate(self, part: tuple[int, int] | None = None) -> None:
+        """Have the kernel map the pages in the background, so that no copy pays for page faults.
+
+        `part`: offset and bytes in each slot, when other processes populate the others.
+        """
         if self._populator is None:
-            self._populator = threading.Thread(target=self._populate, name="lmkv-populate", daemon=True)
+            self._populator = threading.Thread(
+                target=self._populate, args=(part or (0, self.slot_bytes),), name="lmkv-populate", daemon=True
+            )
             self._populator.start()
 
-    def _populate(self) -> None:
-        with contextlib.suppress(OSError):
-            # The computation has precedence. On Linux this is the niceness of this thread alone.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        # Through ctypes, which releases the GIL; mmap.madvise would keep it for the seconds that this takes.
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        for offset in range(0, self.nbytes, _PIECE):
+    def _populate(self, part: tuple[int, int]) -> None:
+        lower_priority()
+        for offset, nbytes in self.spans(part, _PIECE):
             started = time.monotonic()
-            length = min(_PIECE, self.nbytes - offset)
-            if self._stop.is_set() or madvise(self.address + offset, length, _MADV_POPULATE_WRITE):
+            if self._stop.is_set() or not self.touch(offset, nbytes):
                 return
             # At most half of one core: the server starts up at the same time.
             self._stop.wait(time.monotonic() - started)
+
+    def spans(self, part: tuple[int, int], piece: int) -> Iterator[tuple[int, int]]:
+        """Offset and bytes of a part of every slot; of whole slots together as far as `piece` bytes reach."""
+        offset, nbytes = part
+        together = max(1, piece // self.slot_bytes) if nbytes == self.slot_bytes else 1
+        for slot in range(0, self.num_slots, together):
+            last = min(slot + together, self.num_slots) - 1
+            yield slot * self.slot_bytes + offset, (last - slot) * self.slot_bytes + nbytes
+
+    def touch(self, offset: int, nbytes: int) -> bool:
+        """Have the kernel map these pages now; False when it refuses, or cannot do that at once."""
+        # Through ctypes, which releases the GIL; mmap.madvise would keep it for the seconds that this takes.
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        first = offset // ALIGNMENT * ALIGNMENT
+        return not madvise(self.address + first, align_up(offset + nbytes - first), _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         """Unmap, once no view is left that uses the memory. Idempotent."""
@@ -146,31 +167,51 @@ class SlabMap:
             self._map.close()
 
 
+def lower_priority() -> None:
+    """Give the computation precedence. On Linux this is the niceness of the calling thread alone."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
 def attach(ref: SlabRef) -> SlabMap:
-    """Map a slab of another process on this host. Raises OSError when it has ended or denies access."""
+    """Map a slab of another process on this host.
+
+    Raises OSError when that process has ended or denies access, and when its file is another one.
+    """
     fd = os.open(ref.path, os.O_RDWR)
     try:
+        if slab_files.name_of(f"/proc/self/fd/{fd}") != ref.name:
+            raise FileNotFoundError(f"{ref.path} is not the slab {ref.name}: its process runs elsewhere or has ended")
         return SlabMap(fd, ref.nbytes, ref.slot_bytes)
     finally:
         os.close(fd)
 
 
+def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRef | None:
+    """The slab of an engine, once it has one. None when `stop` was set before."""
+    while not stop.is_set():
+        found = slab_files.find(engine)
+        if found is not None:
+            path, name, nbytes = found
+            return SlabRef(path, nbytes, slot_bytes, name)
+        stop.wait(_SEARCH_PAUSE)
+    return None
+
+
 class Slab(SlabMap):
     """A slab and the list of its free slots. `acquire` and `release` are O(1) and never block.
 
-    Not thread-safe: its store, or its backend, calls them under a lock of its own.
+    Not thread-safe: its store, or its backend, calls them under a lock of its own. `engine`: the name by which
+    other processes find it, when it is shared.
     """
 
-    def __init__(self, slot_bytes: int, capacity_bytes: int, *, shared: bool = False) -> None:
+    def __init__(self, slot_bytes: int, capacity_bytes: int, *, shared: bool = False, engine: str = "") -> None:
         if slot_bytes <= 0 or slot_bytes % ALIGNMENT:
             raise UsageError(f"slot_bytes {slot_bytes} is not a positive multiple of {ALIGNMENT}")
         num_slots = capacity_bytes // slot_bytes
         if num_slots < 1:
             raise UsageError(f"capacity of {capacity_bytes} bytes holds no slot of {slot_bytes} bytes")
-        self._fd = -1
-        if shared:
-            self._fd = os.memfd_create("lmkv-slab", os.MFD_CLOEXEC)
-            os.ftruncate(self._fd, num_slots * slot_bytes)
+        self._fd = slab_files.create(engine, num_slots * slot_bytes) if shared else -1
         super().__init__(self._fd, num_slots * slot_bytes, slot_bytes)
         self._free = list(range(num_slots - 1, -1, -1))
         self._used = bytearray(num_slots)
@@ -183,7 +224,8 @@ class Slab(SlabMap):
         """For `attach` in other processes of this host, while this process lives. Shared slabs only."""
         if self._fd < 0:
             raise UsageError("only a shared slab can be mapped by other processes")
-        return SlabRef(f"/proc/{os.getpid()}/fd/{self._fd}", self.nbytes, self.slot_bytes)
+        path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        return SlabRef(path, self.nbytes, self.slot_bytes, slab_files.name_of(path))
 
     @property
     def free_slots(self) -> int:

@@ -248,7 +248,8 @@ class FaultyCopier:
 
     def _copy(self, verb: str, copy: Callable[[Sequence[ChunkCopy]], Event], copies: Sequence[ChunkCopy]) -> Event:
         if self._unlucky(verb):
-            copy(copies[: len(copies) // 2])
+            # Like a copier's own failure: nothing of it goes on.
+            copy(copies[: len(copies) // 2]).wait()
             raise self._fault()
         event = copy(copies)
         return _Late(event, self._random.randint(1, 5)) if self._random.random() < self.late_rate else event
@@ -257,6 +258,7 @@ class FaultyCopier:
         fatal = self._random.randrange(self.num_layers) if self._unlucky(verb) else None
         for layer, event in enumerate(events):
             if layer == fatal:
+                event.wait()
                 raise self._fault()
             yield event
 

@@ -23,6 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmkv.build import build_store
 from lmkv.config import Config
+from lmkv.errors import UsageError
+from lmkv.memory.copiers import check_device
 from lmkv.memory.paged import block_rows
 from lmkv.vllm import compat
 from lmkv.vllm.metadata import StepPlan, WorkerReport
@@ -127,7 +129,8 @@ def _make_scheduler(vllm_config: VllmConfig, config: Config, model: ServedModel)
         tail_depends_on_next=compat.drafts_from_hidden_states(vllm_config),
         pin_ttl=config.pin_ttl,
     )
-    store = build_store(config, model.namespace, model.layout, pinned=has_device)
+    engines = vllm_config.parallel_config.data_parallel_size_local
+    store = build_store(config, model.namespace, model.layout, engine=str(transfer.engine_id), engines=engines)
     return Scheduler(store, model.namespace, model.geometry, options)
 
 
@@ -138,7 +141,9 @@ def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync
     return "sync" if config.use_layerwise and config.load_mode == "auto" else config.load_mode
 
 
-def _make_worker(config: Config, model: ServedModel) -> Worker:
+def _make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> Worker:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
     single = len(model.geometry.groups) == 1
     rank = compat.tensor_parallel_rank() if model.ranks > 1 else 0
     shard, replica = divmod(rank, model.replicas)
@@ -149,6 +154,8 @@ def _make_worker(config: Config, model: ServedModel) -> Worker:
         stores=replica == 0,
         # With several block tables all loads are between steps.
         layerwise=config.use_layerwise and single,
+        engine=str(transfer.engine_id),
+        staging_bytes=config.device_staging_bytes,
     )
 
 
@@ -192,15 +199,16 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._model: ServedModel | None = None
         self._layer_numbers: dict[str, int] = {}
         try:
+            check_device(vllm_config.device_config.device_type)
             self._model = describe(vllm_config, kv_cache_config, config.chunk_size)
-        except ValueError as error:
+        except (UsageError, ValueError) as error:
             logger.warning("lmkv: this model is not cached: %s", error)
             return
         if role is KVConnectorRole.SCHEDULER:
             _warn(vllm_config, config, self._model)
             self._scheduler = _make_scheduler(vllm_config, config, self._model)
         else:
-            self._worker = _make_worker(config, self._model)
+            self._worker = _make_worker(vllm_config, config, self._model)
             self._layer_numbers = {name: number for number, name in enumerate(self._model.layers)}
 
     # -- before there is an instance ----------------------------------------------------------------------

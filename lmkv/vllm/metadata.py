@@ -26,11 +26,15 @@ class CopyOrder:
 
 @frozen
 class StepPlan:
-    """The copy orders of one step. `slab`: set until a worker is known to have mapped it."""
+    """The copy orders of one step. `slab`: set until a worker is known to have mapped it.
+
+    `timed`: number of a step whose end is to be reported; 0: this one's is not.
+    """
 
     loads: list[CopyOrder] = field(factory=list)
     stores: list[CopyOrder] = field(factory=list)
     slab: SlabRef | None = None
+    timed: int = 0
 
 
 @define
@@ -50,16 +54,17 @@ class JobReport:
 
 @define
 class WorkerReport:
-    """The jobs that have ended since the last report."""
+    """The jobs, and the timed steps, that have ended since the last report."""
 
     jobs: dict[int, JobReport] = field(factory=dict)
+    steps: set[int] = field(factory=set)
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Both reports in one; the order does not matter, because ranks answer in any order."""
         merged = dict(self.jobs)
         for job, report in other.jobs.items():
             merged[job] = merged[job].merge(report) if job in merged else report
-        return WorkerReport(merged)
+        return WorkerReport(merged, self.steps | other.steps)
 
 
 class StepPlanBuilder:
@@ -68,6 +73,7 @@ class StepPlanBuilder:
     def __init__(self) -> None:
         self._last_job = 0
         self._plan = StepPlan()
+        self.timed = 0
 
     def load(
         self,
@@ -94,5 +100,5 @@ class StepPlanBuilder:
 
     def take(self, slab: SlabRef | None) -> StepPlan:
         """The plan so far; a new one is begun. `slab`: for the workers to map, if there are orders."""
-        plan, self._plan = self._plan, StepPlan()
-        return StepPlan(plan.loads, plan.stores, slab) if plan.loads or plan.stores else plan
+        plan, self._plan, timed, self.timed = self._plan, StepPlan(), self.timed, 0
+        return StepPlan(plan.loads, plan.stores, slab if plan.loads or plan.stores else None, timed)

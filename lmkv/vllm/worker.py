@@ -6,7 +6,9 @@ scheduler side answers with a miss, or vLLM by computing the blocks again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,10 +17,12 @@ from attrs import define
 from lmkv.chunks.layout import KVLayout
 from lmkv.errors import UsageError
 from lmkv.memory.copier import DONE, Copier, Event
-from lmkv.memory.copiers import make_copier
+from lmkv.memory.copiers import make_copier, make_staging
+from lmkv.memory.device import STAGING_BYTES, Staging
+from lmkv.memory.device_copier import LoadEvent
 from lmkv.memory.layerwise import LayerReader, LayerWriter
 from lmkv.memory.paged import PagedMemory
-from lmkv.memory.slab import SlabMap, SlabRef, attach
+from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -83,7 +87,8 @@ class Worker:
     `block_level_failures`: failed loads are reported by block ids; with several block tables these are
     ambiguous, and request ids are reported instead. `stores`: False on ranks whose KV another rank stores.
     `layerwise`: loads and stores within a step overlap its computation, for a model that calls
-    `wait_for_layer` and `save_layer`.
+    `wait_for_layer` and `save_layer`. `engine`: finds the slab as soon as there is one, rather than with the
+    first order. `staging_bytes`: of the device's memory, for stores.
     """
 
     def __init__(
@@ -94,12 +99,20 @@ class Worker:
         block_level_failures: bool = True,
         stores: bool = True,
         layerwise: bool = False,
+        engine: str = "",
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._rank = rank
         self._layout = layout
         self._stores = stores
         self._block_level_failures = block_level_failures
         self._layerwise = layerwise
+        self._engine = engine
+        self._staging_bytes = staging_bytes
+        self._staging: Staging | None = None
+        self._search: threading.Thread | None = None
+        self._attaching = threading.RLock()
+        self._closing = threading.Event()
         self._reading: LayerwiseTransfer | None = None
         self._writing: LayerwiseTransfer | None = None
         self._memory: PagedMemory | None = None
@@ -118,25 +131,51 @@ class Worker:
         return f"<Worker: rank {self._rank}, {state}, {len(self._running)} copies running>"
 
     def register(self, memory: PagedMemory) -> None:
-        """Set the paged memory that orders refer to."""
-        self._memory = memory
-        self._copier = None
+        """Set the paged memory that orders refer to, and take what copies need of its device's memory."""
+        with self._attaching:
+            if self._copier is not None:
+                # It has pinned the slab, which the next one does again.
+                self._copier.close()
+            self._copier = None
+            self._staging = make_staging(memory, self._staging_bytes)
+            self._memory = memory
+        if self._engine and self._search is None:
+            self._search = threading.Thread(target=self._find_slab, name="lmkv-find-slab", daemon=True)
+            self._search.start()
+
+    def _find_slab(self) -> None:
+        # vLLM makes the scheduler side, and with it the slab, once all is compiled and captured.
+        ref = wait_for_slab(self._engine, self._layout.slot_bytes, self._closing)
+        if ref is not None:
+            self._attach(ref)
 
     def begin(self, plan: StepPlan) -> None:
         """Take the orders of a step. Each is executed once, whether or not the model runs in that step."""
         self._plan = plan
-        if plan.slab is not None and plan.slab != self._slab_ref:
+        if plan.timed:
+            self._report.steps.add(plan.timed)
+        if plan.slab is not None:
             self._attach(plan.slab)
 
     def _attach(self, ref: SlabRef) -> None:
-        try:
-            self._slab = attach(ref)
-            self._slab.populate()
-            self._slab_ref = ref
-            # A copier is made for one slab and one paged memory; the next copy makes another one.
-            self._copier = None
-        except Exception:
-            logger.exception("lmkv: cannot map the CPU tier at %s; nothing is cached", ref.path)
+        with self._attaching:
+            if ref == self._slab_ref or self._closing.is_set():
+                return
+            try:
+                slab = attach(ref)
+                self._release_slab()
+                self._slab, self._slab_ref = slab, ref
+                self._ready_copier()
+            except Exception:
+                logger.exception("lmkv: cannot use the CPU tier at %s; nothing is cached", ref.path)
+
+    def _release_slab(self) -> None:
+        """Unpin and unmap the slab. No copy may be under way."""
+        copier, slab, self._copier, self._slab = self._copier, self._slab, None, None
+        if copier is not None:
+            copier.close()
+        if slab is not None:
+            slab.close()
 
     def load(self) -> None:
         """Execute the step's loads, before the model runs."""
@@ -171,7 +210,7 @@ class Worker:
             self._execute(orders, lambda copier, order: copier.store(order.copies))
         else:
             for order in orders:
-                self._finish(order, time.monotonic(), ok=True)
+                self._finish(order, 0.0, ok=True)
 
     def _execute(self, orders: Sequence[CopyOrder], copy: Callable[[Copier, CopyOrder], Event]) -> None:
         for order in orders:
@@ -180,7 +219,7 @@ class Worker:
                 event = copy(self._ready_copier(), order) if order.copies else DONE
             except Exception:
                 logger.exception("lmkv: a copy of %d chunks failed", len(order.copies))
-                self._finish(order, started, ok=False)
+                self._finish(order, time.monotonic() - started, ok=False)
             else:
                 self._follow(order, event, started)
 
@@ -190,10 +229,11 @@ class Worker:
             ended = event.query()
         except Exception:
             logger.exception("lmkv: a copy of %d chunks failed while it ran", len(order.copies))
-            self._finish(order, started, ok=False)
+            self._finish(order, time.monotonic() - started, ok=False)
             return
         if ended:
-            self._finish(order, started, ok=not order.failed_blocks)
+            seconds = event.seconds if isinstance(event, LoadEvent) else time.monotonic() - started
+            self._finish(order, seconds, ok=not order.failed_blocks)
         else:
             self._running.append(_Running(order, event, started))
 
@@ -203,20 +243,21 @@ class Worker:
         event = layerwise.finish()
         for order in layerwise.orders:
             if event is None:
-                self._finish(order, layerwise.started, ok=False)
+                self._finish(order, time.monotonic() - layerwise.started, ok=False)
             else:
                 self._follow(order, event, layerwise.started)
 
     def _ready_copier(self) -> Copier:
-        if self._copier is None:
-            if self._memory is None or self._slab is None:
-                raise UsageError("the worker has no KV tensors or no CPU tier yet")
-            self._copier = make_copier(self._memory, self._layout, self._slab, self._rank)
-        return self._copier
+        with self._attaching:
+            if self._copier is None:
+                if self._memory is None or self._slab is None:
+                    raise UsageError("the worker has no KV tensors or no CPU tier yet")
+                self._copier = make_copier(self._memory, self._layout, self._slab, self._rank, self._staging)
+            return self._copier
 
-    def _finish(self, order: CopyOrder, started: float, *, ok: bool) -> None:
+    def _finish(self, order: CopyOrder, seconds: float, *, ok: bool) -> None:
         nbytes = self._layout.rank_bytes * len(order.copies)
-        self._report.jobs[order.job] = JobReport(1, ok, nbytes, time.monotonic() - started)
+        self._report.jobs[order.job] = JobReport(1, ok, nbytes, seconds)
         if not ok and not order.stores:
             self._fail(order)
         if order.finishes is not None:
@@ -240,7 +281,7 @@ class Worker:
     def take_report(self) -> WorkerReport | None:
         """What finished since the last call, or None."""
         report, self._report = self._report, WorkerReport()
-        return report if report.jobs else None
+        return report if report.jobs or report.steps else None
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that loads have failed to fill since the last call."""
@@ -255,12 +296,15 @@ class Worker:
 
     def close(self) -> None:
         """Wait for the running copies and unmap the slab. Idempotent."""
-        # Before the slab is unmapped: the device reads and writes it.
-        for item in self._running:
-            item.event.wait()
-        self._running.clear()
-        if self._copier is not None:
-            self._copier.close()
-        if self._slab is not None:
-            self._slab.close()
-        self._copier = self._slab = None
+        self._closing.set()
+        if self._search is not None:
+            self._search.join()
+        running, self._running = self._running, []
+        # Before the slab is unmapped: the device reads and writes it. One that has failed does so no more.
+        with contextlib.suppress(Exception):
+            for item in running:
+                item.event.wait()
+        try:
+            self._release_slab()
+        except Exception:
+            logger.exception("lmkv: the device has failed, and cannot give the CPU tier back")

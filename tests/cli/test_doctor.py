@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -66,7 +65,7 @@ class TestConfiguration:
 class TestMemory:
     def test_limits_are_named(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=0.01))))
-        assert list(found) == ["available", "control group's limit", "RLIMIT_MEMLOCK", "CPU tier"]
+        assert list(found) == ["available", "control group's limit", "CPU tier"]
         assert (found["CPU tier"].value, found["CPU tier"].note) == ("0.01 GiB", "as configured")
         assert not any(item.problem for item in found.values())
 
@@ -78,12 +77,6 @@ class TestMemory:
     def test_less_than_a_page_is_a_problem(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=1e-9))))
         assert "max_local_cpu_size" in found["CPU tier"].problem
-
-    def test_the_lock_limit_is_what_the_process_has(self) -> None:
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        found = by_name(list(doctor.examine_memory(Config())))
-        expected = "unlimited" if soft == resource.RLIM_INFINITY else doctor.gibibytes(soft)
-        assert found["RLIMIT_MEMLOCK"].value == expected
 
 
 class TestDisk:

@@ -1,53 +1,65 @@
-"""DeviceCopier on a real CUDA device, against the CPU's copier; needs nothing but torch and Triton."""
+"""DeviceCopier on a real CUDA device, against the CPU's copier; and the same tests on a simulated device.
+
+What runs on the simulated one runs on a real one on the first day: nothing here is new there but the device.
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from benchmarks._accelerator import Accelerator
 from lmkv import Config, Engine
 from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.memory.cpu_copier import CPUCopier
+from lmkv.memory.device import Staging
+from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
+from lmkv.memory.pinned import PinnedSlab
 from lmkv.memory.slab import Slab
-from tests.kit import LIMIT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 BLOCK, PAGES, LAYERS, BLOCKS, SLOTS = 16, 4, 4, 64, 8
 
 SHAPES = {
     "small pages": (LAYERS, BLOCKS, 2, BLOCK, 16),
-    "large pages": (LAYERS, BLOCKS, 8, BLOCK, 4096),
+    "large pages": (LAYERS, BLOCKS, 8, BLOCK, 1024),
     "odd pages": (LAYERS, BLOCKS, 3, 5, 7),
 }
+
+PIECES = {"one piece": 1 << 30, "3 MiB pieces": 3 << 20, "not pinned": 0}
+"""Bytes of host memory per registration."""
 
 
 class Pair:
     """The same memory on the device and on the CPU, each with a copier and slots of its own."""
 
-    def __init__(self, shape: tuple[int, ...], *, block_major: bool = False) -> None:
-        from lmkv.memory.cuda import CUDADevice
-        from lmkv.memory.device_copier import DeviceCopier
-
+    def __init__(
+        self, accelerator: Accelerator, shape: tuple[int, ...], *, block_major: bool = False, piece_bytes: int = 1 << 30
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
         if block_major:
             shape = (shape[1], shape[0], *shape[2:])
         # Bytes of all values; as bfloat16 they are never computed with.
         whole = torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16)
         self.host = whole.view(torch.bfloat16)
-        self.device = self.host.cuda()
+        self.accelerator, self.opened = accelerator, accelerator.open()
+        self.device = accelerator.to_device(self.host)
         axis = 1 if block_major else 0
         memories = [PagedMemory.of(list(tensor.unbind(axis))) for tensor in (self.host, self.device)]
         self.layout = memories[0].layout(BLOCK * PAGES, [BLOCK])
         self.slabs = [Slab(self.layout.slot_bytes, SLOTS * self.layout.slot_bytes) for _ in range(2)]
         self.on_cpu = CPUCopier(memories[0], self.layout, self.slabs[0])
-        self.on_gpu = DeviceCopier(
-            CUDADevice(self.device.device, self.slabs[1]), memories[1], self.layout, self.slabs[1]
-        )
+        pins = PinnedSlab(self.opened, self.slabs[1], threads=bool(piece_bytes), piece_bytes=piece_bytes)
+        pins.wait()
+        # Less than all slots have, so that it is used again.
+        staging = Staging(self.opened, memories[1], 3 * self.layout.chunk_bytes)
+        self.on_gpu = DeviceCopier(staging, memories[1], self.layout, self.slabs[1], pins=pins)
 
     def copies(self, seed: int, slots: int = SLOTS) -> list[ChunkCopy]:
         rng = random.Random(seed)
@@ -57,17 +69,27 @@ class Pair:
             for at, slot in enumerate(rng.sample(range(SLOTS), slots))
         ]
 
+    def clear(self) -> None:
+        """The model writes zeros into every block."""
+        self.accelerator.launch(self.device.zero_)
+        self.host.zero_()
+
     def check(self) -> None:
-        torch.cuda.synchronize()
+        self.opened.synchronize()
         assert torch.equal(self.device.cpu().view(torch.int16), self.host.view(torch.int16))
         for slot in range(SLOTS):
             assert bytes(self.slabs[0].view(slot)) == bytes(self.slabs[1].view(slot))
 
 
-@pytest.fixture(params=[(name, major) for name in SHAPES for major in (False, True)], ids=str)
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    name, major = request.param
-    made = Pair(SHAPES[name], block_major=major)
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=GPU)])
+def accelerator(request: pytest.FixtureRequest) -> Accelerator:
+    return Accelerator(simulate=request.param == "simulated")
+
+
+@pytest.fixture(params=itertools.product(SHAPES, (False, True), PIECES), ids=str)
+def pair(request: pytest.FixtureRequest, accelerator: Accelerator) -> Iterator[Pair]:
+    name, major, piece = request.param
+    made = Pair(accelerator, SHAPES[name], block_major=major, piece_bytes=PIECES[piece])
     yield made
     made.on_gpu.close()
     for slab in made.slabs:
@@ -87,8 +109,7 @@ def test_blocks_may_be_overwritten_as_soon_as_a_store_returns(pair: Pair) -> Non
     copies = pair.copies(5)
     pair.on_cpu.store(copies)
     event = pair.on_gpu.store(copies)
-    pair.device.zero_()
-    pair.host.zero_()
+    pair.clear()
     event.wait()
     pair.check()
 
@@ -96,15 +117,16 @@ def test_blocks_may_be_overwritten_as_soon_as_a_store_returns(pair: Pair) -> Non
 def test_computation_sees_what_was_loaded_before_it(pair: Pair) -> None:
     pair.on_cpu.store(pair.copies(6))
     pair.on_gpu.store(pair.copies(6)).wait()
-    pair.device.zero_()
-    pair.host.zero_()
+    pair.clear()
     copies = pair.copies(7)
     event = pair.on_gpu.load(copies)
-    seen = pair.device.clone()
-    pair.device.zero_()
+    seen: list[torch.Tensor] = []
+    pair.accelerator.launch(lambda: seen.append(pair.device.clone()))
+    pair.accelerator.launch(pair.device.zero_)
     pair.on_cpu.load(copies)
     event.wait()
-    assert torch.equal(seen.cpu().view(torch.int16), pair.host.view(torch.int16))
+    pair.opened.synchronize()
+    assert torch.equal(seen[0].cpu().view(torch.int16), pair.host.view(torch.int16))
 
 
 def test_layer_by_layer(pair: Pair) -> None:
@@ -130,18 +152,28 @@ def test_a_load_beside_the_computation(pair: Pair) -> None:
     pair.check()
 
 
-def test_the_slab_is_pinned_in_the_background_and_unpinned_at_the_end() -> None:
-    from lmkv.memory.cuda import PinnedSlab
+def test_a_load_says_how_long_it_took(pair: Pair) -> None:
+    event = pair.on_gpu.load(pair.copies(11))
+    event.wait()
+    assert 0 < event.seconds < 60
 
+
+def test_the_slab_is_pinned_in_the_background_and_unpinned_at_the_end(accelerator: Accelerator) -> None:
     slab = Slab(1 << 20, 64 << 20)
-    pinned = PinnedSlab(slab, torch.device("cuda", 0))
-    pinned._thread.join(LIMIT)
-    assert pinned._pieces
-    pinned.close()
-    assert not pinned._pieces
+    pins = PinnedSlab(accelerator.open(), slab, piece_bytes=5 << 20)
+    pins.wait()
+    assert repr(pins) == "<PinnedSlab: 64 of 64 slots>"
+    pins.close()
+    # As often as one likes: nothing stays registered.
+    again = PinnedSlab(accelerator.open(), slab)
+    again.wait()
+    assert repr(again) == "<PinnedSlab: 64 of 64 slots>"
+    again.close()
     slab.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_an_engine_on_the_device() -> None:
     caches = [torch.randn((BLOCKS, 2, BLOCK, 64), device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
     config = Config.load(chunk_size=4 * BLOCK, max_local_cpu_size=0.25, env={})

@@ -16,11 +16,13 @@ from hypothesis import given, strategies as st
 from lmkv.errors import UsageError
 from lmkv.memory.copier import ChunkCopy, Event, Run
 from lmkv.memory.cpu_copier import CPUCopier
-from lmkv.memory.device_copier import DeviceCopier
+from lmkv.memory.device import DeviceError, Staging
+from lmkv.memory.device_copier import DeviceCopier, LoadEvent
 from lmkv.memory.layerwise import LayerReader, LayerWriter
 from lmkv.memory.paged import PagedMemory
+from lmkv.memory.pinned import PinnedSlab
 from lmkv.memory.slab import Slab
-from tests.memory.simulated_device import SimulatedDevice
+from lmkv.testing.simulated_device import SimulatedDevice
 
 BLOCKS, PAGES, LAYERS, SLOTS = 12, 2, 3, 6
 
@@ -42,14 +44,21 @@ def memory_of(shape: str) -> PagedMemory:
 class World:
     """Paged memory that a model keeps writing to, slots, and what both must hold in the end."""
 
-    def __init__(self, shape: str, seed: int, favourite: int | None = None, direct_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, shape: str, seed: int, favourite: int | None = None, direct_bytes: int = 1 << 20, *, staging: int = 0
+    ) -> None:
         self.rng = random.Random(seed)
         self.memory = memory_of(shape)
         self.layout = self.memory.layout(4 * PAGES, [4])
         self.slab = Slab(self.layout.slot_bytes, SLOTS * self.layout.slot_bytes)
         self.device = SimulatedDevice(seed, favourite)
+        self.device.adopt(self.memory.rows)
+        # Less than the order of a few chunks, so that it is given out again and again.
+        self.staging = Staging(self.device, self.memory, staging or self.rng.choice([1, 500, 2000]))
+        piece = self.rng.randrange(1, SLOTS + 1) * self.layout.slot_bytes
+        self.pins = PinnedSlab(self.device, self.slab, threads=0, piece_bytes=piece)
         self.copier = DeviceCopier(
-            self.device, self.memory, self.layout, self.slab, buffer_bytes=1, direct_bytes=direct_bytes
+            self.staging, self.memory, self.layout, self.slab, direct_bytes=direct_bytes, pins=self.pins
         )
         # The same bytes and slots, where everything is done at once.
         self.expected = memory_of(shape)
@@ -62,7 +71,7 @@ class World:
             if layers is None or index in layers:
                 value = self.rng.randrange(256)
                 expected[block] = value
-                self.device.compute.do(lambda row=row, value=value: row[block].fill_(value))
+                self.device.launch(lambda row=row, value=value: row[block].fill_(value))
 
     def copies(self, slots: list[int]) -> list[ChunkCopy]:
         blocks = self.rng.sample(range(BLOCKS), PAGES * len(slots))
@@ -84,7 +93,10 @@ def test_any_order_of_the_device_gives_what_program_order_gives(
     world = World(shape, seed, favourite, direct)
     busy: dict[int, Event] = {}
     for _ in range(12):
-        action = world.rng.choice(["compute", "store", "load"])
+        action = world.rng.choice(["compute", "store", "load", "pin"])
+        if action == "pin":
+            world.pins.pin_next()
+            continue
         if action == "compute":
             for block in world.rng.sample(range(BLOCKS), 6):
                 world.compute(block)
@@ -111,14 +123,14 @@ def test_a_layer_is_there_when_the_model_comes_to_it(seed: int, favourite: int |
     world.oracle.load(copies)
     wanted = [row.clone() for row in world.expected.rows]
     for row in world.memory.rows:
-        world.device.compute.do(lambda row=row: row.fill_(7))
+        world.device.launch(lambda row=row: row.fill_(7))
     blocks = [block for copy in copies for block in copy.runs[0].blocks]
     reader = LayerReader(world.copier, copies)
     read: list[torch.Tensor] = []
     for layer in range(LAYERS):
         reader.wait(layer)
         row = world.memory.rows[min(layer, len(world.memory.rows) - 1)]
-        world.device.compute.do(lambda row=row: read.append(row[blocks].clone()))
+        world.device.launch(lambda row=row: read.append(row[blocks].clone()))
     assert reader.complete
     reader.finish().wait()
     world.device.synchronize()
@@ -180,17 +192,151 @@ def test_a_load_beside_the_computation_delays_none_of_it(seed: int, favourite: i
     world.check()
 
 
-def test_staging_memory_is_bounded_and_chunks_cross_as_one_run() -> None:
-    world = World("alike", 1)
-    world.copier.store([ChunkCopy(slot, (Run(0, [slot, slot + 1]),)) for slot in range(SLOTS)]).wait()
-    assert world.device.transfers == SLOTS, "one for a chunk, whatever its layers and pages"
-    assert repr(world.copier) == "<DeviceCopier: 3 layers, staging buffers of 384 bytes>"
-    assert world.device.allocated == 2 * world.layout.rank_bytes
-    world.copier.load([ChunkCopy(slot, (Run(0, [slot, slot + 1]),)) for slot in range(SLOTS)]).wait()
-    assert world.device.transfers == 2 * SLOTS
-    assert world.device.allocated == 4 * world.layout.rank_bytes
+def test_staging_memory_is_bounded_and_an_order_crosses_in_one_call() -> None:
+    world = World("alike", 1, staging=8 * LAYERS * PAGES * 64 * SLOTS)
+    assert repr(world.copier) == "<DeviceCopier: 3 layers, 18432 bytes of staging, <PinnedSlab: 0 of 6 slots>>"
+    while world.pins.pin_next():
+        pass
+    allocated, blocked = world.device.allocated, world.device.blocked
+    copies = [ChunkCopy(slot, (Run(0, [slot, slot + 1]),)) for slot in range(SLOTS)]
+    for calls, action in enumerate((world.copier.store, world.copier.load), 1):
+        action(copies).wait()
+        assert (world.device.calls, world.device.copies) == (calls, calls * SLOTS), "a run of bytes for each chunk"
+    assert world.device.allocated == allocated == 18432 + 18432 // 4, "nothing more than at the registration"
+    assert world.device.blocked == blocked
     world.copier.close()
-    assert world.device.closed
+    assert not world.device.registered
+
+
+@given(seed=seeds, shape=shapes, direct=detours)
+def test_no_copy_crosses_the_border_of_a_registration(seed: int, shape: str, direct: int) -> None:
+    """Some slots are pinned, in one piece or in several, the others are not; neighbouring slots adjoin."""
+    world = World(shape, seed, None, direct)
+    for _ in range(world.rng.randrange(3)):
+        world.pins.pin_next()
+    for action in ("store", "load"):
+        copies = world.copies(sorted(world.rng.sample(range(SLOTS), 6)))
+        getattr(world.copier, action)(copies).wait()
+        getattr(world.oracle, action)(copies)
+    world.check()
+
+
+def test_chunks_of_full_slots_are_still_copied_one_by_one() -> None:
+    """Without padding between them they adjoin in host memory, and the border lies between them."""
+    world = Aligned(pages=8, staging=4 << 20)
+    while world.pins.pin_next():
+        pass
+    assert len(world.device.registered) == SLOTS
+    world.copier.store(world.copies).wait()
+    assert world.device.copies == SLOTS
+    assert world.device.calls == 1
+
+
+class Aligned:
+    """Slots without padding, each of which is a registration of its own."""
+
+    def __init__(self, pages: int, *, staging: int = 1 << 20, queue_limit: int = 256) -> None:
+        self.memory = PagedMemory.of([torch.zeros((SLOTS * pages, 4096), dtype=torch.uint8) for _ in range(LAYERS)])
+        self.layout = self.memory.layout(pages, [1])
+        assert self.layout.slot_bytes == self.layout.chunk_bytes
+        self.slab = Slab(self.layout.slot_bytes, SLOTS * self.layout.slot_bytes)
+        self.device = SimulatedDevice(5, queue_limit=queue_limit)
+        self.device.adopt(self.memory.rows)
+        self.staging = Staging(self.device, self.memory, staging)
+        self.pins = PinnedSlab(self.device, self.slab, threads=0, piece_bytes=self.layout.slot_bytes)
+        self.copier = DeviceCopier(self.staging, self.memory, self.layout, self.slab, pins=self.pins)
+        blocks = [list(range(slot * pages, (slot + 1) * pages)) for slot in range(SLOTS)]
+        self.copies = [ChunkCopy(slot, (Run(0, ids),)) for slot, ids in enumerate(blocks)]
+
+
+@pytest.mark.parametrize("action", ["store", "load"])
+def test_a_long_order_never_fills_the_queue_of_a_stream(action: str) -> None:
+    world = Aligned(pages=64, staging=4 << 20, queue_limit=40)
+    while world.pins.pin_next():
+        pass
+    world.device.blocked = 0
+    getattr(world.copier, action)(world.copies).wait()
+    assert world.device.blocked == 0
+
+
+def test_a_copy_of_memory_that_is_not_pinned_blocks_the_caller_and_is_right() -> None:
+    world = Aligned(pages=8)
+    world.memory.rows[0].fill_(3)
+    blocked = world.device.blocked
+    world.copier.store(world.copies).wait()
+    assert world.device.blocked > blocked
+    assert bytes(world.slab.view(5)[:8]) == bytes([3]) * 8
+
+
+def test_the_computation_waits_for_no_store_while_staging_memory_lasts() -> None:
+    def waits(staging: int) -> int:
+        world = Aligned(pages=8, staging=staging)
+        while world.pins.pin_next():
+            pass
+        world.device.synchronize()
+        world.device.run = lambda steps: False  # type: ignore[method-assign]
+        world.copier.store(world.copies)
+        return sum(isinstance(item, tuple) and item[0] == "wait" for item in world.device.compute.queue)
+
+    order = SLOTS * 8 * LAYERS * 4096
+    assert waits(staging=order) == 0
+    assert waits(staging=order // 2) > 0
+
+
+def test_a_part_of_a_chunk_at_a_time_where_staging_memory_is_small() -> None:
+    """One page has room, one chunk has not."""
+    world = Aligned(pages=8, staging=3 * 4096)
+    for row in world.memory.rows:
+        row.random_(0, 256)
+    wanted = [row.clone() for row in world.memory.rows]
+    world.copier.store(world.copies).wait()
+    for row in world.memory.rows:
+        row.zero_()
+    world.copier.load(world.copies).wait()
+    world.device.synchronize()
+    assert world.device.allocated == 2 * 3 * 4096 or world.device.allocated == 3 * 4096 + 4096
+    assert all(torch.equal(row, old) for row, old in zip(world.memory.rows, wanted, strict=True))
+
+
+def test_kernels_are_compiled_before_there_is_a_slab() -> None:
+    memory = memory_of("two sizes")
+    device = SimulatedDevice(1)
+    device.adopt(memory.rows)
+    Staging(device, memory, 1 << 16)
+    assert device.moves == len(memory.rows)
+
+
+def test_a_device_without_room_for_staging_memory_says_so() -> None:
+    memory = memory_of("alike")
+    device = SimulatedDevice(1, memory_bytes=1 << 20)
+    device.adopt(memory.rows)
+    with pytest.raises(DeviceError, match="out of memory"):
+        Staging(device, memory, 1 << 20)
+
+
+def test_a_load_says_how_long_the_device_took_for_it() -> None:
+    """Not how long nobody asked."""
+    world = Aligned(pages=8)
+    event = world.copier.load(world.copies)
+    event.wait()
+    assert isinstance(event, LoadEvent)
+    world.device.now += 1000.0
+    assert 0 < event.seconds < 1
+
+
+@pytest.mark.parametrize("action", ["store", "load"])
+def test_a_device_that_has_failed_fails_every_copy_and_can_be_closed(action: str) -> None:
+    world = World("alike", 6)
+    while world.pins.pin_next():
+        pass
+    event = getattr(world.copier, action)(world.copies([0, 1]))
+    world.device.fail("an uncorrectable memory error")
+    for call in (event.query, event.wait, lambda: getattr(world.copier, action)(world.copies([2]))):
+        with pytest.raises(DeviceError, match="uncorrectable"):
+            call()
+    with pytest.raises(DeviceError, match="uncorrectable"):
+        world.copier.close()
+    assert not world.device.registered
 
 
 def test_part_of_a_chunk_is_loaded_and_nothing_else() -> None:
@@ -220,10 +366,10 @@ def test_a_copy_that_fails_leaves_nothing_under_way(action: str, monkeypatch: py
 
     def transfer(*args: object) -> None:
         if next(calls) == 2:
-            raise OSError("the device is gone")
+            raise OSError("no such device")
         real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(world.device, "transfer", transfer)
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(OSError, match="no such"):
         getattr(world.copier, action)(world.copies([0, 1, 2, 3]))
     assert not any(stream.queue for stream in world.device.streams)

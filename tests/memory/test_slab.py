@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
 import resource
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
+import lmkv.backends.cpu
 import lmkv.memory.slab
+from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.errors import ConfigError, UsageError
-from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, available_ram, clamp_capacity
+from lmkv.memory import slab_files
+from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, available_ram, clamp_capacity, wait_for_slab
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, eventually
 
@@ -216,6 +222,7 @@ def test_capacity_is_cut_to_the_machine_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lmkv.memory.slab, "available_ram", lambda: 100 * SLOT)
+    monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (0, 0))
     with caplog.at_level(logging.WARNING, "lmkv"):
         assert clamp_capacity(50 * SLOT + 1, SLOT) == 50 * SLOT
         assert not caplog.records
@@ -226,25 +233,141 @@ def test_capacity_is_cut_to_the_machine_with_one_line(
 
 def test_a_tier_without_room_for_a_chunk_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmkv.memory.slab, "available_ram", lambda: SLOT)
+    monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (0, 0))
     with pytest.raises(ConfigError, match=r"max_local_cpu_size.*available memory.*chunk_size"):
         clamp_capacity(10 * SLOT, SLOT)
 
 
-def test_pinned_memory_is_limited_by_the_locked_memory_limit(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def limit(which: int) -> tuple[int, int]:
-        assert which == resource.RLIMIT_MEMLOCK
-        return 5 * SLOT + 1, 5 * SLOT + 1
+def test_the_limit_of_locked_memory_is_none_of_ours() -> None:
+    """The driver pins memory without asking for it, and a server that is not root often has 8 MiB."""
+    old = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (5 * SLOT, old[1]))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: 1000)
+            assert clamp_capacity(10 * SLOT, SLOT) == 10 * SLOT
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, old)
 
-    monkeypatch.setattr(resource, "getrlimit", limit)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert clamp_capacity(10 * SLOT, SLOT) == 10 * SLOT
-    with caplog.at_level(logging.WARNING, "lmkv"):
-        assert clamp_capacity(10 * SLOT, SLOT, pinned=True) == 5 * SLOT
-    assert "ulimit -l" in caplog.text
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert clamp_capacity(10 * SLOT, SLOT, pinned=True) == 10 * SLOT
+
+# -- several engines on a host ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 slots of memory are free before the first slab, and 80 of them are for slabs."""
+    mine = f"-{os.getpid()}."
+
+    def files() -> Iterator[tuple[str, str, os.stat_result]]:
+        return (found for found in slab_files_now() if mine in found[1])
+
+    slab_files_now = slab_files.slab_files
+    monkeypatch.setattr(slab_files, "slab_files", files)
+    monkeypatch.setattr(lmkv.memory.slab, "available_ram", lambda: 100 * SLOT - slab_files.promised_and_taken()[1])
+
+
+def my_slab(slots: int) -> Slab:
+    return Slab(SLOT, slots * SLOT, shared=True, engine=f"test-{os.getpid()}")
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("populated", [False, True])
+def test_engines_that_start_together_get_equal_shares(populated: bool) -> None:
+    """The first may have populated its slab when the second one looks, or not."""
+    share = clamp_capacity(1000 * SLOT, SLOT, engines=2)
+    assert share == 40 * SLOT
+    first = my_slab(40)
+    if populated:
+        assert first.touch(0, first.nbytes)
+        assert slab_files.promised_and_taken() == (40 * SLOT, 40 * SLOT)
+    assert clamp_capacity(1000 * SLOT, SLOT, engines=2) == share
+    first.close()
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_another_engine_has_not_taken_yet_is_its_own() -> None:
+    first = my_slab(70)
+    assert clamp_capacity(1000 * SLOT, SLOT) == 10 * SLOT
+    second = my_slab(10)
+    with pytest.raises(ConfigError, match="other engines on this host"):
+        clamp_capacity(1000 * SLOT, SLOT)
+    first.close()
+    second.close()
+
+
+def test_slabs_are_sized_and_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise two engines would see the same free memory, and neither the other's slab."""
+    locked: list[bool] = []
+
+    def is_locked() -> bool:
+        fd = os.open("/dev/shm", os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    class Watched(Slab):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            locked.append(is_locked())
+            super().__init__(*args, **options)
+
+    def clamp(*args: Any, **options: Any) -> int:
+        locked.append(is_locked())
+        return clamp_capacity(*args, **options)
+
+    monkeypatch.setattr(lmkv.backends.cpu, "Slab", Watched)
+    monkeypatch.setattr(lmkv.backends.cpu, "clamp_capacity", clamp)
+    CPUPinnedBackend(SLOT, SLOT, shared=True).close()
+    assert locked == [True, True]
+
+
+# -- whose slab it is --------------------------------------------------------------------------------------
+
+
+def test_another_file_under_the_same_number_is_not_mapped() -> None:
+    """In another container, or once the owner has ended, the same path may be another engine's slab."""
+    slab, other = my_slab(2), my_slab(2)
+    with pytest.raises(FileNotFoundError, match="is not the slab lmkv-slab-test-"):
+        attach(evolve(slab.ref, path=other.ref.path))
+    with pytest.raises(FileNotFoundError, match="is not the slab"):
+        attach(evolve(slab.ref, path="/dev/null"))
+    slab.close()
+    other.close()
+
+
+def test_a_slab_is_found_by_the_name_of_its_engine() -> None:
+    engine = f"test-{os.getpid()}"
+    stop = threading.Event()
+    found: list[SlabRef | None] = []
+    search = threading.Thread(target=lambda: found.append(wait_for_slab(engine, SLOT, stop)))
+    search.start()
+    other = Slab(SLOT, SLOT, shared=True, engine=f"{engine}1")
+    slab = my_slab(3)
+    search.join(LIMIT)
+    assert found == [slab.ref]
+    two = my_slab(3)
+    assert slab_files.find(engine) is None, "either of them may be the one"
+    for made in (slab, other, two):
+        made.close()
+    stop.set()
+    assert wait_for_slab(engine, SLOT, stop) is None
+
+
+def test_each_rank_populates_its_part_alone() -> None:
+    size = 64 * 4096
+    slab = Slab(size, 8 * size)
+    slab.populate((size // 4, size // 2))
+    eventually(lambda: resident(slab) >= slab.nbytes // 2)
+    slab.close()
+    assert list(slab.spans((size // 4, size // 2), 1 << 30))[1] == (size + size // 4, size // 2)
+    slab = Slab(size, 8 * size)
+    assert list(slab.spans((0, size), 3 * size)) == [(0, 3 * size), (3 * size, 3 * size), (6 * size, 2 * size)]
+    assert slab.touch(5000, 10)
+    assert resident(slab) <= 2 * 4096
+    slab.close()
 
 
 def test_a_map_counts_only_whole_slots() -> None:

@@ -62,6 +62,27 @@ def test_the_module_path_works_without_the_entry_point(model: Path) -> None:
         assert external_hits(running.run([ids])[0]) == 299
 
 
+def test_lmcache_settings_are_in_force_with_only_the_connector_changed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"USE_EXPERIMENTAL": "True", "CHUNK_SIZE": "96", "LOCAL_CPU": "True", "MAX_LOCAL_CPU_SIZE": "0.125"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"LMCACHE_{name}", value)
+    ids = prompt(20, 200)
+    with (
+        caplog.at_level(logging.INFO, logger="lmkv"),
+        engine(model, transfer={"kv_connector_extra_config": {}}) as running,
+    ):
+        running.run([ids])
+        running.forget_local()
+        assert external_hits(running.run([ids])[0]) >= 192, "chunks of 256 tokens would not hit"
+        slab = running.store.slab
+        assert running.connector._model.geometry.chunk_size == 96
+        assert slab.num_slots == (1 << 27) // slab.slot_bytes
+    lines = [record.getMessage() for record in caplog.records if "LMCache" in record.getMessage()]
+    assert lines == ["lmkv: settings of LMCache without effect here: use_experimental"]
+
+
 def test_a_bad_option_names_key_and_value(model: Path) -> None:
     with pytest.raises(Exception, match=r"chunk_sise"), engine(model, extra={"chunk_sise": 256}):
         pass

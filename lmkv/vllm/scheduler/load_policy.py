@@ -11,7 +11,8 @@ logger = logging.getLogger("lmkv.vllm")
 
 _SMOOTHING = 0.3
 _DECAY = 0.98
-_MIN_STEP_TOKENS = 64
+MIN_STEP_TOKENS = 64
+"""Of smaller steps the duration says nothing of the model's speed."""
 _RETRY_EVERY = 16
 """Of loads that look too slow, every sixteenth is done anyway, to measure the tier again."""
 
@@ -32,7 +33,7 @@ class LoadCost:
 
     def observe_step(self, tokens: int, seconds: float) -> None:
         """A step of the model computed so many tokens in so many seconds."""
-        if tokens >= _MIN_STEP_TOKENS and seconds > 0:
+        if tokens >= MIN_STEP_TOKENS and seconds > 0:
             self.prefill_speed = max(self.prefill_speed * _DECAY, tokens / seconds)
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:

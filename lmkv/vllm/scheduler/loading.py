@@ -24,7 +24,7 @@ from lmkv.store.tiers.iopool import Priority
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.metadata import JobReport, StepPlanBuilder
 from lmkv.vllm.scheduler.async_load import AsyncLoad, AsyncLoadAdmission, LoadWindow
-from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode
+from lmkv.vllm.scheduler.load_policy import MIN_STEP_TOKENS, LoadCost, LoadMode
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.request import BlockTables, RequestState
 
@@ -66,7 +66,9 @@ class LoadPlanner:
         self._jobs: dict[int, _Job] = {}
         self._async_loads: dict[str, tuple[RequestState, AsyncLoad]] = {}
         self._promised: dict[str, RequestState] = {}
-        self._last_step: tuple[int, float] | None = None
+        self._steps: dict[int, tuple[int, float]] = {}
+        """Of steps under way, by number: tokens, and when they were scheduled."""
+        self._last_step, self._last_end = 0, 0.0
         self.admission = AsyncLoadAdmission(geometry)
         self.evict_blocks: Callable[[set[int]], None] = lambda blocks: None
 
@@ -300,7 +302,8 @@ class LoadPlanner:
 
     def end_step(self, scheduled_tokens: int, requests: int) -> None:
         """A step was scheduled: order the windows that are ready, and withdraw the promises not taken up."""
-        self._time_step(scheduled_tokens)
+        if scheduled_tokens >= MIN_STEP_TOKENS:
+            self._begin_timing(scheduled_tokens)
         self._mode.computing = requests
         for state, load in list(self._async_loads.values()):
             window = self._advance(load)
@@ -313,12 +316,19 @@ class LoadPlanner:
             state.drop_lease()
         self._promised.clear()
 
-    def _time_step(self, tokens: int) -> None:
-        """While there is work steps follow each other without a pause: their distance is their duration."""
+    def _begin_timing(self, tokens: int) -> None:
+        self._last_step += 1
+        self._steps[self._last_step] = (tokens, self._clock())
+        self._builder.timed = self._last_step
+
+    def step_ended(self, step: int) -> None:
+        """The output of a timed step has come. vLLM may have scheduled it before the step before it had ended."""
+        tokens, scheduled = self._steps.pop(step, (0, 0.0))
         now = self._clock()
-        if self._last_step is not None:
-            self._cost.observe_step(self._last_step[0], now - self._last_step[1])
-        self._last_step = (tokens, now)
+        self._cost.observe_step(tokens, now - max(scheduled, self._last_end))
+        self._last_end = now
+        # Reports come in the order of the steps: what has not been reported before never will be.
+        self._steps = {number: timed for number, timed in self._steps.items() if number > step}
 
     def _order_window(self, state: RequestState, load: AsyncLoad, window: LoadWindow) -> None:
         state.disabled |= bool(window.failed_blocks)

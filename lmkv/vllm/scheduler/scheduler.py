@@ -175,7 +175,9 @@ class Scheduler:
 
     def on_report(self, report: WorkerReport) -> None:
         """Merge the workers' answers; a job ends when every rank has answered."""
-        self._mapped = True
+        self._mapped |= bool(report.jobs)
+        for step in report.steps:
+            self._loading.step_ended(step)
         # Before any store is published, and without waiting for the other ranks' answers: a store that is
         # reported together with a failed load may contain KV that was computed from unfilled blocks.
         if any(not part.ok and job in self._loading for job, part in report.jobs.items()):

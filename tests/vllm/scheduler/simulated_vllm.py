@@ -14,21 +14,25 @@ import hashlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 import torch
 from attrs import define, field
 
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
+from lmkv.memory.device import Staging
+from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.policies import LRU
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
+from lmkv.testing.simulated_device import SimulatedDevice
 from lmkv.vllm.geometry import Geometry, Group
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
@@ -98,7 +102,8 @@ class _Step:
 class SimulatedVLLM:
     """One engine: block pool, waiting and running queues, `depth` steps between scheduling and knowing.
 
-    `io_moves`: how often jobs get on between two steps, at most; three times, and one is done.
+    `io_moves`: how often jobs get on between two steps, at most; three times, and one is done. `device`: each
+    rank computes and copies on a simulated device of its own, some time after it was told to.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class SimulatedVLLM:
         prefix_caching: bool = False,
         aborts: float = 0.0,
         io_moves: int = 10,
+        device: bool = False,
     ) -> None:
         self.rng = rng
         self.io_moves = io_moves
@@ -172,11 +178,25 @@ class SimulatedVLLM:
         self.memories: list[list[np.ndarray]] = []
         """Of each rank, and each of its layers, the same bytes as the worker's."""
         self.workers = []
+        self.devices: list[SimulatedDevice] = []
+        self.ended_on = Counter[str]()
+        """Ranks on which the load of a request has ended, until it has on all of them."""
+        self.failed_on: set[str] = set()
+        self.wrong: list[str] = []
+        """What the devices have read that was not right."""
         for rank in range(ranks):
             rows = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in layers]
             single = len(self.groups) == 1
             worker = Worker(rank, layout, block_level_failures=single, layerwise=layerwise and single)
-            worker.register(PagedMemory(rows, [layer.group for layer in layers], fuse=False))
+            memory = PagedMemory(rows, [layer.group for layer in layers], fuse=False)
+            if device:
+                self.devices.append(SimulatedDevice(rng.randrange(2**32), rng.choice([None, 0])))
+                self.devices[-1].adopt(rows)
+            with pytest.MonkeyPatch.context() as patch:
+                if device:
+                    staging = Staging(self.devices[-1], memory, rng.choice([1, 500, 5000]))
+                    patch.setattr("lmkv.vllm.worker.make_staging", lambda *_, staging=staging: staging)
+                worker.register(memory)
             self.memories.append([row.numpy() for row in rows])
             self.workers.append(worker)
         self.waiting: list[SimulatedRequest] = []
@@ -229,9 +249,29 @@ class SimulatedVLLM:
 
     def _poison(self, group: int, block: int) -> None:
         """A freed block is soon another request's: what still reads it must be caught."""
-        for rows in self.memories:
+        for rank, rows in enumerate(self.memories):
             for index in self._layers(group):
-                rows[index][block] = 0xEE
+                self._write(rank, rows[index], (block, slice(None)), 0xEE)
+
+    def _launch(self, rank: int, work: Callable[[], object]) -> None:
+        """Computation of a rank: now, or whenever its device comes to it."""
+        if self.devices:
+            self.devices[rank].launch(work)
+        else:
+            work()
+
+    def _write(self, rank: int, row: np.ndarray, place: tuple[int, slice], value: Any) -> None:
+        def write() -> None:
+            row[place] = value
+
+        self._launch(rank, write)
+
+    def _read(self, rank: int, row: np.ndarray, place: tuple[int, slice], expected: bytes, where: str) -> None:
+        def read() -> None:
+            if row[place].tobytes() != expected:
+                self.wrong.append(where)
+
+        self._launch(rank, read)
 
     def _layers(self, group: int) -> range:
         return range(2 * group, 2 * group + 2)
@@ -413,15 +453,16 @@ class SimulatedVLLM:
     def _compute(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
         """Write the KV of tokens [low, high); that of the others in their blocks stays."""
         for at, block, place in self._places(request, group, low, high):
-            for rows, layer in itertools.product(self.memories, self._layers(group)):
+            for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
                 kv = kv_of(request.cache_salt, bytes(request.truth(at + 1)), layer, place.stop - place.start)
-                rows[layer][block, place] = 0xDD if request.tainted else np.frombuffer(kv, np.uint8)
+                value = 0xDD if request.tainted else np.frombuffer(kv, np.uint8)
+                self._write(rank, rows[layer], (block, place), value)
 
     def _spoil(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
         """What is computed for drafts that are rejected."""
         for _, block, place in self._places(request, group, low, high):
-            for rows, layer in itertools.product(self.memories, self._layers(group)):
-                rows[layer][block, place] = 0xDD
+            for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
+                self._write(rank, rows[layer], (block, place), 0xDD)
 
     def _places(self, request: SimulatedRequest, group: int, low: int, high: int) -> Iterator[tuple[int, int, slice]]:
         """Tokens [low, high) of a table, those in null blocks apart: each with its block and bytes in it."""
@@ -444,11 +485,10 @@ class SimulatedVLLM:
                 return
             assert NULL not in blocks, f"{request.request_id}: a block within the window is null"
             for at, block, place in self._places(request, index, low, request.computed):
-                for rows, layer in itertools.product(self.memories, self._layers(index)):
+                for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(index)):
                     kv = kv_of(request.cache_salt, bytes(request.truth(at + 1)), layer, place.stop - place.start)
-                    assert rows[layer][block, place].tobytes() == kv, (
-                        f"{request.request_id}: wrong KV of token {at} in layer {layer}"
-                    )
+                    where = f"{request.request_id}: wrong KV of token {at} in layer {layer}"
+                    self._read(rank, rows[layer], (block, place), kv, where)
 
     def _execute(self, plan: Any, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> _Step:
         reports, failed_blocks = [], set()
@@ -456,6 +496,9 @@ class SimulatedVLLM:
         failed: set[str] = set()
         for worker in self.workers:
             worker.begin(plan)
+            if isinstance(worker._copier, DeviceCopier):
+                # Now, and not when a thread comes to it: the same seed gives the same history.
+                worker._copier.pins.wait()
             self._break(worker)
             worker.load()
             for layer in range(len(self.memories[0]) if scheduled else 0):
@@ -477,18 +520,32 @@ class SimulatedVLLM:
             done, bad = worker.take_finished()
             finished.append(done)
             failed |= bad
+        assert not self.wrong
         present = [report for report in reports if report is not None]
         merged = None
         for report in present:
             merged = report if merged is None else merged.merge(report)
-        assert all(done == finished[0] for done in finished), "every rank reports the same requests"
+        ended = self._ended_everywhere(finished)
         sampled = []
         for request, count in scheduled.items():
             if request.computed + count - drafted.get(request.request_id, 0) == request.num_tokens + request.in_flight:
                 request.in_flight += 1
                 sampled.append((request, request.epoch))
         before = {request.request_id: request.computed for request in scheduled}
-        return _Step(sampled, merged, failed_blocks, finished[0], failed, before)
+        # As vLLM: a rank may report the failure before the others have ended.
+        self.failed_on |= failed
+        failed = self.failed_on & ended
+        self.failed_on -= failed
+        return _Step(sampled, merged, failed_blocks, ended, failed, before)
+
+    def _ended_everywhere(self, finished: list[set[str]]) -> set[str]:
+        """The requests whose loads have ended on every rank by now, as vLLM counts them."""
+        assert self.devices or all(done == finished[0] for done in finished), "every rank reports the same requests"
+        self.ended_on.update(name for done in finished for name in done)
+        ended = {name for name, ranks in self.ended_on.items() if ranks == len(self.workers)}
+        for name in ended:
+            del self.ended_on[name]
+        return ended
 
     def _break(self, worker: Worker) -> None:
         """Let single copies fail from now on, as those of a broken mapping or device would."""
@@ -566,7 +623,10 @@ class SimulatedVLLM:
                     self._take_output(self.pipeline.pop(0))
         else:
             raise AssertionError(f"stuck: {self.waiting} {self.running} {self.loading}")
-        for _ in range(2):
+        for turn in range(limit):
+            # As vLLM steps on without requests, for copies that have not been reported.
+            if turn >= 2 and not self.scheduler.busy:
+                break
             self.step()
             while self.pipeline:
                 self._take_output(self.pipeline.pop(0))
@@ -580,6 +640,7 @@ class SimulatedVLLM:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+        assert not self.wrong
         self.scheduler.close()
 
 

@@ -38,6 +38,7 @@ engines = st.fixed_dictionaries(
         "load_mode": st.sampled_from(["auto", "auto", "async"]),
         "prefix_caching": st.booleans(),
         "aborts": st.sampled_from([0.0, 0.0, 0.1]),
+        "device": st.booleans(),
     }
 )
 
@@ -98,6 +99,34 @@ def test_the_schedules_test_something(kind: str) -> None:
         total += _drive(rng, GROUPS[kind], options)
     missing = [name for name in SITUATIONS if not total[name]]
     assert not missing, total
+
+
+def test_an_aborted_load_frees_its_blocks_once_the_device_is_done_with_them() -> None:
+    """A copy that comes late must not hit the blocks of another request."""
+    for seed in range(125, 140):
+        rng = random.Random(seed)
+        options: dict[str, Any] = {"num_blocks": 90, "ram_chunks": 8, "lower_chunks": 60, "io_moves": 40}
+        options |= {"groups": [Group(4)], "chunk_size": 8, "load_mode": "async", "depth": 2, "device": True}
+        with closing(SimulatedVLLM(rng, **options)) as engine:
+            stories = [list(range(first, first + 60)) for first in range(2)]
+            for number, story in enumerate(stories):
+                engine.add(SimulatedRequest(f"stores {number}", list(story), 60, 1, "a"))
+            engine.finish()
+            for turn in range(6):
+                asked = [
+                    SimulatedRequest(f"{turn} {number}", list(story), 60, 2, "a")
+                    for number, story in enumerate(stories)
+                ]
+                for request in asked:
+                    engine.add(request)
+                for _ in range(rng.randint(1, 9)):
+                    engine.step()
+                for request in asked:
+                    if request.status != "ended" and rng.random() < 0.7:
+                        engine.abort(request)
+                others = [rng.randrange(50) for _ in range(50)]
+                engine.add(SimulatedRequest(f"other {turn}", others, 50, 3, "b"))
+            engine.finish()
 
 
 def _small(seed: int, **options: Any) -> closing[SimulatedVLLM]:

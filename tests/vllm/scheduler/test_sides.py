@@ -211,7 +211,7 @@ class TestWorker:
         worker = Worker(0, self.LAYOUT)
         worker.register(PagedMemory([torch.zeros((6, 64), dtype=torch.uint8) for _ in range(2)], fuse=False))
         order = CopyOrder(1, [ChunkCopy(0, (Run(0, [2, 3]),))])
-        worker.begin(StepPlan(loads=[order], slab=SlabRef("/proc/self/fd/999999", 4096, 4096)))
+        worker.begin(StepPlan(loads=[order], slab=SlabRef("/proc/self/fd/999999", 4096, 4096, "lmkv-slab-none")))
         worker.load()
         assert worker.take_failed_blocks() == {2, 3}
         report = worker.take_report()

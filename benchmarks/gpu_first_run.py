@@ -1,0 +1,241 @@
+"""The first ten minutes on a GPU: what to learn there, in the order in which it is worth most.
+
+    python benchmarks/gpu_first_run.py [--out FILE] [--only STEP,...] [--simulate]
+
+Each step runs in a process of its own, which a step that kills its context or hangs does not outlive. Prints
+one line per fact, writes all of them to a JSON file after each step, and says what to do next. With --simulate
+every step but those of vLLM runs on a simulated device: then the figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Not this folder: its copy.py would stand in for the standard library's.
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import frozen
+
+Facts = Mapping[str, Any]
+
+SIMULATED = "these figures mean nothing: run it without --simulate on a machine with a GPU"
+
+DISK = {"max_local_cpu_size": 0.5, "local_disk": "", "max_local_disk_size": 8, "disk_min_free": 0}
+
+
+@frozen
+class Step:
+    """A command that prints a JSON object on its last line, and the seconds it may take."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+
+
+def steps(simulate: bool) -> list[Step]:
+    flag = ("--simulate",) if simulate else ()
+    tests = "tests/memory/test_cuda.py"
+    chosen = ("-m", "not gpu", "-k", "small and 3") if simulate else ("-m", "gpu")
+    found = [
+        Step("probe", ("benchmarks/gpu_probe.py", "--json", *flag), 90),
+        Step("tests", ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, tests), 90),
+        Step("copies", ("benchmarks/gpu.py", "--quick", "--json", *flag), 90),
+    ]
+    return found if simulate else found + vllm_steps()
+
+
+def vllm_steps() -> list[Step]:
+    """With lmkv, with nothing, with vLLM's own connector, with graphs, and with a disk and aborts."""
+    script = "benchmarks/_gpu_vllm.py"
+    lmkv = (script, "--connector", "LMKVConnector", "--settings")
+    host, theirs = json.dumps({"max_local_cpu_size": 8}), json.dumps({"cpu_bytes_to_use": 8 << 30})
+    return [
+        Step("vllm with lmkv", (*lmkv, host), 120),
+        Step("vllm", (script,), 100),
+        Step("vllm with its own connector", (script, "--connector", "OffloadingConnector", "--settings", theirs), 100),
+        Step("vllm with lmkv and graphs", (*lmkv, host, "--backend", "FLASH_ATTN", "--graphs"), 180),
+        Step("vllm with lmkv, disk and aborts", (*lmkv, json.dumps(DISK), "--aborts"), 150),
+    ]
+
+
+def run(step: Step) -> dict[str, Any]:
+    """The facts that a step prints, its seconds and exit code among them."""
+    started = time.monotonic()
+    command = [sys.executable, *step.command]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=step.seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output = process.communicate()[0] + f"\nended after {step.seconds:.0f} s"
+    lines = output.strip().splitlines() or [""]
+    found: dict[str, Any] = {"exit code": process.returncode, "seconds": round(time.monotonic() - started, 1)}
+    return found | (_json(lines[-1]) or {"last lines": lines[-8 if process.returncode else -1 :]})
+
+
+def _json(line: str) -> dict[str, Any] | None:
+    """The facts in a line, with the rows of a benchmark by their names; None when it has none."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    rows = {row["name"]: row for row in value.pop("rows", ())}
+    return (
+        value
+        | {name: f"{row['value']:.4g} {row['unit']}" for name, row in rows.items()}
+        | {f"{name}, of {row['of']}": round(row["ratio"], 3) for name, row in rows.items() if row["ratio"] is not None}
+    )
+
+
+# -- what to do next ------------------------------------------------------------------------------------
+
+
+@frozen
+class Rule:
+    """What to do when `applies` to the facts of a step."""
+
+    step: str
+    applies: Callable[[Facts], bool]
+    advice: str
+
+
+def _number(facts: Facts, name: str) -> float:
+    value = facts.get(name, 0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _worst(facts: Facts, part: str) -> float:
+    return max((_number(facts, name) for name in facts if part in name), default=0.0)
+
+
+def _slow(facts: Facts, what: str) -> bool:
+    return any(name.startswith(what) and ", of " in name and _number(facts, name) < 0.9 for name in facts)
+
+
+def _least(facts: Facts, what: str) -> float:
+    speeds = [
+        float(str(value).split()[0]) for name, value in facts.items() if name.startswith(what) and "GB/s" in str(value)
+    ]
+    return min(speeds, default=0.0)
+
+
+RULES = [
+    Rule(
+        "probe",
+        lambda facts: bool(facts.get("borders: inside one, failed of 20")),
+        "copies inside one registration"
+        " fail: nothing else can work; look at the driver's version and at lmkv/memory/cuda.py, `transfer`",
+    ),
+    Rule(
+        "probe",
+        lambda facts: not facts.get("borders: across two, failed of 20"),
+        "copies may cross registrations here: lmkv cuts them all the same, at the price of nothing",
+    ),
+    Rule(
+        "probe",
+        lambda facts: facts.get("locked memory: not root, limit 64 KiB, 1 GiB registered") is False,
+        "RLIMIT_MEMLOCK does stop a server that is not root: limit the slab by it again, and in `lmkv doctor`",
+    ),
+    Rule(
+        "probe",
+        lambda facts: _worst(facts, "stalls: populated, pieces of 128 MiB") > 5,
+        "registering 128 MiB stalls"
+        " a launch by more than 5 ms: choose a smaller PIECE_BYTES in lmkv/memory/pinned.py, by the lines above",
+    ),
+    Rule(
+        "probe",
+        lambda facts: _number(facts, "pageable: the caller of a pinned store waits, ms") > 1,
+        "a pinned store blocks its caller: it is not asynchronous; see that the slab is registered",
+    ),
+    Rule(
+        "probe",
+        lambda facts: facts.get("batches: the driver has cuMemcpyBatchAsync") is False,
+        "the driver is older"
+        " than CUDA 12.8: each chunk is a call of its own, and long orders may fill a stream's queue",
+    ),
+    Rule(
+        "probe",
+        lambda facts: _worst(facts, "small copies: 16 KiB beside copies of 32 MiB, worst") > 1000,
+        "vLLM's small copies wait behind large ones: cut transfers to 4 MiB in DeviceCopier, if that line is better",
+    ),
+    Rule(
+        "copies",
+        lambda facts: _slow(facts, "store"),
+        "stores are below 0.9 of one pinned copy: look at the time of the caller first, then at the gather",
+    ),
+    Rule(
+        "copies",
+        lambda facts: _slow(facts, "load, staged"),
+        "staged loads are below 0.9 of one pinned copy: look at"
+        " the time of the caller first; then let the moves have a stream of their own",
+    ),
+    Rule(
+        "copies",
+        lambda facts: _least(facts, "load, direct, 64") > _least(facts, "load, staged, 64"),
+        "direct loads win with pages of 64 KiB: lower DIRECT_BYTES in lmkv/memory/device_copier.py",
+    ),
+]
+
+
+def failures(found: Mapping[str, Facts]) -> list[str]:
+    codes = {name: facts["exit code"] for name, facts in found.items() if facts["exit code"]}
+    return [f"{name} ended with code {code}: mend this first" for name, code in codes.items()]
+
+
+def advice(found: Mapping[str, Facts]) -> list[str]:
+    """What to do next, the most urgent first."""
+    todo = failures(found)
+    for name, facts in found.items():
+        if facts.get("outputs are equal") is False:
+            todo.append(f"{name}: outputs differ; run it again with fewer layers, then compare logprobs")
+        if facts.get("wrong outputs beside aborts"):
+            todo.append(f"{name}: aborts change other requests' outputs, which is never rounding: wrong KV")
+        if "lmkv" in name and facts.get("hit tokens") == 0:
+            todo.append(f"{name}: nothing was loaded; read its log with LMKV_LOG_LEVEL=DEBUG")
+    todo += [rule.advice for rule in RULES if rule.step in found and rule.applies(found[rule.step])]
+    plain, ours = (_number(found.get(name, {}), "cold seconds") for name in ("vllm", "vllm with lmkv"))
+    if plain and ours > 1.03 * plain:
+        todo.append(f"stores cost {ours / plain - 1:.0%} of a cold request: raise device_staging_size, then profile")
+    return todo or ["put the figures and their commands into docs/performance.md"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="gpu_first_run.json", type=Path)
+    parser.add_argument("--only", default="", help="names of steps, with commas between them")
+    parser.add_argument("--simulate", action="store_true")
+    options = parser.parse_args()
+    only = set(filter(None, options.only.split(",")))
+    found: dict[str, dict[str, Any]] = {}
+    for step in steps(options.simulate):
+        if only and step.name not in only:
+            continue
+        found[step.name] = run(step)
+        for name, value in found[step.name].items():
+            print(f"{step.name}: {name}: {value}", flush=True)
+        options.out.write_text(json.dumps({"simulated": options.simulate, "steps": found}, indent=1))
+    next_steps = advice(found) if not options.simulate else [SIMULATED, *failures(found)]
+    options.out.write_text(json.dumps({"simulated": options.simulate, "steps": found, "next": next_steps}, indent=1))
+    for line in next_steps:
+        print(f"next: {line}")
+    return 1 if any(facts["exit code"] for facts in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

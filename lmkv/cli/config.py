@@ -1,0 +1,121 @@
+"""`lmkv config`: what is set and by whom, whether a file can be used, and lmkv's file for one of LMCache's."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+import yaml
+from attrs import asdict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lmkv import lmcache
+from lmkv.cli.doctor import json_object
+from lmkv.config import Config, Setting, read_yaml
+from lmkv.errors import ConfigError
+from lmkv.lmcache import Translation
+
+app = typer.Typer(no_args_is_help=True, help="Show, check and convert settings, lmkv's own and LMCache's.")
+
+
+def fail(reason: object) -> NoReturn:
+    typer.echo(str(reason), err=True)
+    raise typer.Exit(1)
+
+
+@app.command("show")
+def show(
+    extra: Annotated[str, typer.Option(help="kv_connector_extra_config, as JSON.")] = "{}",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
+) -> None:
+    """Show every setting with its value and source: default, file, variable, or kv_connector_extra_config."""
+    try:
+        config = Config.load(env=os.environ, extra=json_object(extra))
+    except ConfigError as error:
+        if as_json:
+            typer.echo(json.dumps({"ok": False, "problems": str(error).splitlines()}))
+            raise typer.Exit(1) from None
+        fail(error)
+    remarks = [remark for _, remark in config.remarks]
+    if as_json:
+        settings = [asdict(setting) for setting in config.describe()]
+        typer.echo(json.dumps({"ok": True, "problems": [], "settings": settings, "remarks": remarks}))
+    else:
+        show_table(config.describe(), remarks)
+
+
+def show_table(settings: list[Setting], remarks: list[str]) -> None:
+    """As `Text`: a str would be read as markup."""
+    table = Table("setting", "value", "source", header_style="bold")
+    for setting in settings:
+        unit = setting.unit if setting.unit.isalpha() else ""
+        value = "none" if setting.value is None else f"{setting.value} {unit}".strip()
+        table.add_row(Text(setting.name), Text(value, overflow="fold"), Text(setting.source, overflow="fold"))
+    console = Console()
+    console.print(table)
+    for remark in remarks:
+        console.print(Text(remark), soft_wrap=True)
+
+
+@app.command("check")
+def check(file: Annotated[Path, typer.Argument(help="A YAML file, lmkv's or LMCache's.")]) -> None:
+    """Check a file: exit code 1, and what is wrong, where it cannot be used."""
+    try:
+        theirs = is_lmcache(file)
+        config = Config.load(env={lmcache.ENV_FILE: str(file)}) if theirs else Config.load(file=file, env={})
+    except ConfigError as error:
+        fail(error)
+    whose = "LMCache's settings, which can be used as they are" if theirs else "lmkv's settings"
+    typer.echo(f"{file}: {whose}: {', '.join(config.sources) or 'none'}")
+    for _, remark in config.remarks:
+        typer.echo(remark)
+
+
+def is_lmcache(file: Path) -> bool:
+    """Whether this file is LMCache's. One that names only what both have counts as lmkv's."""
+    keys, ours, theirs = set(read_yaml(file)), own_keys(), {*lmcache.table(), "extra_config"}
+    return bool(keys & (theirs - ours)) and not keys & (ours - theirs)
+
+
+def own_keys() -> set[str]:
+    return {setting.name for setting in Config().describe()}
+
+
+@app.command("migrate")
+def migrate(file: Annotated[Path, typer.Argument(help="LMCache's YAML file.")]) -> None:
+    """Print lmkv's YAML for a file of LMCache's, with comments on what was left out.
+
+    Exit code 1 where that changes what is served, or where KV is.
+    """
+    try:
+        if own := set(read_yaml(file)) & (own_keys() - set(lmcache.table())):
+            fail(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}")
+        translation = lmcache.translate({lmcache.ENV_FILE: str(file)}, {}, read_yaml)
+        config = Config.of(translation.settings)
+    except ConfigError as error:
+        fail(error)
+    typer.echo(f"# From {file.name!r}, settings of LMCache's.")
+    for name in config.sources:
+        typer.echo(yaml.safe_dump({name: getattr(config, name)}), nl=False)
+    for line in left_out(translation):
+        typer.echo(f"# {line}")
+    if translation.refused:
+        fail(f"left out, though it matters: {', '.join(key for key, _ in translation.refused)}")
+
+
+def left_out(translation: Translation) -> Iterator[str]:
+    """Each key of LMCache's that lmkv's file does not have, and why."""
+    for key, _ in translation.refused:
+        yield f"Left out, though it matters: {key}: {lmcache.table()[key].why}"
+    for key in translation.without_effect:
+        entry = lmcache.table()[key]
+        reason = f"has no effect without {entry.needs}" if entry.needs else "is switched off"
+        yield f"Left out: {key}: {entry.why if entry.kind == 'without_effect' else reason}"
+    for name in translation.unknown:
+        yield f"Left out, unknown: {name}"

@@ -1,0 +1,170 @@
+"""LMCache's settings as they are: what each of them is here, from the table in lmcache.toml."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from attrs import define, field, frozen
+
+from lmkv.errors import ConfigError, shown
+
+EXTRA: Final = "kv_connector_extra_config"
+VARIABLE: Final = "environment "
+PREFIX: Final = "lmcache."
+ENV_PREFIX: Final = "LMCACHE_"
+ENV_FILE: Final = "LMCACHE_CONFIG_FILE"
+PLAIN: Final = frozenset({"discard_partial_chunks", "skip_last_n_tokens", "lmcache_rpc_port"})
+"""What LMCache reads in `kv_connector_extra_config` without its prefix."""
+
+# Kubernetes sets such variables in every pod for a service whose name begins with "lmkv" or "lmcache".
+SERVICE_LINK: Final = re.compile(r"(LMKV|LMCACHE)_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
+
+_OFF: Final = frozenset({"", "none", "null", "false", "no", "off", "[]", "{}"})
+_AT_MOST: Final = 20
+"""Names in one message."""
+
+_Read = Callable[[Path], Mapping[Any, object]]
+_Given = dict[Any, tuple[object, str]]
+
+
+@frozen(kw_only=True)
+class Entry:
+    """One key of LMCache's, as lmcache.toml says. `kind`: mapped, refused or without_effect."""
+
+    key: str
+    kind: str
+    setting: str = ""
+    default: str = ""
+    note: str = ""
+    why: str = ""
+    off: str = ""
+    needs: str = ""
+    several: str = ""
+    values: Mapping[str, object] = field(factory=dict)
+
+    def is_idle(self, value: object, given: _Given) -> bool:
+        """Whether this value has no effect beside the others."""
+        can_be_off = self.off or self.kind == "refused"
+        alone = self.needs and not given.get(self.needs, (None, ""))[0]
+        return bool(self.kind == "without_effect" or alone or (can_be_off and _word(value) in _OFF | {self.off}))
+
+    def convert(self, value: object, source: str) -> tuple[str, object, str]:
+        """lmkv's name and value, and where they come from."""
+        if self.several and isinstance(value, str) and "," in value:
+            raise ConfigError(f"{source}: {self.key} = {shown(value)} names several: {self.several}")
+        told = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
+        return self.setting, self.values.get(_word(value), value), told
+
+
+@define
+class Translation:
+    """LMCache's settings in lmkv's names, and what could not be translated."""
+
+    settings: list[tuple[str, object, str]] = field(factory=list)
+    """`(key, value, source)`."""
+    without_effect: list[str] = field(factory=list)
+    unknown: list[str] = field(factory=list)
+    refused: list[tuple[str, str]] = field(factory=list)
+    """`(key, source)`."""
+
+    def remarks(self) -> list[tuple[int, str]]:
+        """What to tell the user, with the level."""
+        told = [
+            (logging.INFO, "settings of LMCache without effect here", self.without_effect),
+            (logging.WARNING, "unknown settings of LMCache, ignored", self.unknown),
+        ]
+        return [(level, f"{text}: {listed(names)}") for level, text, names in told if names]
+
+    def check(self) -> None:
+        """Raise ConfigError when something is refused. Without the values: a URL may have a password in it."""
+        reasons = [f"{source}: LMCache's {key} cannot be used: {table()[key].why}" for key, source in self.refused]
+        if reasons:
+            raise ConfigError("\n".join(reasons))
+
+
+@functools.cache
+def table() -> Mapping[str, Entry]:
+    """Everything that lmkv knows of LMCache's settings, by key."""
+    groups = tomllib.loads((files("lmkv") / "lmcache.toml").read_text("utf-8"))
+    entries = [Entry(key=key, kind="mapped", **row) for key, row in groups.pop("mapped").items()]
+    for kind, rows in groups.items():
+        entries += [Entry(kind=kind, key=key, **row) for row in rows for key in row.pop("keys")]
+    return MappingProxyType({entry.key: entry for entry in entries})
+
+
+def owns(name: object) -> bool:
+    """Whether a key of `kv_connector_extra_config` is LMCache's."""
+    return isinstance(name, str) and (name.startswith(PREFIX) or name in PLAIN)
+
+
+def named(env: Mapping[str, str], extra: Mapping[Any, object]) -> list[str]:
+    """What is given of LMCache's: variables, then keys of the extra configuration."""
+    variables = [name for name in sorted(env) if name.startswith(ENV_PREFIX) and (name != ENV_FILE or env[name])]
+    known = [name for name in variables if _key(name) in table() or not SERVICE_LINK.fullmatch(name)]
+    return known + [name for name in extra if owns(name)]
+
+
+def translate(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) -> Translation:
+    """Everything that is given of LMCache's. `read` gives the content of a YAML file."""
+    given = _flat(_merged(env, extra, read))
+    result = Translation()
+    for key, entry in [(key, entry) for key, entry in table().items() if key in given]:
+        value, source = given[key]
+        if entry.is_idle(value, given):
+            result.without_effect.append(key)
+        elif entry.kind == "refused":
+            result.refused.append((key, source))
+        else:
+            result.settings.append(entry.convert(value, source))
+    result.unknown = [f"{shown(key)} ({source})" for key, (_, source) in given.items() if key not in table()]
+    return result
+
+
+def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) -> _Given:
+    """Value and source of each key. As in LMCache: file, environment, extra configuration, the later the stronger."""
+    found: _Given = {}
+    for name in named(env, extra):
+        if owns(name):
+            found[name.removeprefix(PREFIX)] = extra[name], EXTRA
+        elif name != ENV_FILE:
+            # As LMCache does with quotes that a shell or a YAML file has left.
+            found[_key(name)] = env[name].strip("\"'"), f"{VARIABLE}{name}"
+    file = env.get(ENV_FILE)
+    below = {key: (value, f"file {file}") for key, value in read(Path(file)).items()} if file else {}
+    return below | found
+
+
+def _flat(found: _Given) -> _Given:
+    """The same, with each key of `extra_config` as one of its own."""
+    inner, source = found.pop("extra_config", (None, ""))
+    if isinstance(inner, str):
+        try:
+            inner = json.loads(inner or "null")
+        except (ValueError, RecursionError):
+            inner = ()
+    if not isinstance(inner, dict | None):
+        raise ConfigError(f"{source}: extra_config must be a mapping, in the environment as JSON")
+    keys = {key if isinstance(key, str) else shown(key): value for key, value in (inner or {}).items()}
+    return found | {f"extra_config.{key}": (value, source) for key, value in keys.items()}
+
+
+def _key(variable: str) -> str:
+    return variable.removeprefix(ENV_PREFIX).lower()
+
+
+def _word(value: object) -> str:
+    return shown(value).strip("' ").lower()
+
+
+def listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _AT_MOST} more" if len(names) > _AT_MOST else ""
+    return ", ".join(names[:_AT_MOST]) + more

@@ -1,0 +1,101 @@
+"""Pins a slab for a device in the background, so that transfers are asynchronous and at full speed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from lmkv.memory.device import Addresses, Device, DeviceError
+from lmkv.memory.slab import SlabMap, lower_priority
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 128 << 20
+"""Bytes per registration: a larger one keeps the driver's locks for long, and one of the whole slab may fail."""
+
+
+class PinnedSlab:
+    """One rank's part of a slab, populated and then registered with the device, in pieces of whole slots.
+
+    What is not registered, yet or because the driver refuses, is pageable memory: slower to copy, its copies
+    block the calling thread, and they are just as correct. `part`: offset and bytes in each slot. `threads`:
+    0 to register nothing but by `pin_next`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        slab: SlabMap,
+        part: tuple[int, int] | None = None,
+        *,
+        threads: int = 1,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self._device, self._slab = device, slab
+        self._pieces = slab.spans(part or (0, slab.slot_bytes), piece_bytes)
+        self._pinned: npt.NDArray[np.bool_] = np.zeros(slab.num_slots, np.bool_)
+        self._undo: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, name="lmkv-pin", daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def __repr__(self) -> str:
+        return f"<PinnedSlab: {int(self._pinned.sum())} of {self._slab.num_slots} slots>"
+
+    def holds(self, hosts: Addresses) -> npt.NDArray[np.bool_]:
+        """Which of these addresses in the slab are registered."""
+        pinned: npt.NDArray[np.bool_] = self._pinned[(hosts - self._slab.address) // self._slab.slot_bytes]
+        return pinned
+
+    def _run(self) -> None:
+        lower_priority()
+        while self.pin_next():
+            pass
+
+    def pin_next(self) -> bool:
+        """Populate and register a piece; False when there is none left, or the driver refuses."""
+        with self._lock:
+            piece = None if self._stop.is_set() else next(self._pieces, None)
+        if piece is None:
+            return False
+        # A registration would fault the pages in as well, one by one and under locks of the driver.
+        self._slab.touch(*piece)
+        try:
+            self._register(*piece)
+        except DeviceError as error:
+            self._stop.set()
+            logger.warning("lmkv: %r is all the driver pins, copies of the rest are slower: %s", self, error)
+        return True
+
+    def _register(self, offset: int, nbytes: int) -> None:
+        self._undo.append(self._device.register(self._slab.address + offset, nbytes))
+        first, last = offset // self._slab.slot_bytes, (offset + nbytes - 1) // self._slab.slot_bytes
+        self._pinned[first : last + 1] = True
+
+    def wait(self) -> None:
+        """Until all is registered that will be."""
+        for thread in self._threads:
+            thread.join()
+
+    def close(self) -> None:
+        """Unregister what is registered. No copy may be under way. Idempotent."""
+        self._stop.set()
+        # Afterwards `_undo` is complete: nothing stays registered that is unmapped next.
+        self.wait()
+        while self._undo:
+            # A device that has failed refuses this, too; what it registered ends with the process.
+            with contextlib.suppress(DeviceError):
+                self._undo.pop()()
+
+
+def pinning_threads(ranks: int) -> int:
+    """How many threads populate and register, of each rank: a quarter of the machine's cores at most."""
+    return max(1, min(4, (os.cpu_count() or 1) // 4 // ranks))

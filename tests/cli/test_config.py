@@ -1,0 +1,168 @@
+"""`lmkv config`: show, check and migrate, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lmkv.cli.app import app
+from lmkv.config import Config
+
+THEIRS = """\
+chunk_size: 128
+local_cpu: true
+max_local_cpu_size: 5
+local_disk: "file:///x/y z/"
+max_local_disk_size: 3
+pin_timeout_sec: 60
+enable_pd: false
+lookup_timeout_ms: 3
+extra_config: {use_odirect: true}
+bar: 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "lmcache_config.yaml"
+    path.write_text(THEIRS)
+    return path
+
+
+def run(*arguments: str | Path, **env: str) -> Result:
+    none = {name: None for name in os.environ if name.startswith(("LMKV_", "LMCACHE_"))}
+    return CliRunner().invoke(app, ["config", *map(str, arguments)], env={**none, **env})
+
+
+class TestShow:
+    def test_every_setting_has_its_value_and_source(self, file: Path) -> None:
+        done = run("show", "--json", "--extra", '{"lmcache.chunk_size": 64}', LMCACHE_CONFIG_FILE=str(file))
+        shown = json.loads(done.stdout)
+        rows = {row["name"]: row for row in shown["settings"]}
+        assert (done.exit_code, shown["ok"], list(rows)) == (0, True, [row.name for row in Config().describe()])
+        assert (rows["chunk_size"]["value"], rows["chunk_size"]["source"]) == (64, "kv_connector_extra_config")
+        assert (rows["pin_ttl"]["value"], rows["pin_ttl"]["source"]) == (60.0, f"file {file}: pin_timeout_sec")
+        assert (rows["disk_sync"]["value"], rows["disk_sync"]["source"]) == ("none", "default")
+        assert any("lookup_timeout_ms" in remark for remark in shown["remarks"])
+        assert any("'bar'" in remark for remark in shown["remarks"])
+
+    def test_as_a_table(self) -> None:
+        done = run("show", LMKV_CHUNK_SIZE="64", LMCACHE_CHUNK_SIZE="32")
+        assert done.exit_code == 0
+        [row] = [line for line in done.stdout.splitlines() if "│ chunk_size" in line]
+        assert [cell.strip() for cell in row.strip("│").split("│")] == [
+            "chunk_size",
+            "64 tokens",
+            "environment LMKV_CHUNK_SIZE",
+        ]
+        assert "not read: LMCACHE_CHUNK_SIZE" in done.stdout
+
+    def test_values_are_no_markup(self) -> None:
+        done = run("show", LMKV_LOCAL_DISK="/[red]/[/x]", LMKV_MAX_LOCAL_DISK_SIZE="1")
+        assert (done.exit_code, "/[red]/[/x]" in done.stdout) == (0, True)
+
+    def test_a_bad_setting_is_exit_code_1(self) -> None:
+        done = run("show", LMCACHE_REMOTE_URL="redis://user:secret@host")
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert "environment LMCACHE_REMOTE_URL: LMCache's remote_url cannot be used" in done.stderr
+        assert "secret" not in done.stderr
+        answer = json.loads(run("show", "--json", LMCACHE_REMOTE_URL="x", LMCACHE_ENABLE_PD="1").stdout)
+        assert (answer["ok"], len(answer["problems"])) == (False, 2)
+
+
+class TestCheck:
+    def test_a_file_of_lmcache(self, file: Path) -> None:
+        done = run("check", file)
+        assert (done.exit_code, done.stderr) == (0, "")
+        assert "LMCache's settings" in done.stdout
+        assert "disk_direct" in done.stdout
+        assert "without effect here: enable_pd, lookup_timeout_ms" in done.stdout
+        assert "'bar'" in done.stdout
+
+    @pytest.mark.parametrize("text", ["disk_sync: full\nchunk_size: 64\n", "chunk_size: 64\nlocal_cpu: true\n", ""])
+    def test_a_file_of_lmkv(self, file: Path, text: str) -> None:
+        file.write_text(text)
+        done = run("check", file)
+        assert (done.exit_code, "lmkv's settings" in done.stdout) == (0, True)
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("remote_url: redis://h\n", "no remote tiers"),
+            ("lookup_timeout_ms: 3\nchunk_size: abc\n", "chunk_size = 'abc' must be a whole number"),
+            ("chunk_siz: 1\n", "did you mean 'chunk_size'?"),
+            ("disk_sync: full\nremote_url: redis://h\n", "unknown key 'remote_url'"),
+            ("- 1\n", "must map keys to values"),
+            ("x" * (1 << 21), "larger than"),
+        ],
+        ids=["refused", "bad value", "unknown", "of both", "no mapping", "large"],
+    )
+    def test_what_is_wrong_is_said_and_exit_code_1(self, file: Path, text: str, said: str) -> None:
+        file.write_text(text)
+        done = run("check", file)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"file {file}: ")
+        assert said in done.stderr
+
+    def test_the_environment_does_not_matter(self, file: Path) -> None:
+        file.write_text("chunk_size: 64\n")
+        assert run("check", file, LMKV_CHUNK_SIZE="abc", LMCACHE_REMOTE_URL="redis://h").exit_code == 0
+
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        done = run("check", tmp_path / "none.yaml")
+        assert (done.exit_code, "none.yaml" in done.stderr) == (1, True)
+
+
+class TestMigrate:
+    def test_the_file_means_the_same(self, file: Path, tmp_path: Path) -> None:
+        done = run("migrate", file)
+        assert (done.exit_code, done.stderr) == (0, "")
+        own = tmp_path / "lmkv.yaml"
+        own.write_text(done.stdout)
+        assert run("check", own).exit_code == 0
+        theirs = Config.load(env={"LMCACHE_CONFIG_FILE": str(file)})
+        assert Config.load(file=own, env={}) == theirs
+        assert theirs.local_disk == "/x/y z"
+
+    def test_what_is_left_out_is_a_comment_with_its_reason(self, file: Path) -> None:
+        comments = [line for line in run("migrate", file).stdout.splitlines() if line.startswith("#")]
+        assert comments[1:] == [
+            "# Left out: enable_pd: is switched off",
+            next(line for line in comments if "lookup_timeout_ms: lookups are in the scheduler's own index" in line),
+            f"# Left out, unknown: 'bar' (file {file})",
+        ]
+
+    def test_what_matters_is_left_out_with_exit_code_1(self, file: Path, tmp_path: Path) -> None:
+        file.write_text(THEIRS + "remote_url: redis://user:secret@host\n")
+        done = run("migrate", file)
+        assert done.exit_code == 1
+        assert "remote_url" in done.stderr
+        assert "# Left out, though it matters: remote_url: there are no remote tiers" in done.stdout
+        assert "secret" not in done.output
+        own = tmp_path / "lmkv.yaml"
+        own.write_text(done.stdout)
+        assert run("check", own).exit_code == 0
+
+    def test_what_lmcache_has_nothing_of_is_lmkvs_already(self, file: Path) -> None:
+        file.write_text("disk_sync: full\n")
+        done = run("migrate", file)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert "is lmkv's already" in done.stderr
+
+    def test_a_bad_value_is_exit_code_1(self, file: Path) -> None:
+        file.write_text("chunk_size: abc\n")
+        done = run("migrate", file)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert "chunk_size = 'abc'" in done.stderr
+
+
+def test_the_command_is_installed(file: Path) -> None:
+    command = [Path(sys.executable).with_name("lmkv"), "config", "check", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

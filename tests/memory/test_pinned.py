@@ -1,0 +1,114 @@
+"""PinnedSlab: what is registered when, on a device that knows the borders of registrations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from lmkv.memory.device import DeviceError
+from lmkv.memory.pinned import PinnedSlab, pinning_threads
+from lmkv.memory.slab import Slab
+from lmkv.testing.simulated_device import SimulatedDevice
+
+SLOT = 3 * 4096
+
+
+class Populated(SimulatedDevice):
+    """Refuses what has no memory yet: a registration would map it page by page, under locks of the driver."""
+
+    slab: Slab
+    touched: set[int]
+
+    def register(self, address: int, nbytes: int) -> Callable[[], None]:
+        first = address - self.slab.address
+        assert {first // 4096, (first + nbytes - 1) // 4096} <= self.touched
+        return super().register(address, nbytes)
+
+
+class Watched(Slab):
+    """Notes the pages that were populated."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(SLOT, slots * SLOT)
+        self.touched: set[int] = set()
+
+    def touch(self, offset: int, nbytes: int) -> bool:
+        self.touched.update(range(offset // 4096, -(-(offset + nbytes) // 4096)))
+        return super().touch(offset, nbytes)
+
+
+def borders(device: SimulatedDevice, slab: Slab) -> list[tuple[int, int]]:
+    return sorted((found.first - slab.address, found.last - slab.address) for found in device.registered)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_pieces_of_whole_slots_are_populated_and_then_registered(threads: int) -> None:
+    slab, device = Watched(8), Populated()
+    device.slab, device.touched = slab, slab.touched
+    # No multiple of slots, and no power of two.
+    pins = PinnedSlab(device, slab, threads=threads, piece_bytes=3 * SLOT + 5000)
+    pins.wait()
+    assert borders(device, slab) == [(0, 3 * SLOT), (3 * SLOT, 6 * SLOT), (6 * SLOT, 8 * SLOT)]
+    assert repr(pins) == "<PinnedSlab: 8 of 8 slots>"
+    pins.close()
+    pins.close()
+    assert not device.registered
+    slab.close()
+
+
+def test_each_rank_registers_its_part_of_every_slot() -> None:
+    slab, device = Slab(SLOT, 4 * SLOT), SimulatedDevice()
+    pins = PinnedSlab(device, slab, (5000, 3000))
+    pins.wait()
+    assert borders(device, slab) == [(at * SLOT + 5000, at * SLOT + 8000) for at in range(4)]
+    pins.close()
+    slab.close()
+
+
+def test_what_is_pinned_is_known_slot_by_slot() -> None:
+    slab, device = Slab(SLOT, 4 * SLOT), SimulatedDevice()
+    pins = PinnedSlab(device, slab, threads=0, piece_bytes=2 * SLOT)
+    hosts = slab.address + np.array([0, SLOT - 1, 2 * SLOT - 1, 2 * SLOT, 4 * SLOT - 1])
+    assert pins.holds(hosts).tolist() == [False] * 5
+    assert pins.pin_next()
+    assert pins.holds(hosts).tolist() == [True, True, True, False, False]
+    assert pins.pin_next()
+    assert pins.holds(hosts).all()
+    assert not pins.pin_next()
+    pins.close()
+    slab.close()
+
+
+def test_a_driver_that_refuses_is_asked_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(SimulatedDevice):
+        def register(self, address: int, nbytes: int) -> Callable[[], None]:
+            if len(self.registered) == 2:
+                raise DeviceError("out of memory")
+            return super().register(address, nbytes)
+
+    slab, device = Slab(SLOT, 5 * SLOT), Full()
+    with caplog.at_level(logging.WARNING, "lmkv"):
+        pins = PinnedSlab(device, slab, piece_bytes=SLOT)
+        pins.wait()
+    [record] = caplog.records
+    assert "<PinnedSlab: 2 of 5 slots>" in record.getMessage()
+    pins.close()
+    assert not device.registered
+    slab.close()
+
+
+def test_closing_ends_the_pinning() -> None:
+    slab, device = Slab(SLOT, 100 * SLOT), SimulatedDevice()
+    pins = PinnedSlab(device, slab, threads=0, piece_bytes=SLOT)
+    assert pins.pin_next()
+    pins.close()
+    assert not pins.pin_next()
+    assert not device.registered
+    slab.close()
+
+
+def test_ranks_share_the_cores() -> None:
+    assert 1 <= pinning_threads(8) <= pinning_threads(1) <= 4

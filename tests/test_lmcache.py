@@ -1,0 +1,330 @@
+"""LMCache's settings as they are: used, without effect or refused, and lmkv's own win."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmkv import Config, Engine, lmcache
+from lmkv.config import read_yaml
+from lmkv.errors import ConfigError, shown
+from tests.test_config import ALIASES
+
+HERE = Path(__file__).parent
+KEYS = (HERE / "lmcache-0.5.6-keys.txt").read_text().split()
+"""All keys of LMCache 0.5.6's configuration."""
+
+DOCUMENT = "chunk_size: 256\n# Enable CPU memory backend\nlocal_cpu: true # default\nmax_local_cpu_size: 5\n"
+
+
+def load(env: Mapping[str, str] | None = None, **arguments: Any) -> Config:
+    return Config.load(env=env or {}, **arguments)
+
+
+def given(config: Config) -> dict[str, object]:
+    """The settings that do not have their default for want of a source."""
+    return {name: getattr(config, name) for name in config.sources}
+
+
+def remarks(config: Config, level: int) -> str:
+    return "\n".join(text for at, text in config.remarks if at == level)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "lmcache_config.yaml"
+
+
+# -- the table -----------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_key_of_lmcache() -> None:
+    assert len(KEYS) == 108
+    assert set(KEYS) - set(lmcache.table()) == {"extra_config"}, "whose keys have entries of their own"
+
+
+def test_no_key_is_twice_in_the_table() -> None:
+    text = (Path(lmcache.__file__).parent / "lmcache.toml").read_text()
+    assert [key for key in lmcache.table() if text.count(f'"{key}"') > 2] == []
+    listed = [entry.key for entry in lmcache.table().values() if entry.kind != "mapped"]
+    assert [key for key in listed if text.count(f'"{key}"') != 1] == []
+
+
+def test_every_entry_says_what_it_is() -> None:
+    settings = {setting.name for setting in Config().describe()}
+    for entry in lmcache.table().values():
+        assert entry.kind in {"mapped", "refused", "without_effect"}
+        assert (entry.setting in settings) is (entry.kind == "mapped"), entry.key
+        assert bool(entry.why) is (entry.kind != "mapped"), entry.key
+        assert not entry.needs or entry.needs in lmcache.table()
+
+
+def test_every_key_is_known_wherever_it_is_given(file: Path) -> None:
+    for key in KEYS:
+        file.write_text(f"{key}: null\n")
+        env = {f"LMCACHE_{key.upper()}": ""}
+        for source in ({"env": {"LMCACHE_CONFIG_FILE": str(file)}}, {"env": env}, {"extra": {f"lmcache.{key}": None}}):
+            assert not lmcache.translate(source.get("env", {}), source.get("extra", {}), read_yaml).unknown
+
+
+# -- used ----------------------------------------------------------------------------------------------
+
+
+def test_the_three_variables_of_the_first_document() -> None:
+    config = load({"LMCACHE_CHUNK_SIZE": "128", "LMCACHE_LOCAL_CPU": "False", "LMCACHE_MAX_LOCAL_CPU_SIZE": "2.5"})
+    assert given(config) == {"chunk_size": 128, "local_cpu": False, "max_local_cpu_size": 2.5}
+    assert config.source("chunk_size") == "environment LMCACHE_CHUNK_SIZE"
+    assert config.remarks == ()
+
+
+def test_the_file_of_the_first_document(file: Path) -> None:
+    file.write_text(DOCUMENT)
+    config = load({"LMCACHE_CONFIG_FILE": str(file), "LMCACHE_USE_EXPERIMENTAL": "True"})
+    assert given(config) == {"chunk_size": 256, "local_cpu": True, "max_local_cpu_size": 5.0}
+    assert {config.source(name) for name in config.sources} == {f"file {file}"}
+    assert config == Config()
+
+
+def test_keys_in_the_extra_configuration() -> None:
+    config = load(extra={"lmcache.chunk_size": 64, "lmcache.use_layerwise": True, "lmcache_rpc_port": "producer1"})
+    assert given(config) == {"chunk_size": 64, "use_layerwise": True}
+    assert config.source("chunk_size") == "kv_connector_extra_config"
+
+
+def test_a_later_source_is_stronger_as_in_lmcache(file: Path) -> None:
+    file.write_text("chunk_size: 1\nmin_retrieve_tokens: 1\npin_timeout_sec: 1\nenable_pd: true\nextra_config: {a: 1}")
+    env = {
+        "LMCACHE_CONFIG_FILE": str(file),
+        "LMCACHE_CHUNK_SIZE": "2",
+        "LMCACHE_MIN_RETRIEVE_TOKENS": "2",
+        "LMCACHE_ENABLE_PD": "false",
+        "LMCACHE_EXTRA_CONFIG": '{"disk_io_threads": 8}',
+    }
+    config = load(env, extra={"lmcache.chunk_size": 3})
+    assert given(config) == {"chunk_size": 3, "min_retrieve_tokens": 2, "pin_ttl": 1.0, "disk_io_threads": 8}
+    assert not remarks(config, logging.WARNING), "LMCache takes the stronger extra_config as a whole"
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"local_disk": "file:///x/", "max_local_disk_size": 2}, {"local_disk": "/x", "max_local_disk_size": 2.0}),
+        ({"local_disk": "/x/y", "max_local_disk_size": "2"}, {"local_disk": "/x/y", "max_local_disk_size": 2.0}),
+        ({"max_local_disk_size": 2}, {}),
+        ({"max_local_disk_size": 2, "local_disk": None}, {"local_disk": None}),
+        ({"cache_policy": "FIFO"}, {"cache_policy": "FIFO"}),
+        ({"save_decode_cache": False}, {"save_decode_cache": False}),
+        ({"save_unfull_chunk": "False"}, {"save_unfull_chunk": False}),
+        ({"discard_partial_chunks": True}, {"save_unfull_chunk": False}),
+        ({"discard_partial_chunks": "1"}, {"save_unfull_chunk": False}),
+        ({"discard_partial_chunks": False, "save_unfull_chunk": False}, {"save_unfull_chunk": False}),
+        ({"pin_timeout_sec": 60}, {"pin_ttl": 60.0}),
+        ({"use_local_cpu": "False"}, {"local_cpu": False}),
+        ({"use_local_cpu": "False", "local_cpu": True}, {"local_cpu": True}),
+        ({"extra_config": {"use_odirect": True}}, {"disk_direct": "on"}),
+        (
+            {"extra_config": '{"use_odirect": false, "disk_io_threads": 8}'},
+            {"disk_direct": "off", "disk_io_threads": 8},
+        ),
+        ({"extra_config": ""}, {}),
+    ],
+    ids=str,
+)
+def test_values_are_converted(extra: dict[str, object], expected: dict[str, object]) -> None:
+    assert given(load(extra={f"lmcache.{key}": value for key, value in extra.items()})) == expected
+
+
+def test_quotes_that_a_shell_has_left_are_no_part_of_a_value() -> None:
+    env = {"LMCACHE_LOCAL_DISK": "'file:///x/'", "LMCACHE_MAX_LOCAL_DISK_SIZE": '"2"'}
+    assert given(load(env)) == {"local_disk": "/x", "max_local_disk_size": 2.0}
+
+
+# -- without effect, unknown, refused ------------------------------------------------------------------
+
+
+def test_what_has_no_effect_is_named_in_one_line_at_info() -> None:
+    config = load(
+        {"LMCACHE_USE_EXPERIMENTAL": "True", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_PD_BUFFER_DEVICE": "cpu"},
+        extra={"lmcache.numa_mode": "auto"},
+    )
+    [(level, text)] = config.remarks
+    assert level == logging.INFO
+    assert all(name in text for name in ("use_experimental", "track_usage", "pd_buffer_device", "numa_mode"))
+    assert config == Config()
+
+
+def test_unknown_keys_are_named_in_a_warning(file: Path) -> None:
+    file.write_text("chunk_siz: 1\n5: 1\n2026-01-01: 1\n")
+    env = {"LMCACHE_CONFIG_FILE": str(file), "LMCACHE_CHUNKS": "1"}
+    text = remarks(load(env, extra={"lmcache.extra_config": {"use_odirct": 1}}), logging.WARNING)
+    assert f"'chunk_siz' (file {file})" in text
+    assert "'chunks' (environment LMCACHE_CHUNKS)" in text
+    assert "'extra_config.use_odirct'" in text
+
+
+def test_a_flood_of_unknown_keys_is_one_short_warning() -> None:
+    text = remarks(load({f"LMCACHE_X{n}": "1" for n in range(10_000)}), logging.WARNING)
+    assert text.endswith(" and 9980 more")
+    assert len(text) < 2000
+
+
+@pytest.mark.parametrize("name", ["LMCACHE_SERVICE_HOST", "LMCACHE_SERVER_PORT_8000_TCP_ADDR", "LMCACHE_PORT"])
+def test_links_to_a_service_are_no_settings(name: str) -> None:
+    config = load({name: "10.0.0.1"})
+    assert config == Config()
+    assert config.remarks == ()
+
+
+REFUSED = {key: "x" for key, entry in lmcache.table().items() if entry.kind == "refused"}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_would_change_what_is_served_is_refused_with_the_reason(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(extra={f"lmcache.{key}": "redis://user:secret@host"})
+    assert str(caught.value) == (
+        f"kv_connector_extra_config: LMCache's {key} cannot be used: {lmcache.table()[key].why}"
+    )
+
+
+def test_everything_that_is_refused_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"LMCACHE_REMOTE_URL": "redis://h", "LMCACHE_ENABLE_BLENDING": "True", "LMCACHE_PD_ROLE": "sender"})
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "environment LMCACHE_REMOTE_URL",
+        "environment LMCACHE_ENABLE_BLENDING",
+        "environment LMCACHE_PD_ROLE",
+    ]
+
+
+@pytest.mark.parametrize("value", [None, "", "None", "null", "False", False, [], {}])
+def test_nothing_that_is_switched_off_is_refused(value: object) -> None:
+    assert load(extra={f"lmcache.{key}": value for key in REFUSED}) == Config()
+
+
+@pytest.mark.parametrize(("key", "value"), [("remote_serde", "naive"), ("enable_pd", "0"), ("enable_p2p", 0)])
+def test_a_default_of_lmcache_is_not_refused(key: str, value: object) -> None:
+    assert load(extra={f"lmcache.{key}": value}) == Config()
+
+
+# -- lmkv's own ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"env": {"LMKV_PIN_TTL": "60"}},
+        {"extra": {"pin_ttl": 60}},
+        {"extra": {"lmkv.pin_ttl": 60}},
+        {"pin_ttl": 60},
+        {"file": "lmkv.yaml"},
+        {"env": {"LMKV_CONFIG_FILE": "lmkv.yaml"}},
+    ],
+    ids=str,
+)
+def test_a_single_setting_of_lmkv_wins_and_one_line_says_so(
+    own: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lmkv.yaml").write_text("pin_ttl: 60\n")
+    own = dict(own)
+    env = {"LMCACHE_CHUNK_SIZE": "2", "LMCACHE_CONFIG_FILE": "no such file", **own.pop("env", {})}
+    extra = {"lmcache.remote_url": "redis://h", **own.pop("extra", {})}
+    config = load(env, extra=extra, **own)
+    assert given(config) == {"pin_ttl": 60.0}
+    [(level, text)] = config.remarks
+    assert level == logging.WARNING
+    assert text.endswith("not read: LMCACHE_CHUNK_SIZE, LMCACHE_CONFIG_FILE, lmcache.remote_url")
+
+
+@pytest.mark.parametrize("name", ["LMKV_LOG_LEVEL", "LMKV_SERVICE_HOST", "LMKV_CONFIG_FILE"])
+def test_what_is_no_setting_of_lmkv_does_not_win(name: str) -> None:
+    value = "" if name == "LMKV_CONFIG_FILE" else "INFO"
+    assert load({"LMCACHE_CHUNK_SIZE": "2", name: value}).chunk_size == 2
+
+
+def test_an_engine_logs_what_there_is_to_say(caplog: pytest.LogCaptureFixture) -> None:
+    config = load({"LMCACHE_CHUNK_SIZE": "16", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.001", "LMCACHE_NUMA_MODE": "auto"})
+    with (
+        caplog.at_level(logging.INFO, logger="lmkv"),
+        Engine.open([torch.zeros(8, 16, 2, 4)], block_size=16, model="example", config=config) as engine,
+    ):
+        assert engine.store(range(16), [0]) == 16
+    [line] = [record.getMessage() for record in caplog.records if "LMCache" in record.getMessage()]
+    assert line == "lmkv: settings of LMCache without effect here: numa_mode"
+
+
+# -- careless and hostile sources ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        ("chunk_size", "abc"),
+        ("chunk_size", None),
+        ("chunk_size", ""),
+        ("chunk_size", [256]),
+        ("chunk_size", 10**400),
+        ("local_cpu", "ture"),
+        ("max_local_cpu_size", "5GB"),
+        ("max_local_cpu_size", 0),
+        ("max_local_cpu_size", "nan"),
+        ("cache_policy", "MRU"),
+        ("local_disk", "s3://bucket/x"),
+        ("local_disk", "file:///a/,file:///b/"),
+        ("local_disk", 5),
+        ("use_layerwise", {}),
+        ("discard_partial_chunks", "perhaps"),
+        ("pin_timeout_sec", "soon"),
+        ("extra_config", "{"),
+        ("extra_config", "[" * 20_000),
+        ("extra_config", "[1]"),
+        ("extra_config", 5),
+        ("extra_config", {"use_odirect": "perhaps"}),
+    ],
+    ids=shown,
+)
+def test_a_bad_value_is_one_short_error_by_its_source(key: str, bad: object) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_connector_extra_config: ") as caught:
+        load(extra={f"lmcache.{key}": bad})
+    assert len(str(caught.value)) < 400
+    if isinstance(bad, str):
+        with pytest.raises(ConfigError, match=f"^environment LMCACHE_{key.upper()}: "):
+            load({f"LMCACHE_{key.upper()}": bad})
+
+
+def test_a_bad_value_under_another_name_names_both(file: Path) -> None:
+    file.write_text("pin_timeout_sec: soon\n")
+    with pytest.raises(ConfigError, match=r"^file .*yaml: pin_timeout_sec: pin_ttl = 'soon' must be a number$"):
+        load({"LMCACHE_CONFIG_FILE": str(file)})
+
+
+def test_a_disk_needs_a_capacity_here() -> None:
+    with pytest.raises(ConfigError, match=r"must be above 0 .*by: environment LMCACHE_LOCAL_DISK"):
+        load({"LMCACHE_LOCAL_DISK": "file:///x/"})
+
+
+@pytest.mark.parametrize(
+    "text", ["- 1", "chunk_size: [", "chunk_size: " + "[" * 20_000, ALIASES, "x" * (1 << 21), "\x00", "chunk_size"]
+)
+def test_a_file_that_is_no_configuration_is_one_short_error(file: Path, text: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"^file .*lmcache_config\.yaml: ") as caught:
+        load({"LMCACHE_CONFIG_FILE": str(file)})
+    assert len(str(caught.value)) < 1000 + len(str(file))
+
+
+def test_a_missing_file_is_refused_by_name(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lmcache_config\.yaml"):
+        load({"LMCACHE_CONFIG_FILE": str(file)})
+
+
+def test_a_file_of_json_is_yaml(file: Path) -> None:
+    file.write_text(json.dumps({"chunk_size": 64, "extra_config": {"disk_io_threads": 2}}))
+    assert given(load({"LMCACHE_CONFIG_FILE": str(file)})) == {"chunk_size": 64, "disk_io_threads": 2}
