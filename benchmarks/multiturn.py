@@ -1,11 +1,13 @@
 """Users who talk for several turns with one engine whose KV space is too small for all of them.
 
-    python benchmarks/multiturn.py [--users 8] [--turns 10] [--quick] [--json]
+    python benchmarks/multiturn.py [--users 8] [--turns 10] [--quick] [--json] [--picture docs/multiturn.svg]
+    python benchmarks/multiturn.py --drawn-from turns.json --picture docs/multiturn.svg
 
 Each user sends a prompt, waits for the answer, and sends it all again with the next question behind it.
 vLLM's own prefix cache is on in every engine: it forgets a user's KV while the others are served. The engines
 run one after the other, each in a process of its own: vLLM alone, with lmkv's RAM tier, and with RAM tier and
 disk, the RAM tier then being too small for all conversations as well. In float32: all outputs must be equal.
+The picture needs matplotlib (`pip install "lmkv[plot]"`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
@@ -26,15 +29,17 @@ from typing import Any
 
 from attrs import frozen
 
-from benchmarks._timing import Row, arguments_of, finish
+from benchmarks._timing import Row, arguments_of, finish, machine
 from lmkv.cli.measure.engines import ONE_PROCESS, VOCABULARY, EngineSpec, leave, open_engine
 from lmkv.cli.measure.process import ChildProcess, Questions
+from lmkv.cli.measure.report import Comparison, draw
 from lmkv.cli.measure.small_model import SmallModel
 
 QUESTION, ANSWER = 400, 24
 """Tokens that a turn adds to a conversation."""
 IN_SPACE = 2.5
 """Conversations of full length that vLLM's KV space takes."""
+TITLE = "Conversations"
 ALONE, RAM, DISK = "vLLM alone", "lmkv, RAM", "lmkv, RAM and disk"
 
 
@@ -148,19 +153,46 @@ def rows(load: Load, found: dict[str, dict[str, Any]]) -> list[Row]:
     return made
 
 
+def comparisons(rows: list[Row]) -> list[Comparison]:
+    """A chart for each thing that was measured, with a bar for each engine."""
+    charts: dict[str, dict[str, float]] = {}
+    units = {}
+    for row in rows:
+        engine, title = row.name.split(": ")
+        charts.setdefault(title, {})[engine] = row.value
+        units[title] = row.unit
+    return [Comparison(title.capitalize(), units[title], bars, ALONE) for title, bars in charts.items()]
+
+
+def draw_earlier(file: Path, picture: Path) -> int:
+    """From what an earlier run printed with --json: its last line."""
+    found = json.loads(file.read_text().splitlines()[-1])
+    draw(comparisons([Row(**row) for row in found["rows"]]), found["machine"], picture, title=TITLE)
+    return 0
+
+
 def main() -> int:
     parser = arguments_of(__doc__, quick="three users, three turns")
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--picture", type=Path, help="where to draw the comparison, as SVG or PNG")
+    parser.add_argument("--drawn-from", type=Path, help="what an earlier run printed with --json; measures nothing")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     load = Load(3, 3) if options.quick else Load(options.users, options.turns)
+    if options.drawn_from and not options.picture:
+        parser.error("--drawn-from needs --picture")
     if options.engine:
         run_engine(load, options.engine, options.folder)
+    if options.drawn_from:
+        return draw_earlier(options.drawn_from, options.picture)
     with tempfile.TemporaryDirectory(prefix="lmkv-turns-") as folder:
         found = {name: measured(load, name, Path(folder)) for name in (ALONE, RAM, DISK)}
-    return finish(rows(load, found), options.json)
+    result = rows(load, found)
+    if options.picture:
+        draw(comparisons(result), machine(), options.picture, title=TITLE)
+    return finish(result, options.json)
 
 
 if __name__ == "__main__":

@@ -1,88 +1,132 @@
 """Offload KV cache to host memory: the same prompts in two runs, timed.
 
-    python examples/cpu_offloading.py                  # a small model with random weights, made on the spot
-    python examples/cpu_offloading.py --without-lmkv   # the same without lmkv, for comparison
-    python examples/cpu_offloading.py --model Qwen/Qwen3-8B --prompt-tokens 10000
+    python examples/cpu_offloading.py                  # vLLM alone
+    python examples/cpu_offloading.py --enable-lmkv    # what the first run computes, the second one loads
 
-vLLM's own prefix cache is off: what the second run does not compute comes from lmkv.
+The model is the largest Qwen3 of three that the GPU has room for; without a GPU a small one with random
+weights, made on the spot. vLLM's own prefix cache is off: what the second run does not compute comes from lmkv.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import os
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams, TokensPrompt
+import torch
+from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-from lmkv.cli.model import SmallModel
+from lmkv.cli.measure.small_model import SmallModel
 
-SMALL = SmallModel()
+GIB = 2**30
+SMALL = SmallModel(vocab=2048)
+QWEN_BYTES = 1.5 * GIB / 10_000
+"""KV of one token of Qwen3-8B, with a margin for chunks that are not full; the other two need less."""
+MAX_MODEL_LEN = 16_384
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-prompts", type=int, default=10)
-    parser.add_argument("--prompt-tokens", type=int, default=2000, help="tokens of each prompt")
-    parser.add_argument("--max-tokens", type=int, default=1, help="tokens to generate for each prompt")
-    parser.add_argument("--max-local-cpu-size", type=float, default=5.0, help="host memory for lmkv, GB")
-    parser.add_argument("--without-lmkv", action="store_true")
-    parser.add_argument("--model", help="any that vLLM serves; default: a small one with random weights")
+    parser.add_argument("--num-tokens", type=int, default=10_000, help="tokens of each prompt, about")
+    parser.add_argument("--enable-lmkv", action="store_true")
+    parser.add_argument("--model", help="another one than what suits the GPU")
+    parser.add_argument("--gpu-memory", type=float, help="GiB of the GPU to use; default: nine tenths of it")
     return parser.parse_args()
 
 
-def build_llm(args: argparse.Namespace, model: str, **options: Any) -> LLM:
-    if not args.without_lmkv:
-        options["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="LMKVConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"max_local_cpu_size": args.max_local_cpu_size},
-        )
-    return LLM(model=model, max_model_len=args.prompt_tokens + args.max_tokens, enable_prefix_caching=False, **options)
+def create_prompts(number: int, tokens: int) -> list[str]:
+    """They differ at their beginning, so that none shares a prefix with another."""
+    return [f"[Prompt {index}] {'Hi ' * tokens} how are you?" for index in range(number)]
 
 
-def small_model(folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Write the model into `folder`; returns the engine options that suit it: KV space for four prompts."""
-    SMALL.write(Path(folder))
-    SMALL.write_tokenizer(Path(folder))
-    tokens = 4 * (args.prompt_tokens + args.max_tokens + 256)
-    return {"dtype": SMALL.dtype, "kv_cache_memory_bytes": tokens * SMALL.kv_bytes_per_token, "enforce_eager": True}
+def model_that_fits(memory_gib: float, capability: tuple[int, int]) -> tuple[str, dict[str, Any]]:
+    """Its name and engine options, for a GPU of so much memory and this compute capability."""
+    if memory_gib >= 36:
+        return "Qwen/Qwen3-8B", {}
+    if memory_gib >= 20 and capability >= (8, 9):  # it computes in FP8
+        return "Qwen/Qwen3-8B-FP8", {"kv_cache_dtype": "fp8"}
+    if memory_gib >= 10:
+        return "Qwen/Qwen3-1.7B", {}
+    sys.exit(f"The GPU has {memory_gib:.1f} GiB, Qwen/Qwen3-1.7B needs 10: name a smaller one with --model")
 
 
-def create_prompts(llm: LLM, args: argparse.Namespace) -> list[TokensPrompt]:
-    """Different random tokens for each prompt, so that none of them shares a prefix with another."""
-    vocabulary = range(llm.model_config.get_vocab_size())
-    return [
-        TokensPrompt(prompt_token_ids=random.Random(number).choices(vocabulary, k=args.prompt_tokens))
-        for number in range(args.num_prompts)
-    ]
+def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
+    """Engine options."""
+    total_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    name, options = (args.model, {}) if args.model else model_that_fits(total_gib, torch.cuda.get_device_capability(0))
+    share = args.gpu_memory / total_gib if args.gpu_memory else 0.9
+    return {"model": name, "gpu_memory_utilization": share, **options}
 
 
-def timed_run(name: str, llm: LLM, prompts: list[TokensPrompt], max_tokens: int) -> float:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+def on_cpu(args: argparse.Namespace, prompts: list[str], folder: Path) -> dict[str, Any]:
+    """Engine options; KV space for four prompts. Without --model one is written, with tokens for these prompts."""
+    if not args.model:
+        SMALL.write(folder)
+        SMALL.write_tokenizer(folder, prompts)
+    tokens = max(4 * args.num_tokens, max_model_len(args)) + 1024
+    options = {"dtype": SMALL.dtype, "kv_cache_memory_bytes": tokens * SMALL.kv_bytes_per_token, "enforce_eager": True}
+    return {"model": args.model or str(folder), **options}
+
+
+def max_model_len(args: argparse.Namespace) -> int:
+    return max(MAX_MODEL_LEN, args.num_tokens + 256)
+
+
+def host_memory_gib(args: argparse.Namespace, bytes_per_token: float) -> float:
+    """For all prompts, but at most half of the machine's memory, and at least 1 GiB.
+
+    lmkv itself cuts this to what is available and, with a GPU, to what RLIMIT_MEMLOCK lets it pin.
+    """
+    wanted = args.num_prompts * args.num_tokens * bytes_per_token
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(min(wanted, memory / 2) / GIB, 1.0)
+
+
+def lmkv(args: argparse.Namespace, bytes_per_token: float) -> KVTransferConfig | None:
+    if not args.enable_lmkv:
+        return None
+    return KVTransferConfig(
+        kv_connector="LMKVConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"max_local_cpu_size": host_memory_gib(args, bytes_per_token)},
+    )
+
+
+def timed_run(name: str, llm: LLM, prompts: list[str]) -> tuple[float, list[str]]:
+    """Seconds, and what was generated."""
     started = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     seconds = time.perf_counter() - started
     cached = sum(output.num_cached_tokens or 0 for output in outputs)
-    total = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+    total = sum(len(output.prompt_token_ids or []) for output in outputs)
     print(f"{name} run: {seconds:.2f} s, {cached:,} of {total:,} prompt tokens not computed")
-    return seconds
+    return seconds, [output.outputs[0].text for output in outputs]
 
 
 def main() -> None:
     args = arguments()
+    prompts = create_prompts(args.num_prompts, args.num_tokens)
+    gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="lmkv-example-") as folder:
-        llm = build_llm(args, args.model or folder, **({} if args.model else small_model(folder, args)))
-        prompts = create_prompts(llm, args)
-        first = timed_run("First", llm, prompts, args.max_tokens)
-        second = timed_run("Second", llm, prompts, args.max_tokens)
-    print(f"Speedup (first run / second run): {first / second:.2f}")
+        llm = LLM(
+            max_model_len=max_model_len(args),
+            enable_prefix_caching=False,
+            kv_transfer_config=lmkv(args, QWEN_BYTES if gpu else 1.1 * SMALL.kv_bytes_per_token),
+            **(on_gpu(args) if gpu else on_cpu(args, prompts, Path(folder))),
+        )
+        first, generated = timed_run("First", llm, prompts)
+        second, again = timed_run("Second", llm, prompts)
+    print(f"Speedup (first run / second run): {first / second:.2f}x")
+    print(f"Outputs are equal: {'yes' if generated == again else 'no'}")
 
 
+# vLLM may start its processes by importing this file again.
 if __name__ == "__main__":
     main()

@@ -1,23 +1,27 @@
 """Ask a running vLLM server the same long question twice and compare the times to the first token.
 
-    python examples/query_twice.py --base-url http://localhost:8000/v1 --context-tokens 8000
+    python examples/query_twice.py                    # about the manual page of bash
+    python examples/query_twice.py --file FILE        # about a text of your own
+    python examples/query_twice.py --prefix again     # cold again: a prompt is found by its beginning
 
-Works with any vLLM server. What answers the second query depends on the server: its own prefix cache as long
-as the context is still there, otherwise lmkv. To see lmkv alone, start the server with
-`--no-enable-prefix-caching`, or let `--between` other contexts drive this one out.
+What answers the second query depends on the server: its own prefix cache as long as the prompt is still there,
+otherwise lmkv. To see lmkv alone, start the server with `--no-enable-prefix-caching`, or let `--between` other
+prompts evict this one. A server with `--enable-prompt-tokens-details` says how many tokens it did not compute.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import shutil
+import subprocess
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
 
 from openai import OpenAI
 
-TOKEN_IDS = range(100, 1000)
-"""Ordinary tokens of nearly every vocabulary; as ids, so that a context has exactly the length asked for."""
+QUESTION = "Summarize this text in two sentences."
 
 
 @dataclass(frozen=True)
@@ -26,28 +30,38 @@ class Answer:
 
     text: str
     ttft: float
+    prompt_tokens: int
     cached_tokens: int | None
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", default="http://localhost:8000/v1")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--model", help="default: the server's first")
-    parser.add_argument("--context-tokens", type=int, default=8000)
-    parser.add_argument("--max-tokens", type=int, default=16, help="tokens to generate")
-    parser.add_argument("--between", type=int, default=0, help="other contexts to send in between")
-    parser.add_argument("--seed", type=int, help="same seed, same contexts; default: new ones each time")
+    parser.add_argument("--file", type=Path, help="text to ask about; default: what `man bash` prints")
+    parser.add_argument("--characters", type=int, default=70_000, help="how much of the text to send")
+    parser.add_argument("--prefix", default="", help="put before the text")
+    parser.add_argument("--max-tokens", type=int, default=100, help="tokens to generate at most")
+    parser.add_argument("--between", type=int, default=0, help="other prompts to send in between")
     return parser.parse_args()
 
 
-def ask(client: OpenAI, model: str, context: list[int], max_tokens: int) -> Answer:
-    """Stream the answer; the first token's time is when its text arrives here."""
+def long_text(file: Path | None) -> str:
+    """The file, or the manual page of bash, or where that is not installed Python's own help pages."""
+    if file:
+        return file.read_text(errors="replace")
+    page = ""
+    if shutil.which("man"):
+        page = subprocess.run(["man", "bash"], capture_output=True, text=True, check=False).stdout
+    return page or "\n".join(topics.values())
+
+
+def ask(client: OpenAI, model: str, prompt: str, max_tokens: int) -> Answer:
+    """Stream the answer; the time to the first token is when its first event arrives here."""
     started = time.perf_counter()
-    ttft, text, cached = None, "", None
-    stream = client.completions.create(
+    ttft, text, usage = None, "", None
+    stream = client.chat.completions.create(
         model=model,
-        prompt=context,
+        messages=[{"role": "user", "content": prompt}],
         max_tokens=max_tokens,
         temperature=0,
         stream=True,
@@ -56,12 +70,12 @@ def ask(client: OpenAI, model: str, context: list[int], max_tokens: int) -> Answ
     for event in stream:
         if event.choices:
             ttft = ttft or time.perf_counter() - started
-            text += event.choices[0].text
-        if event.usage and event.usage.prompt_tokens_details:
-            cached = event.usage.prompt_tokens_details.cached_tokens
-    if ttft is None:
-        raise RuntimeError("the server sent no token")
-    return Answer(text, ttft, cached)
+            text += event.choices[0].delta.content or ""
+        usage = event.usage or usage
+    if ttft is None or usage is None:
+        raise RuntimeError("the server sent no answer")
+    details = usage.prompt_tokens_details
+    return Answer(text, ttft, usage.prompt_tokens, details.cached_tokens if details else None)
 
 
 def show(name: str, answer: Answer) -> None:
@@ -71,18 +85,18 @@ def show(name: str, answer: Answer) -> None:
 
 def main() -> None:
     args = arguments()
-    client = OpenAI(base_url=args.base_url, api_key=args.api_key)
-    model = args.model or client.models.list().data[0].id
-    choose = random.Random(args.seed)
-    contexts = [choose.choices(TOKEN_IDS, k=args.context_tokens) for _ in range(args.between + 1)]
+    client = OpenAI(base_url=args.base_url, api_key="none")
+    model = client.models.list().data[0].id
+    prompt = f"{args.prefix}{long_text(args.file)[: args.characters]}\n\n{QUESTION}"
 
-    cold = ask(client, model, contexts[0], args.max_tokens)
+    cold = ask(client, model, prompt, args.max_tokens)
+    print(f"{model}, a prompt of {cold.prompt_tokens:,} tokens: {cold.text!r}")
     show("Cold", cold)
-    for other in contexts[1:]:
-        ask(client, model, other, args.max_tokens)
-    warm = ask(client, model, contexts[0], args.max_tokens)
+    for number in range(args.between):
+        ask(client, model, f"{number} {prompt}", 1)
+    warm = ask(client, model, prompt, args.max_tokens)
     show("Warm", warm)
-    print(f"Speedup (cold / warm): {cold.ttft / warm.ttft:.2f}")
+    print(f"TTFT improvement: {cold.ttft - warm.ttft:.3f} s ({cold.ttft / warm.ttft:.1f}x faster)")
     print(f"Answers are equal: {'yes' if cold.text == warm.text else 'no'}")
 
 

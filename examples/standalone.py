@@ -12,7 +12,7 @@ import tempfile
 
 import torch
 
-from lmkv import Config, Engine, Namespace, PagedMemory, Tier, TieredStore
+from lmkv import Config, Engine, Namespace, PagedMemory, Tier, TieredStore, destroy, get, get_or_create
 from lmkv.backends import CPUPinnedBackend, LocalDiskBackend
 from lmkv.policies import LRU
 
@@ -73,9 +73,23 @@ def from_objects(folder: str) -> bool:
         return stored == 768
 
 
+def by_name() -> bool:
+    """One engine for several places of a program. `destroy` closes it, as the end of a `with` does."""
+    config = Config.load(max_local_cpu_size=0.25, env={})
+
+    def make() -> Engine:
+        return Engine.open(paged_memory(), block_size=BLOCK_SIZE, model="standalone", config=config)
+
+    engine = get_or_create("mine", make)
+    same = get_or_create("mine", make) is get("mine") is engine
+    destroy("mine")
+    print(f"by name     {'the same engine' if same else 'ANOTHER ENGINE'}, {'closed' if engine.closed else 'OPEN'}")
+    return same and engine.closed
+
+
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lmkv-standalone-") as folder:
-        ok = from_configuration(f"{folder}/configured") and from_objects(f"{folder}/own")
+        ok = from_configuration(f"{folder}/configured") and from_objects(f"{folder}/own") and by_name()
     return 0 if ok else 1
 
 

@@ -148,8 +148,9 @@ def test_every_request_option_is_explained() -> None:
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::([\w:]+)`")
 
 
-def test_every_test_that_proves_a_row_exists() -> None:
-    named = NAMED_TEST.findall((ROOT / "docs" / "vllm.md").read_text())
+@pytest.mark.parametrize("page", ["vllm.md", "documents.md"])
+def test_every_test_that_proves_a_row_exists(page: str) -> None:
+    named = NAMED_TEST.findall((ROOT / "docs" / page).read_text())
     missing = [
         f"{path}::{name}"
         for path, name in named
@@ -163,3 +164,10 @@ def test_the_tables_of_lmcache_settings_are_up_to_date() -> None:
     """On failure: python docs/lmcache_tables.py"""
     written = runpy.run_path(str(ROOT / "docs" / "lmcache_tables.py"))
     assert (ROOT / "docs" / "moving-from-lmcache.md").read_text() == written["page"]()
+
+
+def test_every_row_of_the_documents_names_a_test_or_is_open() -> None:
+    items = [row.split("|") for row in rows("documents.md") if re.match(r"\| \d", row)]
+    assert [int(number) for _, number, *_ in items] == list(range(1, 50))
+    unproved = [row for row in items if "tests/" not in row[4]]
+    assert unproved == [row for row in items if re.search(r"\bopen\b", row[3])]

@@ -14,3 +14,4 @@ def test_standalone() -> None:
     assert "retrieved   1280 tokens, every byte equal" in printed
     assert "prefetched  1280 tokens into host memory, from {'disk': 1280}" in printed
     assert "own stack   768 tokens in cpu 3 chunks, disk 3 chunks" in printed
+    assert "by name     the same engine, closed" in printed

@@ -10,18 +10,21 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points, version
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from attrs import asdict, frozen
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from lmkv.chunks import codec
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.cli.measure.probe import try_folder
+from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.config import GIB, Config
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.memory.slab import available_ram, clamp_capacity
@@ -44,15 +47,24 @@ class Finding:
 
 def doctor(
     extra: Annotated[str, typer.Option(help="kv_connector_extra_config, as JSON.")] = "{}",
+    model: Annotated[
+        Path | None, typer.Option(help="A model's folder or config.json: how many tokens each tier holds.")
+    ] = None,
+    kv_cache_dtype: Annotated[KVDtype, typer.Option(help="As for vLLM; with --model.")] = KVDtype.AUTO,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As for vLLM; with --model.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
 ) -> None:
     """Show the effective configuration, what this machine offers, and what will not work (exit code 1)."""
     logging.getLogger("lmkv").setLevel(logging.ERROR)
-    findings = list(examine(os.environ, json_object(extra)))
+    size = size_of(model, kv_cache_dtype, tensor_parallel_size) if model else None
+    findings = list(examine(os.environ, json_object(extra), size))
     problems = [found.problem for found in findings if found.problem]
     if as_json:
         rows = [asdict(found) for found in findings]
-        typer.echo(json.dumps({"ok": not problems, "problems": problems, "findings": rows}))
+        answer: dict[str, object] = {"ok": not problems, "problems": problems, "findings": rows}
+        if size:
+            answer["model"] = {**asdict(size), "token_bytes": size.token_bytes}
+        typer.echo(json.dumps(answer))
     else:
         show(findings, problems)
     sys.exit(1 if problems else 0)
@@ -68,7 +80,14 @@ def json_object(text: str) -> dict[str, object]:
     return value
 
 
-def examine(env: Mapping[str, str], extra: Mapping[str, object]) -> Iterator[Finding]:
+def size_of(model: Path, dtype: KVDtype, ranks: int) -> KVSize:
+    try:
+        return kv_size(model, dtype, ranks)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from None
+
+
+def examine(env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | None = None) -> Iterator[Finding]:
     try:
         config = Config.load(env=env, extra=extra)
     except ConfigError as error:
@@ -77,6 +96,9 @@ def examine(env: Mapping[str, str], extra: Mapping[str, object]) -> Iterator[Fin
         yield from examine_configuration(config)
         yield from examine_memory(config)
         yield from examine_disk(config)
+        if size:
+            yield from examine_model(size)
+            yield from examine_room(size, config)
     yield from examine_versions()
     yield from examine_vllm(env)
 
@@ -133,6 +155,36 @@ def examine_disk(config: Config) -> Iterator[Finding]:
     yield Finding("disk", "free", free, note=enough, problem="" if room > 0 else problem)
 
 
+def examine_model(size: KVSize) -> Iterator[Finding]:
+    """What the KV of a token takes."""
+    yield Finding("model", "attention", size.attention, note=f"{size.layers} layers with KV of their own")
+    ranks = "" if size.parts == 1 else f", {size.rank_bytes:,} of each of {size.parts} ranks"
+    yield Finding("model", "one token", f"{size.token_bytes:,} bytes", note=f"in {size.dtype}{ranks}")
+    yield Finding(
+        "model", "10,000 tokens", f"{size.token_bytes / 1e5:.2f} GB", note=gibibytes(10_000 * size.token_bytes)
+    )
+    in_gib = f"{size.tokens_in(GIB):,} tokens in one GiB"
+    yield Finding("model", "one GB", f"{size.tokens_in(10**9):,} tokens", note=in_gib)
+
+
+def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
+    """How many tokens each configured tier holds."""
+    chunk, slot = config.chunk_size, size.slot_bytes(config.chunk_size)
+    try:
+        chunks = clamp_capacity(config.max_local_cpu_bytes, slot) // slot
+    except ConfigError as error:
+        yield Finding("model", "in the CPU tier", "none", problem=str(error))
+    else:
+        passing = "" if config.local_cpu else "; they only pass through it, as local_cpu is off"
+        note = f"{chunks:,} chunks of {chunk}{passing}"
+        yield Finding("model", "in the CPU tier", f"{chunks * chunk:,} tokens", note=note)
+    if config.local_disk:
+        chunks = config.max_local_disk_bytes // size.file_bytes(chunk)
+        problem = "" if chunks else "max_local_disk_size: the disk tier cannot hold one chunk of this model"
+        note = f"{chunks:,} chunks of {chunk}"
+        yield Finding("model", "in the disk tier", f"{chunks * chunk:,} tokens", note=note, problem=problem)
+
+
 def examine_versions() -> Iterator[Finding]:
     yield Finding("versions", "Python", platform.python_version())
     for name in ("lmkv", "torch"):
@@ -170,7 +222,7 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
     if chosen is not None and "lmkv" not in chosen.split(","):
         problem = f"VLLM_PLUGINS={chosen} leaves lmkv out: add it, {way_out}"
         return Finding("vllm", name, "switched off", problem=problem)
-    return Finding("vllm", name, "registered", note=f'kv_connector="{plugin.NAME}" is found by its name')
+    return Finding("vllm", name, "registered", note=f"vLLM finds {plugin.NAME} by its name")
 
 
 def import_finding() -> Finding:
@@ -192,20 +244,18 @@ def gibibytes(nbytes: int) -> str:
 
 
 def show(findings: list[Finding], problems: list[str]) -> None:
-    """Print a table of what was found. As `Text`: a str would be read as markup."""
-    table = Table(show_header=False)
-    for style in ("bold", "", "", "dim"):
-        table.add_column(style=style, overflow="fold")
-    area = ""
-    for found in findings:
-        if found.area != area:
-            table.add_section()
-        value = Text(found.value, "red" if found.problem else "")
-        first = found.area if found.area != area else ""
-        table.add_row(first, Text(found.name), value, Text(found.note))
-        area = found.area
-    console = Console()
-    console.print(table)
+    """Print a list by area, and the problems. As `Text`: a str would be read as markup."""
+    console = Console(highlight=False)
+    names = max((len(found.name) for found in findings), default=0)
+    for area, group in groupby(findings, key=lambda found: found.area):
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True, width=names)
+        table.add_column(overflow="fold")
+        table.add_column(overflow="fold", style="dim")
+        for found in group:
+            value = Text(found.value, "red" if found.problem else "")
+            table.add_row(Text(found.name), value, Text(found.note))
+        console.print(Text(area, "bold"), Padding(table, (0, 0, 1, 2)), sep="\n")
     for problem in problems:
         console.print(Text.assemble(("Will not work:", "red"), " ", problem), soft_wrap=True)
     if not problems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -24,14 +25,30 @@ def model(
     hidden: Annotated[int, typer.Option(callback=whole_heads, help="Hidden size, in heads of 64.")] = 512,
     dtype: Annotated[str, typer.Option(help=" | ".join(BYTES_PER_VALUE))] = "float32",
     seed: int = 0,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Make tokens of its frequent byte pairs.", show_default="a token per byte"
+        ),
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option(min=512, help="Tokens of the vocabulary.", show_default="1024; 8192 with --text")
+    ] = None,
 ) -> None:
-    """Write a small Qwen3-like model with random weights and a tokenizer of numbers."""
-    made = SmallModel(layers=layers, hidden=hidden, dtype=dtype, seed=seed)
+    """Write a small Qwen3-like model with random weights and a tokenizer for text, with a chat template."""
+    size = vocab or (8192 if text else 1024)
+    made = SmallModel(layers=layers, hidden=hidden, dtype=dtype, seed=seed, vocab=size)
     try:
         for needed in ("transformers", "safetensors", "tokenizers"):
             import_module(needed)  # before anything is written
         made.write(folder)
-        made.write_tokenizer(folder)
+        made.write_tokenizer(folder, lines_of(text) if text else ())
     except ImportError as error:
         sys.exit(f'lmkv model needs transformers and safetensors: pip install "lmkv[cli]" ({error})')
     typer.echo(f"{folder}: {layers} layers, {made.kv_bytes_per_token:,} bytes of KV per token ({dtype})")
+
+
+def lines_of(text: Path) -> Iterator[str]:
+    """Its lines, so that a large file is not read as a whole."""
+    with text.open(encoding="utf-8", errors="replace") as file:
+        yield from file

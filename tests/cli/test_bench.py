@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from attrs import asdict
 from typer.testing import CliRunner
 
 from lmkv.chunks.hashing import chunk_keys
@@ -15,7 +16,8 @@ from lmkv.cli.app import app
 from lmkv.cli.measure import report
 from lmkv.cli.measure.limits import bare_chain
 from lmkv.cli.measure.report import Comparison
-from lmkv.cli.measure.timing import interleaved, median_ratio
+from lmkv.cli.measure.timing import Row, interleaved, median_ratio
+from tests.forked import python
 
 BARS = {"computed": 4.0, "cache": 0.1, "lmkv ram": 0.2}
 COMPARISON = Comparison("First token", "s", BARS, "cache", log=True)
@@ -58,6 +60,21 @@ def test_a_picture_has_a_place_for_every_comparison(tmp_path: Path) -> None:
         path = tmp_path / f"{count}.png"
         report.draw([COMPARISON] * count, "a machine", path)
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_conversations_is_drawn_from_an_earlier_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        asdict(Row(f"{engine}: {what}", 10.0, unit))
+        for engine in ("vLLM alone", "lmkv, RAM")
+        for what, unit in (("throughput", "requests/s"), ("prompt tokens not computed", "tokens"))
+    ]
+    (tmp_path / "turns.json").write_text("printed before\n" + json.dumps({"machine": "a machine", "rows": rows}) + "\n")
+    script = Path(__file__).parents[2] / "benchmarks" / "multiturn.py"
+    picture = tmp_path / "turns.svg"
+    python(tmp_path, str(script), "--drawn-from", str(tmp_path / "turns.json"), "--picture", str(picture))
+    drawn = picture.read_text()
+    assert all(text in drawn for text in ("a machine", "Throughput", "Prompt tokens not computed", "lmkv, RAM"))
 
 
 def test_without_matplotlib_it_says_what_to_install(

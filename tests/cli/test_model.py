@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -27,6 +29,54 @@ def test_it_writes_a_model_and_a_tokenizer(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
     assert "bytes of KV per token" in result.output
+
+
+def tokenizer_of(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder))
+
+
+def written(folder: Path, *options: str) -> Path:
+    pytest.importorskip("transformers")
+    result = CliRunner().invoke(app, ["model", str(folder), "--layers", "1", "--hidden", "64", *options])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+TEXT = "Hello, how are you? " * 30 + "Grüße, \t <600>"
+
+
+def test_without_a_text_a_token_is_a_byte(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(written(tmp_path))
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) == len(TEXT.encode())
+    assert tokenizer.decode(ids) == TEXT
+
+
+def test_of_a_text_frequent_pairs_are_tokens(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(TEXT)
+    tokenizer = tokenizer_of(written(tmp_path / "model", "--text", str(tmp_path / "text"), "--vocab", "512"))
+    assert len(tokenizer.encode("Hello, how are you? " * 100)) == 6 * 100 + 1
+    for text in (TEXT, "other words, 漢字"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_every_id_of_the_model_is_a_token_that_can_be_told_from_others(tmp_path: Path) -> None:
+    """A model with random weights generates any of them."""
+    tokenizer = tokenizer_of(written(tmp_path, "--vocab", "700"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["vocab_size"] == len(tokenizer) == 700
+    assert len({tokenizer.decode([token]) for token in range(259, 700)}) == 700 - 259
+
+
+def test_chats_have_a_template_whose_marks_are_tokens(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(written(tmp_path))
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert len(tokenizer.encode(chat)) == 3 + len("user\nHi\nassistant\n")
+    assert tokenizer.eos_token == "<|im_end|>"
 
 
 @pytest.mark.parametrize("missing", ["transformers", "safetensors", "tokenizers"])

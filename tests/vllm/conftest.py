@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with random weights that make outputs depend on every byte of KV; words are token ids."""
+    """A small model with random weights that make outputs depend on every byte of KV; a token per byte of text."""
     from lmkv.cli.model import SmallModel
 
     folder = tmp_path_factory.mktemp("model")

@@ -7,11 +7,13 @@ and room for few chunks in the CPU tier.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import frozen
 
+from lmkv.cli.sizing import KVDtype, kv_size
 from tests.vllm.families import FAMILIES, Family
 from tests.vllm.harness import CHUNK, Engine, engine, external_hits, prompt
 
@@ -92,6 +94,12 @@ def test_vllm_makes_of_it_what_is_expected(case: Case) -> None:
         assert len(model.geometry.groups) == case.family.groups
         assert len(set(model.layers)) == len(model.layers) == case.family.own
     assert sides[0].layout.slot_bytes >= sides[1].layout.slot_bytes
+
+
+def test_doctor_knows_its_size(case: Case) -> None:
+    config = case.running.scheduler.vllm_config
+    dtype = KVDtype.FP8 if config.cache_config.cache_dtype == "fp8" else KVDtype.FLOAT32
+    assert kv_size(Path(config.model_config.model), dtype).slot_bytes(CHUNK) == chunk_bytes(case.running)
 
 
 @pytest.mark.parametrize("index", range(len(LENGTHS)), ids=map(str, LENGTHS))

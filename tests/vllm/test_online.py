@@ -58,10 +58,10 @@ def report(answer: Any) -> dict[str, Any]:
     return found
 
 
-def printed_by(script: Path, *arguments: str) -> str:
+def printed_by(script: Path, *arguments: str, **env: str) -> str:
     done = subprocess.run(
         [sys.executable, script, *arguments],
-        env=child_environment(),
+        env=child_environment(**env),
         capture_output=True,
         text=True,
         timeout=300,
@@ -69,6 +69,15 @@ def printed_by(script: Path, *arguments: str) -> str:
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
+
+
+TEMPLATE = 50
+"""More tokens than the chat's template adds."""
+
+
+def text_of(seed: int, characters: int) -> str:
+    """Letters, of which the model's tokenizer makes a token each."""
+    return "".join(chr(ord("a") + token % 26) for token in prompt(seed, characters))
 
 
 def overwrite(server: Server, seed: int) -> None:
@@ -118,7 +127,7 @@ def test_salts_in_the_body_never_share(server: Server) -> None:
 def test_chats_hit_too(server: Server) -> None:
     from openai import OpenAI
 
-    text = " ".join(map(str, prompt(63, LENGTH)))
+    text = text_of(63, LENGTH - TEMPLATE)
 
     def chat() -> Any:
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
@@ -154,12 +163,40 @@ def test_lookups_and_stores_are_in_the_servers_log(server: Server) -> None:
     assert any(re.search(rf"request \S+: stored \d+ of {HIT} tokens", text) for text in info)
 
 
-def test_query_twice_runs_against_the_server(server: Server) -> None:
-    sizes = ["--context-tokens", str(LENGTH), "--between", "4", "--seed", "1"]
-    printed = printed_by(EXAMPLES / "query_twice.py", "--base-url", f"{server.url}/v1", *sizes)
-    assert re.search(r"^Cold TTFT: \d+\.\d{3} s, 0 tokens not computed$", printed, re.MULTILINE)
-    assert re.search(r"^Warm TTFT: \d+\.\d{3} s, 1,280 tokens not computed$", printed, re.MULTILINE)
+@pytest.mark.parametrize("text", ["a file", "the manual page of bash", "the help of Python"])
+def test_query_twice_runs_against_the_server(server: Server, text: str, tmp_path: Path) -> None:
+    """Of the characters and the chat's template a token each; the three texts have another beginning."""
+    path = {} if text == "the manual page of bash" else {"PATH": str(tmp_path)}  # without man
+    sizes = ["--characters", "1500", "--between", "4", "--max-tokens", "8"]
+    if text == "a file":
+        (tmp_path / "text").write_text(text_of(66, 2000))
+        sizes += ["--file", str(tmp_path / "text")]
+    printed = printed_by(EXAMPLES / "query_twice.py", "--base-url", f"{server.url}/v1", *sizes, **path)
+    asked = re.search(rf"^{SERVED_NAME}, a prompt of (.*) tokens: ", printed, re.MULTILINE)
+    warm = re.search(r"^Warm TTFT: \d+\.\d{3} s, (.*) tokens not computed$", printed, re.MULTILINE)
+    assert asked, printed
+    assert warm, printed
+    total, loaded = (int(found[1].replace(",", "")) for found in (asked, warm))
+    assert 1500 < total < 1700
+    assert (total - 1) // 256 * 256 <= loaded < total
+    assert re.search(r"^Cold TTFT: \d+\.\d{3} s, \d{1,2} tokens not computed$", printed, re.MULTILINE)
+    assert re.search(r"^TTFT improvement: -?\d+\.\d{3} s \(\d+\.\dx faster\)$", printed, re.MULTILINE)
     assert "Answers are equal: yes" in printed
+
+
+def test_a_query_is_cold_again_with_another_beginning(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(text_of(67, 1500))
+    query = ["--base-url", f"{server.url}/v1", "--file", str(tmp_path / "text"), "--max-tokens", "1"]
+
+    def cold(*more: str) -> int:
+        printed = printed_by(EXAMPLES / "query_twice.py", *query, *more)
+        found = re.search(r"^Cold TTFT: .* s, (.*) tokens not computed$", printed, re.MULTILINE)
+        assert found, printed
+        return int(found[1].replace(",", ""))
+
+    assert cold() < 100
+    assert cold() >= 1280
+    assert cold("--prefix", "again") < 100
 
 
 def test_a_killed_server_hits_disk_when_it_is_started_again(

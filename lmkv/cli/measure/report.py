@@ -40,6 +40,8 @@ def rounded(value: float, unit: str) -> str:
     """As many digits as a measurement deserves; seconds come with their unit, which may be ms."""
     if unit == "s":
         return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
+    if value >= 1000:
+        return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
@@ -47,8 +49,8 @@ OURS, THEIRS = "#1b6ca8", "#b8bec6"
 COLUMNS = 2
 
 
-def draw(comparisons: Sequence[Comparison], machine: str, path: Path) -> None:
-    """Horizontal bars, one chart per comparison."""
+def draw(comparisons: Sequence[Comparison], machine: str, path: Path, *, title: str = "lmkv on this machine") -> None:
+    """Horizontal bars, one chart per comparison; the name of the file says which format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -58,7 +60,7 @@ def draw(comparisons: Sequence[Comparison], machine: str, path: Path) -> None:
     ]
     figure = Figure(figsize=(11, 1.3 + sum(0.95 + 0.42 * bars for bars in heights)), dpi=150)
     FigureCanvasAgg(figure)
-    figure.suptitle("lmkv on this machine", x=0.02, ha="left", fontsize=15, fontweight="bold")
+    figure.suptitle(title, x=0.02, ha="left", fontsize=15, fontweight="bold")
     figure.text(0.02, 0.012, machine, fontsize=8, color="#555555")
     grid = figure.add_gridspec(rows, COLUMNS, height_ratios=[1 + bars for bars in heights])
     for number, comparison in enumerate(comparisons):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from attrs import Factory, field, frozen, validators
+
+from lmkv.cli.measure.text_tokenizer import write_text_tokenizer
 
 # With vLLM's dummy weights all tokens are equally likely, which would hide a wrong KV cache. With this
 # standard deviation the outputs depend on every byte of it.
@@ -58,16 +60,6 @@ class SmallModel:
             weights = Qwen3ForCausalLM(config)
         weights.to(getattr(torch, self.dtype)).save_pretrained(folder)
 
-    def write_tokenizer(self, folder: Path) -> None:
-        """Write a tokenizer whose words are the token ids: "17 4 99" is [17, 4, 99]."""
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from tokenizers.pre_tokenizers import WhitespaceSplit
-        from transformers import PreTrainedTokenizerFast
-
-        words: dict[str, int] = {str(token): token for token in range(self.vocab)}
-        tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
-        tokenizer.pre_tokenizer = WhitespaceSplit()
-        wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-        wrapped.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
-        wrapped.save_pretrained(folder)
+    def write_tokenizer(self, folder: Path, texts: Iterable[str] = ()) -> None:
+        """Write a tokenizer for text, of byte pairs that are frequent in `texts`; without them a token per byte."""
+        write_text_tokenizer(folder, self.vocab, texts)

@@ -1,0 +1,142 @@
+"""How large a model's KV is, from its config.json alone: nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from lmkv.chunks import codec
+from lmkv.chunks.layout import align_up
+
+Settings = Mapping[str, Any]
+
+
+class KVDtype(StrEnum):
+    """vLLM's `--kv-cache-dtype`. `auto`: the model's, as vLLM loads it."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FP8 = "fp8"
+
+
+BYTES = {KVDtype.FLOAT32: 4, KVDtype.BFLOAT16: 2, KVDtype.FLOAT16: 2, KVDtype.FP8: 1}
+KINDS = frozenset({"full_attention", "sliding_attention"})
+NOT_CACHED = ("mamba", "ssm_", "linear_num_", "index_topk")
+"""How settings begin of layers that keep a state, or more than keys and values."""
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+"""Where a model for images and text has what a model for text has at the top."""
+
+
+@frozen
+class Layer:
+    """`values` of each head are kept for a token: of key and value, or of MLA's latent, which is one head."""
+
+    heads: int
+    values: int
+
+    def on_a_rank(self, ranks: int) -> int:
+        """Values that one rank keeps for a token. Of fewer heads than ranks each rank has one."""
+        fewer, more = sorted((self.heads, ranks))
+        if more % fewer:
+            raise ValueError(f"{self.heads} KV heads cannot be split over {ranks} ranks")
+        return max(1, self.heads // ranks) * self.values
+
+
+@frozen
+class KVSize:
+    """The KV of one token. `rank_bytes`: in the KV space of each rank; `parts`: ranks that store theirs."""
+
+    attention: str
+    layers: int
+    dtype: KVDtype
+    rank_bytes: int
+    parts: int
+
+    @property
+    def token_bytes(self) -> int:
+        """What lmkv stores of a token, all ranks together."""
+        return self.rank_bytes * self.parts
+
+    def tokens_in(self, nbytes: int) -> int:
+        return nbytes // self.token_bytes
+
+    def slot_bytes(self, chunk_size: int) -> int:
+        """Host memory of one chunk."""
+        return align_up(chunk_size * self.token_bytes)
+
+    def file_bytes(self, chunk_size: int) -> int:
+        """A chunk's file: header and payload."""
+        payload = self.slot_bytes(chunk_size)
+        return codec.header_bytes(payload, codec.DEFAULT_SEGMENT_BYTES, chunk_size) + payload
+
+
+def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSize:
+    """Of the model in a folder, or of a config.json. Raises ValueError, with the reason."""
+    config = _read(model / "config.json" if model.is_dir() else model)
+    try:
+        text = next((config[part] for part in TEXT_PARTS if part in config), config)
+        layers = list(_layers(text))
+        given = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+        kept = _loaded_as(given) if dtype is KVDtype.AUTO else dtype
+        latent = bool(text.get("kv_lora_rank"))
+        return KVSize(
+            attention=_name(layers[0], text["num_attention_heads"], latent),
+            layers=len(layers),
+            dtype=kept,
+            rank_bytes=sum(layer.on_a_rank(ranks) for layer in layers) * BYTES[kept],
+            # Every rank has the same latent, of which vLLM lets lmkv store one copy.
+            parts=1 if latent else ranks,
+        )
+    except (KeyError, IndexError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{model} does not describe a transformer that generates text: {error!r}") from None
+
+
+def _read(file: Path) -> Settings:
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read, and nothing is downloaded: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is no JSON object")
+    return config
+
+
+def _layers(text: Settings) -> Iterator[Layer]:
+    """The layers that keep KV of their own."""
+    count = text["num_hidden_layers"] - (text.get("num_kv_shared_layers") or 0)
+    kinds = text.get("layer_types") or ["full_attention"] * count
+    names = {name for name, value in text.items() if name.startswith(NOT_CACHED) and value}
+    if strange := sorted({*kinds[:count]} - KINDS | names):
+        raise ValueError(f"lmkv does not cache this model, or cannot tell its size: it has {', '.join(strange)}")
+    apart = text.get("per_layer_config") or {}
+    for number, kind in enumerate(kinds[:count]):
+        yield _layer({**text, **apart.get(str(number), {})}, kind)
+
+
+def _layer(text: Settings, kind: str) -> Layer:
+    if text.get("kv_lora_rank"):
+        return Layer(1, text["kv_lora_rank"] + text["qk_rope_head_dim"])
+    heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+    wide = text.get("global_head_dim") if kind == "full_attention" else None
+    width = wide or text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    return Layer(heads, 2 * width)
+
+
+def _loaded_as(dtype: object) -> KVDtype:
+    """vLLM loads float32, and what does not say what it is, with two bytes per value."""
+    name = str(dtype).removeprefix("torch.")
+    return KVDtype(name) if name in {KVDtype.FLOAT16, KVDtype.BFLOAT16} else KVDtype.BFLOAT16
+
+
+def _name(layer: Layer, query_heads: int, latent: bool) -> str:
+    if latent:
+        return f"MLA, a latent of {layer.values}"
+    kind = {query_heads: "MHA", 1: "MQA"}.get(layer.heads, "GQA")
+    return f"{kind}, {layer.heads} KV heads of {layer.values // 2}"
