@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from lmkv.backends import LocalDiskBackend
 from lmkv.cli.app import app
+from lmkv.cli.doctor import examine, show
 from lmkv.cli.measure.small_model import SmallModel
 from lmkv.cli.sizing import KVDtype, kv_size
 
@@ -171,9 +172,13 @@ class TestDoctor:
         assert result.exit_code == 2
         assert "nothing is downloaded" in " ".join(result.output.replace("│", " ").split())
 
-    def test_no_word_is_broken_at_80_columns(self, folder: Path) -> None:
-        result = doctor("--model", str(model(folder, QWEN3_8B)))
-        rows = json.loads(doctor("--model", str(folder), "--json").stdout)["findings"]
-        words = {word for row in rows for word in f"{row['name']} {row['value']} {row['note']}".split()}
-        assert max(map(len, result.stdout.splitlines())) <= 80
-        assert words <= set(result.stdout.split())
+    def test_no_word_is_broken_at_80_columns(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "80")
+        findings = list(examine({}, {}, kv_size(model(folder, QWEN3_8B))))
+        show(findings, [])
+        printed = capsys.readouterr().out
+        words = {word for found in findings for word in f"{found.name} {found.value} {found.note}".split()}
+        assert max(map(len, printed.splitlines())) <= 80
+        assert words <= set(printed.split())
