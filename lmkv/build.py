@@ -31,6 +31,7 @@ def build_store(
         prefetch_share=config.prefetch_share,
         # Without a CPU tier the slots are mere staging.
         retain=config.local_cpu,
+        spans=layout.spans,
     )
 
 

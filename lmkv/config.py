@@ -203,6 +203,9 @@ class Config:
     max_local_disk_size: float = _option(0.0, _number(0), "Capacity of the disk tier", "GiB")
     cache_policy: str = _option("LRU", _one_of(*POLICIES), f"Eviction order: {', '.join(POLICIES)}")
     save_decode_cache: bool = _option(True, _boolean, "Store generated tokens' chunks too")
+    save_unfull_chunk: bool = _option(
+        True, _boolean, "Store and find the tokens after a prompt's last whole chunk, too"
+    )
     min_retrieve_tokens: int = _option(
         0, _integer(0), "Do not load a match that saves fewer tokens than this", "tokens"
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import select
+import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -212,8 +215,12 @@ def in_forked_child(engine: Engine) -> list[str]:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
+        answered = select.select([pipe], [], [], LIMIT)[0]
+        if not answered:
+            os.kill(child, signal.SIGKILL)
         answer = pipe.read()
     os.waitpid(child, 0)
+    assert answered, "the child hung"
     return answer.split()
 
 
@@ -226,6 +233,17 @@ def test_a_forked_child_is_told_at_once_and_the_parent_goes_on(tmp_path: Path) -
         assert answers == [*[ClosedError.__name__] * 5, "nothing"]
         assert engine.drain(LIMIT)
         assert engine.retrieve(range(CHUNK), [4, 5, 6, 7]) == CHUNK
+
+
+def test_a_store_that_fails_after_a_fork_keeps_no_other_from_being_closed() -> None:
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(open_engine(paged())) for _ in range(8)]
+        for number, engine in enumerate(engines):
+            if number % 2:
+                engine._store._pool.after_fork = None  # type: ignore[method-assign,assignment]
+        for engine in engines[::2]:
+            with engine._store._lock:
+                assert in_forked_child(engine) == [*[ClosedError.__name__] * 5, "nothing"]
 
 
 # -- engines that nobody closes ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from operator import index
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, Self
 
 from lmkv.errors import UsageError
 
@@ -29,6 +29,18 @@ class Tokens(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, span: slice, /) -> Any: ...
+
+
+class TailKey(bytes):
+    """Key of the tokens after a prompt's last whole chunk: a chunk key that says how many `tokens` there are."""
+
+    tokens: int
+
+    @classmethod
+    def of(cls, digest: bytes, tokens: int) -> Self:
+        key = cls(digest)
+        key.tokens = tokens
+        return key
 
 
 class KeyChain:
@@ -69,6 +81,25 @@ class KeyChain:
             raise UsageError(f"there is no chunk {position} in a chain of {len(self.keys)}")
         return self.keys[position - 1] if position else b""
 
+    def origin(self, position: int) -> bytes:
+        """What chunk `position` continues: two chunks of equal origins and tokens have the same KV.
+
+        The root or the key before it, combined with the chunk's extras if it has any.
+        """
+        before = self.parent(position) or self.root
+        extra = self._extras.get(position)
+        return before if extra is None else _with_extra(before, extra)
+
+    def tail(self, tokens: Tokens) -> TailKey | None:
+        """The key of all of `tokens`, with which the chain was extended; None when the last chunk is whole."""
+        done, count = len(self.keys) * self._chunk_size, _length(tokens)
+        if count == done:
+            return None
+        extra = self._extras.get(len(self.keys))
+        stream = self._stream.copy() if extra is None else self._rerooted(extra)
+        stream.update(memoryview(_uint32(tokens, done, count))[: count - done])
+        return TailKey.of(stream.digest(), count - done)
+
     def _absorb(self, ids: memoryview, chunks: int) -> None:
         """Hash `chunks` chunks; `ids` has one item per token and may be longer."""
         step, extras = self._chunk_size, self._extras
@@ -80,8 +111,11 @@ class KeyChain:
             append(stream.digest())
 
     def _rerooted(self, extra: bytes) -> hashlib._Hash:
-        before = self.keys[-1] if self.keys else self.root
-        return hashlib.sha256(hashlib.sha256(_REROOT_TAG + before + extra).digest())
+        return hashlib.sha256(_with_extra(self.keys[-1] if self.keys else self.root, extra))
+
+
+def _with_extra(before: bytes, extra: bytes) -> bytes:
+    return hashlib.sha256(_REROOT_TAG + before + extra).digest()
 
 
 def chunk_keys(tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None) -> list[bytes]:

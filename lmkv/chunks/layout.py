@@ -7,7 +7,7 @@ a page, heads and dtypes do not matter here, so that any attention backend's pri
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 
 from attrs import field, frozen, validators
 
@@ -110,6 +110,15 @@ class KVLayout:
     def pages_per_chunk(self, group: int) -> int:
         """Blocks of that block table per chunk."""
         return next(layer.pages_per_chunk for layer in self.layers if layer.group == group)
+
+    def spans(self, tokens: int) -> list[slice]:
+        """Where a chunk's bytes are that a chunk of its first `tokens` tokens needs: whole pages."""
+        found = []
+        for rank, (number, layer) in product(range(self.num_ranks), enumerate(self.layers)):
+            start, _ = self.span(rank, number)
+            pages = -(-tokens * layer.pages_per_chunk // self.chunk_size)
+            found.append(slice(start, start + pages * layer.page_bytes))
+        return found
 
     def span(self, rank: int, layer: int) -> tuple[int, int]:
         """`(offset, nbytes)` of one layer of one rank inside a chunk."""

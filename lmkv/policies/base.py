@@ -1,9 +1,10 @@
-"""`PolicyBase`: what eviction policies share, which is everything but their order."""
+"""`PolicyBase`: one queue of keys in the order of their eviction, and those that may not be evicted now."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence, Set
+from collections import OrderedDict
+from collections.abc import Sequence, Set
 
 from attrs import define, field
 
@@ -13,125 +14,110 @@ from lmkv.protocols import ChunkKey
 
 @define(eq=False)
 class PolicyBase(ABC):
-    """Base of eviction policies: sizes, acquired keys, all-or-nothing eviction.
+    """Base of eviction policies that keep their keys in one queue.
 
-    A subclass keeps the order of eviction, in `touch`, `_enqueue`, `_dequeue` and `_choose`. Only evictable
-    keys are in it: `_dequeue` is called when a key is acquired, `_enqueue` when it is released again.
+    A subclass says what a use changes in it (`touch`) and where a released key goes (`_requeue`). New keys go
+    to its end; its front is evicted first.
 
     Notes
     -----
-    Not thread-safe: the store calls its policies under its lock.
+    Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected), amortised,
+    all else O(1) per key: an acquired key leaves the queue only when its turn comes.
 
     Examples
     --------
-    >>> class MRU(PolicyBase):  # evicts what was inserted or released last
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.order = []
+    >>> class MRU(PolicyBase):  # evicts what was used last
     ...     def touch(self, keys):
-    ...         pass
-    ...     def _enqueue(self, key):
-    ...         self.order.append(key)
-    ...     def _dequeue(self, key):
-    ...         if key in self.order:
-    ...             self.order.remove(key)
-    ...     def _choose(self, nbytes, protect):
-    ...         return self._first(reversed(self.order), nbytes, protect)
+    ...         for key in keys:
+    ...             if key in self._queue:
+    ...                 self._queue.move_to_end(key, last=False)
+    ...     def _requeue(self, key, size):
+    ...         self._queue[key] = size
+    ...         self.touch([key])
     >>> policy = MRU()
     >>> policy.insert(b"a", size=10)
     >>> policy.insert(b"b", size=10)
+    >>> policy.touch([b"b"])
     >>> policy
-    <MRU: 2 keys, 2 of them evictable>
+    <MRU: 20 evictable bytes, 0 keys acquired>
     >>> policy.evict(5)
     [b'b']
     """
 
-    _sizes: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """Bytes of each known key."""
-    _acquired: set[ChunkKey] = field(init=False, factory=set)
+    _queue: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
+    """Bytes of each key, in the order of eviction. Acquired keys whose turn came are not in it."""
+    _acquired: dict[ChunkKey, int] = field(init=False, factory=dict)
+    """Bytes of each acquired key."""
     _evictable_bytes: int = field(init=False, default=0)
 
     def __repr__(self) -> str:
-        evictable = len(self._sizes) - len(self._acquired)
-        return f"<{type(self).__name__}: {len(self._sizes)} keys, {evictable} of them evictable>"
+        return (
+            f"<{type(self).__name__}: {self._evictable_bytes:,} evictable bytes, {len(self._acquired)} keys acquired>"
+        )
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
         """Add an evictable key of `size` bytes, the newest of all. Raises UsageError for a known key."""
-        if key in self._sizes:
+        if key in self._queue or key in self._acquired:
             raise UsageError(f"chunk {key.hex()} is already in the policy")
         if size < 1:
             raise UsageError(f"chunk {key.hex()} has the size {size}")
-        self._sizes[key] = size
+        self._queue[key] = size
         self._evictable_bytes += size
-        self._enqueue(key)
 
     @abstractmethod
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note the use of a chain's keys, given head first; the head must outlive the tail."""
 
+    @abstractmethod
+    def _requeue(self, key: ChunkKey, size: int) -> None:
+        """The key is evictable again. It is in the queue still, unless its turn came meanwhile."""
+
     def discard(self, key: ChunkKey) -> None:
         """Forget a key, known or not."""
-        size = self._sizes.pop(key, None)
-        if size is None:
-            return
-        if key in self._acquired:
-            self._acquired.remove(key)
-        else:
+        size = self._queue.pop(key, 0)
+        if self._acquired.pop(key, None) is None:
             self._evictable_bytes -= size
-        self._dequeue(key)
 
     def acquire(self, key: ChunkKey) -> None:
         """Keep a known key from eviction until it is released. Idempotent."""
-        if key not in self._sizes:
+        if key in self._acquired:
+            return
+        size = self._queue.get(key)
+        if size is None:
             raise self._unknown(key)
-        if key not in self._acquired:
-            self._acquired.add(key)
-            self._evictable_bytes -= self._sizes[key]
-            self._dequeue(key)
+        self._acquired[key] = size
+        self._evictable_bytes -= size
 
     def release(self, key: ChunkKey) -> None:
         """A known key may be evicted again. Idempotent."""
-        if key not in self._sizes:
+        size = self._acquired.pop(key, None)
+        if size is not None:
+            self._evictable_bytes += size
+            self._requeue(key, size)
+        elif key not in self._queue:
             raise self._unknown(key)
-        if key in self._acquired:
-            self._acquired.remove(key)
-            self._evictable_bytes += self._sizes[key]
-            self._enqueue(key)
 
     def evict(self, nbytes: int, protect: Set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
         """Remove and return evictable keys of `nbytes` together; None, and no change, when there are not."""
+        victims: list[ChunkKey] = []
         if nbytes > self._evictable_bytes:
             return None
-        victims = self._choose(nbytes, protect)
-        for key in victims or ():
-            self._dequeue(key)
-            self._evictable_bytes -= self._sizes.pop(key)
+        passed: list[ChunkKey] = []
+        found = 0
+        for key, size in self._queue.items():
+            if found >= nbytes:
+                break
+            if key in self._acquired:
+                passed.append(key)
+            elif key not in protect:
+                victims.append(key)
+                found += size
+        if found < nbytes:
+            return None
+        for key in (*passed, *victims):
+            del self._queue[key]
+        self._evictable_bytes -= found
         return victims
 
     def _unknown(self, key: ChunkKey) -> UsageError:
         return UsageError(f"chunk {key.hex()} is not in the policy")
-
-    def _first(self, order: Iterable[ChunkKey], nbytes: int, protect: Set[ChunkKey]) -> list[ChunkKey] | None:
-        """The first keys of `order` outside `protect` that have `nbytes` together; None when all have not."""
-        victims: list[ChunkKey] = []
-        if nbytes <= 0:
-            return victims
-        for key in order:
-            if key not in protect:
-                victims.append(key)
-                nbytes -= self._sizes[key]
-                if nbytes <= 0:
-                    return victims
-        return None
-
-    @abstractmethod
-    def _enqueue(self, key: ChunkKey) -> None:
-        """The key is evictable from now on."""
-
-    @abstractmethod
-    def _dequeue(self, key: ChunkKey) -> None:
-        """The key is acquired, or unknown, from now on. It may not have been in the order."""
-
-    @abstractmethod
-    def _choose(self, nbytes: int, protect: Set[ChunkKey]) -> list[ChunkKey] | None:
-        """Evictable keys outside `protect` of at least `nbytes` together, in order of eviction, or None."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
-from attrs import define, field
+from attrs import define
 
 from lmkv.policies.base import PolicyBase
 from lmkv.protocols import ChunkKey
@@ -18,7 +17,7 @@ class LRU(PolicyBase):
     Notes
     -----
     `touch` makes the head of a chain the most recent, so that its tail is evicted first, whatever the order
-    of insertion. A release counts as a use. `evict` is O(victims + protected), all else O(1) per key.
+    of insertion. A release counts as a use.
 
     Examples
     --------
@@ -32,19 +31,12 @@ class LRU(PolicyBase):
     True
     """
 
-    _order: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        order = self._order
+        queue = self._queue
         for key in reversed(keys):
-            if key in order:
-                order.move_to_end(key)
+            if key in queue:
+                queue.move_to_end(key)
 
-    def _enqueue(self, key: ChunkKey) -> None:
-        self._order[key] = None
-
-    def _dequeue(self, key: ChunkKey) -> None:
-        self._order.pop(key, None)
-
-    def _choose(self, nbytes: int, protect: Set[ChunkKey]) -> list[ChunkKey] | None:
-        return self._first(self._order, nbytes, protect)
+    def _requeue(self, key: ChunkKey, size: int) -> None:
+        self._queue[key] = size
+        self._queue.move_to_end(key)

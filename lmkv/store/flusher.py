@@ -90,7 +90,8 @@ class Flusher:
     def _copy(self, copy: _Copy, flush: _Flush, deferred: Deferred) -> None:
         """I/O thread."""
         tier, entry = copy
-        chunk = Chunk(entry.key, self._primary.slab.view(entry.slot), entry.parent, entry.tokens)
+        payload = self._primary.payloads.gather(entry.key, self._primary.slab.view(entry.slot))
+        chunk = Chunk(entry.key, payload, entry.parent, entry.tokens)
         tier.write(chunk, lambda: not entry.removed, partial(flush.ancestors, entry.key))
         with self._lock:
             self._end_copy(flush, deferred)

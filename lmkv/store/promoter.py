@@ -88,7 +88,7 @@ class Promoter:
             entry = self._primary.entries.get(key)
             tier = None if entry else first_with(self._tiers, key)
             if tier is not None:
-                slot = self._allocator.acquire(deferred)
+                slot = self._allocator.acquire(deferred) if self._primary.room_for(key) else None
                 if slot is None:
                     self._wait_for_slots(promotion, keys[index:])
                     break
@@ -130,7 +130,11 @@ class Promoter:
             wanted, entry.load = entry.load is not None, None
         if not wanted:
             return
-        hit = tier.read(entry.key, self._primary.slab.view(entry.slot))
+        payloads, slot = self._primary.payloads, self._primary.slab.view(entry.slot)
+        room = payloads.room(entry.key, slot)
+        hit = tier.read(entry.key, room)
+        if hit:
+            payloads.scatter(entry.key, room, slot)
         with self._lock:
             # READY before anybody is woken, and the load's own reference dropped last: the slot stays theirs.
             if hit:

@@ -57,6 +57,9 @@ class TieredStore:
     clock : Clock
         Monotonic seconds, for times to live, deadlines of breakers and speeds.
 
+    spans
+        `KVLayout.spans`, where tails are stored: what of a slot lower tiers get of a tail. All of it by default.
+
     Raises
     ------
     UsageError
@@ -92,12 +95,13 @@ class TieredStore:
         io_threads: int = 8,
         prefetch_share: float = 0.5,
         retain: bool = True,
+        spans: Callable[[int], Sequence[slice]] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
-        self._primary = PrimaryTier(primary, retain=retain)
+        self._primary = PrimaryTier(primary, retain=retain, spans=spans)
         slots = self._primary.slab.num_slots
-        self._tiers = [Secondary(tier, self._primary.slot_bytes, self._lock, clock) for tier in secondaries]
+        self._tiers = [Secondary(tier, self._primary.payloads.nbytes, self._lock, clock) for tier in secondaries]
         # Writes must not refer to so many slots that loads find none.
         self.store_window = max(1, min(_MAX_STORES, slots // 2)) if secondaries else slots
         """Chunks that can be stored at a time without a write to a lower tier being refused for them."""
@@ -160,6 +164,14 @@ class TieredStore:
             found += 1
         return found
 
+    def longest_prefix(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
+        """`(key, count)`: the chunk in the primary tier that begins with the most of `tokens`, and how many.
+
+        `origin`: what the tokens continue. `(b"", 0)` when there is none.
+        """
+        with self._lock:
+            return self._primary.prefixes.longest(origin, tokens)
+
     def tier_of(self, key: ChunkKey) -> str | None:
         """Name of the fastest lower tier that stores the chunk, None when none does."""
         with self._lock:
@@ -174,6 +186,8 @@ class TieredStore:
             entries = self._primary.leading_ready(keys)
             for entry in entries:
                 self._primary.ref(entry)
+            if entries:
+                self._primary.used(entries[-1].key)
             self._primary.counters.hits += len(entries)
         return Lease(entries, self._unref)
 
@@ -192,12 +206,19 @@ class TieredStore:
     # -- writing ------------------------------------------------------------------------------------------
 
     def reserve(
-        self, keys: Sequence[ChunkKey], *, parent: ChunkKey = b"", tokens: bytes = b"", protect: Sequence[ChunkKey] = ()
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        parent: ChunkKey = b"",
+        tokens: bytes = b"",
+        origins: Sequence[bytes] = (),
+        protect: Sequence[ChunkKey] = (),
     ) -> Reservation:
         """Reserve slots for consecutive chunks of a chain, head first, evicting what the policy gives.
 
         `parent`: the key before `keys[0]`; `tokens`: the token ids of these chunks, for tiers that describe
-        what they store. `protect`: the whole chain, head first: what comes before a chunk is not evicted for
+        what they store. `origins`: what each continues (see `KeyChain.origin`), to be found by `longest_prefix`,
+        too. `protect`: the whole chain, head first: what comes before a chunk is not evicted for
         it, unless a lower tier stores it.
         """
         deferred = Deferred()
@@ -212,11 +233,13 @@ class TieredStore:
             for key in () if self._closed else keys:
                 known = self._primary.entries.get(key)
                 if known is None:
-                    slot = self._allocator.acquire(deferred, kept or frozenset())
+                    roomy = self._primary.room_for(key)
+                    slot = self._allocator.acquire(deferred, kept or frozenset()) if roomy else None
                     if slot is None:
                         break
                     ids = tokens[accepted * width : (accepted + 1) * width]
-                    entries.append(self._primary.enter(key, slot, State.WRITING, parent, ids))
+                    origin = origins[accepted] if origins else b""
+                    entries.append(self._primary.enter(key, slot, State.WRITING, parent, ids, origin))
                 elif kept is not None and first_with(self._tiers, key) is None:
                     kept.add(key)
                 accepted += 1
@@ -252,6 +275,7 @@ class TieredStore:
         with self._lock:
             for entry in entries:
                 primary.mark_ready(entry)
+                primary.supersede(entry)
                 if entry.waiters:
                     wake(entry, deferred)
             if self._tiers:
@@ -398,8 +422,8 @@ class TieredStore:
         deferred.run(self._pool)
         return known
 
-    def clear(self) -> int:
-        """Remove everything from every tier; returns how many chunks that were.
+    def clear(self, *, lower: bool = True) -> int:
+        """Remove everything, without `lower` from the primary tier alone; returns how many chunks that were.
 
         From its return on nothing of before is served, not even what is being stored or loaded right now, or
         what other processes have put into a shared tier. `drain` waits until it is deleted, too.
@@ -408,7 +432,7 @@ class TieredStore:
         with self._lock:
             keys = set(self._primary.clear())
             self._pins.clear()
-            for tier in self._tiers:
+            for tier in self._tiers if lower else ():
                 keys.update(tier.index.clear())
                 deferred.jobs.append(Job(_without_plans(tier.delete_all), Priority.LOAD, _nothing))
         deferred.run(self._pool)
@@ -473,7 +497,8 @@ _stores: weakref.WeakSet[TieredStore] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for store in list(_stores):
-        store._after_fork()
+        # Whatever state one of them was in, the others must not wait for threads that the child lacks.
+        attempt(store._after_fork, lambda error: logger.warning("lmkv: a store after a fork: %r", error))
 
 
 os.register_at_fork(after_in_child=_after_fork)

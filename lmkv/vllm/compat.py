@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import logging
 import os
 import re
@@ -93,7 +94,8 @@ def _group(group: Any, strides: Mapping[str, int]) -> KVGroup:
     windows = {_window(one) for one in specs}
     if len(windows) > 1:
         raise ValueError(f"one block table for layers with different windows {windows}")
-    pages = [int(one.page_size_bytes) for one in specs]
+    # Tensors are views of the pages without the padding that makes them as large as other layers'.
+    pages = [int(getattr(one, "real_page_size_bytes", one.page_size_bytes)) for one in specs]
     if not by_layer and len({strides.get(name) for name in names}) > 1:
         # One specification is given for all layers of the group, though their pages differ in size.
         pages = [strides[name] for name in names]
@@ -119,6 +121,21 @@ def _window(spec: Any) -> int | None:
     if "SlidingWindow" not in kind:
         return None
     return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def may_be_block_major(vllm_config: Any) -> bool:
+    """Whether vLLM can put all layers of a block next to each other.
+
+    vLLM 0.32 never splits such blocks: attention backends must support the block size, so that one that the
+    user has chosen, or that recurrent layers require, keeps the engine from starting.
+    """
+    chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
+    return not chosen and not getattr(vllm_config.model_config, "is_hybrid", False)
+
+
+def is_pausing() -> bool:
+    """Whether vLLM's pause, sleep or release of memory calls: it resets a connector as a user's reset does."""
+    return any(frame.function == "_reset_caches" for frame in inspect.stack(0))
 
 
 def drafts_from_hidden_states(vllm_config: Any) -> bool:

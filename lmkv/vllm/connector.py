@@ -119,6 +119,8 @@ def _make_scheduler(vllm_config: VllmConfig, config: Config, model: ServedModel)
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
         save_decode=config.save_decode_cache,
+        # A tail's KV would depend on the token after it.
+        save_unfull_chunk=config.save_unfull_chunk and not compat.drafts_from_hidden_states(vllm_config),
         min_retrieve_tokens=config.min_retrieve_tokens,
         load_or_recompute=config.load_or_recompute,
         load_mode=_load_mode(vllm_config, config),
@@ -220,7 +222,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """All layers of a block next to each other, on devices whose attention backends support it."""
         config = _config(vllm_config)
-        wanted = config.block_major and not config.use_layerwise
+        wanted = config.block_major and not config.use_layerwise and compat.may_be_block_major(vllm_config)
         return "BLHNC" if wanted and vllm_config.device_config.device_type == "cuda" else None
 
     # -- scheduler side -----------------------------------------------------------------------------------
@@ -301,7 +303,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     @_harmless(lambda: False)
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
-            self._scheduler.reset()
+            # A pause may precede other weights, or none: what other processes share on a disk is not its to delete.
+            self._scheduler.reset(delete=not compat.is_pausing())
         return True
 
     # -- worker side --------------------------------------------------------------------------------------
@@ -340,7 +343,11 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        finished, failed = (set(), set()) if self._worker is None else self._worker.take_finished()
+        if self._worker is None:
+            return KVConnectorTransferResults(finished_sending=set(), finished_recving=set(), failed_recving=set())
+        # Copies that have ended since the last step are reported with this one.
+        self._worker.poll()
+        finished, failed = self._worker.take_finished()
         return KVConnectorTransferResults(finished_sending=set(), finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -349,8 +356,6 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:
             return None
-        # Copies that have ended since the last step are reported with this one.
-        self._worker.poll()
         report = self._worker.take_report()
         return None if report is None else LMKVWorkerMetadata(report)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from attrs import frozen
 
@@ -20,33 +21,37 @@ class Group:
     window: int | None = None
 
 
-@frozen
+@frozen(slots=False)
 class Geometry:
     """Chunks of `chunk_size` tokens, mapped to the block tables of `groups`."""
 
     chunk_size: int
     groups: tuple[Group, ...]
 
-    def store_copy(self, slot: int, block_ids: Sequence[Sequence[int]], chunk: int) -> ChunkCopy | None:
-        """The copy of chunk number `chunk` into `slot`, or None when its blocks are not all there.
+    @cached_property
+    def windowed(self) -> bool:
+        """Whether a chunk may have pages that were not stored, so that a hit must end where it ends."""
+        return any(group.window is not None for group in self.groups)
 
-        With a sliding window only the pages that a hit ending with this chunk reads need be there.
+    def store_copy(
+        self, slot: int, block_ids: Sequence[Sequence[int]], chunk: int, tokens: int | None = None
+    ) -> ChunkCopy | None:
+        """The copy of the first `tokens` tokens, all by default, of chunk number `chunk` into `slot`.
+
+        None when its blocks are not all there. With a sliding window only the pages need be there that a hit
+        reads which ends with these tokens, or one token before, as that of a whole prompt does.
         """
-        runs = []
+        runs, tokens = [], tokens or self.chunk_size
         for group, table in zip(self.groups, block_ids, strict=True):
-            per_chunk = self.chunk_size // group.block_size
-            blocks = list(table[chunk * per_chunk : (chunk + 1) * per_chunk])
+            start, pages = chunk * self.chunk_size // group.block_size, -(-tokens // group.block_size)
+            blocks = list(table[start : start + pages])
             first = _first_real(blocks)
-            if len(blocks) < per_chunk or first > self._first_needed(group):
+            # After a hit of tokens - 1 the next token sees itself and window - 1 tokens before it.
+            needed = 0 if group.window is None else max(0, tokens - group.window) // group.block_size
+            if len(blocks) < pages or first > needed:
                 return None
             runs.append(Run(first, blocks[first:]))
         return ChunkCopy(slot, tuple(runs))
-
-    def _first_needed(self, group: Group) -> int:
-        if group.window is None:
-            return 0
-        # The first token after the chunk sees itself and window - 1 tokens before it.
-        return max(0, self.chunk_size - (group.window - 1)) // group.block_size
 
     def load_copies(
         self, slots: Sequence[int], block_ids: Sequence[Sequence[int]], start: int, end: int

@@ -13,10 +13,10 @@ from typing import Any
 from lmkv.chunks.namespace import Namespace, canonical
 
 
-def request_root(namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]]) -> bytes:
-    """The root of a request's keys: namespace, cache salt, LoRA adapter and tags, each in its own field."""
+def request_root(namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]], epoch: str = "") -> bytes:
+    """The root of a request's keys: namespace, cache salt, LoRA adapter, tags and epoch, each in its own field."""
     lora = getattr(request, "lora_request", None)
-    extra = {f"tag.{name}": value for name, value in tags}
+    extra = {f"tag.{name}": value for name, value in tags} | ({"epoch": epoch} if epoch else {})
     if lora is not None:
         extra["lora"] = _adapter_weights(lora)
     return namespace.root(

@@ -26,6 +26,8 @@ class Model:
     size: int
     rank: int
     acquired: bool = False
+    passed: bool = False
+    """Acquired when its turn to be evicted came."""
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -88,7 +90,10 @@ class PolicyMachine(RuleBasedStateMachine):
         change(key)
         if evictable and self.model[key].acquired and self.use_counts:
             self.model[key].rank = self.next_rank()
+        if evictable and self.model[key].passed and not self.use_counts:
+            self.model[key].rank = min(entry.rank for entry in self.model.values()) - 1
         self.model[key].acquired = not evictable
+        self.model[key].passed &= not evictable
 
     @precondition(lambda self: self.model)
     @rule(count=st.integers(1, 6), evictable=st.booleans())
@@ -100,12 +105,14 @@ class PolicyMachine(RuleBasedStateMachine):
     def evict(self, nbytes: int, protect: set[bytes]) -> None:
         victims = self.policy.evict(nbytes, protect)
         assert victims == self.expected_victims(nbytes, protect)
-        for key in victims or ():
-            del self.model[key]
+        if victims:
+            last = max(self.model.pop(key).rank for key in victims)
+            for known in self.model.values():
+                known.passed |= known.acquired and known.rank < last
 
     @invariant()
     def knows_the_same_keys(self) -> None:
-        assert set(self.policy._sizes) == set(self.model)
+        assert {*self.policy._queue, *self.policy._acquired} == set(self.model)
 
     @invariant()
     def would_evict_everything_evictable_in_order_and_not_a_byte_more(self) -> None:

@@ -9,15 +9,15 @@ import pytest
 from tests.vllm.harness import CHUNK, Engine, external_hits, prompt
 
 
-@pytest.mark.parametrize("length", [255, 256, 257, 511, 512, 513, 1000, 1500])
-def test_a_repeated_prompt_hits_every_whole_chunk_below_its_last_token(shared: Engine, length: int) -> None:
+@pytest.mark.parametrize("length", [2, 31, 255, 256, 257, 511, 512, 513, 1000, 1500])
+def test_a_repeated_prompt_hits_all_but_its_last_token(shared: Engine, length: int) -> None:
     ids = prompt(1000 + length, length)
     cold = shared.run([ids])[0]
     shared.forget_local()
     warm = shared.run([ids])[0]
 
     assert external_hits(cold) == 0
-    assert external_hits(warm) == warm.num_cached_tokens == (length - 1) // CHUNK * CHUNK
+    assert external_hits(warm) == warm.num_cached_tokens == length - 1
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
     shared.assert_nothing_leaked()
 
@@ -30,7 +30,7 @@ def test_outputs_equal_those_without_a_connector(shared: Engine, expected: dict[
 
     assert cold == list(expected.values())
     assert [list(output.outputs[0].token_ids) for output in warm] == list(expected.values())
-    assert all(external_hits(output) == 1280 for output in warm)
+    assert all(external_hits(output) == 1499 for output in warm)
 
 
 def test_a_shared_prefix_hits_up_to_where_prompts_part(shared: Engine) -> None:
@@ -38,7 +38,7 @@ def test_a_shared_prefix_hits_up_to_where_prompts_part(shared: Engine) -> None:
     first, second = common + prompt(2, 400), common + prompt(3, 400)
     shared.run([first])
     shared.forget_local()
-    assert external_hits(shared.run([second])[0]) == 512
+    assert external_hits(shared.run([second])[0]) == 700
 
 
 def test_decoded_tokens_are_stored_when_their_chunk_completes(shared: Engine) -> None:
@@ -57,7 +57,7 @@ def test_two_salts_never_share(shared: Engine) -> None:
     assert external_hits(shared.run([ids])[0]) == 0
     shared.forget_local()
     for salt in ("tenant-a", "tenant-b"):
-        assert external_hits(shared.run([ids], salts=[salt])[0]) == 768
+        assert external_hits(shared.run([ids], salts=[salt])[0]) == 799
         shared.forget_local()
 
 
@@ -69,7 +69,7 @@ def test_a_request_can_skip_saving_and_loading(shared: Engine) -> None:
     shared.forget_local()
     assert external_hits(shared.run([ids], params={"lmkv.skip_load": True})[0]) == 0
     shared.forget_local()
-    assert external_hits(shared.run([ids])[0]) == 512
+    assert external_hits(shared.run([ids])[0]) == 599
 
 
 def test_tags_separate_requests(shared: Engine) -> None:
@@ -78,7 +78,7 @@ def test_tags_separate_requests(shared: Engine) -> None:
     shared.forget_local()
     assert external_hits(shared.run([ids], params={"lmkv.tag.team": "red"})[0]) == 0
     shared.forget_local()
-    assert external_hits(shared.run([ids], params={"lmkv.tag.team": "blue"})[0]) == 512
+    assert external_hits(shared.run([ids], params={"lmkv.tag.team": "blue"})[0]) == 599
 
 
 def test_a_failed_load_is_recomputed_once_and_the_entry_is_dropped(
@@ -99,7 +99,7 @@ def test_a_failed_load_is_recomputed_once_and_the_entry_is_dropped(
 
     shared.forget_local()
     again = shared.run([ids])[0]
-    assert external_hits(again) == 1280, "the recomputed chunks are stored anew"
+    assert external_hits(again) == 1499, "the recomputed chunks are stored anew"
     assert list(again.outputs[0].token_ids) == expected[3]
 
 
@@ -147,7 +147,7 @@ def test_reset_leaves_no_hit_in_any_tier(shared: Engine) -> None:
     assert shared.llm.llm_engine.engine_core.reset_prefix_cache(reset_connector=True)
     assert external_hits(shared.run([ids])[0]) == 0
     shared.forget_local()
-    assert external_hits(shared.run([ids])[0]) == 512
+    assert external_hits(shared.run([ids])[0]) == 599
 
 
 def test_one_line_for_a_lookup_and_one_for_each_steps_store(shared: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,7 +161,8 @@ def test_one_line_for_a_lookup_and_one_for_each_steps_store(shared: Engine, capl
         "total tokens 600, hit tokens 0, to load 0",
         "stored 256 of 256 tokens",
         "stored 256 of 512 tokens",
-        "total tokens 600, hit tokens 512, to load 512",
+        "stored 88 of 600 tokens",
+        "total tokens 600, hit tokens 599, to load 599",
     ]
 
 

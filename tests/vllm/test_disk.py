@@ -44,12 +44,12 @@ def test_a_prompt_hits_disk_after_a_restart(model: Path, tmp_path: Path) -> None
     with over_disk(model, tmp_path) as second:
         assert second.store.wait_indexed(LIMIT)
         warm = second.run([ids])[0]
-        assert external_hits(warm) == 1280
-        assert sources(warm) == {"cpu": 0, "disk": 1280}
+        assert external_hits(warm) == 1499
+        assert sources(warm) == {"cpu": 0, "disk": 1499}
         assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
         second.forget_local()
         again = second.run([ids])[0]
-        assert sources(again) == {"cpu": 1280}, "a hit on disk is promoted"
+        assert sources(again) == {"cpu": 1499}, "a hit on disk is promoted"
         second.assert_nothing_leaked()
 
 
@@ -62,7 +62,7 @@ def test_what_another_server_stores_is_hit_without_a_listing(model: Path, tmp_pa
         assert second.store.wait_indexed(LIMIT)
         shutil.copytree(tmp_path / "other", tmp_path / "kv", dirs_exist_ok=True)
         warm = second.run([ids])[0]
-        assert sources(warm) == {"cpu": 0, "disk": 1280}
+        assert sources(warm) == {"cpu": 0, "disk": 1499}
         assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
         second.assert_nothing_leaked()
 
@@ -90,12 +90,12 @@ def test_a_prompt_four_times_the_ram_tier_is_loaded_from_disk(model: Path, tmp_p
         # Copies down are refused when too many wait: another pass stores what is missing.
         for _ in range(100):
             running.forget_local()
-            if running.store.stats().tiers[1].chunks == 16:
+            if running.store.stats().tiers[1].chunks == 17:
                 break
             running.run([ids])
             drain(running)
         warm = running.run([ids])[0]
-        assert external_hits(warm) == 16 * 256
+        assert external_hits(warm) == 16 * 256 + 39
         assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
         assert sources(warm).get("disk", 0) >= 12 * 256
         running.assert_nothing_leaked()
@@ -107,7 +107,7 @@ def test_damaged_files_are_recomputed_with_equal_output(model: Path, tmp_path: P
         cold = first.run([ids])[0]
         drain(first)
     files = sorted(tmp_path.rglob("*.kv1"))
-    assert len(files) == 5
+    assert len(files) == 6
     for index, path in enumerate(files):
         data = bytearray(path.read_bytes())
         data[len(data) // 2 + index] ^= 1
@@ -147,8 +147,8 @@ def test_a_running_server_prefetches_what_a_request_names(model: Path, tmp_path:
         assert second.store.wait_indexed(LIMIT)
         second.run([prompt(36, 40)], params={"lmkv.prefetch_tokens": coming})
         drain(second)
-        assert second.store.stats().primary.chunks == 3
-        assert sources(second.run([coming])[0]) == {"cpu": 768}
+        assert second.store.stats().primary.chunks == 3 + 2, "with the tails of both prompts"
+        assert sources(second.run([coming])[0]) == {"cpu": 999}
 
 
 def test_reset_empties_the_disk_too(model: Path, tmp_path: Path) -> None:
@@ -160,3 +160,23 @@ def test_reset_empties_the_disk_too(model: Path, tmp_path: Path) -> None:
         drain(running)
         assert not list(tmp_path.rglob("*.kv1"))
         assert external_hits(running.run([ids])[0]) == 0
+
+
+def test_a_pause_keeps_the_disk_for_others_and_serves_nothing_of_it(model: Path, tmp_path: Path) -> None:
+    ids = prompt(38, 600)
+    with over_disk(model, tmp_path) as running:
+        running.run([ids])
+        drain(running)
+        files = sorted(tmp_path.rglob("*.kv1"))
+        core = running.llm.llm_engine.engine_core.engine_core
+        core.pause_scheduler("abort", clear_cache=True)
+        core.resume_scheduler()
+        drain(running)
+        assert len(files) == 3
+        assert sorted(tmp_path.rglob("*.kv1")) == files
+        assert external_hits(running.run([ids])[0]) == 0
+        running.forget_local()
+        assert external_hits(running.run([ids])[0]) == 599, "what is stored after it is found"
+    with over_disk(model, tmp_path) as another:
+        assert another.store.wait_indexed(LIMIT)
+        assert sources(another.run([ids])[0]) == {"cpu": 0, "disk": 599}

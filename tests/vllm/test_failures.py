@@ -198,7 +198,7 @@ def test_a_disk_that_fails_opens_its_breaker_and_comes_back(model: Path, tmp_pat
         assert running.store.stats().tiers[1].breaker == "closed"
         running.forget_local()
         again = running.run([ids])[0]
-        assert external_hits(again) == 1280
+        assert external_hits(again) == 1499
         assert list(again.outputs[0].token_ids) == answer
         running.assert_nothing_leaked()
 
@@ -215,7 +215,7 @@ def test_weights_that_changed_in_place_leave_no_hit_in_any_tier(model: Path, tmp
         assert list(changed.outputs[0].token_ids) != before
         running.forget_local()
         again = running.run([ids])[0]
-        assert external_hits(again) == 512
+        assert external_hits(again) == 599
         assert again.outputs[0].token_ids == changed.outputs[0].token_ids
 
 

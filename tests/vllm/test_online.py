@@ -16,7 +16,7 @@ from tests.pages import extracted
 from tests.vllm.harness import prompt
 from tests.vllm.server import SERVED_NAME, Server, child_environment, serving
 
-LENGTH, HIT = 1500, 1280
+LENGTH, HIT = 1500, 1499
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOKUP = "lmkv: request {}: total tokens {}, hit tokens {}, to load {}"
 

@@ -8,7 +8,7 @@ never pass for new ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from attrs import define, field
 
@@ -208,11 +208,11 @@ class TierIndex:
         for observation in self._observations:
             observation.changed.add(key)
 
-    def discover(self, keys: Iterable[ChunkKey], nbytes: int, observation: Observation) -> None:
-        """Index chunks of `nbytes` each that were seen since the observation began, if they fit."""
+    def discover(self, sizes: Mapping[ChunkKey, int], observation: Observation) -> None:
+        """Index chunks, given with their bytes, that were seen since the observation began, if they fit."""
         if not observation.valid:
             return
-        for key in keys:
+        for key, nbytes in sizes.items():
             if self._is_new(key, observation):
                 evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
                 if evicted is not None:

@@ -6,17 +6,24 @@ table. Nothing here locks, waits, copies or calls back: the store calls it all u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
 from attrs import asdict, define, field
 
+from lmkv.chunks.hashing import TailKey
 from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
 from lmkv.protocols import ChunkKey, Tier
 from lmkv.store.tiers.iopool import Deferred, Job
+from lmkv.store.tiers.payloads import Payloads
+from lmkv.store.tiers.prefixes import PrefixIndex
 from lmkv.store.tiers.stats import TierCounters, TierStats
+
+_TAIL_SHARE = 8
+"""One slot in so many may be a tail's: most of such a slot is not used."""
 
 
 class State(Enum):
@@ -43,7 +50,7 @@ class Entry:
     the index for good; the slot is freed with the last reference. `flushing`: evicted, and being copied to
     lower tiers first. `in_policy`: known to the policy. `prefetches`: how many of the references are
     prefetches. `load`: the read that will fill it, until it begins. `waiters`: promotions to tell when it is
-    filled.
+    filled. `origin`: what it continues (see `KeyChain.origin`), empty when it is to be found by its key only.
     """
 
     key: ChunkKey = field(repr=bytes.hex)
@@ -51,6 +58,7 @@ class Entry:
     state: State
     parent: ChunkKey = field(default=b"", repr=bytes.hex)
     tokens: bytes = field(default=b"", repr=False)
+    origin: bytes = field(default=b"", repr=False)
     refs: int = 1
     removed: bool = False
     flushing: bool = False
@@ -76,9 +84,14 @@ class HostBackend(Protocol):
 
 
 class PrimaryTier:
-    """`retain`: False makes the slots mere staging: a chunk is removed with its last reference."""
+    """`retain`: False makes the slots mere staging: a chunk is removed with its last reference.
 
-    def __init__(self, tier: Tier, *, retain: bool = True) -> None:
+    `spans`: see `Payloads`. A tail fills a part of its slot only, so that a share of the slots is theirs at most.
+    """
+
+    def __init__(
+        self, tier: Tier, *, retain: bool = True, spans: Callable[[int], Sequence[slice]] | None = None
+    ) -> None:
         if not isinstance(tier.backend, HostBackend):
             raise UsageError(f"the primary tier must be in host memory; {tier.name!r} has no slab")
         if tier.admission is not None:
@@ -92,6 +105,10 @@ class PrimaryTier:
         self.counters = TierCounters()
         self.referenced = self.writing = self.loading = self.flushing = 0
         self._retain = retain
+        self.payloads = Payloads(self.slot_bytes, spans or (lambda tokens: [slice(0, self.slot_bytes)]))
+        self.prefixes = PrefixIndex()
+        self._tails: OrderedDict[ChunkKey, Entry] = OrderedDict()
+        self._max_tails = max(1, self.slab.num_slots // _TAIL_SHARE)
 
     def __repr__(self) -> str:
         free, of = self.slab.free_slots, self.slab.num_slots
@@ -105,6 +122,11 @@ class PrimaryTier:
                 break
             found.append(entry)
         return found
+
+    def used(self, key: ChunkKey) -> None:
+        """Note the use of a chunk among the tails, if it is one."""
+        if key in self._tails:
+            self._tails.move_to_end(key)
 
     # -- references ---------------------------------------------------------------------------------------
 
@@ -136,9 +158,13 @@ class PrimaryTier:
 
     # -- entries ------------------------------------------------------------------------------------------
 
-    def enter(self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b"") -> Entry:
+    def enter(
+        self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b"", origin: bytes = b""
+    ) -> Entry:
         """A new entry, whose only reference is that of the writer or the load that fills it."""
-        entry = self.entries[key] = Entry(key, slot, state, parent, tokens)
+        entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
+        if isinstance(key, TailKey):
+            self._tails[key] = entry
         self.referenced += 1
         if state is _WRITING:
             self.writing += 1
@@ -150,6 +176,8 @@ class PrimaryTier:
         """Its bytes are complete. What filled it still refers to it."""
         if not entry.removed:
             self._uncount(entry)
+            if entry.origin:
+                self.prefixes.add(entry.origin, entry.tokens, entry.key)
         entry.state = _READY
 
     def remove(self, entry: Entry) -> None:
@@ -160,12 +188,31 @@ class PrimaryTier:
         del self.entries[entry.key]
         if entry.state is not _READY:
             self._uncount(entry)
+        elif entry.origin:
+            self.prefixes.discard(entry.origin, entry.tokens, entry.key)
+        self._tails.pop(entry.key, None)
         if entry.in_policy:
             self.policy.discard(entry.key)
         if entry.flushing:
             self._end_flush(entry)
         if not entry.refs:
             self.slab.release(entry.slot)
+
+    def room_for(self, key: ChunkKey) -> bool:
+        """Whether another chunk of this kind may have a slot; for a tail, the one used longest ago gives way."""
+        if not isinstance(key, TailKey) or len(self._tails) < self._max_tails:
+            return True
+        oldest = next((entry for entry in self._tails.values() if not entry.refs), None)
+        if oldest is not None:
+            self.remove(oldest)
+        return oldest is not None
+
+    def supersede(self, entry: Entry) -> None:
+        """Remove the tails that are prefixes of a READY entry."""
+        if entry.origin and entry.ready:
+            for key in list(self.prefixes.shorter(entry.origin, entry.tokens)):
+                if key in self._tails and not self.entries[key].refs:
+                    self.remove(self.entries[key])
 
     def _uncount(self, entry: Entry) -> None:
         if entry.state is _WRITING:

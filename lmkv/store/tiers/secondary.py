@@ -33,17 +33,17 @@ _BATCH_GROWTH = 8
 
 
 class Secondary:
-    """`chunk_bytes`: payload bytes of every chunk. `lock`: the store's."""
+    """`payload_bytes`: of a chunk, by its key. `lock`: the store's."""
 
-    def __init__(self, tier: Tier, chunk_bytes: int, lock: threading.Lock, clock: Clock) -> None:
+    def __init__(
+        self, tier: Tier, payload_bytes: Callable[[ChunkKey], int], lock: threading.Lock, clock: Clock
+    ) -> None:
         self.backend = tier.backend
         self.name = tier.name
         self.write_mode = tier.write
         self.index = TierIndex(tier.policy, tier.capacity_bytes)
         self._admission = tier.admission
-        self._chunk_bytes = chunk_bytes
-        backend = tier.backend
-        self._cost = backend.stored_bytes(chunk_bytes) if isinstance(backend, SizesChunks) else chunk_bytes
+        self._payload_bytes = payload_bytes
         self._lock = lock
         self._clock = clock
         self._counters = TierCounters()
@@ -70,6 +70,11 @@ class Secondary:
     def wants(self, key: ChunkKey) -> bool:
         """Whether the key should be written here: it is not, nor is it being written, and it is admitted."""
         return not self.index.knows(key) and (self._admission is None or self._admission.admit(key))
+
+    def _cost(self, key: ChunkKey) -> int:
+        """Bytes that the chunk takes on the medium."""
+        nbytes, backend = self._payload_bytes(key), self.backend
+        return backend.stored_bytes(nbytes) if isinstance(backend, SizesChunks) else nbytes
 
     def stats(self) -> TierStats:
         return TierStats(
@@ -108,7 +113,7 @@ class Secondary:
             batch = keys[start : start + count]
             found = self._leading(batch)
             with self._lock:
-                self.index.discover(batch[:found], self._cost, observation)
+                self.index.discover({key: self._cost(key) for key in batch[:found]}, observation)
             if found < len(batch):
                 break
             start, count = start + count, count * _BATCH_GROWTH
@@ -140,7 +145,7 @@ class Secondary:
         result = attempt(lambda: _checked(self.backend.read([(key, into)])[0], Read), self._failed_read(key))
         with self._lock:
             self._reads.end(call, ok=_is_answer(result))
-            self._count_read(result, self._clock() - started)
+            self._count_read(result, len(into), self._clock() - started)
             deleted = self._judge(key, result)
         if result.error is not None:
             logger.warning("lmkv: %s", result.error)
@@ -152,12 +157,12 @@ class Secondary:
         return lambda error: Read.failed(_as_backend_error(self.name, "read", key, error))
 
     @locked
-    def _count_read(self, result: Read, seconds: float) -> None:
+    def _count_read(self, result: Read, nbytes: int, seconds: float) -> None:
         counters = self._counters
         counters.reads += 1
         if result.status is ReadStatus.HIT:
             counters.hits += 1
-            counters.read_bytes += self._chunk_bytes
+            counters.read_bytes += nbytes
             counters.read_seconds += seconds
         counters.read_failures += result.status is ReadStatus.FAILED
 
@@ -201,18 +206,19 @@ class Secondary:
         if begun is None:
             return
         victims, call = begun
+        cost = self._cost(chunk.key)
         result = attempt(
-            lambda: self._make_room(victims, protect) or self._write(chunk, protect),
+            lambda: self._make_room(victims, cost, protect) or self._write(chunk, cost, protect),
             lambda error: Written.failed(_as_backend_error(self.name, "write", chunk.key, error)),
         )
         if result.status is not WriteStatus.STORED:
-            self._release_bytes()
+            self._release_bytes(cost)
         with self._lock:
             self._writes.end(call, ok=result.status is not WriteStatus.FAILED)
-            self._count_write(result)
+            self._count_write(result, len(chunk.payload))
             stored = result.status in (WriteStatus.STORED, WriteStatus.PRESENT)
             wanted = is_wanted()
-            self.index.end_write(chunk.key, self._cost, stored=stored, wanted=wanted, parent=chunk.parent)
+            self.index.end_write(chunk.key, cost, stored=stored, wanted=wanted, parent=chunk.parent)
         if result.error is not None:
             logger.warning("lmkv: %s", result.error)
         if not wanted:
@@ -226,7 +232,7 @@ class Secondary:
             return None
         if self._reads.usable and self._writes.usable:
             stored = len(self.index)
-            victims = self.index.begin_write(key, self._cost, protect)
+            victims = self.index.begin_write(key, self._cost(key), protect)
             if victims is not None:
                 self._counters.evictions += stored - len(self.index)
                 call = self._writes.begin()
@@ -235,14 +241,14 @@ class Secondary:
         self._counters.write_rejects += 1
         return None
 
-    def _make_room(self, victims: Victims, protect: Callable[[], frozenset[ChunkKey]]) -> Written | None:
+    def _make_room(self, victims: Victims, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written | None:
         """Delete the victims, and more where others fill the medium, too; or say why nothing can be written.
 
         A writer that reserves bytes beyond the capacity first frees as many. So all processes together keep
         to it, although some of what one frees may have been deleted by another before.
         """
-        owed = self._reserve_bytes()
-        freed = self._reclaim(victims, self._cost)
+        owed = self._reserve_bytes(cost)
+        freed = self._reclaim(victims, cost)
         while freed < owed:
             with self._lock:
                 more = self._evict_more(owed - freed, protect)
@@ -251,16 +257,16 @@ class Secondary:
             freed += self._reclaim(more)
         return None
 
-    def _reserve_bytes(self) -> int:
+    def _reserve_bytes(self, cost: int) -> int:
         """Reserve a chunk's bytes on a medium that others fill, too; how many have to be freed for it."""
         if isinstance(self.backend, SharesRoom) and self.index.capacity is not None:
-            return min(self.backend.reserve_bytes(self._cost) - self.index.capacity, self._cost)
+            return min(self.backend.reserve_bytes(cost) - self.index.capacity, cost)
         return 0
 
-    def _release_bytes(self) -> None:
+    def _release_bytes(self, cost: int) -> None:
         backend = self.backend
         if isinstance(backend, SharesRoom) and self.index.capacity is not None:
-            attempt(lambda: backend.release_bytes(self._cost), lambda error: logger.warning("lmkv: %r", error))
+            attempt(lambda: backend.release_bytes(cost), lambda error: logger.warning("lmkv: %r", error))
 
     def _evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
         stored = len(self.index)
@@ -268,23 +274,23 @@ class Secondary:
         self._counters.evictions += stored - len(self.index)
         return victims
 
-    def _write(self, chunk: Chunk, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
+    def _write(self, chunk: Chunk, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
         """Write it; where the medium is full although the tier is not, evict once and try again."""
         written = _checked(self.backend.write([chunk])[0], Written)
         if not _is_full(written):
             return written
         with self._lock:
-            victims = self._evict_more(self._cost, protect)
+            victims = self._evict_more(cost, protect)
         if not victims:
             return written
         self._reclaim(victims)
         return _checked(self.backend.write([chunk])[0], Written)
 
     @locked
-    def _count_write(self, result: Written) -> None:
+    def _count_write(self, result: Written, nbytes: int) -> None:
         counters = self._counters
         counters.writes += result.status is WriteStatus.STORED
-        counters.written_bytes += self._chunk_bytes * (result.status is WriteStatus.STORED)
+        counters.written_bytes += nbytes * (result.status is WriteStatus.STORED)
         counters.write_rejects += result.status is WriteStatus.REJECTED
         counters.write_failures += result.status is WriteStatus.FAILED
 

@@ -59,7 +59,8 @@ class AsyncLoad:
     def advance(self) -> LoadWindow | None:
         """The next window that can be copied now, or None. Never waits."""
         if self.stopped and not self.ended:
-            return self.give_up()
+            # vLLM frees the blocks with the last window: not while the one before it is being copied into them.
+            return None if self.copying else self.give_up()
         self._promote_next()
         if self.ended or self.copying:
             return None
@@ -101,18 +102,20 @@ class AsyncLoad:
         self._drop_promotion()
         return LoadWindow([], self.store.lease(()), self._unfilled(), last=True)
 
-    def copied(self) -> None:
-        """Every rank has copied the window, and its lease has been released."""
-        self._copied += self.copying
+    def copied(self, ok: bool) -> None:
+        """The copy of the window has ended on every rank, and its lease was released. After a failure it stops."""
+        if ok:
+            self._copied += self.copying
+        else:
+            self.stop()
         self.copying = 0
 
     def stop(self) -> None:
-        """A window failed, or the request has ended: copy nothing more and report what is unfilled.
+        """Copy nothing more after the window that is being copied, and report what is unfilled.
 
         vLLM frees the request's blocks only once the load is reported as ended, with the next window.
         """
         self.stopped = True
-        self.copying = 0
         self._drop_promotion()
 
     def _drop_promotion(self) -> None:

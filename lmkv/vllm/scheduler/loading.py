@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, field
 
+from lmkv.chunks.hashing import TailKey, token_bytes
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
@@ -115,8 +116,7 @@ class LoadPlanner:
         """
         self.admission.end(state)
         state.computed, state.between_steps = num_computed_tokens, False
-        # The last token is always computed: vLLM needs its logits.
-        keys = state.keys((state.request.num_tokens - 1) // self._chunk_size)
+        keys = self._keys(state)
         first = num_computed_tokens // self._chunk_size
         if state.discovery is not None and not state.discovery.done and self._has_time(state):
             return None, False
@@ -126,19 +126,50 @@ class LoadPlanner:
                 return None, False
             # The promotion has ended, now or before: its chunks are in host memory.
             ready, found = self._store.match(keys)
-        chunks, between_steps = self._offer(state, keys, ready, found)
+        keys, last = self._extended(state, keys[:found])
+        if ready == found:
+            ready = len(keys)
+        chunks, between_steps = self._offer(state, keys, ready, len(keys))
         if between_steps and not self.admission.admits(state):
             if self._has_time(state):
                 return None, False
             chunks = 0
         chunks -= self._options.tail_depends_on_next and chunks > 0
-        need = max(0, chunks * self._chunk_size - num_computed_tokens)
-        self._log(state, chunks * self._chunk_size, need)
+        hit = (chunks - 1) * self._chunk_size + (last if chunks == len(keys) else self._chunk_size) if chunks else 0
+        # The last token is always computed: vLLM needs its logits.
+        hit = min(hit, state.request.num_tokens - 1)
+        need = max(0, hit - num_computed_tokens)
+        self._log(state, hit, need)
         if not need or need < self._options.min_retrieve_tokens:
             state.drop_promotion()
             return 0, False
-        self._promise(state, keys, first, ready, chunks, between_steps)
+        self._promise(state, keys[:chunks], first, ready, need, between_steps)
         return need, between_steps
+
+    def _keys(self, state: RequestState) -> list[ChunkKey]:
+        """Those of the chunks that a load may end with."""
+        total, size = state.request.num_tokens, self._chunk_size
+        if self._options.save_unfull_chunk:
+            return state.keys_with_tail(total // size)
+        return state.keys((total - 1) // size)
+
+    def _extended(self, state: RequestState, keys: list[ChunkKey]) -> tuple[list[ChunkKey], int]:
+        """`(keys, tokens)`: with a chunk in host memory that goes on as the prompt does, for a while at least.
+
+        `tokens`: those of the last chunk that are the prompt's.
+        """
+        size, at = self._chunk_size, len(keys) * self._chunk_size
+        if keys and isinstance(keys[-1], TailKey):
+            return keys, keys[-1].tokens
+        if not self._options.save_unfull_chunk or at >= state.request.num_tokens - 1:
+            return keys, size
+        tokens = token_bytes(state.tokens(at, size))
+        key, count = self._store.longest_prefix(state.chain.origin(len(keys)), tokens)
+        stored = key.tokens if isinstance(key, TailKey) else size
+        usable = min(at + count, state.request.num_tokens - 1) - at
+        if not count or (self._geometry.windowed and usable < stored - 1):
+            return keys, size
+        return [*keys, key], count
 
     def _must_wait(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
         """Whether chunks of lower tiers fit host memory and are still worth waiting for."""
@@ -192,20 +223,19 @@ class LoadPlanner:
         return ready, nbytes > 0 and (not self._may_load_within_step or self._mode.between_steps(nbytes))
 
     def _promise(
-        self, state: RequestState, keys: Sequence[ChunkKey], first: int, ready: int, chunks: int, between_steps: bool
+        self, state: RequestState, keys: list[ChunkKey], first: int, ready: int, need: int, between_steps: bool
     ) -> None:
-        state.sources = self._sources(state, keys[max(first, ready) : chunks], first, chunks)
-        state.between_steps = between_steps
+        state.sources = self._sources(state, keys[max(first, ready) :], need)
+        state.promised, state.between_steps = keys, between_steps
         if not between_steps:
             # Leased before the promotion is released: in between the chunks could be evicted.
-            state.lease = self._store.lease(keys[first:chunks])
+            state.lease = self._store.lease(keys[first:])
             state.drop_promotion()
         self._promised[state.request_id] = state
 
-    def _sources(self, state: RequestState, below: Sequence[ChunkKey], first: int, chunks: int) -> dict[str, int]:
-        """Tokens to load by tier. Chunks that were just promoted count for the tier that they came from."""
+    def _sources(self, state: RequestState, below: Sequence[ChunkKey], need: int) -> dict[str, int]:
+        """The `need` tokens to load by tier. Chunks that were just promoted count for the tier that they came from."""
         host = self._store.primary_name
-        need = chunks * self._chunk_size - state.computed
         promoted = state.promotion.sources if state.promotion is not None else {}
         lower = {name: count * self._chunk_size for name, count in promoted.items() if name != host}
         if below:
@@ -249,15 +279,18 @@ class LoadPlanner:
         self._jobs[order.job] = _Job(state, lease, start // self._chunk_size, start=start, unconfirmed=unconfirmed)
 
     def _begin_async_load(self, state: RequestState, tables: BlockTables, end: int) -> None:
-        start, size = state.computed, self._chunk_size
+        start = state.computed
+        keys = state.promised[start // self._chunk_size :]
+        here = self._store.match(keys)[0]
         load = AsyncLoad(
             self._store,
             self._geometry,
-            state.keys(-(-end // size))[start // size :],
+            keys,
             [list(table) for table in tables],
             start,
             end,
-            self._window,
+            # What is in host memory already is copied as one window, if others still find slots meanwhile.
+            here if here == len(keys) <= self._max_promoted else self._window,
             self._options.prefetch_deadline,
             self._clock,
         )
@@ -314,7 +347,7 @@ class LoadPlanner:
         # Not before the last rank has answered: until then they read the slots.
         job.lease.release()
         if job.load is not None:
-            job.load.copied() if report.ok else job.load.stop()
+            job.load.copied(report.ok)
         if report.ok:
             state.load_bytes += report.nbytes
             state.load_seconds += report.seconds
@@ -327,7 +360,7 @@ class LoadPlanner:
         self.admission.end(state)
         state.disabled = True
         state.hit_tokens = 0
-        state.stored = min(state.stored, job.first_chunk)
+        state.stored, state.tail_due = min(state.stored, job.first_chunk), True
 
     def forget(self, state: RequestState) -> None:
         """The request has ended: release what it references."""

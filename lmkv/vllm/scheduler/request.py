@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 
 from attrs import define, field
 
-from lmkv.chunks.hashing import KeyChain
+from lmkv.chunks.hashing import KeyChain, TailKey
 from lmkv.protocols import ChunkKey
 from lmkv.store.discovery import Discovery
 from lmkv.store.leases import Lease
@@ -100,6 +100,12 @@ class RequestState:
     root: bytes = field(repr=False)
     chain: KeyChain = field(repr=lambda chain: f"<{len(chain.keys)} keys>")
     options: RequestOptions = field(repr=False)
+    tail: TailKey | None = field(default=None, repr=False)
+    """Of the prompt's tokens after its last whole chunk; None when there are none, or tails are not stored."""
+    tail_chunk: int = 0
+    """How many whole chunks come before the tail."""
+    tail_due: bool = True
+    """Whether the tail has still to be stored."""
     stored: int = 0
     computed: int = 0
     lease: Lease | None = None
@@ -112,6 +118,8 @@ class RequestState:
     logged: tuple[int, int] | None = field(default=None, repr=False)
     sources: dict[str, int] = field(factory=dict)
     """Tokens that were promised last, by the tier that has them."""
+    promised: list[ChunkKey] = field(factory=list, repr=False)
+    """The chunks of that promise, and those of vLLM's own hit before them."""
     hit_tokens: int = 0
     load_bytes: int = 0
     load_seconds: float = 0.0
@@ -122,12 +130,26 @@ class RequestState:
     def request_id(self) -> str:
         return self.request.request_id
 
+    @property
+    def known_tokens(self) -> Sequence[int]:
+        # vLLM's read-only view copies twice when it is sliced; the list behind it once.
+        return getattr(self.request, "_all_token_ids", self.request.all_token_ids)
+
     def keys(self, count: int) -> list[ChunkKey]:
         """The first `count` keys. Hashes the tokens that have become known since the last call."""
         if count > len(self.chain.keys):
-            # vLLM's read-only view copies twice when it is sliced; the list behind it once.
-            self.chain.extend(getattr(self.request, "_all_token_ids", self.request.all_token_ids))
+            self.chain.extend(self.known_tokens)
         return self.chain.keys[:count]
+
+    def keys_with_tail(self, count: int) -> list[ChunkKey]:
+        """The first `count` keys, and that of the prompt's tail if it comes next."""
+        keys = self.keys(count)
+        return [*keys, self.tail] if self.tail is not None and count == self.tail_chunk else keys
+
+    def find_tail(self) -> None:
+        """Compute the key of the prompt's tail, once all keys of the prompt are."""
+        self.tail = self.chain.tail(self.known_tokens)
+        self.tail_chunk = len(self.chain.keys)
 
     def tokens(self, first: int, count: int) -> list[int]:
         """Up to `count` token ids from number `first` on, as far as they are known."""

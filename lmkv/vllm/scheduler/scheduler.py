@@ -6,11 +6,13 @@ be simulated. Nothing here waits or does I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lmkv.chunks.hashing import KeyChain, chunk_keys
+from lmkv.chunks.hashing import KeyChain
 from lmkv.chunks.namespace import Namespace
+from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
 from lmkv.store.tiers.iopool import Priority
 from lmkv.vllm.geometry import Geometry
@@ -43,6 +45,7 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}
         self._reports: dict[int, JobReport] = {}
         self._mapped = False
+        self._epoch = ""
 
     def __repr__(self) -> str:
         return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"
@@ -57,16 +60,20 @@ class Scheduler:
     def on_new_request(self, request: Request) -> None:
         """Hash the request's prompt, once, and promote its chunks before it is scheduled."""
         state = self._state_of(request)
-        keys = state.keys(request.num_tokens // self._chunk_size)
+        keys = state.keys_with_tail(request.num_tokens // self._chunk_size)
         other = state.options.prefetch_tokens
-        for wanted in (
-            keys if state.options.prefetch else (),
-            chunk_keys(other, state.root, self._chunk_size) if other else (),
-        ):
+        for wanted in (keys if state.options.prefetch else (), self._keys(state.root, other) if other else ()):
             if wanted:
                 self._store.promote(wanted, priority=Priority.PREFETCH, ttl=self._options.pin_ttl)
         if self._may_load(state):
             self._loading.arrived(state, keys)
+
+    def _keys(self, root: bytes, tokens: Sequence[int]) -> list[ChunkKey]:
+        """The keys of another prompt, that of its tail included."""
+        chain = KeyChain(root, self._chunk_size)
+        chain.extend(tokens)
+        tail = chain.tail(tokens) if self._options.save_unfull_chunk else None
+        return chain.keys if tail is None else [*chain.keys, tail]
 
     def _state_of(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -74,9 +81,12 @@ class Scheduler:
         if state is None or state.request is not request:
             self._forget(request.request_id)
             options = RequestOptions.of(request)
-            root = request_root(self._namespace, request, options.tags)
+            root = request_root(self._namespace, request, options.tags, self._epoch)
             chain = KeyChain(root, self._chunk_size, content_extras(request, self._chunk_size))
             state = self._requests[request.request_id] = RequestState(request, root, chain, options)
+            if self._options.save_unfull_chunk:
+                state.keys(request.num_tokens // self._chunk_size)
+                state.find_tail()
         return state
 
     def _may_load(self, state: RequestState) -> bool:
@@ -93,9 +103,10 @@ class Scheduler:
         state = self._forget(request.request_id)
         if state is None:
             return None
-        self._store.touch(state.chain.keys)
+        keys = state.keys_with_tail(len(state.chain.keys))
+        self._store.touch(keys)
         if state.options.pin_seconds:
-            self._store.pin(state.chain.keys, state.options.pin_seconds)
+            self._store.pin(keys, state.options.pin_seconds)
         return {"lmkv": state.report()} if state.options.report else None
 
     # -- one step -----------------------------------------------------------------------------------------
@@ -151,11 +162,14 @@ class Scheduler:
 
     def _store_completed(self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None]) -> None:
         state = self._requests.get(request_id)
-        complete = self._storing.completes(state, computed) if state is not None else 0
-        if state is not None and complete:
-            tables = blocks_of(request_id)
-            if tables is not None:
-                self._storing.store(state, complete, tables)
+        if state is None:
+            return
+        complete, tail = self._storing.completes(state, computed), self._storing.completes_tail(state, computed)
+        tables = blocks_of(request_id) if complete or tail else None
+        if tables is not None and complete:
+            self._storing.store(state, complete, tables)
+        if tables is not None and tail:
+            self._storing.store_tail(state, tables)
 
     # -- answers ------------------------------------------------------------------------------------------
 
@@ -186,14 +200,20 @@ class Scheduler:
         """Whether copies have been ordered whose end has not been reported."""
         return self._loading.busy or self._storing.busy
 
-    def reset(self) -> None:
-        """Remove everything from every tier; nothing that was cached before is served afterwards."""
-        self._store.clear()
+    def reset(self, *, delete: bool = True) -> None:
+        """Serve nothing of before any more, and delete it from every tier.
+
+        Without `delete` lower tiers keep it, for other processes and for the next start: from now on this one
+        has other keys.
+        """
+        if not delete:
+            self._epoch = secrets.token_hex(16)
+        self._store.clear(lower=delete)
         for state in self._requests.values():
             state.drop_lease()
             state.drop_promotion()
             # What is running was computed before the reset, perhaps with other weights.
-            state.options.skip_save = True
+            state.options.skip_save = state.options.skip_load = True
 
     def close(self) -> None:
         """Forget every request and close the store, which finishes its I/O within a bounded time."""

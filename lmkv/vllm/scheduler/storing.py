@@ -25,7 +25,9 @@ class _Job:
     state: RequestState
     reservation: Reservation
     first_chunk: int
-    upto: int
+    stored: int
+    total: int
+    """Tokens that this job stores, and those that are stored once it has ended."""
     tainted: bool = False
     """Ordered before a failed load was reported: its KV may have been computed from unfilled blocks."""
 
@@ -41,6 +43,7 @@ class StorePlanner:
         self._chunk_size = geometry.chunk_size
         self._builder = builder
         self._save_decode = options.save_decode
+        self._by_prefix = options.save_unfull_chunk
         self._jobs: dict[int, _Job] = {}
 
     def completes(self, state: RequestState, computed: int) -> int:
@@ -68,14 +71,45 @@ class StorePlanner:
         reservation = self._store.reserve(
             keys[first:],
             parent=state.chain.parent(first),
-            tokens=token_bytes(state.request.all_token_ids[first * size : complete * size]),
+            tokens=token_bytes(state.tokens(first * size, (complete - first) * size)),
+            origins=[state.chain.origin(index) for index in range(first, complete)] if self._by_prefix else (),
             protect=keys,
         )
         state.stored = first + reservation.accepted
         copies = self._copies(reservation, keys, first, state.stored, tables)
         if copies:
             order = self._builder.store(copies)
-            self._jobs[order.job] = _Job(state, reservation, first, state.stored)
+            self._jobs[order.job] = _Job(state, reservation, first, len(copies) * size, state.stored * size)
+
+    def completes_tail(self, state: RequestState, computed: int) -> bool:
+        """Whether the prompt's tail is computed after `computed` tokens, is not stored, and in no whole chunk."""
+        if state.tail is None or not state.tail_due or state.options.skip_save:
+            return False
+        end = state.tail_chunk * self._chunk_size + state.tail.tokens
+        state.tail_due = computed < end
+        return end <= computed < (state.tail_chunk + 1) * self._chunk_size
+
+    def store_tail(self, state: RequestState, tables: BlockTables) -> None:
+        """Order the copy of the prompt's tail, unless a chunk in host memory begins with it.
+
+        It is of use with the chunks before it only, so that none of these is evicted for it.
+        """
+        tail, count, size = state.tail, state.tail_chunk, self._chunk_size
+        assert tail is not None
+        origin, tokens = state.chain.origin(count), token_bytes(state.tokens(count * size, tail.tokens))
+        if state.stored < count or self._store.longest_prefix(origin, tokens)[1] == tail.tokens:
+            return
+        chain = state.keys_with_tail(count)
+        reservation = self._store.reserve(
+            [tail], parent=state.chain.parent(count), tokens=tokens, origins=[origin], protect=chain
+        )
+        slot = reservation.slots.get(tail)
+        copy = None if slot is None else self._geometry.store_copy(slot, tables, count, tail.tokens)
+        if copy is None:
+            reservation.abort()
+            return
+        order = self._builder.store([copy])
+        self._jobs[order.job] = _Job(state, reservation, count, tail.tokens, count * size + tail.tokens)
 
     def _copies(
         self, reservation: Reservation, keys: Sequence[ChunkKey], first: int, end: int, tables: BlockTables
@@ -107,16 +141,15 @@ class StorePlanner:
     def ended(self, number: int, report: JobReport) -> None:
         """All ranks have answered: publish the chunks, or free their slots."""
         job = self._jobs.pop(number)
-        state, count = job.state, len(job.reservation)
+        state = job.state
         if job.tainted or not report.ok:
             job.reservation.abort()
-            state.stored = min(state.stored, job.first_chunk)
+            state.stored, state.tail_due = min(state.stored, job.first_chunk), True
             # A copy that failed once would fail in every step that followed.
             state.options.skip_save |= not report.ok
             return
         job.reservation.commit()
-        stored, total = count * self._chunk_size, job.upto * self._chunk_size
-        logger.info("lmkv: request %s: stored %d of %d tokens", state.request_id, stored, total)
+        logger.info("lmkv: request %s: stored %d of %d tokens", state.request_id, job.stored, job.total)
 
     @property
     def busy(self) -> bool:

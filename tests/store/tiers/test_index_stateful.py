@@ -151,7 +151,7 @@ class Medium:
             return
         for key in self.sighted:
             self.seen["discovered"] += key not in self.index
-            self.index.discover([key], SIZES[key], self.observation)
+            self.index.discover({key: SIZES[key]}, self.observation)
         self.index.end_observation(self.observation)
         self.observation = None
 
@@ -186,7 +186,7 @@ class Medium:
         assert 0 <= index.used <= index.capacity
         assert index._reclaiming_bytes >= 0
         assert index.used == sum(SIZES[key] for key in index._sizes) + sum(SIZES[writer.key] for writer in self.writers)
-        assert len(index.policy._sizes) == len(index)
+        assert len(index.policy._queue.keys() | index.policy._acquired.keys()) == len(index)
         if self.alone:
             assert sum(SIZES[key] for key in self.chunks) <= index.capacity, "the medium is over its capacity"
             for key in index._sizes:

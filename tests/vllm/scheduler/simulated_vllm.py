@@ -3,16 +3,18 @@
 It knows nothing of lmkv but the two sides' calls. Time passes by steps alone, and I/O gets on between them:
 the same seed gives the same history.
 
-The KV of a block is a hash of everything that decides it
-(salt and all tokens up to its end), so that one wrong, stale or missing byte shows in the step that reads it.
+The KV of a token is a hash of everything that decides it (salt and all tokens up to it), so that one wrong,
+stale or missing byte shows in the step that reads it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -42,9 +44,10 @@ PAGE = 32
 NULL = 0
 
 
-def page_of(salt: str, tokens: Sequence[int], layer: int) -> bytes:
-    """What is in a block of a layer once all of `tokens`, its own the last, are computed."""
-    return hashlib.sha256(f"{salt} {layer} ".encode() + bytes(tokens)).digest()
+@functools.lru_cache(1 << 16)
+def kv_of(salt: str, tokens: bytes, layer: int, nbytes: int) -> bytes:
+    """The KV of the last of `tokens` in a layer."""
+    return hashlib.sha256(f"{salt} {layer} ".encode() + tokens).digest()[:nbytes]
 
 
 def next_token(salt: str, tokens: Sequence[int]) -> int:
@@ -120,6 +123,7 @@ class SimulatedVLLM:
         layerwise: bool = False,
         load_mode: Literal["auto", "sync", "async"] = "auto",
         tail_depends_on_next: bool = False,
+        save_unfull_chunk: bool = True,
         prefix_caching: bool = False,
         aborts: float = 0.0,
         io_moves: int = 10,
@@ -156,7 +160,7 @@ class SimulatedVLLM:
             lower = [Tier(Pausing(self.disks[0]), LRU(), capacity_bytes=size)]
         host = CPUPinnedBackend(layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False)
         with stepped():
-            self.store = TieredStore(Tier(host, LRU()), lower, clock=lambda: self.now)
+            self.store = TieredStore(Tier(host, LRU()), lower, spans=layout.spans, clock=lambda: self.now)
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
         self.scheduler = Scheduler(
             self.store,
@@ -166,6 +170,7 @@ class SimulatedVLLM:
                 ranks=ranks,
                 load_mode="async" if depth > 1 else load_mode,
                 tail_depends_on_next=tail_depends_on_next,
+                save_unfull_chunk=save_unfull_chunk and not tail_depends_on_next,
                 clock=lambda: self.now,
             ),
         )
@@ -199,7 +204,7 @@ class SimulatedVLLM:
         self.loading: list[SimulatedRequest] = []
         self.pipeline: list[_Step] = []
         self.counts = dict.fromkeys(
-            ("hits", "shared", "preempted", "aborted", "recomputed", "async_loads", "finished"), 0
+            ("hits", "partial_hits", "shared", "preempted", "aborted", "recomputed", "async_loads", "finished"), 0
         )
 
     def _sleep(self, seconds: float) -> None:
@@ -246,7 +251,7 @@ class SimulatedVLLM:
         """A freed block is soon another request's: what still reads it must be caught."""
         for rank, rows in enumerate(self.memories):
             for index in self._layers(group):
-                self._write(rank, rows[index], block, 0xEE)
+                self._write(rank, rows[index], (block, slice(None)), 0xEE)
 
     def _launch(self, rank: int, work: Callable[[], object]) -> None:
         """Computation of a rank: now, or whenever its device comes to it."""
@@ -255,15 +260,15 @@ class SimulatedVLLM:
         else:
             work()
 
-    def _write(self, rank: int, row: np.ndarray, block: int, value: Any) -> None:
+    def _write(self, rank: int, row: np.ndarray, place: tuple[int, slice], value: Any) -> None:
         def write() -> None:
-            row[block] = value
+            row[place] = value
 
         self._launch(rank, write)
 
-    def _read(self, rank: int, row: np.ndarray, block: int, page: bytes, where: str) -> None:
+    def _read(self, rank: int, row: np.ndarray, place: tuple[int, slice], expected: bytes, where: str) -> None:
         def read() -> None:
-            if row[block].tobytes() != page:
+            if row[place].tobytes() != expected:
                 self.wrong.append(where)
 
         self._launch(rank, read)
@@ -423,6 +428,7 @@ class SimulatedVLLM:
             self.waiting.remove(request)
             request.computed = start
             self.counts["hits"] += external > 0
+            self.counts["partial_hits"] += external > 0 and start % self.groups[0].block_size > 0
             self.counts["shared"] += bool(shared)
             if asynchronous:
                 self.counts["async_loads"] += 1
@@ -445,37 +451,44 @@ class SimulatedVLLM:
             self._compute(request, group, 0, upto)
 
     def _compute(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
-        """Write the KV of tokens [low, high): blocks that are full after it, and rubbish in the last one."""
+        """Write the KV of tokens [low, high); that of the others in their blocks stays."""
+        for at, block, place in self._places(request, group, low, high):
+            for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
+                kv = kv_of(request.cache_salt, bytes(request.truth(at + 1)), layer, place.stop - place.start)
+                value = 0xDD if request.tainted else np.frombuffer(kv, np.uint8)
+                self._write(rank, rows[layer], (block, place), value)
+
+    def _spoil(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
+        """What is computed for drafts that are rejected."""
+        for _, block, place in self._places(request, group, low, high):
+            for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
+                self._write(rank, rows[layer], (block, place), 0xDD)
+
+    def _places(self, request: SimulatedRequest, group: int, low: int, high: int) -> Iterator[tuple[int, int, slice]]:
+        """Tokens [low, high) of a table, those in null blocks apart: each with its block and bytes in it."""
         size = self.groups[group].block_size
-        truth = request.truth(high)
-        for place in range(low // size, -(-high // size)):
-            block = request.blocks[group][place]
-            if block == NULL:
-                continue
-            for rank, rows in enumerate(self.memories):
-                for layer in self._layers(group):
-                    page = page_of(request.cache_salt, truth[: (place + 1) * size], layer)
-                    whole = (place + 1) * size <= high and not request.tainted
-                    self._write(rank, rows[layer], block, np.frombuffer(page, np.uint8) if whole else 0xDD)
+        width = PAGE // size
+        for at in range(low, high):
+            block = request.blocks[group][at // size]
+            if block != NULL:
+                yield at, block, slice(at % size * width, (at % size + 1) * width)
 
     def _check(self, request: SimulatedRequest, failed: set[int]) -> None:
         """What this step reads of earlier tokens is what a prefill from scratch would have written."""
         if request.tainted:
             return
         for index, group in enumerate(self.groups):
-            low = 0 if group.window is None else max(0, request.computed - group.window + 1) // group.block_size
-            truth = request.truth(request.computed)
-            for place in range(low, request.computed // group.block_size):
-                block = request.blocks[index][place]
-                if block in failed:
-                    request.tainted = True
-                    return
-                assert block != NULL, f"{request.request_id}: block {place} within the window is null"
-                for rank, rows in enumerate(self.memories):
-                    for layer in self._layers(index):
-                        page = page_of(request.cache_salt, truth[: (place + 1) * group.block_size], layer)
-                        where = f"{request.request_id}: wrong KV in layer {layer}, block {place}"
-                        self._read(rank, rows[layer], block, page, where)
+            low = 0 if group.window is None else max(0, request.computed - group.window + 1)
+            blocks = request.blocks[index][low // group.block_size : -(-request.computed // group.block_size)]
+            if failed.intersection(blocks):
+                request.tainted = True
+                return
+            assert NULL not in blocks, f"{request.request_id}: a block within the window is null"
+            for at, block, place in self._places(request, index, low, request.computed):
+                for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(index)):
+                    kv = kv_of(request.cache_salt, bytes(request.truth(at + 1)), layer, place.stop - place.start)
+                    where = f"{request.request_id}: wrong KV of token {at} in layer {layer}"
+                    self._read(rank, rows[layer], (block, place), kv, where)
 
     def _execute(self, plan: Any, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> _Step:
         reports, failed_blocks = [], set()
@@ -494,7 +507,9 @@ class SimulatedVLLM:
         for request, count in scheduled.items():
             self._check(request, failed_blocks)
             for group in range(len(self.groups)):
-                self._compute(request, group, request.computed, request.computed + count)
+                valid = request.computed + count - drafted.get(request.request_id, 0)
+                self._compute(request, group, request.computed, valid)
+                self._spoil(request, group, valid, request.computed + count)
         for worker in self.workers:
             for layer in range(len(self.memories[0]) if scheduled else 0):
                 worker.save_layer(layer)

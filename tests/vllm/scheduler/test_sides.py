@@ -185,10 +185,17 @@ class TestGeometry:
         assert second.runs[1].first == 1
 
     def test_a_chunk_is_stored_when_a_match_at_its_end_could_read_it(self) -> None:
-        geometry = Geometry(8, (Group(4, window=5),))
+        geometry = Geometry(8, (Group(4, window=4),))
         assert geometry.store_copy(0, [[0, 7]], 0) == ChunkCopy(0, (Run(1, [7]),))
-        assert Geometry(8, (Group(4, window=6),)).store_copy(0, [[0, 7]], 0) is None
+        # A hit of all but the chunk's last token reads the first of them.
+        assert Geometry(8, (Group(4, window=5),)).store_copy(0, [[0, 7]], 0) is None
         assert geometry.store_copy(0, [[3]], 0) is None, "blocks are missing"
+
+    def test_a_tail_is_stored_with_its_own_pages(self) -> None:
+        geometry = Geometry(8, (Group(4), Group(2, window=3)))
+        tables = [[1, 2, 3, 4], [0, 0, 0, 0, 0, 6, 7, 8]]
+        assert geometry.store_copy(5, tables, 1, 5) == ChunkCopy(5, (Run(0, [3, 4]), Run(1, [6, 7])))
+        assert geometry.store_copy(5, tables, 1, 3) is None, "a hit of two of them reads a block that is not there"
 
 
 class TestWorker:

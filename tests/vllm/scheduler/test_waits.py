@@ -71,7 +71,7 @@ def test_the_wait_for_a_bad_disk_is_bounded(spoil: Callable[[FaultyBackend], Non
         groups=[Group(4)],
         chunk_size=CHUNK,
         ram_chunks=16,
-        lower_chunks=REQUESTS * chunks,
+        lower_chunks=REQUESTS * (chunks + 1),
         prefix_caching=True,
         io_moves=200,
     )

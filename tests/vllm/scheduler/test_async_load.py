@@ -1,0 +1,57 @@
+"""Loads between steps: blocks are given back only once nothing is copied into them any more."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from lmkv.chunks.hashing import chunk_keys
+from lmkv.vllm.geometry import Group
+from lmkv.vllm.scheduler.async_load import AsyncLoad
+from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
+
+CHUNK, CHUNKS = 8, 6
+KEYS = chunk_keys(range(CHUNK * CHUNKS), bytes(32), CHUNK)
+BLOCKS = list(range(1, 2 * CHUNKS + 1))
+
+
+@pytest.fixture
+def engine() -> Iterator[SimulatedVLLM]:
+    options = {"num_blocks": 60, "groups": [Group(4)], "chunk_size": CHUNK, "ram_chunks": 20}
+    with closing(SimulatedVLLM(random.Random(0), **options)) as engine:
+        engine.store.reserve(KEYS).commit()
+        yield engine
+
+
+def load_of(engine: SimulatedVLLM, window: int) -> AsyncLoad:
+    geometry, clock = engine.scheduler._loading._geometry, lambda: engine.now
+    return AsyncLoad(engine.store, geometry, KEYS, [BLOCKS], 0, CHUNK * CHUNKS, window, 1.0, clock)
+
+
+def test_a_load_that_is_stopped_does_not_end_while_a_window_is_copied(engine: SimulatedVLLM) -> None:
+    load = load_of(engine, window=2)
+    window = load.advance()
+    assert window is not None
+    assert [copy.runs[0].blocks for copy in window.copies] == [[1, 2], [3, 4]]
+    load.stop()
+    assert load.advance() is None, "vLLM would free blocks 1 to 4, and a copy writes them still"
+    window.lease.release()
+    load.copied(ok=True)
+    last = load.advance()
+    assert last is not None
+    assert (last.last, last.failed_blocks) == (True, BLOCKS[4:])
+
+
+def test_a_window_that_failed_ends_the_load(engine: SimulatedVLLM) -> None:
+    load = load_of(engine, window=2)
+    window = load.advance()
+    assert window is not None
+    window.lease.release()
+    load.copied(ok=False)
+    last = load.advance()
+    assert last is not None
+    assert (last.last, last.failed_blocks) == (True, BLOCKS)
+    assert load.advance() is None

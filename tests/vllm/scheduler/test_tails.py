@@ -1,0 +1,113 @@
+"""Tails in simulated schedules: what is hit, what gives way, and what share of host memory they take."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from lmkv.chunks.hashing import TailKey
+from lmkv.vllm.geometry import Group
+from tests.kit import LIMIT
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+
+CHUNK = 8
+
+
+def engine_of(**options: Any) -> closing[SimulatedVLLM]:
+    options = {"groups": [Group(4)], "num_blocks": 90, "ram_chunks": 24, **options}
+    return closing(SimulatedVLLM(random.Random(0), chunk_size=CHUNK, **options))
+
+
+def serve(engine: SimulatedVLLM, tokens: list[int], *, salt: str = "a", max_tokens: int = 1) -> None:
+    engine.add(SimulatedRequest(f"r{random.random()}", list(tokens), len(tokens), max_tokens, salt))
+    engine.finish()
+
+
+def hit(engine: SimulatedVLLM, tokens: list[int], *, salt: str = "a", computed: int = 0) -> int:
+    request = SimulatedRequest("asks", list(tokens), len(tokens), 1, salt)
+    engine.scheduler.on_new_request(request)
+    assert engine.store.drain(LIMIT)
+    found, _ = engine.scheduler.get_num_new_matched_tokens(request, computed)
+    engine.scheduler.request_finished(request)
+    engine.step()
+    return found or 0
+
+
+def tails(engine: SimulatedVLLM) -> list[TailKey]:
+    return [key for key in engine.store._primary.entries if isinstance(key, TailKey)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 33])
+def test_a_repeated_prompt_computes_its_last_token_only(length: int) -> None:
+    with engine_of() as engine:
+        tokens = list(range(length))
+        serve(engine, tokens)
+        assert hit(engine, tokens) == length - 1
+        assert hit(engine, tokens, salt="b") == 0
+
+
+def test_a_prompt_is_hit_as_far_as_it_goes_on_as_another_one_did() -> None:
+    with engine_of() as engine:
+        serve(engine, list(range(14)))
+        assert hit(engine, [*range(12), 49, 48, 47]) == 12
+        assert hit(engine, [*range(5), 49]) == 5, "within a whole chunk, too"
+        assert hit(engine, [*range(8), 49, 48, 47]) == 8
+        assert hit(engine, list(range(30))) == 14
+        assert hit(engine, list(range(30)), computed=12) == 2
+
+
+def test_a_tail_gives_way_when_its_chunk_is_complete() -> None:
+    with engine_of() as engine:
+        serve(engine, list(range(10)))
+        assert [key.tokens for key in tails(engine)] == [2]
+        serve(engine, list(range(13)))
+        assert [key.tokens for key in tails(engine)] == [5], "a longer tail takes the place of a shorter one"
+        serve(engine, list(range(16)))
+        assert tails(engine) == []
+        assert hit(engine, list(range(13))) == 12, "it is found in the chunk"
+
+
+def test_generated_tokens_complete_the_chunk() -> None:
+    with engine_of() as engine:
+        serve(engine, list(range(10)), max_tokens=12)
+        assert tails(engine) == []
+        assert hit(engine, list(range(10))) == 9
+
+
+def test_tails_take_a_share_of_host_memory_at_most_and_the_latest_stay() -> None:
+    with engine_of(ram_chunks=24) as engine:
+        for first in range(12):
+            serve(engine, [first, 1, 2])
+        assert len(tails(engine)) == 3
+        assert [hit(engine, [first, 1, 2]) for first in (8, 9, 10, 11)] == [0, 2, 2, 2]
+
+
+def test_a_tail_never_evicts_the_chunks_before_it() -> None:
+    with engine_of(ram_chunks=3) as engine:
+        serve(engine, list(range(28)))
+        assert hit(engine, list(range(28))) == 24
+
+
+@pytest.mark.parametrize("groups", [[Group(4)], [Group(4), Group(4, window=8)], [Group(2), Group(8, window=5)]])
+def test_a_tail_is_found_on_a_lower_tier_by_its_prompt(groups: list[Group]) -> None:
+    with engine_of(groups=groups, lower_chunks=40, ranks=2) as engine:
+        tokens = list(range(22))
+        serve(engine, tokens, salt="a")
+        lower = engine.store._tiers[0]
+        sizes = sorted(lower.index._sizes.values())
+        assert sizes[0] < sizes[1] == sizes[2], "only its own pages"
+        engine.store.drop(list(engine.store._primary.entries))
+        serve(engine, tokens, salt="a")
+        assert engine.counts["hits"] == 1
+        assert lower.stats().hits == 3
+        assert engine.counts["partial_hits"] == 1
+
+
+def test_without_save_unfull_chunk_there_are_whole_chunks_only() -> None:
+    with engine_of(save_unfull_chunk=False) as engine:
+        serve(engine, list(range(14)))
+        assert hit(engine, list(range(14))) == 8
+        assert tails(engine) == []
