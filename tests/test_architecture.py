@@ -65,7 +65,7 @@ BUDGET = {
     "outcomes": 50,
     "protocols": 90,
     "lmcache": 120,
-    "config": 310,
+    "config": 315,
     "build": 50,
     "engine": 320,
     "registry": 30,

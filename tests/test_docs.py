@@ -160,14 +160,14 @@ def test_every_test_that_proves_a_row_exists(page: str) -> None:
     assert missing == []
 
 
+def test_the_tables_of_lmcache_settings_are_up_to_date() -> None:
+    """On failure: python docs/lmcache_tables.py"""
+    written = runpy.run_path(str(ROOT / "docs" / "lmcache_tables.py"))
+    assert (ROOT / "docs" / "moving-from-lmcache.md").read_text() == written["page"]()
+
+
 def test_every_row_of_the_documents_names_a_test_or_is_open() -> None:
     items = [row.split("|") for row in rows("documents.md") if re.match(r"\| \d", row)]
     assert [int(number) for _, number, *_ in items] == list(range(1, 50))
     unproved = [row for row in items if "tests/" not in row[4]]
     assert unproved == [row for row in items if re.search(r"\bopen\b", row[3])]
-
-
-def test_the_tables_of_lmcache_settings_are_up_to_date() -> None:
-    """On failure: python docs/lmcache_tables.py"""
-    written = runpy.run_path(str(ROOT / "docs" / "lmcache_tables.py"))
-    assert (ROOT / "docs" / "moving-from-lmcache.md").read_text() == written["page"]()

@@ -96,7 +96,8 @@ def test_what_to_do_next_follows_from_the_facts(step: str, changes: dict[str, An
 
 @pytest.mark.vllm
 def test_the_part_on_vllm(tmp_path: Path) -> None:
-    settings = {"max_local_cpu_size": 0.2, "chunk_size": 32, "local_disk": str(tmp_path), "disk_min_free": 0}
+    settings = {"max_local_cpu_size": 0.2, "chunk_size": 32, "local_disk": str(tmp_path)}
+    settings |= {"max_local_disk_size": 1, "disk_min_free": 0}
     options = ["--small", "--tokens", "512", "--connector", "LMKVConnector", "--aborts"]
     command = [sys.executable, "benchmarks/_gpu_vllm.py", *options, "--settings", json.dumps(settings)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)

@@ -121,6 +121,7 @@ def _make_scheduler(vllm_config: VllmConfig, config: Config, model: ServedModel)
         save_decode=config.save_decode_cache,
         # A tail's KV would depend on the token after it.
         save_unfull_chunk=config.save_unfull_chunk and not compat.drafts_from_hidden_states(vllm_config),
+        whole_blocks=config.use_layerwise,
         min_retrieve_tokens=config.min_retrieve_tokens,
         load_or_recompute=config.load_or_recompute,
         load_mode=_load_mode(vllm_config, config),

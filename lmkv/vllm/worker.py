@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from attrs import define
@@ -104,6 +105,9 @@ class Worker:
     ) -> None:
         self._rank = rank
         self._layout = layout
+        self._page_bytes: Counter[int] = Counter()
+        for layer in layout.layers:
+            self._page_bytes[layer.group] += layer.page_bytes
         self._stores = stores
         self._block_level_failures = block_level_failures
         self._layerwise = layerwise
@@ -256,7 +260,9 @@ class Worker:
             return self._copier
 
     def _finish(self, order: CopyOrder, seconds: float, *, ok: bool) -> None:
-        nbytes = self._layout.rank_bytes * len(order.copies)
+        nbytes = sum(
+            len(run.blocks) * self._page_bytes[group] for copy in order.copies for group, run in enumerate(copy.runs)
+        )
         self._report.jobs[order.job] = JobReport(1, ok, nbytes, seconds)
         if not ok and not order.stores:
             self._fail(order)

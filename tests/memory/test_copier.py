@@ -16,7 +16,7 @@ from lmkv import Config, Engine
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.errors import UsageError
 from lmkv.memory.copier import ChunkCopy, Run, block_ids
-from lmkv.memory.copiers import make_copier
+from lmkv.memory.copiers import check_device, make_copier
 from lmkv.memory.cpu_copier import CPUCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
@@ -238,6 +238,17 @@ def test_the_copier_is_chosen_by_the_device() -> None:
     assert repr(copier) == "<CPUCopier: 3 layers in 3 planes>"
     assert copier.store([]).query()
     copier.close()
+
+
+@pytest.mark.parametrize(("kind", "hip", "said"), [("xpu", None, "type 'xpu'"), ("cuda", "6.4", "an AMD GPU")])
+def test_other_accelerators_are_refused_in_words(
+    kind: str, hip: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ROCm's devices are called "cuda", and there is no libcuda to load."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with pytest.raises(UsageError, match=f"CPUs and NVIDIA GPUs, and this is .*{said}"):
+        check_device(kind)
+    check_device("cpu")
 
 
 def test_random_copies_in_one_call_equal_the_same_one_by_one() -> None:

@@ -249,6 +249,22 @@ class Aligned:
         self.copies = [ChunkCopy(slot, (Run(0, ids),)) for slot, ids in enumerate(blocks)]
 
 
+def test_a_rank_populates_and_pins_its_own_part_of_every_slot() -> None:
+    """As another process has the others: on its own NUMA node, and for its own device."""
+    memory = memory_of("alike")
+    layout = memory.layout(4 * PAGES, [4], num_ranks=4)
+    slab = Slab(layout.slot_bytes, SLOTS * layout.slot_bytes)
+    device = SimulatedDevice(1)
+    device.adopt(memory.rows)
+    copier = DeviceCopier(Staging(device, memory, 1000), memory, layout, slab, rank=2)
+    copier.pins.wait()
+    places = sorted((found.first - slab.address, found.last - found.first) for found in device.registered)
+    assert places == [(slot * slab.slot_bytes + 2 * layout.rank_bytes, layout.rank_bytes) for slot in range(SLOTS)]
+    copier.store([ChunkCopy(slot, (Run(0, [slot, slot + 1]),)) for slot in range(SLOTS)]).wait()
+    copier.close()
+    slab.close()
+
+
 @pytest.mark.parametrize("action", ["store", "load"])
 def test_a_long_order_never_fills_the_queue_of_a_stream(action: str) -> None:
     world = Aligned(pages=64, staging=4 << 20, queue_limit=40)

@@ -141,7 +141,7 @@ def answers_of(running: Engine, clock: ManualClock, prompts: list[list[int]]) ->
 
 @pytest.fixture(scope="module")
 def crowd(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A folder with the chunk of each prompt of the crowd, and the answers to them."""
+    """A folder with the chunk and the tail of each prompt of the crowd, and the answers to them."""
     folder = tmp_path_factory.mktemp("crowd")
     with over_faulty_disk(model, folder) as (running, _, _):
         answers = [answer for ids in CROWD for answer in running.ids([ids], max_tokens=2)]
@@ -156,7 +156,7 @@ def test_many_requests_over_a_bad_disk_wait_for_the_deadline_at_most(
     full, answers = crowd
     folder = shutil.copytree(full, tmp_path / "kv", copy_function=os.link)
     with over_faulty_disk(model, folder, kv_cache_memory_bytes=256 << 20) as (running, disk, clock):
-        assert running.store.stats().tiers[1].chunks == len(CROWD)
+        assert running.store.stats().tiers[1].chunks == 2 * len(CROWD), "a chunk and a tail each"
         if spoiled == "hangs":
             disk.black_hole()
         disk.latency = 3.0 if spoiled == "is slow" else 0.0
@@ -178,11 +178,11 @@ def test_a_disk_that_fails_opens_its_breaker_and_comes_back(model: Path, tmp_pat
     ids, without = prompt(62, 1500), {"lmkv.skip_save": True}
     answer = filled(model, tmp_path, ids)
     with over_faulty_disk(model, tmp_path) as (running, disk, clock):
-        # All five reads fail at once: the last failure opens the breaker before a second one costs a chunk.
+        # All six reads fail at once: the last failure opens the breaker before a second one costs a chunk.
         disk.black_hole()
         disk.error_rate = 1.0
         ask(running, "fails", ids, len(answer), **without)
-        eventually(lambda: disk.calls["read"] == 5)
+        eventually(lambda: disk.calls["read"] == 6)
         disk.release()
         assert finish(running) == {"fails": answer}
         assert running.store.drain(LIMIT)

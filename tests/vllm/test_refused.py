@@ -58,3 +58,31 @@ def test_a_layer_that_keeps_no_prefix(model: Path, make: Callable[[], Any], capl
     connector.on_new_request(request)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     connector.shutdown()
+
+
+def test_a_device_without_copier(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides say so once, and vLLM serves without lmkv: no order is ever made that would fail."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from lmkv.vllm.connector import LMKVConnector
+
+    transfer = KVTransferConfig(kv_connector="LMKVConnector", kv_role="kv_both")
+    vllm_config = EngineArgs(
+        model=str(model), skip_tokenizer_init=True, kv_transfer_config=transfer
+    ).create_engine_config()
+    monkeypatch.setattr(vllm_config.device_config, "device_type", "xpu")
+    groups = [KVCacheGroupSpec(["attention"], FullAttentionSpec(**FORM))]
+    for role in KVConnectorRole:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="lmkv"):
+            connector = LMKVConnector(vllm_config, role, KVCacheConfig(100, [], groups))
+            connector.register_kv_caches({})
+        [record] = [found for found in caplog.records if found.name.startswith("lmkv")]
+        assert "this is a device of type 'xpu'" in record.getMessage()
+        connector.shutdown()

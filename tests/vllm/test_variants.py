@@ -109,7 +109,7 @@ def test_layer_by_layer(model: Path, monkeypatch: pytest.MonkeyPatch, eager: boo
         running.forget_local()
         again = running.run(ids)
         assert [list(output.outputs[0].token_ids) for output in again] == expected
-        assert [external_hits(output) for output in again] == [1499, 699]
+        assert [external_hits(output) for output in again] == [1499 // BLOCK * BLOCK, 699 // BLOCK * BLOCK]
         assert set(steps) == {False, True}
         running.assert_nothing_leaked()
 
@@ -131,10 +131,15 @@ def test_what_vllm_asks_the_class() -> None:
 
     from lmkv.vllm.connector import LMKVConnector
 
-    def layout(device: str, **extra: Any) -> str | None:
+    def layout(device: str, *, hybrid: bool = False, block_size: bool = False, **extra: Any) -> str | None:
         transfer = KVTransferConfig(kv_connector="LMKVConnector", kv_role="kv_both", kv_connector_extra_config=extra)
         device_config = SimpleNamespace(device_type=device)
-        asked = SimpleNamespace(kv_transfer_config=transfer, device_config=device_config)
+        asked = SimpleNamespace(
+            kv_transfer_config=transfer,
+            device_config=device_config,
+            cache_config=SimpleNamespace(user_specified_block_size=block_size),
+            model_config=SimpleNamespace(is_hybrid=hybrid),
+        )
         return LMKVConnector.get_required_kvcache_layout(asked)
 
     assert not LMKVConnector.requires_piecewise_for_cudagraph({})
@@ -143,3 +148,5 @@ def test_what_vllm_asks_the_class() -> None:
     assert layout("cuda") == "BLHNC"
     assert layout("cuda", block_major=False) is None
     assert layout("cuda", use_layerwise=True) is None
+    assert layout("cuda", hybrid=True) is None, "its blocks are larger than attention backends support"
+    assert layout("cuda", block_size=True) is None, "nor is every block size that a user may choose"

@@ -140,6 +140,8 @@ class LoadPlanner:
         hit = (chunks - 1) * self._chunk_size + (last if chunks == len(keys) else self._chunk_size) if chunks else 0
         # The last token is always computed: vLLM needs its logits.
         hit = min(hit, state.request.num_tokens - 1)
+        if self._options.whole_blocks:
+            hit -= hit % self._geometry.groups[0].block_size
         need = max(0, hit - num_computed_tokens)
         self._log(state, hit, need)
         if not need or need < self._options.min_retrieve_tokens:

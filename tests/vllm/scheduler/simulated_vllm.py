@@ -171,6 +171,7 @@ class SimulatedVLLM:
                 load_mode="async" if depth > 1 else load_mode,
                 tail_depends_on_next=tail_depends_on_next,
                 save_unfull_chunk=save_unfull_chunk and not tail_depends_on_next,
+                whole_blocks=layerwise,
                 clock=lambda: self.now,
             ),
         )
@@ -501,15 +502,22 @@ class SimulatedVLLM:
                 worker._copier.pins.wait()
             self._break(worker)
             worker.load()
+        # As vLLM: a layer writes the KV of the step's tokens, then waits for its load, then reads.
+        ends = {request: request.computed + count for request, count in scheduled.items()}
+        for request, end in ends.items():
+            valid = end - drafted.get(request.request_id, 0)
+            for group in range(len(self.groups)):
+                self._compute(request, group, request.computed, valid)
+                self._spoil(request, group, valid, end)
+        for worker in self.workers:
             for layer in range(len(self.memories[0]) if scheduled else 0):
                 worker.wait_for_layer(layer)
             failed_blocks |= worker.take_failed_blocks() | _broken(worker)
-        for request, count in scheduled.items():
+        for request, end in ends.items():
+            sound = not request.tainted
             self._check(request, failed_blocks)
-            for group in range(len(self.groups)):
-                valid = request.computed + count - drafted.get(request.request_id, 0)
-                self._compute(request, group, request.computed, valid)
-                self._spoil(request, group, valid, request.computed + count)
+            for group in range(len(self.groups) if sound and request.tainted else 0):
+                self._spoil(request, group, request.computed, end)
         for worker in self.workers:
             for layer in range(len(self.memories[0]) if scheduled else 0):
                 worker.save_layer(layer)
