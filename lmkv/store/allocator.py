@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lmkv.chunks.hashing import TailKey
 from lmkv.protocols import ChunkKey
 from lmkv.store.flusher import Flusher
 from lmkv.store.tiers.iopool import Deferred
@@ -24,8 +25,12 @@ class SlotAllocator:
         self._write_back = max_flushing > 0
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
-    def acquire(self, deferred: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> int | None:
-        """A free slot, evicting for it if need be. None: there is none, or none before flushes have ended."""
+    def acquire(
+        self, key: ChunkKey, deferred: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()
+    ) -> int | None:
+        """A free slot for a chunk, evicting if need be. None: there is none, or none before flushes have ended."""
+        if type(key) is TailKey and not self._primary.room_for_tail():
+            return None
         while (slot := self._primary.slab.acquire()) is None:
             if self._write_back and self._primary.flushing >= self._max_flushing:
                 return None

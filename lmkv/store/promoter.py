@@ -88,7 +88,7 @@ class Promoter:
             entry = self._primary.entries.get(key)
             tier = None if entry else first_with(self._tiers, key)
             if tier is not None:
-                slot = self._allocator.acquire(deferred) if self._primary.room_for(key) else None
+                slot = self._allocator.acquire(key, deferred)
                 if slot is None:
                     self._wait_for_slots(promotion, keys[index:])
                     break

@@ -233,8 +233,7 @@ class TieredStore:
             for key in () if self._closed else keys:
                 known = self._primary.entries.get(key)
                 if known is None:
-                    roomy = self._primary.room_for(key)
-                    slot = self._allocator.acquire(deferred, kept or frozenset()) if roomy else None
+                    slot = self._allocator.acquire(key, deferred, kept or frozenset())
                     if slot is None:
                         break
                     ids = tokens[accepted * width : (accepted + 1) * width]
@@ -275,7 +274,8 @@ class TieredStore:
         with self._lock:
             for entry in entries:
                 primary.mark_ready(entry)
-                primary.supersede(entry)
+                if entry.origin:
+                    primary.supersede(entry)
                 if entry.waiters:
                     wake(entry, deferred)
             if self._tiers:

@@ -163,7 +163,7 @@ class PrimaryTier:
     ) -> Entry:
         """A new entry, whose only reference is that of the writer or the load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
-        if isinstance(key, TailKey):
+        if type(key) is TailKey:
             self._tails[key] = entry
         self.referenced += 1
         if state is _WRITING:
@@ -190,7 +190,8 @@ class PrimaryTier:
             self._uncount(entry)
         elif entry.origin:
             self.prefixes.discard(entry.origin, entry.tokens, entry.key)
-        self._tails.pop(entry.key, None)
+        if type(entry.key) is TailKey:
+            del self._tails[entry.key]
         if entry.in_policy:
             self.policy.discard(entry.key)
         if entry.flushing:
@@ -198,9 +199,9 @@ class PrimaryTier:
         if not entry.refs:
             self.slab.release(entry.slot)
 
-    def room_for(self, key: ChunkKey) -> bool:
-        """Whether another chunk of this kind may have a slot; for a tail, the one used longest ago gives way."""
-        if not isinstance(key, TailKey) or len(self._tails) < self._max_tails:
+    def room_for_tail(self) -> bool:
+        """Whether another tail may have a slot. The one that was used longest ago gives way if need be."""
+        if len(self._tails) < self._max_tails:
             return True
         oldest = next((entry for entry in self._tails.values() if not entry.refs), None)
         if oldest is not None:
@@ -209,7 +210,7 @@ class PrimaryTier:
 
     def supersede(self, entry: Entry) -> None:
         """Remove the tails that are prefixes of a READY entry."""
-        if entry.origin and entry.ready:
+        if entry.ready:
             for key in list(self.prefixes.shorter(entry.origin, entry.tokens)):
                 if key in self._tails and not self.entries[key].refs:
                     self.remove(self.entries[key])
