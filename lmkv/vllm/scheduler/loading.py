@@ -170,8 +170,11 @@ class LoadPlanner:
         tokens = token_bytes(state.tokens(at, size))
         key, count = self._store.longest_prefix(state.chain.origin(len(keys)), tokens)
         stored = key.tokens if isinstance(key, TailKey) else size
-        usable = min(at + count, state.request.num_tokens - 1) - at
-        if not count or (self._geometry.windowed and usable < stored - 1):
+        left = state.request.num_tokens - 1 - at
+        usable = min(count, left)
+        # A few tokens with which many prompts begin alike are sooner computed than loaded.
+        few = usable < min(left, self._geometry.groups[0].block_size)
+        if few or (self._geometry.windowed and usable < stored - 1):
             return keys, size
         return [*keys, key], count
 

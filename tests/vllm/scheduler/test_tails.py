@@ -55,6 +55,7 @@ def test_a_prompt_is_hit_as_far_as_it_goes_on_as_another_one_did() -> None:
         assert hit(engine, [*range(12), 49, 48, 47]) == 12
         assert hit(engine, [*range(5), 49]) == 5, "within a whole chunk, too"
         assert hit(engine, [*range(8), 49, 48, 47]) == 8
+        assert hit(engine, [*range(3), 49, 48, 47]) == 0, "less than a block is sooner computed"
         assert hit(engine, list(range(30))) == 14
         assert hit(engine, list(range(30)), computed=12) == 2
 
