@@ -6,6 +6,9 @@ import logging
 
 import pytest
 
+from lmkv.memory.copier import DONE
+from lmkv.vllm.metadata import CopyOrder
+from lmkv.vllm.worker import _Running
 from tests.vllm.harness import CHUNK, Engine, external_hits, prompt
 
 
@@ -195,3 +198,12 @@ def test_no_exception_of_ours_ends_the_engine(
         assert shared.ids([prompt(6, 1500)]) == [expected[6]]
         shared.forget_local()
     assert shared.ids([prompt(6, 1500)]) == [expected[6]]
+
+
+def test_an_asynchronous_load_is_reported_in_the_step_in_which_it_has_ended(shared: Engine) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector, worker = get_kv_transfer_group(), shared.worker
+    worker._running.append(_Running(CopyOrder(10**6, [], between_steps=True, finishes="loaded"), DONE, 0.0))
+    assert connector.get_transfer_results(set()).finished_recving == {"loaded"}
+    assert connector.build_connector_worker_meta().report.jobs[10**6].ok

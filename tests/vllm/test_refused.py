@@ -86,3 +86,17 @@ def test_a_device_without_copier(
         [record] = [found for found in caplog.records if found.name.startswith("lmkv")]
         assert "this is a device of type 'xpu'" in record.getMessage()
         connector.shutdown()
+
+
+def test_the_padding_of_a_page_is_no_part_of_it() -> None:
+    """vLLM pads pages where layers of several sizes share memory; tensors are views of what is in them."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from lmkv.vllm.compat import kv_groups
+
+    plain = FullAttentionSpec(**FORM)
+    padded = FullAttentionSpec(**FORM, page_size_padded=2 * plain.page_size_bytes)
+    assert padded.page_size_bytes == 2 * plain.page_size_bytes
+    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], padded)])
+    assert kv_groups(config)[0].page_bytes == (plain.page_size_bytes,)

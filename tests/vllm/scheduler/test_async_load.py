@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
 from lmkv.chunks.hashing import chunk_keys
+from lmkv.memory.copier import ChunkCopy
 from lmkv.vllm.geometry import Group
 from lmkv.vllm.scheduler.async_load import AsyncLoad
-from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
 CHUNK, CHUNKS = 8, 6
 KEYS = chunk_keys(range(CHUNK * CHUNKS), bytes(32), CHUNK)
@@ -55,3 +57,23 @@ def test_a_window_that_failed_ends_the_load(engine: SimulatedVLLM) -> None:
     assert last is not None
     assert (last.last, last.failed_blocks) == (True, BLOCKS)
     assert load.advance() is None
+
+
+@pytest.mark.parametrize(("ram_chunks", "windows"), [(20, [6]), (8, [2, 2, 2])])
+def test_what_is_in_host_memory_is_loaded_as_one_window(ram_chunks: int, windows: list[int]) -> None:
+    """Unless it is more than half of it: others need slots, too."""
+    options = {"num_blocks": 60, "groups": [Group(4)], "chunk_size": CHUNK, "ram_chunks": ram_chunks}
+    with closing(SimulatedVLLM(random.Random(0), load_mode="async", **options)) as engine:
+        tokens = list(range(CHUNK * CHUNKS))
+        engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
+        engine.finish()
+        order, loaded = engine.scheduler._builder.load, []
+
+        def noted(copies: list[ChunkCopy], *args: Any, **options: Any) -> Any:
+            loaded.append(len(copies))
+            return order(copies, *args, **options)
+
+        engine.scheduler._builder.load = noted  # type: ignore[method-assign]
+        engine.add(SimulatedRequest("loads", list(tokens), len(tokens), 1, "a"))
+        engine.finish()
+        assert loaded == windows
