@@ -76,12 +76,12 @@ BUDGET = {
     "store.tiers": 1045,
     "backends": 360,
     "backends.disk": 700,
-    "vllm": 985,
-    "vllm.scheduler": 840,
+    "vllm": 990,
+    "vllm.scheduler": 845,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 7320
+WHOLE = 7330
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -121,7 +121,7 @@ def _make_scheduler(vllm_config: VllmConfig, config: Config, model: ServedModel)
         save_decode=config.save_decode_cache,
         # A tail's KV would depend on the token after it.
         save_unfull_chunk=config.save_unfull_chunk and not compat.drafts_from_hidden_states(vllm_config),
-        whole_blocks=config.use_layerwise,
+        whole_blocks=config.use_layerwise and model.geometry.one_full_table,
         min_retrieve_tokens=config.min_retrieve_tokens,
         load_or_recompute=config.load_or_recompute,
         load_mode=_load_mode(vllm_config, config),
@@ -145,7 +145,7 @@ def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync
 def _make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> Worker:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    single = len(model.geometry.groups) == 1
+    single = model.geometry.one_full_table
     rank = compat.tensor_parallel_rank() if model.ranks > 1 else 0
     shard, replica = divmod(rank, model.replicas)
     return Worker(
@@ -153,7 +153,7 @@ def _make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) ->
         model.layout,
         block_level_failures=single,
         stores=replica == 0,
-        # With several block tables all loads are between steps.
+        # With several block tables, or windows, all loads are between steps.
         layerwise=config.use_layerwise and single,
         engine=str(transfer.engine_id),
         staging_bytes=config.device_staging_bytes,

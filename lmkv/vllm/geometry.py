@@ -33,6 +33,14 @@ class Geometry:
         """Whether a chunk may have pages that were not stored, so that a hit must end where it ends."""
         return any(group.window is not None for group in self.groups)
 
+    @cached_property
+    def one_full_table(self) -> bool:
+        """Whether vLLM can go on at the first block that was not filled.
+
+        With several block tables block ids are ambiguous. With a window the blocks before it may be null.
+        """
+        return len(self.groups) == 1 and not self.windowed
+
     def store_copy(
         self, slot: int, block_ids: Sequence[Sequence[int]], chunk: int, tokens: int | None = None
     ) -> ChunkCopy | None:

@@ -85,8 +85,8 @@ class _Running:
 class Worker:
     """Executes the `StepPlan`s of one rank. All calls come from the thread that runs the model.
 
-    `block_level_failures`: failed loads are reported by block ids; with several block tables these are
-    ambiguous, and request ids are reported instead. `stores`: False on ranks whose KV another rank stores.
+    `block_level_failures`: failed loads are reported by block ids, else (see `Geometry.one_full_table`) by
+    request ids. `stores`: False on ranks whose KV another rank stores.
     `layerwise`: loads and stores within a step overlap its computation, for a model that calls
     `wait_for_layer` and `save_layer`. `engine`: finds the slab as soon as there is one, rather than with the
     first order. `staging_bytes`: of the device's memory, for stores.

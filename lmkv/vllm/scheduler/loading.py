@@ -61,8 +61,7 @@ class LoadPlanner:
         # An asynchronous load references two windows at most: half of the slots, and leaves the other half.
         self._window = max(1, store.slab.num_slots // 4)
         self._max_promoted = max(1, store.slab.num_slots // 2)
-        # A failure within a step is reported by block ids, which are ambiguous with several block tables.
-        self._may_load_within_step = len(geometry.groups) == 1 and options.load_mode != "async"
+        self._may_load_within_step = geometry.one_full_table and options.load_mode != "async"
         self._jobs: dict[int, _Job] = {}
         self._async_loads: dict[str, tuple[RequestState, AsyncLoad]] = {}
         self._promised: dict[str, RequestState] = {}
@@ -164,19 +163,17 @@ class LoadPlanner:
         """
         size, at = self._chunk_size, len(keys) * self._chunk_size
         if keys and isinstance(keys[-1], TailKey):
-            return keys, keys[-1].tokens
-        if not self._options.save_unfull_chunk or at >= state.request.num_tokens - 1:
+            shorter, last = self._extended(state, keys[:-1])
+            return (shorter, last) if len(shorter) == len(keys) and last > keys[-1].tokens else (keys, keys[-1].tokens)
+        if not self._options.save_unfull_chunk or self._geometry.windowed or at >= state.request.num_tokens - 1:
             return keys, size
         tokens = token_bytes(state.tokens(at, size))
         key, count = self._store.longest_prefix(state.chain.origin(len(keys)), tokens)
-        stored = key.tokens if isinstance(key, TailKey) else size
         left = state.request.num_tokens - 1 - at
         usable = min(count, left)
         # A few tokens with which many prompts begin alike are sooner computed than loaded.
         few = usable < min(left, self._geometry.groups[0].block_size)
-        if few or (self._geometry.windowed and usable < stored - 1):
-            return keys, size
-        return [*keys, key], count
+        return (keys, size) if few else ([*keys, key], count)
 
     def _must_wait(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
         """Whether chunks of lower tiers fit host memory and are still worth waiting for."""

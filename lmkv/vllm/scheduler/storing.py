@@ -43,7 +43,8 @@ class StorePlanner:
         self._chunk_size = geometry.chunk_size
         self._builder = builder
         self._save_decode = options.save_decode
-        self._by_prefix = options.save_unfull_chunk
+        # With windows a hit ends where what is stored ends: a tail is found by its prompt only.
+        self._by_prefix = options.save_unfull_chunk and not geometry.windowed
         self._jobs: dict[int, _Job] = {}
 
     def completes(self, state: RequestState, computed: int) -> int:
@@ -86,7 +87,6 @@ class StorePlanner:
         if state.tail is None or not state.tail_due or state.options.skip_save:
             return False
         end = state.tail_chunk * self._chunk_size + state.tail.tokens
-        state.tail_due = computed < end
         return end <= computed < (state.tail_chunk + 1) * self._chunk_size
 
     def store_tail(self, state: RequestState, tables: BlockTables) -> None:
@@ -96,12 +96,19 @@ class StorePlanner:
         """
         tail, count, size = state.tail, state.tail_chunk, self._chunk_size
         assert tail is not None
+        if state.stored < count:
+            return
         origin, tokens = state.chain.origin(count), token_bytes(state.tokens(count * size, tail.tokens))
-        if state.stored < count or self._store.longest_prefix(origin, tokens)[1] == tail.tokens:
+        state.tail_due = False
+        if self._by_prefix and self._store.longest_prefix(origin, tokens)[1] == tail.tokens:
             return
         chain = state.keys_with_tail(count)
         reservation = self._store.reserve(
-            [tail], parent=state.chain.parent(count), tokens=tokens, origins=[origin], protect=chain
+            [tail],
+            parent=state.chain.parent(count),
+            tokens=tokens,
+            origins=[origin] if self._by_prefix else (),
+            protect=chain,
         )
         slot = reservation.slots.get(tail)
         copy = None if slot is None else self._geometry.store_copy(slot, tables, count, tail.tokens)

@@ -162,16 +162,17 @@ class SimulatedVLLM:
         with stepped():
             self.store = TieredStore(Tier(host, LRU()), lower, spans=layout.spans, clock=lambda: self.now)
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
+        geometry = Geometry(chunk_size, self.groups)
         self.scheduler = Scheduler(
             self.store,
             namespace,
-            Geometry(chunk_size, self.groups),
+            geometry,
             SchedulerOptions(
                 ranks=ranks,
                 load_mode="async" if depth > 1 else load_mode,
                 tail_depends_on_next=tail_depends_on_next,
                 save_unfull_chunk=save_unfull_chunk and not tail_depends_on_next,
-                whole_blocks=layerwise,
+                whole_blocks=layerwise and geometry.one_full_table,
                 clock=lambda: self.now,
             ),
         )
@@ -187,7 +188,7 @@ class SimulatedVLLM:
         """What the devices have read that was not right."""
         for rank in range(ranks):
             rows = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in layers]
-            single = len(self.groups) == 1
+            single = geometry.one_full_table
             worker = Worker(rank, layout, block_level_failures=single, layerwise=layerwise and single)
             memory = PagedMemory(rows, [layer.group for layer in layers], fuse=False)
             if device:

@@ -16,6 +16,7 @@ from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 GROUPS = {
     "full attention": [Group(4)],
     "window of two blocks and full": [Group(4), Group(4, window=8)],
+    "window alone": [Group(4, window=8)],
     "window over several chunks, larger blocks": [Group(4), Group(8, window=40)],
 }
 

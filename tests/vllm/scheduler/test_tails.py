@@ -11,7 +11,7 @@ import pytest
 from lmkv.chunks.hashing import TailKey
 from lmkv.vllm.geometry import Group
 from tests.kit import LIMIT
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, next_token
 
 CHUNK = 8
 
@@ -112,3 +112,71 @@ def test_without_save_unfull_chunk_there_are_whole_chunks_only() -> None:
         serve(engine, list(range(14)))
         assert hit(engine, list(range(14))) == 8
         assert tails(engine) == []
+
+
+WINDOWED = [Group(4), Group(4, window=8)]
+
+
+def test_with_windows_a_tail_is_found_by_its_prompt_whatever_came_after_it() -> None:
+    with engine_of(groups=WINDOWED) as engine:
+        serve(engine, list(range(12)), max_tokens=12)
+        assert hit(engine, list(range(12))) == 11
+        serve(engine, list(range(15)))
+        assert hit(engine, list(range(12))) == 11
+        serve(engine, list(range(16)))
+        serve(engine, list(range(13)))
+        assert hit(engine, list(range(13))) == 12
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("length", [12, 16])
+def test_with_windows_a_hit_reads_stored_pages_only(length: int, layerwise: bool) -> None:
+    for seed in range(20):
+        options: dict[str, Any] = {"chunk_size": 16, "num_blocks": 90, "ram_chunks": 24, "layerwise": layerwise}
+        with closing(SimulatedVLLM(random.Random(seed), groups=WINDOWED, **options)) as engine:
+            for name in "ab":
+                engine.add(SimulatedRequest(name, list(range(length)), length, 1, "a"))
+                engine.finish()
+
+
+def test_with_a_window_alone_a_failed_load_is_recomputed_from_the_start() -> None:
+    """The blocks before the window are null: the middle of it cannot be computed again."""
+    recomputed = 0
+    for seed in range(20):
+        options: dict[str, Any] = {"chunk_size": 8, "num_blocks": 90, "ram_chunks": 24, "load_faults": 1.0}
+        with closing(SimulatedVLLM(random.Random(seed), groups=[Group(4, window=8)], **options)) as engine:
+            for name in "ab":
+                engine.add(SimulatedRequest(name, list(range(40)), 40, 1, "a"))
+                engine.finish()
+            recomputed += engine.counts["recomputed"]
+    assert recomputed > 10
+
+
+def test_a_tail_on_a_lower_tier_does_not_cost_the_chunk_in_host_memory() -> None:
+    """As a preempted request asks, which has generated tokens after its prompt."""
+    with engine_of(lower_chunks=40) as engine:
+        prompt = list(range(10))
+        serve(engine, prompt, max_tokens=12)
+        request = SimulatedRequest("again", list(prompt), 10, 9, "a")
+        engine.scheduler.on_new_request(request)
+        for _ in range(5):
+            request.all_token_ids.append(next_token("a", request.all_token_ids))
+        found = None
+        while found is None:
+            found, _ = engine.scheduler.get_num_new_matched_tokens(request, 0)
+            assert engine.store.drain(LIMIT)
+            engine.step()
+        engine.scheduler.request_finished(request)
+        engine.step()
+        assert found == 14
+
+
+def test_a_tail_is_stored_once_there_are_slots_for_what_comes_before_it() -> None:
+    with engine_of(ram_chunks=8) as engine:
+        others = engine.store.reserve([bytes([n]) * 32 for n in range(8)])
+        engine.add(SimulatedRequest("a", list(range(12)), 12, 4, "a"))
+        while engine.scheduler._requests["a"].request.num_tokens < 13:
+            engine.step()
+        others.abort()
+        engine.finish()
+        assert hit(engine, list(range(12))) == 11
