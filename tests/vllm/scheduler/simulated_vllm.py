@@ -136,7 +136,7 @@ class SimulatedVLLM:
         self.drafts = drafts
         self.load_faults, self.store_faults = load_faults, store_faults
         self.aborts = aborts
-        self.shares = prefix_caching and len(self.groups) == 1
+        self.shares = prefix_caching and Geometry(chunk_size, self.groups).one_full_table
         self.num_blocks = num_blocks
         self.free = list(range(1, num_blocks))
         self.users: Counter[int] = Counter()
@@ -443,7 +443,7 @@ class SimulatedVLLM:
 
     def _local_hit(self, request: SimulatedRequest) -> int:
         """Tokens that the engine's own prefix cache has, at times: whole blocks, below the last token."""
-        if self.rng.random() < 0.7 or len(self.groups) > 1:
+        if self.rng.random() < 0.7 or len(self.groups) > 1 or self.groups[0].window is not None:
             return 0
         size = self.groups[0].block_size
         return self.rng.randint(0, (request.num_tokens - 1) // size) * size
