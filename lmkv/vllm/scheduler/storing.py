@@ -57,13 +57,13 @@ class StorePlanner:
         return complete if complete > state.stored and not state.options.skip_save else 0
 
     def store(self, state: RequestState, complete: int, tables: BlockTables) -> None:
-        """Order copies of those of the first `complete` chunks that are not in host memory.
+        """Order copies of those of the first `complete` chunks that no tier stores.
 
         When no slot can be allocated the rest is tried again in the request's next step.
         """
         keys = state.keys(complete)
         # Some may have been loaded, or stored by another request with the same prefix.
-        state.stored += self._store.match(keys[state.stored :])[0]
+        state.stored += self._store.match(keys[state.stored :])[1]
         first = state.stored
         if first == complete:
             return

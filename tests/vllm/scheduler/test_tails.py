@@ -180,3 +180,17 @@ def test_a_tail_is_stored_once_there_are_slots_for_what_comes_before_it() -> Non
         others.abort()
         engine.finish()
         assert hit(engine, list(range(12))) == 11
+
+
+def test_a_tail_is_stored_after_chunks_that_only_a_lower_tier_has() -> None:
+    """Host memory is smaller than the prompt: its chunks pass through it, and are not stored there again."""
+    with engine_of(ram_chunks=4, lower_chunks=40) as engine:
+        lower = engine.store._tiers[0]
+        while len(lower.index) < 9:
+            serve(engine, list(range(72)))
+            assert engine.store.drain(LIMIT)
+        writes = engine.store.stats().tiers[0].writes
+        serve(engine, list(range(75)))
+        assert engine.counts["hits"] > 0
+        assert engine.store.stats().tiers[0].writes == writes + 1, "the tail alone"
+        assert hit(engine, list(range(75))) == 74
