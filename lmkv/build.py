@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Iterator
+from importlib import import_module
 
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
@@ -11,6 +14,7 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
 from lmkv.policies import make_admission, make_policy
 from lmkv.protocols import Tier
+from lmkv.remote_url import SCHEMES
 from lmkv.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -32,13 +36,36 @@ def build_store(
     )
     return TieredStore(
         Tier(host, make_policy(config.cache_policy)),
-        [_disk_tier(config, config.local_disk, namespace)] if config.local_disk else [],
+        list(_lower_tiers(config, namespace)),
         io_threads=config.disk_io_threads,
         prefetch_share=config.prefetch_share,
         # Without a CPU tier the slots are mere staging.
         retain=config.local_cpu,
         spans=layout.spans,
     )
+
+
+def _lower_tiers(config: Config, namespace: Namespace) -> Iterator[Tier]:
+    """Nearest first."""
+    if config.local_disk:
+        yield _disk_tier(config, config.local_disk, namespace)
+    names: Counter[str] = Counter()
+    for url in config.remote_url:
+        engine = SCHEMES[url.scheme]
+        names[engine] += 1
+        backend = import_module(f"lmkv.backends.remote.{engine}").open_url(
+            url.text,
+            namespace.digest,
+            username=config.remote_username,
+            password=config.password,
+            prefix=config.remote_prefix,
+            ttl=config.remote_ttl or None,
+            timeout=config.remote_timeout,
+            chunk_tokens=namespace.chunk_size,
+            name=engine if names[engine] == 1 else f"{engine}-{names[engine]}",
+        )
+        # How many bytes it takes, and what it evicts, is the store's own business.
+        yield Tier(backend, make_policy(config.cache_policy))
 
 
 def _disk_tier(config: Config, folder: str, namespace: Namespace) -> Tier:

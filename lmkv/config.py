@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NoReturn, TypeVar
 from urllib.parse import unquote
 
 from attrs import Attribute, field, fields, frozen
@@ -22,6 +22,7 @@ from lmkv import lmcache
 from lmkv.errors import ConfigError, shown
 from lmkv.lmcache import EXTRA, SERVICE_LINK, VARIABLE
 from lmkv.policies import ADMISSIONS, POLICIES
+from lmkv.remote_url import SCHEMES, RemoteURL, Secret
 
 GIB: Final = 1 << 30
 """Bytes in a GiB, which sizes are given in."""
@@ -119,6 +120,31 @@ def _path(value: object) -> str | None:
     if "\0" in text or text.strip("/") == "":
         raise ValueError("must be a path or file:///path")
     return os.path.normpath(os.path.expanduser(text))
+
+
+def _remote_urls(value: object) -> tuple[RemoteURL, ...]:
+    """From one URL, several with blanks or commas between them, or a list of them."""
+    texts = re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):
+        raise ValueError("must be a URL, or a list of them")
+    urls = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
+    if any(url.scheme not in SCHEMES for url in urls):
+        raise ValueError(f"must begin with one of {', '.join(f'{scheme}://' for scheme in SCHEMES)}")
+    return tuple(urls)
+
+
+def _secret(value: object) -> Secret | None:
+    if value is None or value == "" or isinstance(value, Secret):
+        return value or None
+    if not isinstance(value, str | int):
+        raise ValueError("must be a password")
+    return Secret(str(value))
+
+
+def _word(value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError("must be a text")
+    return value or None
 
 
 def _option(default: _T, parse: _Parse, doc: str, unit: str = "") -> _T:
@@ -234,6 +260,19 @@ class Config:
         _one_of(*ADMISSIONS),
         "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; none",
     )
+    remote_url: tuple[RemoteURL, ...] = _option(
+        (),
+        _remote_urls,
+        "Stores that others share, nearest first: redis://[user[:password]@]host[:port][/db] and so on",
+    )
+    remote_username: str | None = _option(None, _word, "Name to give to remote stores whose URL has none")
+    remote_password: Secret | None = _option(None, _secret, "Password to that name; nothing shows it")
+    remote_password_file: str | None = _option(None, _path, "File that has the password in its first line")
+    remote_prefix: str = _option("lmkv:", lambda value: _word(value) or "", "What names in remote stores begin with")
+    remote_ttl: int = _option(0, _integer(0), "How long a remote store keeps a chunk; 0: as it evicts", "s")
+    remote_timeout: float = _option(
+        1.0, _number(0, above=True), "How long connecting to a remote store may take, and each call", "s"
+    )
     prefetch_share: float = _option(
         0.5, _number(0, 1), "Most of host memory that prefetches from disk may take at a time", "0..1"
     )
@@ -270,6 +309,8 @@ class Config:
             self._refuse("max_local_disk_size", f"must be above 0 when local_disk is set (by: {where})")
         if self.local_disk is None and self.max_local_disk_size > 0:
             self._refuse("max_local_disk_size", "needs local_disk, the folder to use")
+        if self.remote_password and self.remote_password_file:
+            self._refuse("remote_password_file", "and remote_password are both given")
 
     @classmethod
     def load(
@@ -323,6 +364,17 @@ class Config:
     def disk_min_free_bytes(self) -> int:
         return int(self.disk_min_free * GIB)
 
+    @property
+    def password(self) -> str | None:
+        """To remote stores, from the setting or its file. Raises ConfigError when that cannot be read."""
+        if self.remote_password_file is None:
+            return self.remote_password.value if self.remote_password else None
+        try:
+            lines = Path(self.remote_password_file).read_text().splitlines()
+        except (OSError, UnicodeError) as error:
+            self._refuse("remote_password_file", f"cannot be read: {error}")
+        return lines[0] if lines else None
+
     def source(self, name: str) -> str:
         """Where the value of `name` comes from."""
         attribute = _OPTIONS[name]
@@ -334,17 +386,24 @@ class Config:
         return [
             Setting(
                 name=name,
-                value=getattr(self, name),
+                value=_readable(getattr(self, name)),
                 source=self.source(name),
-                default=option.default,
+                default=_readable(option.default),
                 unit=option.metadata["unit"],
                 doc=option.metadata["doc"],
             )
             for name, option in _OPTIONS.items()
         ]
 
-    def _refuse(self, name: str, reason: str) -> None:
+    def _refuse(self, name: str, reason: str) -> NoReturn:
         raise ConfigError(f"{self.source(name)}: {name} = {shown(getattr(self, name))} {reason}")
+
+
+def _readable(value: object) -> object:
+    """As people read it, without passwords."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or None
+    return str(value) if isinstance(value, Secret) else value
 
 
 _OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(

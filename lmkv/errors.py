@@ -6,20 +6,35 @@ batch are values (`lmkv.outcomes`), never exceptions.
 
 from __future__ import annotations
 
+import re
 import reprlib
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 80, 80, 40
 
+_IN_USER = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
+_IN_QUERY = re.compile(r"(?i)([?&][^=&#]*(?:password|passwd|secret|token|key)[^=&#]*)=[^&#]*")
+
+
+def masked(text: str) -> str:
+    """The text without the passwords of the URLs in it.
+
+    >>> masked("redis://cache:secret@host:6379/0?ssl_password=other&db=1")
+    'redis://cache:***@host:6379/0?ssl_password=***&db=1'
+    """
+    return _IN_QUERY.sub(r"\1=***", _IN_USER.sub(r"\1:***@", text))
+
 
 def shown(value: object) -> str:
     """A value in a message: its repr in a line at most, however large the value is or bad its repr.
+
+    Without passwords in URLs.
 
     >>> print(shown("a" * 100), shown([[["deep"]]]))
     'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' [[[...]]]
     """
     try:
-        return _SHORT.repr(value)
+        return _SHORT.repr(masked(value) if isinstance(value, str) else value)
     except (ValueError, RecursionError, RuntimeError, TypeError):
         # An int of 5,000 digits has no repr; neither has an object of a user's that is broken.
         return f"a {type(value).__name__}"

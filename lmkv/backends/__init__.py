@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from lmkv.backends.disk import LocalDiskBackend as LocalDiskBackend
     from lmkv.backends.files import AsyncFileBackend as AsyncFileBackend
     from lmkv.backends.null import NullBackend as NullBackend
+    from lmkv.backends.remote.base import RemoteBackend as RemoteBackend
+    from lmkv.backends.remote.redis import RedisBackend as RedisBackend
     from lmkv.backends.wrapper import WrapperBackend as WrapperBackend
 
 _HOMES = {
@@ -20,6 +22,8 @@ _HOMES = {
     "CPUPinnedBackend": "cpu",
     "LocalDiskBackend": "disk",
     "NullBackend": "null",
+    "RedisBackend": "remote.redis",
+    "RemoteBackend": "remote.base",
     "WrapperBackend": "wrapper",
 }
 

@@ -119,7 +119,9 @@ class TieredStore:
         )
         self._closed = self.forked = False
         _stores.add(self)
-        self._scanners = [TierScanner(tier, self._lock) for tier in self._tiers if isinstance(tier.backend, ListsKeys)]
+        self._scanners = [
+            TierScanner(tier, self._lock) for tier in self._tiers if tier.shared or isinstance(tier.backend, ListsKeys)
+        ]
 
     def __repr__(self) -> str:
         tiers = " over ".join([self._primary.name, *(tier.name for tier in self._tiers)])

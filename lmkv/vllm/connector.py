@@ -35,7 +35,7 @@ from lmkv.vllm.worker import Worker
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -215,6 +215,10 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     # -- before there is an instance ----------------------------------------------------------------------
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return True
+
+    @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether vLLM must cut its CUDA graphs at each layer: whole graphs skip the calls between layers."""
         return Config.load(extra=extra_config).use_layerwise
@@ -319,6 +323,15 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(model.paged_memory([block_rows(tensor, name) for name, tensor in named]))
         except Exception:
             logger.exception("lmkv: the KV tensors cannot be used; nothing is cached")
+
+    def unregister_kv_caches(self) -> None:
+        """Before the engine sleeps (vLLM 0.33)."""
+        if self._worker is not None:
+            self._worker.suspend()
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.resume()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -123,6 +123,7 @@ class Worker:
         self._slab: SlabMap | None = None
         self._slab_ref: SlabRef | None = None
         self._copier: Copier | None = None
+        self._suspended = False
         self._plan = StepPlan()
         self._running: list[_Running] = []
         self._report = WorkerReport()
@@ -153,6 +154,20 @@ class Worker:
         if ref is not None:
             self._attach(ref)
 
+    def suspend(self) -> None:
+        """The paged memory is about to lose its pages: end the running copies, and fail orders until `resume`.
+
+        What host memory is pinned stays so, and device memory its address. Idempotent.
+        """
+        self._suspended = True
+        for item in self._running:
+            with contextlib.suppress(Exception):  # `poll` reports it.
+                item.event.wait()
+
+    def resume(self) -> None:
+        """The paged memory has pages again, at its address. Idempotent."""
+        self._suspended = False
+
     def begin(self, plan: StepPlan) -> None:
         """Take the orders of a step. Each is executed once, whether or not the model runs in that step."""
         self._plan = plan
@@ -169,7 +184,7 @@ class Worker:
                 slab = attach(ref)
                 self._release_slab()
                 self._slab, self._slab_ref = slab, ref
-                self._ready_copier()
+                self._made_copier()
             except Exception:
                 logger.exception("lmkv: cannot use the CPU tier at %s; nothing is cached", ref.path)
 
@@ -252,6 +267,11 @@ class Worker:
                 self._follow(order, event, layerwise.started)
 
     def _ready_copier(self) -> Copier:
+        if self._suspended:
+            raise UsageError("the engine sleeps: its KV tensors have no memory")
+        return self._made_copier()
+
+    def _made_copier(self) -> Copier:
         with self._attaching:
             if self._copier is None:
                 if self._memory is None or self._slab is None:

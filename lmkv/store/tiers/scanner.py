@@ -1,7 +1,8 @@
 """Keeps the index of a tier that persists true to its backend, on a thread of its own.
 
 Listed once at start, while what is known already is served; and again and again where other processes write
-and delete too, so that their chunks are found and vanished ones are not promised.
+and delete too, so that their chunks are found and vanished ones are not promised. What a shared backend cannot
+list is forgotten after an interval or two, and asked for again when a request wants it.
 """
 
 from __future__ import annotations
@@ -76,12 +77,16 @@ class TierScanner:
     def _list(self) -> bool:
         """List the tier once; False when that has to be done later."""
         index, backend = self._tier.index, self._tier.backend
-        assert isinstance(backend, ListsKeys)
         if index.clearing:
             self._tier.delete_all()
         with self._lock:
             if not index.begin_listing():
                 return False
+        if not isinstance(backend, ListsKeys):
+            self.listed.set()
+            self._stop.wait(self._interval)
+            self._forget_vanished()
+            return True
         for batch in backend.list_all() if isinstance(backend, SharesRoom) else backend.list_keys():
             for part in _parts(batch):
                 with self._lock:

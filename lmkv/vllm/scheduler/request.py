@@ -151,9 +151,9 @@ class RequestState:
         self.tail = self.chain.tail(self.known_tokens)
         self.tail_chunk = len(self.chain.keys)
 
-    def tokens(self, first: int, count: int) -> list[int]:
+    def tokens(self, first: int, count: int) -> Sequence[int]:
         """Up to `count` token ids from number `first` on, as far as they are known."""
-        return list(self.request.all_token_ids[first : first + count])
+        return self.known_tokens[first : first + count]
 
     def release(self) -> None:
         """Release the lease and the promotion."""

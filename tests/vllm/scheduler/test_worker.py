@@ -214,3 +214,36 @@ def report_of(worker: Worker, rng: random.Random) -> list[int]:
     report = worker.take_report()
     assert report is None or all(job.ok for job in report.jobs.values())
     return list(report.jobs) if report else []
+
+
+def test_while_the_engine_sleeps_its_memory_is_not_touched(patch: pytest.MonkeyPatch) -> None:
+    served = serve(patch)
+    worker, device = served.worker, served.device
+    slab = Slab(4096, SLOTS * 4096, shared=True)
+    copies = [ChunkCopy(1, (Run(0, [2, 3]),))]
+
+    def ended(job: int, *, stores: bool) -> bool:
+        worker.begin(StepPlan(*([], [CopyOrder(job, copies, stores=True)]) if stores else ([CopyOrder(job, copies)],)))
+        worker.load()
+        worker.save()
+        eventually(lambda: worker.poll() or bool(worker._report.jobs))
+        report = worker.take_report()
+        assert report is not None
+        return report.jobs[job].ok
+
+    worker.begin(StepPlan([], [CopyOrder(1, copies, stores=True)], slab.ref))
+    worker.save()
+    worker.suspend()
+    worker.suspend()
+    memory, device._memory = device._memory, []
+    assert not ended(2, stores=True)
+    assert not ended(3, stores=False)
+    assert worker.take_failed_blocks() == {2, 3}
+    device.synchronize()
+    device._memory = memory
+    worker.resume()
+    assert ended(4, stores=True), "the copy that ran when it fell asleep had ended: the device has not failed"
+    assert ended(5, stores=False)
+    assert len(device.registered) == 1, "the slab stays pinned"
+    worker.close()
+    slab.close()

@@ -1,0 +1,144 @@
+"""`RemoteBackend`: what backends over a network have in common. A subclass moves the bytes of one value."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from lmkv.backends.remote.blobs import Blobs, WrongLengthError
+from lmkv.chunks.codec import FormatError
+from lmkv.chunks.hashing import KEY_BYTES
+from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, CorruptChunkError, UsageError
+from lmkv.outcomes import HIT, MISS, Read, Written
+from lmkv.protocols import Chunk, ChunkKey
+
+
+class RemoteBackend(ABC):
+    """Values by name in a store that other processes and machines use, too.
+
+    Parameters
+    ----------
+    namespace
+        32 bytes: model, layout and versions whose KV is interchangeable. Other namespaces have other names.
+    prefix
+        Every name begins with it, as access rules may demand.
+    chunk_tokens
+        Most token ids that a value records.
+    name
+        What logs and statistics call the tier.
+
+    Notes
+    -----
+    The store's content is shared: the index of a tier over it is asked again after a while. Whatever goes
+    wrong with one value is that key's outcome; `contains` and `delete`, which have none, raise a
+    `BackendError`. No lock is held during I/O. Values that are not the chunk they should be are FAILED with a
+    `CorruptChunkError`: nothing in them is used, and nothing is unpickled.
+    """
+
+    shared: ClassVar[bool] = True
+
+    def __init__(self, namespace: bytes, *, prefix: str, chunk_tokens: int, name: str) -> None:
+        if len(namespace) != KEY_BYTES:
+            raise ConfigError(f"namespace must have {KEY_BYTES} bytes, not {len(namespace)}")
+        self.namespace = namespace
+        self.name = name
+        self.prefix = prefix
+        self.blobs = Blobs(namespace, chunk_tokens)
+        self._root = f"{prefix}{namespace.hex()}"
+        self._closed = False
+
+    def name_of(self, key: ChunkKey) -> str:
+        """The name of a chunk's value. Raises UsageError for what is no key."""
+        if len(key) != KEY_BYTES:
+            raise UsageError(f"a chunk key must have {KEY_BYTES} bytes, not {len(key)}")
+        return f"{self._root}/{key.hex()}"
+
+    def stored_bytes(self, payload_bytes: int) -> int:
+        """Length of the value of such a payload."""
+        return self.blobs.blob_bytes(payload_bytes)
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Whether there is a value of each key's name. Its bytes are verified when they are read."""
+        self._check_open()
+        names = [self.name_of(key) for key in keys]
+        try:
+            return self._exist(names) if names else []
+        except Exception as error:
+            raise self._translated(error, "contains") from error
+
+    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
+        self._check_open()
+        return [self._read(key, into.cast("B")) for key, into in items]
+
+    def _read(self, key: ChunkKey, into: memoryview) -> Read:
+        name = self.name_of(key)
+        try:
+            return HIT if self._get(key, name, into) else MISS
+        except FormatError as error:
+            return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
+        except WrongLengthError as error:
+            return Read.failed(BackendError(self.name, "read", key.hex(), str(error)))
+        except Exception as error:
+            return Read.failed(self._translated(error, "read", key))
+
+    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
+        self._check_open()
+        return [self._write(chunk) for chunk in chunks]
+
+    def _write(self, chunk: Chunk) -> Written:
+        name = self.name_of(chunk.key)
+        try:
+            return self._put(name, self.blobs.header_of(chunk), chunk.payload)
+        except Exception as error:
+            return Written.failed(self._translated(error, "write", chunk.key))
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        self._check_open()
+        names = [self.name_of(key) for key in keys]
+        try:
+            if names:
+                self._remove(names)
+        except Exception as error:
+            raise self._translated(error, "delete") from error
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._disconnect()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"backend {self.name!r} is closed")
+
+    def _translated(self, error: Exception, action: str, key: ChunkKey = b"") -> BackendError:
+        kind = BackendUnavailable if self._is_away(error) else BackendError
+        translated = kind(self.name, action, key.hex(), f"{type(error).__name__}: {error}")
+        translated.__cause__ = error
+        return translated
+
+    # -- of the engine ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _exist(self, names: Sequence[str]) -> list[bool]:
+        """Whether there is a value of each name, in as few round trips as the engine allows."""
+
+    @abstractmethod
+    def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
+        """Fill `into` with a value's payload, checked by `blobs`; False when there is none."""
+
+    @abstractmethod
+    def _put(self, name: str, header: memoryview, payload: memoryview) -> Written:
+        """Store a value completely or not at all. One that is there stays as it is, and is PRESENT."""
+
+    @abstractmethod
+    def _remove(self, names: Sequence[str]) -> None:
+        """Delete values; absent ones are fine."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Let go of every connection."""
+
+    @abstractmethod
+    def _is_away(self, error: Exception) -> bool:
+        """Whether the engine does not answer, or not to us, rather than one value being at fault."""

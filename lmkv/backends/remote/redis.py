@@ -1,0 +1,333 @@
+"""`RedisBackend`: chunks as values of Redis or Valkey, one server or a cluster.
+
+redis-py connects, authenticates, routes and retries. The bytes of a value go past its parser, from the
+caller's memory to the socket and from the socket into the caller's memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+from lmkv.backends.remote.base import RemoteBackend
+from lmkv.chunks import codec
+from lmkv.chunks.codec import FormatError
+from lmkv.chunks.hashing import KEY_BYTES
+from lmkv.errors import ConfigError, masked
+from lmkv.outcomes import PRESENT, STORED, Written
+from lmkv.protocols import ChunkKey, Listed
+
+try:
+    from redis import Redis, RedisCluster, exceptions
+    from redis.backoff import ExponentialWithJitterBackoff
+    from redis.retry import Retry
+except ImportError as error:
+    raise ConfigError("Redis and Valkey need redis-py: pip install 'lmkv[redis]'") from error
+
+if TYPE_CHECKING:
+    import socket
+
+T = TypeVar("T")
+
+_SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis+cluster": "redis", "rediss+cluster": "rediss"}
+_AT_ONCE = 1000
+"""Names in one round trip."""
+_LONGEST_LINE = 1024
+_REDIRECTIONS = 4
+
+
+class RedisBackend(RemoteBackend):
+    """A Redis or Valkey server or cluster as a backend.
+
+    Parameters
+    ----------
+    url
+        `redis://[user[:password]@]host[:port][/db]`; `rediss://` with TLS; `unix:///path/to/socket`; `valkey://`
+        and `valkeys://` alike; `redis+cluster://` and `rediss+cluster://` for a cluster, by any of its nodes.
+        Further options of redis-py in its query: `?ssl_ca_certs=/path/ca.pem`.
+    namespace
+        32 bytes: model, layout and versions whose KV is interchangeable.
+    username, password
+        Used where the URL has none.
+    prefix
+        Of every name, as an access rule may demand (`~lmkv:*`).
+    ttl
+        Seconds after which the server drops a value that was not written again; None: as it evicts.
+    timeout
+        Seconds for connecting, and for each command. A command that is safe to repeat is repeated once.
+    chunk_tokens
+        Most token ids that a value records.
+    name
+        What logs and statistics call the tier.
+
+    Raises
+    ------
+    ConfigError
+        The URL is none that redis-py understands.
+
+    Notes
+    -----
+    Nothing is connected before the first call. Any number of threads may call, each with a connection from
+    redis-py's pool. A server that is full and evicts nothing (`noeviction`) REJECTS a write; `allkeys-lru` is
+    the policy to use. Passwords are in no repr and no message.
+
+    Examples
+    --------
+    >>> RedisBackend("redis://cache:secret@localhost:6379/0", namespace=bytes(32))
+    <RedisBackend 'redis': redis://cache:***@localhost:6379/0>
+    """
+
+    def __init__(
+        self,
+        url: str,
+        namespace: bytes,
+        *,
+        username: str | None = None,
+        password: str | None = None,
+        prefix: str = "lmkv:",
+        ttl: int | None = None,
+        timeout: float = 1.0,
+        chunk_tokens: int = 512,
+        name: str = "redis",
+    ) -> None:
+        super().__init__(namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name)
+        parts = urlsplit(url)
+        self._url = _SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
+        self._shown = masked(url)
+        self._is_cluster = parts.scheme.endswith("+cluster")
+        self._timeout = timeout
+        self._expiry = [b"EX", str(ttl).encode()] if ttl else []
+        backoff = ExponentialWithJitterBackoff(base=0.01, cap=0.1)
+        self._retry = Retry(backoff, 1, supported_errors=(exceptions.ConnectionError,))
+        self._options: dict[str, Any] = {
+            "socket_timeout": timeout,
+            "socket_connect_timeout": timeout,
+            "retry": self._retry,
+            "protocol": 2,
+            **({"username": username} if username and not parts.username else {}),
+            **({"password": password} if password and not parts.password else {}),
+        }
+        self._connecting = threading.Lock()
+        self._client: Redis | RedisCluster | None = None
+        if not self._is_cluster:
+            try:
+                self._client = Redis.from_url(self._url, **self._options)
+            except ValueError as error:
+                raise ConfigError(f"{self._shown}: {error}") from None
+
+    def __repr__(self) -> str:
+        return f"<RedisBackend {self.name!r}: {self._shown}>"
+
+    def list_keys(self) -> Iterator[list[Listed]]:
+        """What is stored in this namespace, in batches, in no order."""
+        self._check_open()
+        try:
+            yield from self._list()
+        except exceptions.RedisError as error:
+            raise self._translated(error, "list") from error
+
+    def _list(self) -> Iterator[list[Listed]]:
+        batch: list[str] = []
+        root = f"{self._root}/"
+        for found in self._connected().scan_iter(match=f"{_escaped(root)}*", count=_AT_ONCE):
+            name = found.decode("utf-8", "replace")
+            if len(name) == len(root) + 2 * KEY_BYTES:
+                batch.append(name)
+            if len(batch) == _AT_ONCE:
+                yield self._sized(batch)
+                batch = []
+        if batch:
+            yield self._sized(batch)
+
+    def _sized(self, names: Sequence[str]) -> list[Listed]:
+        sizes = self._for_each(names, lambda pipeline, name: pipeline.strlen(name))
+        # SCAN may give a name twice, and what is no string has no length.
+        known = {name: size for name, size in zip(names, sizes, strict=True) if isinstance(size, int) and size}
+        return [Listed(bytes.fromhex(name[-2 * KEY_BYTES :]), size) for name, size in known.items()]
+
+    # -- of the engine ------------------------------------------------------------------------------------
+
+    def _exist(self, names: Sequence[str]) -> list[bool]:
+        answers = self._for_each(names, lambda pipeline, name: pipeline.exists(name))
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return [bool(answer) for answer in answers]
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for answer in self._for_each(names, lambda pipeline, name: pipeline.unlink(name)):
+            if isinstance(answer, Exception):
+                raise answer
+
+    def _for_each(self, names: Sequence[str], command: Callable[[Any, str], object]) -> list[Any]:
+        """The answers, or errors, to a command about each name."""
+        answers: list[Any] = []
+        for at in range(0, len(names), _AT_ONCE):
+            client: Any = self._connected()
+            pipeline = client.pipeline() if self._is_cluster else client.pipeline(transaction=False)
+            with pipeline:
+                for name in names[at : at + _AT_ONCE]:
+                    command(pipeline, name)
+                answers += pipeline.execute(raise_on_error=False)
+        return answers
+
+    def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
+        def get(connection: Any) -> bool:
+            connection.send_command("GET", name)
+            reply = _Reply(connection, self._timeout)
+            nbytes = reply.length()
+            return nbytes is not None and self._receive(reply, nbytes, key, into)
+
+        return self._retry.call_with_retry(lambda: self._routed(name, get), lambda error: None)
+
+    def _receive(self, reply: _Reply, nbytes: int, key: ChunkKey, into: memoryview) -> bool:
+        header_bytes = self.blobs.header_bytes(len(into))
+        start = memoryview(bytearray(min(nbytes, header_bytes)))
+        reply.fill(start)
+        header = self.blobs.parsed(key, start, len(into))
+        if nbytes != header_bytes + len(into) or header.header_bytes != header_bytes:
+            raise FormatError(f"it has {nbytes} bytes, {header.header_bytes + len(into)} by its header")
+        reply.fill(into)
+        reply.end()
+        codec.verify_segments(header, into)
+        return True
+
+    def _put(self, name: str, header: memoryview, payload: memoryview) -> Written:
+        options = [b"NX", *self._expiry]
+        encoded = name.encode()
+        start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
+            3 + len(options),
+            len(encoded),
+            encoded,
+            len(header) + len(payload),
+        )
+        end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
+
+        def put(connection: Any) -> Written:
+            # Asked first: a value that is there need not be sent.
+            connection.send_command("EXISTS", name)
+            if connection.read_response():
+                return PRESENT
+            connection.send_packed_command([start, header, payload, end])
+            return STORED if connection.read_response() else PRESENT
+
+        try:
+            return self._routed(name, put)
+        except exceptions.OutOfMemoryError as error:
+            return Written.rejected(str(error))
+
+    def _is_away(self, error: Exception) -> bool:
+        away = (
+            exceptions.ConnectionError,
+            exceptions.TimeoutError,
+            exceptions.ClusterDownError,
+            exceptions.NoPermissionError,
+            exceptions.ReadOnlyError,
+            exceptions.RedisClusterException,
+        )
+        return isinstance(error, (*away, OSError))
+
+    # -- connections --------------------------------------------------------------------------------------
+
+    def _connected(self) -> Redis | RedisCluster:
+        # A cluster's client asks for its nodes when it is made.
+        with self._connecting:
+            if self._client is None:
+                self._client = RedisCluster.from_url(self._url, **self._options)
+            return self._client
+
+    def _disconnect(self) -> None:
+        with self._connecting:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _routed(self, name: str, work: Callable[[Any], T]) -> T:
+        """`work` with a connection to the server that has the name, wherever a cluster sends it."""
+        client = self._connected()
+        pool, asking = self._pool_of(client, name), False
+        for _ in range(_REDIRECTIONS):
+            try:
+                return self._with_connection(pool, work, asking)
+            except exceptions.AskError as error:
+                node = cast(RedisCluster, client).get_node(error.host, error.port)
+                pool, asking = self._pool_at(client, node), True
+            except exceptions.MovedError as error:
+                cast(RedisCluster, client).nodes_manager.move_slot(error)
+                pool, asking = self._pool_of(client, name), False
+        raise exceptions.ClusterDownError(f"{name} was redirected {_REDIRECTIONS} times")
+
+    def _pool_of(self, client: Redis | RedisCluster, name: str) -> Any:
+        return self._pool_at(client, client.get_node_from_key(name) if isinstance(client, RedisCluster) else None)
+
+    @staticmethod
+    def _pool_at(client: Redis | RedisCluster, node: Any) -> Any:
+        return (client.get_redis_connection(node) if isinstance(client, RedisCluster) else client).connection_pool
+
+    @staticmethod
+    def _with_connection(pool: Any, work: Callable[[Any], T], asking: bool) -> T:
+        connection = pool.get_connection()
+        try:
+            if asking:
+                connection.send_command("ASKING")
+                connection.read_response()
+            return work(connection)
+        except exceptions.ResponseError:
+            raise  # an answer, read to its end
+        except BaseException:
+            # The rest of an answer may still come.
+            connection.disconnect()
+            raise
+        finally:
+            pool.release(connection)
+
+
+open_url = RedisBackend
+
+
+class _Reply:
+    """The answer to a GET, read past redis-py's parser, which has nothing buffered between commands."""
+
+    def __init__(self, connection: Any, timeout: float) -> None:
+        self._connection = connection
+        self._socket: socket.socket = connection._get_socket()
+        self._deadline = time.monotonic() + timeout
+
+    def length(self) -> int | None:
+        """Of the value; None when there is none. Raises what the server answers instead."""
+        line = bytearray()
+        while not line.endswith(b"\r\n"):
+            # A byte at a time: what follows belongs to the value.
+            byte = self._socket.recv(1)
+            if not byte or len(line) > _LONGEST_LINE:
+                raise exceptions.ConnectionError("the connection was closed within an answer")
+            line += byte
+        kind, text = line[:1], line[1:-2].decode("utf-8", "replace")
+        if kind == b"-":
+            error = self._connection._parser.parse_error(text)
+            raise FormatError(text) if text.startswith("WRONGTYPE") else error
+        if kind != b"$":
+            raise exceptions.InvalidResponse(f"{text!r} instead of a value")
+        return None if text == "-1" else int(text)
+
+    def fill(self, view: memoryview) -> None:
+        """Read exactly as many bytes."""
+        while len(view):
+            if time.monotonic() > self._deadline:
+                raise exceptions.TimeoutError("the value took too long")
+            received = self._socket.recv_into(view)
+            if not received:
+                raise exceptions.ConnectionError("the connection was closed within a value")
+            view = view[received:]
+
+    def end(self) -> None:
+        """Read what follows a value."""
+        self.fill(memoryview(bytearray(2)))
+
+
+def _escaped(text: str) -> str:
+    """A pattern of Redis that matches the text alone."""
+    return "".join(f"\\{char}" if char in "*?[]\\^-" else char for char in text)

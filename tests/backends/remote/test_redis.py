@@ -1,0 +1,406 @@
+"""Redis and Valkey: the public suite over real servers, and what each can do to a chunk or to a connection."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("redis")
+
+from redis import Redis
+
+from lmkv.backends.remote.redis import RedisBackend
+from lmkv.errors import BackendUnavailable, ConfigError, CorruptChunkError
+from lmkv.outcomes import ReadStatus, WriteStatus
+from lmkv.protocols import Backend, Chunk
+from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, sizes_of, statuses
+from tests.kit import eventually
+from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, missing, redis_server
+
+NAMESPACE = bytes(range(32))
+KINDS = ("valkey", "redis")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(request.param, tmp_path_factory.mktemp(request.param)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
+    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
+    servers = []
+    try:
+        for number in range(3):
+            options = ("--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{number}.conf")
+            servers.append(RedisServer(kind, tmp_path_factory.mktemp("cluster"), *options))
+        form_cluster(servers)
+        yield servers
+    finally:
+        for each in servers:
+            each.kill()
+
+
+def form_cluster(servers: list[RedisServer]) -> None:
+    nodes = [Redis(port=each.port) for each in servers]
+    bounds = [0, 5461, 10922, 16384]
+    for number, node in enumerate(nodes):
+        node.execute_command("CLUSTER ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
+        node.execute_command("CLUSTER MEET", "127.0.0.1", servers[0].port)
+    for node in nodes:
+        eventually(lambda node=node: "ok" in str(node.cluster("INFO")["cluster_state"]))  # type: ignore[misc]
+        node.close()
+
+
+def backend_of(url: str, **options: Any) -> RedisBackend:
+    return RedisBackend(url, NAMESPACE, **{"timeout": 10.0, **options})
+
+
+def emptied(url: str, **options: Any) -> RedisBackend:
+    with Redis.from_url(url, **options) as client:
+        client.flushall()
+    return backend_of(url)
+
+
+class TestRedisSuite(BackendSuite):
+    @pytest.fixture(autouse=True)
+    def _servers(self, server: RedisServer) -> None:
+        self.server = server
+
+    def make(self, folder: Path) -> Backend:
+        if (folder / "used").exists():
+            return backend_of(self.server.url)
+        (folder / "used").touch()
+        return emptied(self.server.url)
+
+
+class TestUnixSocketSuite(TestRedisSuite):
+    def make(self, folder: Path) -> Backend:
+        super().make(folder).close()
+        return backend_of(f"unix://{self.server.socket}")
+
+
+class TestClusterSuite(BackendSuite):
+    @pytest.fixture(autouse=True)
+    def _servers(self, cluster: list[RedisServer]) -> None:
+        self.cluster = cluster
+
+    def make(self, folder: Path) -> Backend:
+        if not (folder / "used").exists():
+            (folder / "used").touch()
+            for each in self.cluster:
+                emptied(each.url).close()
+        return backend_of(f"redis+cluster://127.0.0.1:{self.cluster[0].port}")
+
+
+# -- what is under a key ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backend(server: RedisServer) -> Iterator[RedisBackend]:
+    backend = emptied(server.url)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[Redis]:
+    with Redis(port=server.port) as client:
+        yield client
+
+
+def cut(client: Redis, name: str) -> None:
+    client.set(name, bytes(client.get(name))[:-5])  # type: ignore[arg-type]
+
+
+def lengthen(client: Redis, name: str) -> None:
+    client.append(name, b"more")
+
+
+def flip(client: Redis, name: str) -> None:
+    client.setbit(name, 8 * 9000, 1 - client.getbit(name, 8 * 9000))  # type: ignore[operator]
+
+
+def flip_header(client: Redis, name: str) -> None:
+    client.setbit(name, 8 * 100, 1 - client.getbit(name, 8 * 100))  # type: ignore[operator]
+
+
+def foreign(client: Redis, name: str) -> None:
+    client.set(name, b"somebody else's")
+
+
+def of_another_chunk(client: Redis, name: str) -> None:
+    other = chunk_of(9000)
+    with_other = backend_of(f"redis://127.0.0.1:{client.get_connection_kwargs()['port']}")
+    with_other.write([other])
+    client.rename(with_other.name_of(other.key), name)
+    with_other.close()
+
+
+def a_list(client: Redis, name: str) -> None:
+    client.delete(name)
+    client.rpush(name, "one", "two")
+
+
+@pytest.mark.parametrize("damage", [cut, lengthen, flip, flip_header, foreign, of_another_chunk, a_list])
+def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(
+    backend: RedisBackend, client: Redis, damage: Callable[[Redis, str], None]
+) -> None:
+    chunk, sound = chunk_of(9000), chunk_of(9000)
+    assert statuses(backend, [chunk, sound]) == [WriteStatus.STORED] * 2
+    damage(client, backend.name_of(chunk.key))
+    (read,) = backend.read([(chunk.key, memoryview(bytearray(9000)))])
+    assert read.status is ReadStatus.FAILED
+    assert isinstance(read.error, CorruptChunkError)
+    assert read_back(backend, sound) == sound.payload, "the connection is clean again"
+    backend.delete([chunk.key])
+    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert read_back(backend, chunk) == chunk.payload
+
+
+def test_other_namespaces_and_prefixes_are_other_chunks(backend: RedisBackend, server: RedisServer) -> None:
+    chunk = chunk_of(500)
+    others = [
+        RedisBackend(server.url, bytes(32), timeout=10.0),
+        backend_of(server.url, prefix="team*[a]:"),
+        backend_of(f"{server.url}/3"),
+    ]
+    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    for other in others:
+        assert other.contains([chunk.key]) == [False]
+        mine = chunk_of(600)
+        assert statuses(other, [mine]) == [WriteStatus.STORED]
+        assert listed(other) == sizes_of(other, [mine])
+        other.close()
+    assert listed(backend) == sizes_of(backend, [chunk])
+
+
+def test_a_value_is_dropped_by_the_server_after_its_time(server: RedisServer, client: Redis) -> None:
+    backend = backend_of(server.url, ttl=1000)
+    chunk = chunk_of(100)
+    backend.write([chunk])
+    assert 990 <= int(client.ttl(backend.name_of(chunk.key))) <= 1000  # type: ignore[arg-type]
+    backend.close()
+
+
+def test_what_is_there_is_not_sent_again(backend: RedisBackend, client: Redis) -> None:
+    chunk = chunk_of(1 << 20)
+    backend.write([chunk])
+    before = client.info()["total_net_input_bytes"]  # type: ignore[index]
+    assert statuses(backend, [chunk]) == [WriteStatus.PRESENT]
+    assert client.info()["total_net_input_bytes"] - before < 10_000  # type: ignore[index]
+
+
+def test_a_full_server_rejects_and_one_that_evicts_takes_all(tmp_path: Path) -> None:
+    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
+    for policy, last in (("noeviction", WriteStatus.REJECTED), ("allkeys-lru", WriteStatus.STORED)):
+        with redis_server(kind, tmp_path, "--maxmemory", "10mb", "--maxmemory-policy", policy) as server:
+            backend = backend_of(server.url)
+            found = statuses(backend, [chunk_of(1 << 20) for _ in range(15)])
+            assert found[0] is WriteStatus.STORED
+            assert found[-1] is last
+            backend.close()
+
+
+# -- connections -----------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_killed_is_unavailable_until_it_is_back(tmp_path: Path) -> None:
+    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
+    with redis_server(kind, tmp_path) as server:
+        backend = backend_of(server.url)
+        chunk = chunk_of(100)
+        assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+        server.kill()
+        assert_unavailable(backend, chunk)
+        server.start()
+        assert backend.contains([chunk.key]) == [False]
+        assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+        assert read_back(backend, chunk) == chunk.payload
+        backend.close()
+
+
+def assert_unavailable(backend: RedisBackend, chunk: Chunk) -> None:
+    with pytest.raises(BackendUnavailable):
+        backend.contains([chunk.key])
+    (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
+    assert isinstance(read.error, BackendUnavailable)
+    (written,) = backend.write([chunk_of(100)])
+    assert isinstance(written.error, BackendUnavailable)
+
+
+def test_a_connection_that_dies_while_it_was_idle_is_made_again(server: RedisServer) -> None:
+    backend = emptied(server.url)
+    chunk = chunk_of(100)
+    backend.write([chunk])
+    with Redis(port=server.port) as client:
+        client.client_kill_filter(_type="normal", skipme=True)
+    assert read_back(backend, chunk) == chunk.payload
+    backend.close()
+
+
+def test_connections_that_die_in_the_middle_of_values_serve_no_wrong_byte(server: RedisServer) -> None:
+    backend = emptied(server.url)
+    chunks = [chunk_of(1 << 20) for _ in range(8)]
+    backend.write(chunks)
+    stop = threading.Event()
+
+    def kill() -> None:
+        with Redis(port=server.port) as client:
+            while not stop.is_set():
+                client.client_kill_filter(_type="normal", skipme=True)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    hits = failures = 0
+    for number in range(200):
+        chunk = chunks[number % 8]
+        into = memoryview(bytearray(len(chunk.payload)))
+        (read,) = backend.read([(chunk.key, into)])
+        hits += read.status is ReadStatus.HIT
+        failures += read.status is ReadStatus.FAILED
+        assert read.status is not ReadStatus.HIT or into == chunk.payload
+    stop.set()
+    killer.join()
+    assert hits + failures == 200
+    assert read_back(backend, chunks[0]) == chunks[0].payload
+    backend.close()
+
+
+@pytest.mark.parametrize("deaf", ["the server", "the network"])
+def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str) -> None:
+    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
+    with redis_server(kind, tmp_path) as server:
+        proxy = Proxy(server.port)
+        backend = backend_of(f"redis://127.0.0.1:{proxy.port}", timeout=0.5)
+        chunk = chunk_of(100)
+        assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+        if deaf == "the server":
+            server.pause()
+        proxy.deaf = deaf == "the network"
+        started = time.monotonic()
+        assert_unavailable(backend, chunk)
+        assert time.monotonic() - started < 10.0
+        server.resume()
+        proxy.deaf = False
+        eventually(lambda: statuses(backend, [chunk]) == [WriteStatus.PRESENT])
+        assert read_back(backend, chunk) == chunk.payload
+        backend.close()
+        proxy.close()
+
+
+def test_a_value_that_comes_too_slowly_is_given_up(tmp_path: Path) -> None:
+    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
+    with redis_server(kind, tmp_path) as server:
+        proxy = Proxy(server.port)
+        direct, slow = backend_of(server.url), backend_of(f"redis://127.0.0.1:{proxy.port}", timeout=1.0)
+        chunk = chunk_of(32 << 20)
+        direct.write([chunk])
+        proxy.delay = 0.2
+        (read,) = slow.read([(chunk.key, memoryview(bytearray(32 << 20)))])
+        assert isinstance(read.error, BackendUnavailable)
+        assert slow.contains([chunk.key]) == [True], "200 ms are no failure"
+        for each in (direct, slow):
+            each.close()
+        proxy.close()
+
+
+# -- who may, and what is shown --------------------------------------------------------------------------
+
+
+def test_an_acl_user_with_a_prefix_of_its_own(server: RedisServer, client: Redis) -> None:
+    client.execute_command(
+        "ACL SETUSER", "cache", "on", ">s3cret", "~kv:*", "+@read", "+@write", "+@connection", "-@dangerous"
+    )
+    at = f"127.0.0.1:{server.port}"
+    mine = backend_of(f"redis://cache:s3cret@{at}", prefix="kv:")
+    chunk = chunk_of(100)
+    assert statuses(mine, [chunk]) == [WriteStatus.STORED]
+    assert read_back(mine, chunk) == chunk.payload
+    assert listed(mine) == sizes_of(mine, [chunk])
+    by_settings = backend_of(f"redis://{at}", username="cache", password="s3cret", prefix="kv:")
+    assert by_settings.contains([chunk.key]) == [True]
+    other_prefix = backend_of(f"redis://cache:s3cret@{at}", prefix="other:")
+    assert_unavailable(other_prefix, chunk)
+    client.execute_command("ACL SETUSER", "cache", "resetpass", ">changed")
+    client.execute_command("CLIENT KILL", "USER", "cache")
+    assert_unavailable(mine, chunk)
+    for each in (mine, by_settings, other_prefix):
+        each.close()
+    client.execute_command("ACL DELUSER", "cache")
+
+
+def test_passwords_are_shown_nowhere(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    backend = backend_of(f"redis://cache:hunter2@127.0.0.1:{server.port}?db=0")
+    with pytest.raises(BackendUnavailable) as refused:
+        backend.contains([new_key()])
+    with pytest.raises(ConfigError) as unknown:
+        RedisBackend("redis://cache:hunter2@host?socket_timeout=x&password=hunter2", NAMESPACE)
+    texts = [repr(backend), str(refused.value), repr(refused.value), str(unknown.value), caplog.text]
+    assert not any("hunter2" in text for text in texts)
+    backend.close()
+
+
+def test_tls(tmp_path: Path) -> None:
+    if PROGRAMS["redis"]() is None:
+        missing("redis", "the Valkey of the wheel has no TLS")
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*make, "-keyout", tmp_path / "key", "-out", tmp_path / "cert"], check=True, capture_output=True)
+    files = ("--tls-cert-file", str(tmp_path / "cert"), "--tls-key-file", str(tmp_path / "key"))
+    port = free_port()
+    tls = ("--tls-port", str(port), *files, "--tls-ca-cert-file", str(tmp_path / "cert"), "--tls-auth-clients", "no")
+    with redis_server("redis", tmp_path, *tls):
+        backend = backend_of(f"rediss://localhost:{port}?ssl_ca_certs={tmp_path / 'cert'}")
+        chunk = chunk_of(3 << 20)
+        assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+        assert read_back(backend, chunk) == chunk.payload
+        backend.close()
+        distrusting = backend_of(f"rediss://localhost:{port}")
+        assert_unavailable(distrusting, chunk)
+        distrusting.close()
+
+
+# -- clusters --------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_found_while_a_cluster_moves_their_slot(cluster: list[RedisServer]) -> None:
+    backend = backend_of(f"redis+cluster://127.0.0.1:{cluster[1].port}")
+    chunk = chunk_of(200_000)
+    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    name = backend.name_of(chunk.key)
+    nodes = [Redis(port=each.port, decode_responses=True) for each in cluster]
+    ids = [str(node.execute_command("CLUSTER MYID")) for node in nodes]
+    slot = int(nodes[0].execute_command("CLUSTER KEYSLOT", name))
+    owner = next(number for number, upper in enumerate((5460, 10921, 16383)) if slot <= upper)
+    target = (owner + 1) % 3
+    nodes[target].execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[owner])
+    nodes[owner].execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[target])
+    assert read_back(backend, chunk) == chunk.payload, "not moved yet"
+    nodes[owner].execute_command("MIGRATE", "127.0.0.1", cluster[target].port, name, 0, 5000)
+    assert read_back(backend, chunk) == chunk.payload, "asked for where it goes"
+    for number in (target, owner, 3 - owner - target):
+        nodes[number].execute_command("CLUSTER SETSLOT", slot, "NODE", ids[target])
+    assert read_back(backend, chunk) == chunk.payload, "moved"
+    assert statuses(backend, [chunk]) == [WriteStatus.PRESENT]
+    assert backend.contains([chunk.key]) == [True]
+    backend.close()
+    for node in nodes:
+        node.close()
+
+
+def test_a_cluster_that_is_not_there_at_the_start_is_asked_again(tmp_path: Path) -> None:
+    port = free_port()
+    backend = backend_of(f"redis+cluster://127.0.0.1:{port}", timeout=0.5)
+    with pytest.raises(BackendUnavailable):
+        backend.contains([new_key()])
+    backend.close()
