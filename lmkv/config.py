@@ -134,8 +134,10 @@ def _remote_urls(value: object) -> tuple[RemoteURL, ...]:
 
 
 def _secret(value: object) -> Secret | None:
-    if value is None or value == "" or isinstance(value, Secret):
-        return value or None
+    if value is None or value == "":
+        return None
+    if isinstance(value, Secret):
+        return value
     if not isinstance(value, str | int):
         raise ValueError("must be a password")
     return Secret(str(value))

@@ -29,7 +29,8 @@ PACKAGE = Path(lmkv.errors.__file__).parent
 
 BASE = frozenset({"errors", "outcomes", "protocols", "chunks"})
 STORE = BASE | {"memory", "store", "store.tiers"}
-BUILT = STORE | {"policies", "backends", "backends.disk", "lmcache", "config", "build"}
+BACKENDS_ROOMS = frozenset({"backends", "backends.disk", "backends.remote"})
+BUILT = STORE | BACKENDS_ROOMS | {"policies", "lmcache", "remote_url", "config", "build"}
 
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -38,14 +39,16 @@ ALLOWED: dict[str, frozenset[str]] = {
     "chunks": frozenset({"errors"}),
     "policies": frozenset({"errors", "protocols"}),
     "lmcache": frozenset({"errors"}),
-    "config": frozenset({"errors", "policies", "lmcache"}),
+    "remote_url": frozenset({"errors"}),
+    "config": frozenset({"errors", "policies", "lmcache", "remote_url"}),
     "memory": frozenset({"errors", "chunks"}),
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
     "store.tiers": STORE - {"store"},
     "store": STORE,
     # The primary tier's backend is the slab itself, seen as a backend. A backend never imports another one.
-    "backends": BASE | {"memory", "backends.disk"},
+    "backends": BASE | {"memory", "backends.disk", "backends.remote"},
     "backends.disk": BASE,
+    "backends.remote": BASE,
     # Only what is built from a Config sees one.
     "build": BUILT,
     "engine": BUILT,
@@ -61,12 +64,13 @@ ALLOWED: dict[str, frozenset[str]] = {
 
 BUDGET = {
     "": 60,
-    "errors": 30,
+    "errors": 32,
     "outcomes": 50,
     "protocols": 90,
     "lmcache": 120,
-    "config": 315,
-    "build": 50,
+    "remote_url": 25,
+    "config": 365,
+    "build": 70,
     "engine": 320,
     "registry": 30,
     "chunks": 350,
@@ -74,14 +78,15 @@ BUDGET = {
     "policies": 165,
     "store": 910,
     "store.tiers": 1045,
-    "backends": 360,
+    "backends": 365,
     "backends.disk": 700,
-    "vllm": 990,
+    "backends.remote": 370,
+    "vllm": 1010,
     "vllm.scheduler": 845,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 7330
+WHOLE = 7830
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
@@ -194,7 +199,7 @@ def test_every_room_is_there() -> None:
     assert rooms == set(ALLOWED)
     # A new module at the root is a new room: say in ALLOWED what it may import.
     assert {room_of(name) for name in MODULES if name.count(".") == 1} <= set(ALLOWED) - {""}
-    assert len(list(PACKAGE.glob("*.py"))) <= 9
+    assert len(list(PACKAGE.glob("*.py"))) <= 10
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -33,6 +34,13 @@ DEFAULTS: dict[str, object] = {
     "disk_direct": "auto",
     "disk_write": "through",
     "disk_admission": "all",
+    "remote_url": None,
+    "remote_username": None,
+    "remote_password": None,
+    "remote_password_file": None,
+    "remote_prefix": "lmkv:",
+    "remote_ttl": 0,
+    "remote_timeout": 1.0,
     "prefetch_share": 0.5,
     "prefetch_deadline": 0.8,
     "load_or_recompute": True,
@@ -275,7 +283,7 @@ def test_an_unknown_key_that_resembles_nothing_gets_no_suggestion() -> None:
         load(qqq=1)
 
 
-@pytest.mark.parametrize(("key", "why"), [("use_gds", "gds_path"), ("remote_url", "no remote tiers")])
+@pytest.mark.parametrize(("key", "why"), [("use_gds", "gds_path"), ("storage_plugins", "not loaded")])
 def test_a_key_of_lmcache_among_those_of_lmkv_gets_its_reason(key: str, why: str, file: Path) -> None:
     file.write_text(f"lmcache.{key}: 1\n")
     for given in ({"extra": {key: 1}}, {"file": file}, {"env": {f"LMKV_{key.upper()}": "1"}}):
@@ -502,3 +510,48 @@ def test_the_source_of_an_error_is_where_the_value_came_from(tmp_path: Path) -> 
         Config.load(env={}, extra={7: 1})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match=r"^file .*null byte"):
         Config.load(env={}, file="/k\0v")
+
+
+# -- remote stores ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given", ["redis://a,valkeys://u:p@b/3", "redis://a valkeys://u:p@b/3", ["redis://a", "valkeys://u:p@b/3"]]
+)
+def test_remote_urls_are_one_text_or_a_list(given: object, file: Path) -> None:
+    config = load(extra={"remote_url": given})
+    assert [url.text for url in config.remote_url] == ["redis://a", "valkeys://u:p@b/3"]
+    assert [url.scheme for url in config.remote_url] == ["redis", "valkeys"]
+    file.write_text(json.dumps({"remote_url": given}))
+    assert load(file=file) == config
+    assert load(remote_url=config.remote_url) == config
+
+
+@pytest.mark.parametrize("bad", ["localhost:6379", "ftp://u:hunter2@host", 5, ["redis://a", 5], "redis-sentinel://h"])
+def test_what_is_no_remote_url_is_refused_and_its_password_not_shown(bad: object) -> None:
+    with pytest.raises(ConfigError, match="remote_url = ") as refused:
+        load(remote_url=bad)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_passwords_are_in_no_repr_and_no_table() -> None:
+    env = {"LMKV_REMOTE_URL": "redis://me:hunter2@host/1?ssl_password=hunter2", "LMKV_REMOTE_PASSWORD": "hunter2"}
+    config = load(env=env)
+    assert config.password == "hunter2"
+    assert "hunter2" in config.remote_url[0].text
+    for shown in (repr(config), str(config.remote_url), repr(config.describe()), str(config.remote_password)):
+        assert "hunter2" not in shown
+    assert values(config)["remote_url"] == "redis://me:***@host/1?ssl_password=***"
+    with pytest.raises(ConfigError) as unknown:
+        load(remote_uri="redis://me:hunter2@host")
+    assert "hunter2" not in str(unknown.value)
+
+
+def test_a_password_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hunter2\n")
+    config = load(remote_password_file=str(tmp_path / "secret"))
+    assert config.password == "hunter2"
+    with pytest.raises(ConfigError, match="both given"):
+        load(remote_password_file=str(tmp_path / "secret"), remote_password="x")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        _ = load(remote_password_file=str(tmp_path / "none")).password

@@ -195,9 +195,9 @@ def test_what_would_change_what_is_served_is_refused_with_the_reason(key: str) -
 
 def test_everything_that_is_refused_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load({"LMCACHE_REMOTE_URL": "redis://h", "LMCACHE_ENABLE_BLENDING": "True", "LMCACHE_PD_ROLE": "sender"})
+        load({"LMCACHE_REMOTE_SERDE": "cachegen", "LMCACHE_ENABLE_BLENDING": "True", "LMCACHE_PD_ROLE": "sender"})
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
-        "environment LMCACHE_REMOTE_URL",
+        "environment LMCACHE_REMOTE_SERDE",
         "environment LMCACHE_ENABLE_BLENDING",
         "environment LMCACHE_PD_ROLE",
     ]

@@ -24,6 +24,7 @@ from rich.table import Table
 from lmkv.cli.measure.engines import CONNECTOR
 from lmkv.cli.measure.hit import PROMPTS, Measurement, Plan, Progress, measure_hit
 from lmkv.cli.measure.process import ChildFailedError
+from lmkv.cli.measure.remote import measure_remote
 from lmkv.cli.measure.restart import measure_restart
 from lmkv.cli.measure.small_model import SmallModel
 from lmkv.cli.model import whole_heads
@@ -35,6 +36,12 @@ class Medium(StrEnum):
 
     RAM = "ram"
     DISK = "disk"
+    REDIS = "redis"
+    VALKEY = "valkey"
+
+
+LOCAL = {Medium.REDIS: "redis://localhost", Medium.VALKEY: "valkey://localhost"}
+"""Where a remote store is unless its URL is given."""
 
 
 def demo(
@@ -42,8 +49,15 @@ def demo(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
     hidden: Annotated[int, typer.Option(callback=whole_heads, help="Its hidden size, in heads of 64.")] = 512,
     tier: Annotated[
-        Medium, typer.Option(help="ram: send the prompts again; disk: kill vLLM and start it again in between.")
+        Medium,
+        typer.Option(
+            help="ram: send the prompts again; disk: kill vLLM and start it again in between; a remote store: "
+            "end vLLM and start another one."
+        ),
     ] = Medium.RAM,
+    url: Annotated[
+        str | None, typer.Option(help="Of the remote store.", envvar="LMKV_REMOTE_URL", show_default="on localhost")
+    ] = None,
     disk: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Where to put the disk tier's temporary folder.", show_default="TMPDIR"),
@@ -58,7 +72,7 @@ def demo(
     model = SmallModel(layers=layers, hidden=hidden, max_position=2 * tokens)
     plan = Plan(tokens=tokens, model=model, connector=None if connector == "none" else connector)
     try:
-        measured = run(plan, tier, disk, keep=keep)
+        measured = run(plan, tier, disk, url, keep=keep)
     except (LmkvError, ChildFailedError) as error:
         sys.exit(f"lmkv demo: {error}")
     if as_json:
@@ -68,12 +82,14 @@ def demo(
     sys.exit(0 if measured.passed else 1)
 
 
-def run(plan: Plan, tier: Medium, disk: Path | None, *, keep: bool) -> Measurement:
+def run(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, keep: bool) -> Measurement:
     with ExitStack() as stack:
         folder = stack.enter_context(demo_folder(None, keep=keep))
         say = stack.enter_context(progress())
         if tier is Medium.RAM:
             return measure_hit(plan, folder, say)
+        if tier in LOCAL:
+            return measure_remote(plan, folder, url or LOCAL[tier], say)
         return measure_restart(plan, folder, stack.enter_context(demo_folder(disk, keep=keep)), say)
 
 
@@ -120,9 +136,10 @@ def show(measured: Measurement) -> None:
 
 def rows(measured: Measurement) -> dict[str, str]:
     restarted, speed = measured.disk_ttft_s is not None, measured.load_gb_s
+    hit = "hit after SIGKILL and restart" if restarted else "hit in another vLLM" if measured.remote_ttft_s else "hit"
     found = {
         "prompt": f"{measured.prompt_tokens:,} tokens",
-        "hit after SIGKILL and restart" if restarted else "hit": f"{measured.hit_tokens:,} tokens",
+        hit: f"{measured.hit_tokens:,} tokens",
         "hit from": measured.hit_tier,
         ttft("cold"): f"{measured.cold_ttft_s:.3f} s",
         ttft("from memory"): f"{measured.warm_ttft_s:.3f} s",
@@ -130,6 +147,8 @@ def rows(measured: Measurement) -> dict[str, str]:
     if restarted:
         found[ttft("from disk")] = f"{measured.disk_ttft_s:.3f} s"
         found["read past the page cache"] = "yes" if measured.direct_io else "no"
+    if measured.remote_ttft_s is not None:
+        found[ttft("from the remote store")] = f"{measured.remote_ttft_s:.3f} s"
     return found | {
         "speed-up": f"{measured.speedup:.1f} x",
         "load from host memory": "" if speed is None else f"{speed:.1f} GB/s",

@@ -34,6 +34,36 @@ class RemoteBackend(ABC):
     wrong with one value is that key's outcome; `contains` and `delete`, which have none, raise a
     `BackendError`. No lock is held during I/O. Values that are not the chunk they should be are FAILED with a
     `CorruptChunkError`: nothing in them is used, and nothing is unpickled.
+
+    Examples
+    --------
+    >>> from lmkv.outcomes import PRESENT, STORED
+    >>> class DictBackend(RemoteBackend):
+    ...     values = {}
+    ...     def _exist(self, names):
+    ...         return [name in self.values for name in names]
+    ...     def _get(self, key, name, into):
+    ...         if name in self.values:
+    ...             self.blobs.unpack(key, memoryview(self.values[name]), into)
+    ...         return name in self.values
+    ...     def _put(self, name, header, payload):
+    ...         if name in self.values:
+    ...             return PRESENT
+    ...         self.values[name] = bytes(header) + bytes(payload)
+    ...         return STORED
+    ...     def _remove(self, names):
+    ...         for name in names:
+    ...             self.values.pop(name, None)
+    ...     def _disconnect(self):
+    ...         pass
+    ...     def _is_away(self, error):
+    ...         return isinstance(error, OSError)
+    >>> backend = DictBackend(bytes(32), prefix="lmkv:", chunk_tokens=512, name="dict")
+    >>> backend.write([Chunk(bytes(32), memoryview(b"payload"))])
+    [Written(status=<WriteStatus.STORED: 'stored'>, reason='', error=None)]
+    >>> into = memoryview(bytearray(7))
+    >>> backend.read([(bytes(32), into)])[0].status, bytes(into)
+    (<ReadStatus.HIT: 'hit'>, b'payload')
     """
 
     shared: ClassVar[bool] = True

@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis+cluster": "redis", "rediss+cluster": "rediss"}
+_SCHEMES = {
+    "valkey": "redis",
+    "valkeys": "rediss",
+    "redis+cluster": "redis",
+    "rediss+cluster": "rediss",
+    "redis-cluster": "redis",
+}
 _AT_ONCE = 1000
 """Names in one round trip."""
 _LONGEST_LINE = 1024
@@ -97,7 +103,7 @@ class RedisBackend(RemoteBackend):
         parts = urlsplit(url)
         self._url = _SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
         self._shown = masked(url)
-        self._is_cluster = parts.scheme.endswith("+cluster")
+        self._is_cluster = parts.scheme.endswith("cluster")
         self._timeout = timeout
         self._expiry = [b"EX", str(ttl).encode()] if ttl else []
         backoff = ExponentialWithJitterBackoff(base=0.01, cap=0.1)
@@ -181,7 +187,8 @@ class RedisBackend(RemoteBackend):
             nbytes = reply.length()
             return nbytes is not None and self._receive(reply, nbytes, key, into)
 
-        return self._retry.call_with_retry(lambda: self._routed(name, get), lambda error: None)
+        found: bool = self._retry.call_with_retry(lambda: self._routed(name, get), lambda error: None)
+        return found
 
     def _receive(self, reply: _Reply, nbytes: int, key: ChunkKey, into: memoryview) -> bool:
         header_bytes = self.blobs.header_bytes(len(into))

@@ -76,7 +76,7 @@ class Plan:
 class Measurement:
     """`hit_tier`: where most of the hit was. `speedup`: of the last repetition over the cold prompts.
 
-    `warm_ttft_s`: with the chunks in host memory. `disk_ttft_s`, `direct_io`: after a restart, from disk.
+    `warm_ttft_s`: with the chunks in host memory. `disk_ttft_s`, `direct_io`: after a restart, from disk. `remote_ttft_s`: in another engine, from a remote store.
     """
 
     prompt_tokens: int
@@ -85,6 +85,7 @@ class Measurement:
     cold_ttft_s: float
     warm_ttft_s: float
     disk_ttft_s: float | None
+    remote_ttft_s: float | None
     speedup: float
     outputs_equal: bool
     load_gb_s: float | None
@@ -136,16 +137,17 @@ def summarize(
     cold: Sequence[Answer],
     warm: Sequence[Answer],
     disk: Sequence[Answer] = (),
+    remote: Sequence[Answer] = (),
     *,
     engine: str,
     device: str,
     direct_io: bool | None = None,
 ) -> Measurement:
     """The best of times, since what disturbs a measurement only adds to it; the worst of everything else."""
-    repeated = disk or warm
+    repeated = disk or remote or warm
     cold_ttft_s, repeated_ttft_s = fastest(cold), fastest(repeated)
     hit_tokens = min(answer.hit_tokens for answer in repeated)
-    counted = [answer.sources.get("disk", 0) if disk else answer.hit_tokens for answer in repeated]
+    counted = [answer.hit_tokens - (answer.sources.get("cpu", 0) if disk or remote else 0) for answer in repeated]
     return Measurement(
         prompt_tokens=plan.tokens,
         hit_tokens=hit_tokens,
@@ -153,8 +155,9 @@ def summarize(
         cold_ttft_s=cold_ttft_s,
         warm_ttft_s=fastest(warm),
         disk_ttft_s=repeated_ttft_s if disk else None,
+        remote_ttft_s=repeated_ttft_s if remote else None,
         speedup=cold_ttft_s / repeated_ttft_s,
-        outputs_equal=same_outputs(cold, warm, disk or warm),
+        outputs_equal=same_outputs(cold, warm, repeated),
         load_gb_s=max((answer.load_gb_s for answer in repeated if answer.load_gb_s), default=None),
         direct_io=direct_io,
         engine=engine,
