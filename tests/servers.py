@@ -130,8 +130,13 @@ class Proxy:
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                self._sockets += [near, far]
+                self._sockets.append(near)
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:
+                    near.close()
+                    continue
+                self._sockets.append(far)
                 for source, sink in ((near, far), (far, near)):
                     threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
 
@@ -141,6 +146,8 @@ class Proxy:
                 time.sleep(self.delay)
                 if not self.deaf:
                     sink.sendall(data)
+        with suppress(OSError):
+            # What ended on one side, or broke, has ended on the other.
             sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

@@ -539,8 +539,8 @@ def test_passwords_are_in_no_repr_and_no_table() -> None:
     config = load(env=env)
     assert config.password == "hunter2"
     assert "hunter2" in config.remote_url[0].text
-    for shown in (repr(config), str(config.remote_url), repr(config.describe()), str(config.remote_password)):
-        assert "hunter2" not in shown
+    for text in (repr(config), str(config.remote_url), repr(config.describe()), str(config.remote_password)):
+        assert "hunter2" not in text
     assert values(config)["remote_url"] == "redis://me:***@host/1?ssl_password=***"
     with pytest.raises(ConfigError) as unknown:
         load(remote_uri="redis://me:hunter2@host")

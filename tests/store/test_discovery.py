@@ -9,7 +9,9 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.protocols import Chunk, ChunkKey
+from lmkv.backends.wrapper import WrapperBackend
+from lmkv.policies import LRU
+from lmkv.protocols import Chunk, ChunkKey, Tier
 from lmkv.store.discovery import Discovery
 from lmkv.store.tiered import TieredStore
 from tests.kit import (
@@ -19,6 +21,7 @@ from tests.kit import (
     Gated,
     Persistent,
     chain,
+    eventually,
     get,
     listing_every,
     lower,
@@ -206,3 +209,25 @@ def test_an_engine_finds_what_another_one_stored(two: tuple[Engine, Engine], ver
         else:
             with other.retrieve_layers(range(64), range(16)) as reader:
                 assert reader.tokens == 64
+
+
+class Unlisted(WrapperBackend):
+    """A shared medium that cannot be listed, and that outlives its stores."""
+
+    shared = True
+
+    def close(self) -> None: ...
+
+
+def test_what_cannot_be_listed_is_forgotten_after_a_while_and_asked_for_again() -> None:
+    medium = memory(64, "remote")
+    others_store(medium, KEYS[:8])
+    with listing_every(0.02):
+        store = TieredStore(Tier(memory(48), LRU()), [lower(Unlisted(medium))])
+    assert store.wait_indexed(LIMIT)
+    eventually(lambda: discovered(store, KEYS[:8]) == 8, "found")
+    eventually(lambda: store.match(KEYS[:8])[1] == 0, "forgotten")
+    medium.delete(KEYS[4:5])
+    eventually(lambda: discovered(store, KEYS[:8]) == 4, "the one that was deleted is promised no more")
+    eventually(lambda: discovered(store, KEYS[:4]) == 4 and get(store, KEYS[:4]) == [0] * 4, "found again")
+    store.close()

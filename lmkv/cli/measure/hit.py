@@ -76,7 +76,8 @@ class Plan:
 class Measurement:
     """`hit_tier`: where most of the hit was. `speedup`: of the last repetition over the cold prompts.
 
-    `warm_ttft_s`: with the chunks in host memory. `disk_ttft_s`, `direct_io`: after a restart, from disk. `remote_ttft_s`: in another engine, from a remote store.
+    `warm_ttft_s`: with the chunks in host memory. `disk_ttft_s`, `direct_io`: after a restart, from disk.
+    `remote_ttft_s`: in another engine, from a remote store.
     """
 
     prompt_tokens: int

@@ -21,7 +21,7 @@ from lmkv.errors import BackendUnavailable, ConfigError, CorruptChunkError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, sizes_of, statuses
-from tests.kit import eventually
+from tests.kit import LIMIT, chain, eventually, get, lower, put_below, small_store
 from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, missing, redis_server
 
 NAMESPACE = bytes(range(32))
@@ -404,3 +404,36 @@ def test_a_cluster_that_is_not_there_at_the_start_is_asked_again(tmp_path: Path)
     with pytest.raises(BackendUnavailable):
         backend.contains([new_key()])
     backend.close()
+
+
+# -- under a store ---------------------------------------------------------------------------------------
+
+
+def test_a_neighbours_chunk_is_found_by_the_next_request(server: RedisServer) -> None:
+    """Neither store lists the server again: what one has written, the other is told when it asks."""
+    emptied(server.url).close()
+    keys = chain("neighbour", 6)
+    one, other = (small_store(16, lower(backend_of(server.url))) for _ in range(2))
+    assert one.wait_indexed(LIMIT)
+    assert other.wait_indexed(LIMIT)
+    put_below(one, keys)
+    discovery = other.discover(keys)
+    assert discovery is not None
+    assert discovery.wait(LIMIT)
+    assert other.match(keys) == (0, 6)
+    assert get(other, keys) == [0] * 6
+    one.close()
+    other.close()
+
+
+def test_a_store_that_is_cleared_deletes_what_others_have_written_too(server: RedisServer, client: Redis) -> None:
+    client.flushall()
+    client.set("somebody", "else")
+    keys = chain("cleared", 3)
+    one, other = (small_store(16, lower(backend_of(server.url))) for _ in range(2))
+    put_below(one, keys)
+    other.clear()
+    assert other.drain(LIMIT)
+    assert client.keys() == [b"somebody"]
+    one.close()
+    other.close()
