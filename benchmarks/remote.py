@@ -1,0 +1,124 @@
+"""A remote backend beside its engine's own client, one value of 4 MiB at a time, interleaved in one run.
+
+    python benchmarks/remote.py URL [URL ...] [--rounds 40] [--quick] [--json]
+
+    python benchmarks/remote.py redis://localhost:6379 s3://bucket?endpoint=http://localhost:9000
+
+The client puts and gets bytes as its documentation shows it, and reads into nothing. lmkv computes and checks
+checksums of every byte, asks before it puts, and reads into memory that it is given. Wall time: a ratio below 1
+is slower than the client. What is written is deleted again.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Not this folder: its copy.py would stand in for the standard library's.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+
+from attrs import frozen
+
+from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
+from lmkv.backends.remote.base import RemoteBackend
+from lmkv.outcomes import ReadStatus, WriteStatus
+from lmkv.protocols import Chunk
+from lmkv.remote_url import SCHEMES, RemoteURL
+
+MIB = 1 << 20
+VALUE = 4 * MIB
+TARGET = 0.8
+KEPT = 8
+"""Values that are read again and again."""
+
+
+@frozen
+class Client:
+    """The engine's own client. `put(name, value)`, `get(name)`, `delete(names)`."""
+
+    put: Callable[[str, memoryview], object]
+    get: Callable[[str], object]
+    delete: Callable[[list[str]], object]
+
+
+def redis_client(url: str) -> Client:
+    from redis import Redis
+
+    client = Redis.from_url(url.replace("valkey", "redis", 1))
+    return Client(lambda name, value: client.set(name, bytes(value)), client.get, lambda names: client.unlink(*names))
+
+
+CLIENTS: dict[str, Callable[[str], Client]] = {"redis": redis_client}
+
+
+def main() -> int:
+    parser = arguments_of(__doc__, quick="ten rounds")
+    parser.add_argument("urls", nargs="+", metavar="URL")
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    found = [row for url in options.urls for row in measure(url, 10 if options.quick else options.rounds)]
+    return finish(found, options.json)
+
+
+def measure(url: str, rounds: int) -> Iterator[Row]:
+    engine = SCHEMES[RemoteURL(url).scheme]
+    options = {"username": None, "password": None, "prefix": "lmkv-bench:", "ttl": None, "timeout": 30.0}
+    backend: RemoteBackend = import_module(f"lmkv.backends.remote.{engine}").open_url(
+        url, os.urandom(32), chunk_tokens=256, name=engine, **options
+    )
+    client = CLIENTS[engine](url)
+    payload = memoryview(bytearray(os.urandom(VALUE)))
+    numbers = itertools.count()
+    keys, names = [os.urandom(32) for _ in range(KEPT)], [f"lmkv-bench:{number}" for number in range(KEPT)]
+    written: tuple[list[bytes], list[str]] = ([], [])
+
+    def put() -> None:
+        written[0].append(os.urandom(32))
+        (result,) = backend.write([Chunk(written[0][-1], payload)])
+        assert result.status is WriteStatus.STORED, result
+
+    def client_put() -> None:
+        written[1].append(f"lmkv-bench:new-{next(numbers)}")
+        client.put(written[1][-1], payload)
+
+    into = memoryview(bytearray(VALUE))
+
+    def get() -> None:
+        (result,) = backend.read([(keys[next(numbers) % KEPT], into)])
+        assert result.status is ReadStatus.HIT, result
+
+    def client_get() -> None:
+        assert client.get(names[next(numbers) % KEPT]) is not None
+
+    def tidy(_: str) -> None:
+        backend.delete(written[0])
+        if written[1]:
+            client.delete(written[1])
+        written[0].clear()
+        written[1].clear()
+
+    backend.write([Chunk(key, payload) for key in keys])
+    for name in names:
+        client.put(name, payload)
+    try:
+        for verb, ours, theirs in (("put", put, client_put), ("get", get, client_get)):
+            times = interleaved({"lmkv": ours, "the client": theirs}, rounds, clock=time.perf_counter, before=tidy)
+            ratio = median_ratio(times, "the client", "lmkv")
+            speed = VALUE / statistics.median(times["lmkv"]) / 1e9
+            yield Row(f"{engine}: {verb}", speed, "GB/s", "the client", ratio, TARGET, ratio >= TARGET)
+    finally:
+        tidy("")
+        backend.delete(keys)
+        client.delete(names)
+        backend.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
