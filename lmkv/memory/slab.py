@@ -241,9 +241,10 @@ class Slab(SlabMap):
 
     def release(self, slot: int) -> None:
         """Free a slot. Raises UsageError when it is not in use: it may be another chunk's already."""
-        if not (0 <= slot < len(self._used) and self._used[slot]):
+        used = self._used
+        if not (0 <= slot < len(used) and used[slot]):
             raise UsageError(f"slot {slot} is not in use")
-        self._used[slot] = 0
+        used[slot] = 0
         self._free.append(slot)
 
     def close(self) -> None:

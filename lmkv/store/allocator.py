@@ -20,21 +20,20 @@ class SlotAllocator:
 
     def __init__(self, primary: PrimaryTier, flusher: Flusher, *, max_flushing: int) -> None:
         self._primary = primary
+        self._slab = primary.slab
         self._flusher = flusher
         self._free_target = max(1, primary.slab.num_slots // _FREE_SHARE)
         self._write_back = max_flushing > 0
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
-    def acquire(
-        self, key: ChunkKey, deferred: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()
-    ) -> int | None:
+    def acquire(self, key: ChunkKey, deferred: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
         """A free slot for a chunk, evicting if need be. None: there is none, or none before flushes have ended."""
         if type(key) is TailKey and not self._primary.room_for_tail():
             return None
-        while (slot := self._primary.slab.acquire()) is None:
+        while (slot := self._slab.acquire()) is None:
             if self._write_back and self._primary.flushing >= self._max_flushing:
                 return None
-            if not self._evict(deferred, protect):
+            if not self._evict(deferred, protect or frozenset()):
                 return None
         return slot
 

@@ -83,8 +83,10 @@ class Reservation(AbstractContextManager["Reservation"]):
         self._end(keys, self._abort)
 
     def _end(self, keys: Sequence[ChunkKey] | None, how: Callable[[Sequence[Entry]], None]) -> None:
-        wanted = list(self._open) if keys is None else keys
-        entries = [self._open.pop(key) for key in wanted if key in self._open]
+        if keys is None:
+            entries, self._open = list(self._open.values()), {}
+        else:
+            entries = [self._open.pop(key) for key in keys if key in self._open]
         if entries:
             how(entries)
 

@@ -232,15 +232,16 @@ class TieredStore:
             kept = self._only_copies(keys, protect)
             if kept is not None and not self._closed:
                 self._free_up(keys, kept)
+            known_entries, enter, writing = self._primary.entries, self._primary.enter, State.WRITING
             for key in () if self._closed else keys:
-                known = self._primary.entries.get(key)
+                known = known_entries.get(key)
                 if known is None:
-                    slot = self._allocator.acquire(key, deferred, kept or frozenset())
+                    slot = self._allocator.acquire(key, deferred, kept)
                     if slot is None:
                         break
-                    ids = tokens[accepted * width : (accepted + 1) * width]
+                    ids = tokens[accepted * width : (accepted + 1) * width] if width else b""
                     origin = origins[accepted] if origins else b""
-                    entries.append(self._primary.enter(key, slot, State.WRITING, parent, ids, origin))
+                    entries.append(enter(key, slot, writing, parent, ids, origin))
                 elif kept is not None and first_with(self._tiers, key) is None:
                     kept.add(key)
                 accepted += 1

@@ -175,7 +175,10 @@ class PrimaryTier:
     def mark_ready(self, entry: Entry) -> None:
         """Its bytes are complete. What filled it still refers to it."""
         if not entry.removed:
-            self._uncount(entry)
+            if entry.state is _WRITING:
+                self.writing -= 1
+            else:
+                self.loading -= 1
             if entry.origin:
                 self.prefixes.add(entry.origin, entry.tokens, entry.key)
         entry.state = _READY
@@ -186,8 +189,10 @@ class PrimaryTier:
             return
         entry.removed = True
         del self.entries[entry.key]
-        if entry.state is not _READY:
-            self._uncount(entry)
+        if entry.state is _WRITING:
+            self.writing -= 1
+        elif entry.state is _LOADING:
+            self.loading -= 1
         elif entry.origin:
             self.prefixes.discard(entry.origin, entry.tokens, entry.key)
         if type(entry.key) is TailKey:
@@ -214,12 +219,6 @@ class PrimaryTier:
             for key in list(self.prefixes.shorter(entry.origin, entry.tokens)):
                 if key in self._tails and not self.entries[key].refs:
                     self.remove(self.entries[key])
-
-    def _uncount(self, entry: Entry) -> None:
-        if entry.state is _WRITING:
-            self.writing -= 1
-        elif entry.state is _LOADING:
-            self.loading -= 1
 
     # -- eviction -----------------------------------------------------------------------------------------
 
