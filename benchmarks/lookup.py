@@ -5,8 +5,8 @@
 A store of 32,768 chunks, all slots taken, behind the scheduler side that the connector drives. First the
 lookup with its lease, from tokens, beside what any chain of sha256 costs; then each call's p50 and p99 over
 requests of 1, 2 and 128 chunks, of which all is found, or nothing and everything is stored by evicting. p99
-is wall time with the garbage collector on; rows name its pauses. on_new_request hashes the prompt, so that it
-is given beside the p99 of bare hashing, of as many other tokens before each request.
+is wall time with the garbage collector on; rows name its pauses. on_new_request hashes the prompt: its target is
+for what it takes beyond the p99 of bare hashing, of as many other tokens before each request.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def calls(bench: Bench, length: int, requests: int) -> Iterator[Row]:
             yield Row(f"{name}: p50", statistics.median(found), "ms")
             p99 = percentile(found, 0.99)
             of, ratio = (f"{BARE}, p99", p99 / bare) if call == HASHING else (None, None)
-            yield Row(f"{name}: p99", p99, "ms", of, ratio, P99_TARGET, p99 <= P99_TARGET)
+            met = p99 - (bare if call == HASHING else 0.0) <= P99_TARGET
+            yield Row(f"{name}: p99", p99, "ms", of, ratio, P99_TARGET, met)
         if timed.collected:
             pauses = f"{len(timed.collected)} collections in {requests} requests of {size(length)}, {kind}"
             yield Row(f"{pauses}: longest", max(timed.collected), "ms")

@@ -76,7 +76,7 @@ BUDGET = {
     "chunks": 350,
     "memory": 990,
     "policies": 165,
-    "store": 910,
+    "store": 915,
     "store.tiers": 1045,
     "backends": 365,
     "backends.disk": 700,
