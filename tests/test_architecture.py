@@ -76,11 +76,11 @@ BUDGET = {
     "chunks": 350,
     "memory": 990,
     "policies": 165,
-    "store": 915,
+    "store": 930,
     "store.tiers": 1045,
     "backends": 365,
     "backends.disk": 700,
-    "backends.remote": 370,
+    "backends.remote": 380,
     "vllm": 1010,
     "vllm.scheduler": 845,
 }
