@@ -12,6 +12,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
+from lmkv.memory.shared_folder import check_in_memory, clamp_shared_memory
 from lmkv.policies import make_admission, make_policy
 from lmkv.protocols import Tier
 from lmkv.remote_url import SCHEMES
@@ -47,6 +48,8 @@ def build_store(
 
 def _lower_tiers(config: Config, namespace: Namespace) -> Iterator[Tier]:
     """Nearest first."""
+    if config.shared_memory:
+        yield _shared_memory_tier(config, config.shared_memory, namespace)
     if config.local_disk:
         yield _disk_tier(config, config.local_disk, namespace)
     names: Counter[str] = Counter()
@@ -66,6 +69,16 @@ def _lower_tiers(config: Config, namespace: Namespace) -> Iterator[Tier]:
         )
         # How many bytes it takes, and what it evicts, is the store's own business.
         yield Tier(backend, make_policy(config.cache_policy))
+
+
+def _shared_memory_tier(config: Config, folder: str, namespace: Namespace) -> Tier:
+    """Files in memory: what bypasses a page cache, syncs, or leaves free space on a disk is of no use there."""
+    backend = LocalDiskBackend(
+        folder, namespace.digest, direct="off", chunk_tokens=namespace.chunk_size, shared=True, name="shared_memory"
+    )
+    check_in_memory(folder)
+    capacity = clamp_shared_memory(folder, config.max_shared_memory_bytes, used=backend.reserve_bytes(0))
+    return Tier(backend, make_policy(config.cache_policy), capacity_bytes=capacity)
 
 
 def _disk_tier(config: Config, folder: str, namespace: Namespace) -> Tier:

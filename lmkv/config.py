@@ -223,6 +223,14 @@ class Config:
     max_local_cpu_size: float = _option(
         5.0, _number(0, above=True), "Host memory of the engine on one node, all its ranks together", "GiB"
     )
+    shared_memory: str | None = _option(
+        None,
+        _path,
+        "Folder in memory that the engines of a node share, such as file:///dev/shm/lmkv; none: no such tier",
+    )
+    max_shared_memory_size: float = _option(
+        0.0, _number(0), "Capacity of that folder, for all engines and models together", "GiB"
+    )
     local_disk: str | None = _option(
         None, _path, "Folder of the disk tier, as a path or file:///path; none: no disk tier"
     )
@@ -306,11 +314,8 @@ class Config:
     """What to log about the sources, with its level; `load` fills it in."""
 
     def __attrs_post_init__(self) -> None:
-        if self.local_disk is not None and self.max_local_disk_size == 0:
-            where = self.source("local_disk")
-            self._refuse("max_local_disk_size", f"must be above 0 when local_disk is set (by: {where})")
-        if self.local_disk is None and self.max_local_disk_size > 0:
-            self._refuse("max_local_disk_size", "needs local_disk, the folder to use")
+        self._check_folder("shared_memory", "max_shared_memory_size")
+        self._check_folder("local_disk", "max_local_disk_size")
         if self.remote_password and self.remote_password_file:
             self._refuse("remote_password_file", "and remote_password are both given")
 
@@ -359,6 +364,10 @@ class Config:
         return int(self.device_staging_size * GIB)
 
     @property
+    def max_shared_memory_bytes(self) -> int:
+        return int(self.max_shared_memory_size * GIB)
+
+    @property
     def max_local_disk_bytes(self) -> int:
         return int(self.max_local_disk_size * GIB)
 
@@ -396,6 +405,14 @@ class Config:
             )
             for name, option in _OPTIONS.items()
         ]
+
+    def _check_folder(self, folder: str, capacity: str) -> None:
+        """A folder and its capacity are given together."""
+        path, size = getattr(self, folder), getattr(self, capacity)
+        if path is not None and size == 0:
+            self._refuse(capacity, f"must be above 0 when {folder} is set (by: {self.source(folder)})")
+        if path is None and size > 0:
+            self._refuse(capacity, f"needs {folder}, the folder to use")
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
         raise ConfigError(f"{self.source(name)}: {name} = {shown(getattr(self, name))} {reason}")

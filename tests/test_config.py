@@ -22,6 +22,8 @@ DEFAULTS: dict[str, object] = {
     "chunk_size": 256,
     "local_cpu": True,
     "max_local_cpu_size": 5.0,
+    "shared_memory": None,
+    "max_shared_memory_size": 0.0,
     "local_disk": None,
     "max_local_disk_size": 0.0,
     "cache_policy": "LRU",
@@ -198,6 +200,9 @@ def test_booleans_that_are_no_words(value: object, expected: bool) -> None:
         ("max_local_cpu_size", 10**400),
         ("max_local_cpu_size", True),
         ("max_local_disk_size", -0.1),
+        ("max_shared_memory_size", -0.1),
+        ("shared_memory", 5),
+        ("shared_memory", "redis://host"),
         ("local_disk", 5),
         ("local_disk", b"/x"),
         ("local_disk", "s3://bucket/x"),
@@ -341,6 +346,15 @@ def test_a_disk_needs_a_capacity() -> None:
 def test_a_disk_capacity_needs_a_disk() -> None:
     with pytest.raises(ConfigError, match=r"^environment LMKV_MAX_LOCAL_DISK_SIZE: .* needs local_disk"):
         load(env={"LMKV_MAX_LOCAL_DISK_SIZE": "10"})
+
+
+def test_shared_memory_is_a_folder_with_a_capacity() -> None:
+    config = load(shared_memory="file:///dev/shm/lmkv", max_shared_memory_size=1.5)
+    assert (config.shared_memory, config.max_shared_memory_bytes) == ("/dev/shm/lmkv", 3 * 2**29)
+    with pytest.raises(ConfigError, match=r"max_shared_memory_size = 0\.0 .*environment LMKV_SHARED_MEMORY"):
+        load(env={"LMKV_SHARED_MEMORY": "/dev/shm/lmkv"})
+    with pytest.raises(ConfigError, match=r"^environment LMKV_MAX_SHARED_MEMORY_SIZE: .* needs shared_memory"):
+        load(env={"LMKV_MAX_SHARED_MEMORY_SIZE": "10"})
 
 
 def test_cross_checks_see_the_merge_and_not_a_single_source(file: Path) -> None:

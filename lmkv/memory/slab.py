@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _MADV_POPULATE_WRITE = 23
 _PIECE = 8 << 20
 """Bytes populated per call."""
-_RAM_SHARE = 0.8
+RAM_SHARE = 0.8
 """Share of the available memory that the slabs of this host may take together."""
 _SEARCH_PAUSE = 0.5
 """Seconds between two searches for a slab."""
@@ -71,7 +71,7 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
     this host have not taken yet is theirs. Raises ConfigError when not even one slot fits.
     """
     promised, taken = slab_files.promised_and_taken()
-    room = int((available_ram() + taken) * _RAM_SHARE)
+    room = int((available_ram() + taken) * RAM_SHARE)
     limits = {
         "available memory": room,
         f"available memory, shared by {engines} engines": room // engines,

@@ -174,7 +174,7 @@ def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]
     """Tokens by vLLM's `CacheHitSource` (0.32 and later); unspecified unless they add up to `total`."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    known = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+    known = {"cpu": CacheHitSource.HOST, "shared_memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
     sources: dict[Any, int] = {}
     for tier, tokens in tokens_by_tier.items():
         if tokens:
