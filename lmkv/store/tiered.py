@@ -299,6 +299,26 @@ class TieredStore:
                 self._primary.unref(entry)
         deferred.run(self._pool)
 
+    def share(self, keys: Sequence[ChunkKey]) -> int:
+        """Have leading chunks written to shared tiers that lack them; how many are there, or on their way.
+
+        Chunks that are still being stored are written when they are committed, the others from now on.
+        """
+        deferred = Deferred()
+        with self._lock:
+            shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
+            entries, count = [], 0
+            for key in keys if shared else ():
+                entry = self._primary.entries.get(key)
+                if entry is not None and entry.ready:
+                    entries.append(entry)
+                elif entry is None and not any(tier.index.knows(key) for tier in shared):
+                    break
+                count += 1
+            self._flusher.write_through(entries, keys, deferred)
+        deferred.run(self._pool)
+        return count
+
     # -- pins ---------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float) -> int:

@@ -88,8 +88,9 @@ class Server:
     `options` go to lmkv, as `kv_connector_extra_config`. What it prints is in `log`.
     """
 
-    def __init__(self, model: Path, log: Path, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: Path, log: Path, options: Mapping[str, Any], role: str = "kv_both") -> None:
         self.log = log
+        self.role = role
         self.port = free_port()
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
@@ -104,7 +105,7 @@ class Server:
     def _command(self, model: Path, options: Mapping[str, Any]) -> list[str]:
         transfer = {
             "kv_connector": "LMKVConnector",
-            "kv_role": "kv_both",
+            "kv_role": self.role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": dict(options),
         }
@@ -184,9 +185,16 @@ class Server:
 @contextlib.contextmanager
 def serving(model: Path, log: Path, **options: Any) -> Iterator[Server]:
     """A server that answers. If the block kills it, nothing more is done; if not, it is stopped."""
-    server = Server(model, log, options)
-    try:
-        server.wait_ready()
+    with serving_together(Server(model, log, options)) as (server,):
         yield server
-    finally:
-        server.stop()
+
+
+@contextlib.contextmanager
+def serving_together(*servers: Server) -> Iterator[tuple[Server, ...]]:
+    """Servers that start at the same time."""
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+        for server in servers:
+            server.wait_ready()
+        yield servers

@@ -122,6 +122,8 @@ class LoadPlanner:
         if state.discovery is not None and not state.discovery.done and self._has_time(state):
             return None, False
         ready, found = self._store.match(keys)
+        if self._is_being_stored(state, keys, found):
+            return None, False
         if found > max(ready, first):
             if self._must_wait(state, keys, ready, found):
                 return None, False
@@ -174,6 +176,26 @@ class LoadPlanner:
         # A few tokens with which many prompts begin alike are sooner computed than loaded.
         few = usable < min(left, self._geometry.groups[0].block_size)
         return (keys, size) if few else ([*keys, key], count)
+
+    def _is_being_stored(self, state: RequestState, keys: Sequence[ChunkKey], found: int) -> bool:
+        """Whether another server has still to store what the request is to wait for; if so it is asked for again.
+
+        What comes after has a deadline of its own.
+        """
+        wanted = state.options.wait_for
+        if not wanted:
+            return False
+        missing = found < min(-(-wanted // self._chunk_size), len(keys)) and state.computed < wanted
+        asked = self._store.discover(keys) if missing and self._has_time(state) else None
+        if asked is not None:
+            state.discovery = asked
+            return True
+        if missing:
+            message = "lmkv: request %s: of %d tokens that another server stores %d were found within %.1f s"
+            deadline = self._options.prefetch_deadline
+            logger.warning(message, state.request_id, wanted, found * self._chunk_size, deadline)
+        state.options.wait_for, state.waiting_since = 0, None
+        return False
 
     def _must_wait(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
         """Whether chunks of lower tiers fit host memory and are still worth waiting for."""

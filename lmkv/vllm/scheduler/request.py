@@ -21,7 +21,10 @@ class RequestOptions:
     `skip_save`, `skip_load`: store or load nothing. `report`: answer with what was loaded. `prefetch`:
     promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to
     prefetch. `pin`: seconds to pin the request's chunks after it ends. `tag.<name>`: share only with equal
-    tags.
+    tags. `wait_for`: wait until so many leading tokens are found, for another server is just storing them.
+
+    `do_remote_decode`, which is vLLM's: another server will decode. A `kv_producer` then answers with the
+    `wait_for` to give to that server.
     """
 
     skip_save: bool = False
@@ -30,6 +33,8 @@ class RequestOptions:
     prefetch: bool = False
     prefetch_tokens: tuple[int, ...] = ()
     pin_seconds: float = 0.0
+    wait_for: int = 0
+    remote_decode: bool = False
     tags: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -45,6 +50,8 @@ class RequestOptions:
             prefetch=_is_true(params.get("lmkv.prefetch")),
             prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),
             pin_seconds=_seconds(params.get("lmkv.pin")),
+            wait_for=_tokens(params.get("lmkv.wait_for")),
+            remote_decode=_is_true(params.get("do_remote_decode")),
             tags=tuple(sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))),
         )
 
@@ -59,6 +66,10 @@ def _token_ids(value: object) -> tuple[int, ...]:
         return ()
     valid = all(isinstance(token, int) and 0 <= token < 2**32 for token in value)
     return tuple(value) if valid else ()
+
+
+def _tokens(value: object) -> int:
+    return value if isinstance(value, int) and 0 < value < 2**32 else 0
 
 
 def _seconds(value: object) -> float:

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lmkv.chunks.hashing import KeyChain
+from lmkv.chunks.hashing import KeyChain, TailKey
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
@@ -107,7 +107,22 @@ class Scheduler:
         self._store.touch(keys)
         if state.options.pin_seconds:
             self._store.pin(keys, state.options.pin_seconds)
-        return {"lmkv": state.report()} if state.options.report else None
+        return self._answer(state) or None
+
+    def _answer(self, state: RequestState) -> dict[str, Any]:
+        """What the request's `kv_transfer_params` are answered with."""
+        answer: dict[str, Any] = {"lmkv": state.report()} if state.options.report else {}
+        hands_over = state.options.remote_decode and not self._options.loads and not state.options.skip_save
+        shared = self._share(state) if hands_over else 0
+        return {**answer, "lmkv.wait_for": shared} if shared else answer
+
+    def _share(self, state: RequestState) -> int:
+        """Have the prompt's chunks written where other servers find them; how many of its tokens these are."""
+        prompt_tokens: int = getattr(state.request, "num_prompt_tokens", state.request.num_tokens)
+        keys = state.keys_with_tail(prompt_tokens // self._chunk_size)
+        count = self._store.share(keys)
+        last = keys[count - 1] if count else None
+        return (count - 1) * self._chunk_size + last.tokens if isinstance(last, TailKey) else count * self._chunk_size
 
     # -- one step -----------------------------------------------------------------------------------------
 

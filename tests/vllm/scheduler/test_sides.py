@@ -84,6 +84,7 @@ class TestOptions:
             "lmkv.prefetch": True,
             "lmkv.prefetch_tokens": [1, 2, 3],
             "lmkv.pin": 30,
+            "lmkv.wait_for": 1500,
             "lmkv.tag.b": 2,
             "lmkv.tag.a": "x",
             "do_remote_decode": True,
@@ -95,14 +96,17 @@ class TestOptions:
         assert options.prefetch
         assert options.prefetch_tokens == (1, 2, 3)
         assert options.pin_seconds == 30.0
+        assert options.wait_for == 1500
+        assert options.remote_decode
         assert options.tags == (("a", "x"), ("b", "2"))
 
     @pytest.mark.parametrize("tokens", ["123", [1, -2], [1.5], {"a": 1}, None, [2**32]])
     def test_a_clients_mistake_does_not_cost_the_request(self, tokens: object) -> None:
-        params = {"lmkv.prefetch_tokens": tokens, "lmkv.pin": "soon"}
+        params = {"lmkv.prefetch_tokens": tokens, "lmkv.pin": "soon", "lmkv.wait_for": "all"}
         options = RequestOptions.of(_request(kv_transfer_params=params))
         assert options.prefetch_tokens == ()
         assert options.pin_seconds == 0.0
+        assert options.wait_for == 0
 
     def test_prompt_embeddings_are_neither_stored_nor_found(self) -> None:
         options = RequestOptions.of(_request(prompt_embeds=torch.zeros(1)))

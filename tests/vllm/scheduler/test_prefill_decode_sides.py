@@ -1,0 +1,199 @@
+"""Prefill and decode apart: what the one server answers, and how long the other waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from attrs import define
+
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.chunks.namespace import Namespace
+from lmkv.protocols import Chunk, ChunkKey
+from lmkv.store.tiered import TieredStore
+from lmkv.testing.clocks import ManualClock
+from lmkv.vllm.geometry import Geometry, Group
+from lmkv.vllm.scheduler.options import SchedulerOptions
+from lmkv.vllm.scheduler.scheduler import Scheduler
+from tests.kit import (
+    LIMIT,
+    NEVER,
+    Gated,
+    Persistent,
+    eventually,
+    listing_every,
+    lower,
+    memory,
+    payload,
+    put,
+    small_store,
+)
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
+
+CHUNK, DEADLINE = 8, 0.8
+PROMPT = list(range(22))
+REMOTE = {"do_remote_decode": True}
+
+
+@define
+class Side:
+    """The scheduler side of one server, over a medium that it shares with others and has listed when it was empty."""
+
+    scheduler: Scheduler
+    store: TieredStore
+    medium: CPUPinnedBackend
+    clock: ManualClock
+
+    def asks(self, **params: Any) -> SimulatedRequest:
+        request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a", params)
+        self.scheduler.on_new_request(request)
+        return request
+
+    def keys(self, request: SimulatedRequest) -> list[ChunkKey]:
+        """Of two chunks and the tail."""
+        keys = self.scheduler._state_of(request).keys_with_tail(2)
+        assert len(keys) == 3
+        return keys
+
+    def match(self, request: SimulatedRequest) -> int | None:
+        """What it tells vLLM, once all that it has asked for was answered."""
+        assert self.store.drain(LIMIT)
+        return self.scheduler.get_num_new_matched_tokens(request, 0)[0]
+
+    def answer(self, request: SimulatedRequest) -> int:
+        """What it tells vLLM in the end, which asks again and again."""
+        answers: list[int] = []
+        eventually(lambda: (found := self.match(request)) is not None and not answers.append(found), "an answer")
+        return answers[0]
+
+    def others_store(self, keys: list[ChunkKey]) -> None:
+        assert self.store.drain(LIMIT)
+        self.medium.write([Chunk(key, memoryview(payload(key))) for key in keys])
+
+
+def side(*, shared: bool = True, **options: Any) -> Side:
+    medium, clock = memory(64, "remote"), ManualClock()
+    with listing_every(NEVER):
+        store = small_store(32, lower(Gated(Persistent(medium, shared=shared))), clock=clock)
+    assert store.wait_indexed(LIMIT)
+    namespace = Namespace(model="m", dtype="u8", chunk_size=CHUNK, block_size=4)
+    defaults = {"prefetch_deadline": DEADLINE, "save_unfull_chunk": True, "load_or_recompute": False, "clock": clock}
+    scheduler = Scheduler(store, namespace, Geometry(CHUNK, (Group(4),)), SchedulerOptions(**{**defaults, **options}))
+    return Side(scheduler, store, medium, clock)
+
+
+@pytest.fixture
+def prefill() -> Iterator[Side]:
+    made = side(loads=False)
+    with closing(made.scheduler):
+        yield made
+
+
+@pytest.fixture
+def decode() -> Iterator[Side]:
+    made = side(stores=False)
+    with closing(made.scheduler):
+        yield made
+
+
+# -- prefill -------------------------------------------------------------------------------------------
+
+
+def test_the_answer_says_how_many_tokens_are_stored_or_soon_will_be(prefill: Side) -> None:
+    request = prefill.asks(**REMOTE)
+    keys = prefill.keys(request)
+    assert put(prefill.store, keys[:2]) == 2
+    with prefill.store.reserve(keys[2:]) as reservation:
+        assert prefill.scheduler.request_finished(request) == {"lmkv.wait_for": 22}
+        assert prefill.medium.contains(keys[2:]) == [False], "its copy has not even ended"
+        prefill.store.slab.view(reservation.slots[keys[2]])[:] = payload(keys[2])
+        reservation.commit()
+    assert prefill.store.drain(LIMIT)
+    assert prefill.medium.contains(keys) == [True] * 3
+
+
+def test_what_others_have_deleted_is_written_again(prefill: Side) -> None:
+    request = prefill.asks(**REMOTE)
+    keys = prefill.keys(request)
+    put(prefill.store, keys)
+    assert prefill.store.drain(LIMIT)
+    prefill.medium.delete(keys[:1])
+    prefill.store._tiers[0].index.discard(keys[0])
+    assert prefill.scheduler.request_finished(request) == {"lmkv.wait_for": 22}
+    assert prefill.store.drain(LIMIT)
+    assert prefill.medium.contains(keys) == [True] * 3
+
+
+def test_the_answer_ends_before_what_was_not_stored(prefill: Side) -> None:
+    request = prefill.asks(**REMOTE)
+    put(prefill.store, prefill.keys(request)[:1])
+    assert prefill.scheduler.request_finished(request) == {"lmkv.wait_for": 8}
+
+
+@pytest.mark.parametrize("params", [{}, {"do_remote_decode": False}, {**REMOTE, "lmkv.skip_save": True}])
+def test_nothing_is_answered_to_who_does_not_ask(prefill: Side, params: dict[str, Any]) -> None:
+    request = prefill.asks(**params)
+    put(prefill.store, prefill.keys(request))
+    assert prefill.scheduler.request_finished(request) is None
+
+
+@pytest.mark.parametrize("options", [{"loads": True}, {"loads": False, "shared": False}])
+def test_servers_of_another_kind_answer_nothing(options: dict[str, Any]) -> None:
+    """One that decodes as well may have another connector beside it that does this; a tier of one's own is no use."""
+    made = side(**options)
+    with closing(made.scheduler):
+        request = made.asks(**REMOTE)
+        put(made.store, made.keys(request))
+        assert made.scheduler.request_finished(request) is None
+
+
+# -- decode --------------------------------------------------------------------------------------------
+
+
+def test_it_waits_for_the_last_token_that_is_being_stored(decode: Side) -> None:
+    request = decode.asks(**{"lmkv.wait_for": 22})
+    keys = decode.keys(request)
+    for key in keys:
+        assert decode.match(request) is None
+        assert decode.match(request) is None
+        decode.others_store([key])
+        decode.clock.advance(0.1)
+    assert decode.answer(request) == 21
+
+
+def test_without_a_number_it_takes_what_there_is(decode: Side) -> None:
+    request = decode.asks()
+    decode.others_store(decode.keys(request)[:1])
+    assert decode.match(request) == 0
+    assert decode.answer(decode.asks()) == 8
+
+
+def test_the_wait_ends_with_the_deadline_and_what_was_found_is_used(
+    decode: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = decode.asks(**{"lmkv.wait_for": 22})
+    decode.others_store(decode.keys(request)[:1])
+    assert decode.match(request) is None
+    assert decode.match(request) is None
+    decode.clock.advance(DEADLINE + 0.1)
+    assert decode.answer(request) == 8, "to promote the chunk that is there has a deadline of its own"
+    assert "of 22 tokens that another server stores 8 were found within 0.8 s" in caplog.text
+
+
+def test_it_never_waits_when_no_tier_can_be_asked() -> None:
+    made = side(stores=False, shared=False)
+    with closing(made.scheduler):
+        assert made.match(made.asks(**{"lmkv.wait_for": 22})) == 0
+
+
+def test_what_vllm_has_itself_is_not_waited_for(decode: Side) -> None:
+    request = decode.asks(**{"lmkv.wait_for": 16})
+    assert decode.store.drain(LIMIT)
+    assert decode.scheduler.get_num_new_matched_tokens(request, 16) == (0, False)
+
+
+@pytest.mark.parametrize("number", [0, -1, "22", None, 2.5, 2**40])
+def test_a_number_that_makes_no_sense_is_ignored(decode: Side, number: object) -> None:
+    assert decode.match(decode.asks(**{"lmkv.wait_for": number})) == 0

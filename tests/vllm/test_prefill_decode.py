@@ -1,0 +1,157 @@
+"""Prefill and decode on servers of their own, behind the example's proxy, with a folder in memory between them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from tests.kit import LIMIT, eventually
+from tests.vllm.harness import prompt
+from tests.vllm.server import SERVED_NAME, Server, child_environment, free_port, serving_together
+
+PROXY = Path(__file__).parents[2] / "examples" / "prefill_decode_proxy.py"
+LENGTH = 1500
+
+
+@frozen
+class Pair:
+    prefill: Server
+    decode: Server
+    proxy: str
+    proxy_log: Path
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    logs = tmp_path_factory.mktemp("log")
+    with TemporaryDirectory(prefix="lmkv-test-", dir="/dev/shm") as folder:
+        options = {
+            "shared_memory": f"file://{folder}",
+            "max_shared_memory_size": 0.5,
+            "max_local_cpu_size": 0.25,
+            "prefetch_deadline": LIMIT,
+            "load_or_recompute": False,
+        }
+        prefill = Server(model, logs / "prefill", options, "kv_producer")
+        decode = Server(model, logs / "decode", options, "kv_consumer")
+        with serving_together(prefill, decode), proxying(prefill, decode, logs / "proxy") as url:
+            yield Pair(prefill, decode, url, logs / "proxy")
+
+
+class proxying:  # noqa: N801
+    """The example's proxy, until the end of a `with`."""
+
+    def __init__(self, prefill: Server, decode: Server, log: Path) -> None:
+        port = free_port()
+        self._url = f"http://localhost:{port}"
+        command = [sys.executable, PROXY, "--prefill", prefill.url, "--decode", decode.url, "--port", str(port)]
+        with log.open("wb") as sink:
+            self._process = subprocess.Popen(command, stdout=sink, stderr=sink, env=child_environment())
+
+    def __enter__(self) -> str:
+        eventually(self._answers, "an answer of the proxy")
+        return self._url
+
+    def _answers(self) -> bool:
+        from urllib.error import URLError
+        from urllib.request import urlopen
+
+        assert self._process.poll() is None
+        try:
+            with urlopen(f"{self._url}/v1/models", timeout=LIMIT) as answer:
+                return SERVED_NAME in answer.read().decode()
+        except (URLError, ConnectionError):
+            return False
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(LIMIT)
+
+
+def complete(url: str, ids: list[int]) -> Any:
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT, max_retries=0) as client:
+        return client.completions.create(
+            model=SERVED_NAME,
+            prompt=ids,
+            max_tokens=8,
+            temperature=0,
+            extra_body={"kv_transfer_params": {"lmkv.report": True}},
+        )
+
+
+def hit(answer: Any) -> int:
+    return int(answer.kv_transfer_params["lmkv"]["hit_tokens"])
+
+
+@pytest.mark.parametrize("length", [LENGTH, 5 * 256, 100])
+def test_the_decode_server_computes_one_token_of_the_prompt(pair: Pair, length: int) -> None:
+    ids = prompt(80 + length, length)
+    answer = complete(pair.proxy, ids)
+    assert answer.kv_transfer_params["lmkv"]["sources"] == {"cpu": 0, "shared_memory": length - 1}
+    assert answer.usage.prompt_tokens_details.cached_tokens == length - 1
+    assert answer.choices[0].text == complete(pair.prefill.url, ids).choices[0].text
+
+
+def test_many_at_a_time(pair: Pair) -> None:
+    prompts = [prompt(90 + number, 700) for number in range(8)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda ids: complete(pair.proxy, ids), prompts))
+    assert [hit(answer) for answer in answers] == [699] * len(prompts)
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert answer.choices[0].text == complete(pair.prefill.url, ids).choices[0].text
+
+
+def test_a_chat_streams_through_the_proxy(pair: Pair) -> None:
+    from openai import OpenAI
+
+    text = "".join(chr(ord("a") + token % 26) for token in prompt(81, 1000))
+    with OpenAI(base_url=f"{pair.proxy}/v1", api_key="none", timeout=LIMIT, max_retries=0) as client:
+        asked = {"model": SERVED_NAME, "messages": [{"role": "user", "content": text}], "temperature": 0}
+        events = list(
+            client.chat.completions.create(
+                **asked, max_completion_tokens=8, stream=True, stream_options={"include_usage": True}
+            )
+        )
+    words = [event.choices[0].delta.content or "" for event in events if event.choices]
+    usage = events[-1].usage
+    assert len(words) > 2, "word by word"
+    assert usage.completion_tokens == 8
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    with OpenAI(base_url=f"{pair.prefill.url}/v1", api_key="none", timeout=LIMIT, max_retries=0) as client:
+        alone = client.chat.completions.create(**asked, max_completion_tokens=8)
+    assert "".join(words) == alone.choices[0].message.content
+
+
+def test_errors_come_from_the_decode_server(pair: Pair) -> None:
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="2048"):
+        complete(pair.proxy, prompt(82, 3000))
+
+
+def test_without_the_prefill_server_the_decode_server_computes(pair: Pair) -> None:
+    ids = prompt(83, LENGTH)
+    expected = complete(pair.prefill.url, ids).choices[0].text
+    stored = prompt(84, LENGTH)
+    expected_too = complete(pair.prefill.url, stored).choices[0].text
+    eventually(lambda: True)
+    pair.prefill.kill()
+    unknown = prompt(85, LENGTH)
+    cold = complete(pair.proxy, unknown)
+    assert hit(cold) == 0
+    assert complete(pair.proxy, unknown).choices[0].text == cold.choices[0].text
+    for asked, text in ((ids, expected), (stored, expected_too)):
+        answer = complete(pair.proxy, asked)
+        assert hit(answer) == LENGTH - 1, "what it stored has outlived it"
+        assert answer.choices[0].text == text
+    assert "the decode server computes the prompt" in pair.proxy_log.read_text()
