@@ -11,7 +11,6 @@ to start both. Needs aiohttp, which vLLM has installed.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import logging
@@ -68,7 +67,7 @@ class Proxy:
             async with self.session.post(url, data=data, headers=headers, timeout=self.timeout) as answer:
                 answer.raise_for_status()
                 return (await answer.json()).get("kv_transfer_params") or {}
-        except (ClientError, asyncio.TimeoutError, ValueError, AttributeError) as error:
+        except (ClientError, TimeoutError, ValueError, AttributeError) as error:
             logger.warning("%s: %r: the decode server computes the prompt", url, error)
             return {}
 

@@ -69,12 +69,12 @@ BUDGET = {
     "protocols": 90,
     "lmcache": 120,
     "remote_url": 25,
-    "config": 365,
-    "build": 70,
+    "config": 385,
+    "build": 85,
     "engine": 320,
     "registry": 30,
     "chunks": 350,
-    "memory": 990,
+    "memory": 1030,
     "policies": 165,
     "store": 930,
     "store.tiers": 1045,
@@ -82,11 +82,11 @@ BUDGET = {
     "backends.disk": 700,
     "backends.remote": 380,
     "vllm": 1010,
-    "vllm.scheduler": 845,
+    "vllm.scheduler": 880,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 7830
+WHOLE = 7950
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

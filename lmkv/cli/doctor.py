@@ -27,6 +27,7 @@ from lmkv.cli.measure.probe import try_folder
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.config import GIB, Config
 from lmkv.errors import ConfigError, LmkvError
+from lmkv.memory.shared_folder import check_in_memory, clamp_shared_memory, file_system_of
 from lmkv.memory.slab import available_ram, clamp_capacity
 from lmkv.vllm import compat, plugin
 
@@ -95,6 +96,7 @@ def examine(env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | 
     else:
         yield from examine_configuration(config)
         yield from examine_memory(config)
+        yield from examine_shared_memory(config)
         yield from examine_disk(config)
         if size:
             yield from examine_model(size)
@@ -124,6 +126,24 @@ def examine_memory(config: Config) -> Iterator[Finding]:
     cut = given // ALIGNMENT < wanted // ALIGNMENT
     note = f"cut from {gibibytes(wanted)}" if cut else "as configured"
     yield Finding("memory", "CPU tier", gibibytes(given), note=note)
+
+
+def examine_shared_memory(config: Config) -> Iterator[Finding]:
+    """Store a chunk in the folder, and read it back; what it is on."""
+    folder = config.shared_memory
+    if folder is None:
+        return
+    try:
+        tried = try_folder(folder, "off").tried
+        check_in_memory(tried)
+        kind, wanted = file_system_of(tried), config.max_shared_memory_bytes
+        used = sum(path.stat().st_size for path in Path(folder).rglob("*.kv1"))
+        given = clamp_shared_memory(tried, wanted, used)
+    except (LmkvError, OSError) as error:
+        yield Finding("memory", "shared memory", "none", problem=f"shared_memory {folder}: {error}")
+        return
+    note = f"of {gibibytes(wanted)} in {folder}, on {kind or 'an unknown file system'}"
+    yield Finding("memory", "shared memory", gibibytes(given), note=note)
 
 
 def control_group_limit() -> str:

@@ -74,6 +74,21 @@ class TestMemory:
         assert found["CPU tier"].note == "cut from 1000000.00 GiB"
         assert not found["CPU tier"].problem
 
+    def test_shared_memory_is_tried(self, memory_path: Path) -> None:
+        def found(folder: Path, gib: float) -> Finding:
+            config = Config(shared_memory=str(folder), max_shared_memory_size=gib)
+            [finding] = doctor.examine_shared_memory(config)
+            return finding
+
+        folder = memory_path / "lmkv"
+        given = found(folder, 0.01)
+        assert (given.value, given.note, given.problem) == ("0.01 GiB", f"of 0.01 GiB in {folder}, on tmpfs", "")
+        assert not folder.exists()
+        assert found(folder, 1e6).note.startswith("of 1000000.00 GiB")
+        (memory_path / "file").touch()
+        assert "is not a folder" in found(memory_path / "file", 0.01).problem
+        assert list(doctor.examine_shared_memory(Config())) == []
+
     def test_less_than_a_page_is_a_problem(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=1e-9))))
         assert "max_local_cpu_size" in found["CPU tier"].problem

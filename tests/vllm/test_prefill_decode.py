@@ -6,9 +6,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from attrs import frozen
@@ -27,6 +29,10 @@ class Pair:
     decode: Server
     proxy: str
     proxy_log: Path
+    folder: Path
+
+    def files(self) -> int:
+        return len(list(self.folder.rglob("*.kv1")))
 
 
 @pytest.fixture(scope="module")
@@ -43,40 +49,34 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         prefill = Server(model, logs / "prefill", options, "kv_producer")
         decode = Server(model, logs / "decode", options, "kv_consumer")
         with serving_together(prefill, decode), proxying(prefill, decode, logs / "proxy") as url:
-            yield Pair(prefill, decode, url, logs / "proxy")
+            yield Pair(prefill, decode, url, logs / "proxy", Path(folder))
 
 
-class proxying:  # noqa: N801
-    """The example's proxy, until the end of a `with`."""
-
-    def __init__(self, prefill: Server, decode: Server, log: Path) -> None:
-        port = free_port()
-        self._url = f"http://localhost:{port}"
-        command = [sys.executable, PROXY, "--prefill", prefill.url, "--decode", decode.url, "--port", str(port)]
-        with log.open("wb") as sink:
-            self._process = subprocess.Popen(command, stdout=sink, stderr=sink, env=child_environment())
-
-    def __enter__(self) -> str:
-        eventually(self._answers, "an answer of the proxy")
-        return self._url
-
-    def _answers(self) -> bool:
-        from urllib.error import URLError
-        from urllib.request import urlopen
-
-        assert self._process.poll() is None
-        try:
-            with urlopen(f"{self._url}/v1/models", timeout=LIMIT) as answer:
-                return SERVED_NAME in answer.read().decode()
-        except (URLError, ConnectionError):
-            return False
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(LIMIT)
+@contextmanager
+def proxying(prefill: Server, decode: Server, log: Path) -> Iterator[str]:
+    """The example's proxy; its URL."""
+    port = free_port()
+    url = f"http://localhost:{port}"
+    command = [sys.executable, PROXY, "--prefill", prefill.url, "--decode", decode.url, "--port", str(port)]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=sink, env=child_environment())
+    try:
+        eventually(lambda: process.poll() is not None or serves(url), "an answer of the proxy")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(LIMIT)
 
 
-def complete(url: str, ids: list[int]) -> Any:
+def serves(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/v1/models", timeout=LIMIT) as answer:
+            return SERVED_NAME in answer.read().decode()
+    except OSError:
+        return False
+
+
+def complete(url: str, ids: list[int], **params: bool) -> Any:
     from openai import OpenAI
 
     with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT, max_retries=0) as client:
@@ -85,7 +85,7 @@ def complete(url: str, ids: list[int]) -> Any:
             prompt=ids,
             max_tokens=8,
             temperature=0,
-            extra_body={"kv_transfer_params": {"lmkv.report": True}},
+            extra_body={"kv_transfer_params": {"lmkv.report": True, **params}},
         )
 
 
@@ -140,18 +140,12 @@ def test_errors_come_from_the_decode_server(pair: Pair) -> None:
 
 
 def test_without_the_prefill_server_the_decode_server_computes(pair: Pair) -> None:
-    ids = prompt(83, LENGTH)
-    expected = complete(pair.prefill.url, ids).choices[0].text
-    stored = prompt(84, LENGTH)
-    expected_too = complete(pair.prefill.url, stored).choices[0].text
-    eventually(lambda: True)
+    stored, unknown = prompt(83, LENGTH), prompt(84, LENGTH)
+    before = pair.files()
+    expected = [complete(pair.prefill.url, stored), complete(pair.prefill.url, unknown, **{"lmkv.skip_save": True})]
+    eventually(lambda: pair.files() == before + 6, "six new files")
     pair.prefill.kill()
-    unknown = prompt(85, LENGTH)
-    cold = complete(pair.proxy, unknown)
-    assert hit(cold) == 0
-    assert complete(pair.proxy, unknown).choices[0].text == cold.choices[0].text
-    for asked, text in ((ids, expected), (stored, expected_too)):
-        answer = complete(pair.proxy, asked)
-        assert hit(answer) == LENGTH - 1, "what it stored has outlived it"
-        assert answer.choices[0].text == text
-    assert "the decode server computes the prompt" in pair.proxy_log.read_text()
+    answers = [complete(pair.proxy, stored), complete(pair.proxy, unknown)]
+    assert [hit(answer) for answer in answers] == [LENGTH - 1, 0], "what was stored outlives the server"
+    assert [answer.choices[0].text for answer in answers] == [answer.choices[0].text for answer in expected]
+    assert pair.proxy_log.read_text().count("the decode server computes the prompt") >= 2
