@@ -32,20 +32,17 @@ def test_what_one_stores_the_other_loads_and_has_when_that_one_is_killed(
         "shared_memory": f"file://{memory_path}",
         "max_shared_memory_size": 0.5,
         "max_local_cpu_size": 0.25,
-        "local_disk": str(tmp_path / "kv"),
-        "max_local_disk_size": 0.5,
-        "disk_min_free": 0.0,
         "prefetch_deadline": LIMIT,
         "load_or_recompute": False,
     }
 
-    def files(folder: Path) -> int:
-        return len(list(folder.rglob("*.kv1")))
+    def files() -> int:
+        return len(list(memory_path.rglob("*.kv1")))
 
     with serving_together(*(Server(model, tmp_path / f"{name}.log", options) for name in ("one", "two"))) as (one, two):
         for number, ids in enumerate([prompt(100, LENGTH), prompt(101, LENGTH)], 1):
             first = ask(one, ids)
-            eventually(lambda number=number: files(memory_path) == 6 * number, "six new files")
+            eventually(lambda number=number: files() == 6 * number, "six new files")
             if number == 2:
                 one.kill()
             second = ask(two, ids)
