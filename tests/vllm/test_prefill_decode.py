@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from urllib.request import urlopen
 import pytest
 from attrs import frozen
 
+from lmkv.backends.disk import usage
 from tests.kit import LIMIT, eventually
 from tests.vllm.harness import prompt
 from tests.vllm.server import SERVED_NAME, Server, child_environment, free_port, serving_together
@@ -99,6 +101,16 @@ def test_the_decode_server_computes_one_token_of_the_prompt(pair: Pair, length: 
     answer = complete(pair.proxy, ids)
     assert answer.kv_transfer_params["lmkv"]["sources"] == {"cpu": 0, "shared_memory": length - 1}
     assert answer.usage.prompt_tokens_details.cached_tokens == length - 1
+    assert answer.choices[0].text == complete(pair.prefill.url, ids).choices[0].text
+
+
+def test_chunks_that_are_written_after_the_prefill_servers_answer_are_waited_for(pair: Pair) -> None:
+    """Somebody has the lock on the count of the folder's bytes, for which each write waits a while."""
+    ids = prompt(79, LENGTH)
+    with (pair.folder / usage.NAME).open("rb") as count:
+        fcntl.flock(count, fcntl.LOCK_EX)
+        answer = complete(pair.proxy, ids)
+    assert hit(answer) == LENGTH - 1
     assert answer.choices[0].text == complete(pair.prefill.url, ids).choices[0].text
 
 
