@@ -76,7 +76,7 @@ BUDGET = {
     "chunks": 350,
     "memory": 1030,
     "policies": 165,
-    "store": 930,
+    "store": 950,
     "store.tiers": 1045,
     "backends": 365,
     "backends.disk": 700,
@@ -86,7 +86,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 7950
+WHOLE = 7990
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -309,11 +309,12 @@ class TieredStore:
             shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
             entries, count = [], 0
             for key in keys if shared else ():
-                entry = self._primary.entries.get(key)
-                if entry is not None and entry.ready:
-                    entries.append(entry)
-                elif entry is None and not any(tier.index.knows(key) for tier in shared):
+                entry, known = self._primary.entries.get(key), any(tier.index.knows(key) for tier in shared)
+                if entry is None and not known:
                     break
+                # What is referenced is being written already, or is the next time.
+                if entry is not None and entry.ready and not entry.refs and not known:
+                    entries.append(entry)
                 count += 1
             self._flusher.write_through(entries, keys, deferred)
         deferred.run(self._pool)
