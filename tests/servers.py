@@ -245,6 +245,12 @@ class Proxy:
             # What ended on one side, or broke, has ended on the other.
             sink.shutdown(socket.SHUT_WR)
 
+    def cut(self) -> None:
+        """End all connections."""
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         # Shut down, not closed: threads are waiting in them.
         self._listener.shutdown(socket.SHUT_RDWR)
