@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from base64 import b64decode, b64encode
@@ -154,7 +155,8 @@ class ObjectServer(Server):
 
     def __init__(self, kind: str, folder: Path, *options: str) -> None:
         program, hint = OBJECT_STORES[kind]
-        found = shutil.which(program)
+        # Programs that pip has installed are beside Python.
+        found = shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
         if found is None:
             missing(kind, hint)
         self.kind = kind
