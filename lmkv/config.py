@@ -273,7 +273,7 @@ class Config:
     remote_prefix: str = _option("lmkv:", lambda value: _word(value) or "", "What names in remote stores begin with")
     remote_ttl: int = _option(0, _integer(0), "How long a remote store keeps a chunk; 0: as it evicts", "s")
     remote_timeout: float = _option(
-        1.0, _number(0, above=True), "How long connecting to a remote store may take, and each call", "s"
+        1.0, _number(0, above=True), "How long to wait for a remote store's connection or answer", "s"
     )
     prefetch_share: float = _option(
         0.5, _number(0, 1), "Most of host memory that prefetches from disk may take at a time", "0..1"

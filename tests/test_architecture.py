@@ -76,17 +76,17 @@ BUDGET = {
     "chunks": 350,
     "memory": 990,
     "policies": 165,
-    "store": 915,
+    "store": 930,
     "store.tiers": 1045,
     "backends": 370,
     "backends.disk": 700,
-    "backends.remote": 530,
+    "backends.remote": 550,
     "vllm": 1010,
     "vllm.scheduler": 845,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 7995
+WHOLE = 8020
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -63,9 +63,13 @@ class Promoter:
         ttl: float | None,
         deferred: Deferred,
         discovery: Discovery | None = None,
+        chain: Sequence[ChunkKey] = (),
     ) -> Promotion:
-        """Begin a promotion: at once, or when `discovery` is done. Expired ones were released before."""
-        promotion = Promotion(priority, self._lock, self.release)
+        """Begin a promotion: at once, or when `discovery` is done. Expired ones were released before.
+
+        Of the rest of `chain` nothing is evicted for it that no lower tier stores, if there is anything else.
+        """
+        promotion = Promotion(priority, self._lock, self.release, chain)
         if discovery is None:
             self._extend(promotion, keys, deferred)
         else:
@@ -82,13 +86,18 @@ class Promoter:
         """Add the leading chunks of `keys`; `waiting_keys` is what has to wait for slots."""
         promotion.waiting_keys = ()
         parent = promotion.entries[-1].key if promotion.entries else b""
+        entries, kept = self._primary.entries, None
         for index, key in enumerate(keys):
             if promotion.priority is Priority.PREFETCH and not self._may_prefetch(key):
                 break
-            entry = self._primary.entries.get(key)
+            entry = entries.get(key)
             tier = None if entry else first_with(self._tiers, key)
             if tier is not None:
-                slot = self._allocator.acquire(key, deferred)
+                if kept is None and not self._primary.slab.free_slots:
+                    kept = {here for here in promotion.chain if here in entries and not first_with(self._tiers, here)}
+                slot = self._allocator.acquire(key, deferred, kept)
+                if slot is None and kept:
+                    slot = self._allocator.acquire(key, deferred)
                 if slot is None:
                     self._wait_for_slots(promotion, keys[index:])
                     break

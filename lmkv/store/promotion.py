@@ -22,8 +22,16 @@ class Promotion:
     nothing is under way any more: then the first `ready` chunks can be leased. Thread-safe.
     """
 
-    def __init__(self, priority: Priority, lock: threading.Lock, release: Callable[[Promotion], None]) -> None:
+    def __init__(
+        self,
+        priority: Priority,
+        lock: threading.Lock,
+        release: Callable[[Promotion], None],
+        chain: Sequence[ChunkKey] = (),
+    ) -> None:
         self.priority = priority
+        self.chain = chain
+        """All that the request wants, of which this may be the beginning."""
         self._lock = lock
         self._release = release
         self._entries: list[Entry] = []

@@ -350,7 +350,7 @@ class TieredStore:
             self._expire(deferred)
             wanted = () if self._closed else keys[:limit]
             discovery = self._plan_discovery(wanted, deferred, self._resume) if discover else None
-            promotion = self._promoter.promote(wanted, priority, ttl, deferred, discovery)
+            promotion = self._promoter.promote(wanted, priority, ttl, deferred, discovery, chain=keys)
         deferred.run(self._pool)
         return promotion
 

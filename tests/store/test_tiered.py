@@ -105,6 +105,25 @@ def test_the_tail_makes_room_for_its_own_head_from_below() -> None:
 # -- nothing of before clear() or delete() is served ---------------------------------------------------
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_chain_that_passes_through_evicts_nothing_of_its_own_that_is_nowhere_else(limit: int) -> None:
+    """The end of it was not written below, because too many writes waited, say."""
+    store = small_store(5, lower(memory(20, "low")))
+    keys = chain("a", 6)
+    put_below(store, keys[:3])
+    put(store, keys[3:])
+    assert store.drain(LIMIT)
+    store._tiers[0].index.mark_deleted(keys[3:])
+    put(store, chain("b", 2))  # used later than the end of the chain
+    assert store.drain(LIMIT)
+    for first in range(3):
+        promotion = store.promote(keys[first:], limit=limit)
+        assert promotion.wait(LIMIT)
+        promotion.release()
+    assert kept(store, keys[3:]) == [True] * 3
+    assert store.match(keys)[1] == 6
+
+
 def test_clear_deletes_what_was_not_even_indexed_yet() -> None:
     disk = memory(10, "disk")
     keys = chain("a", 4)

@@ -22,7 +22,9 @@ _KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 MODELS = {
     "gqa": Family(lambda: families.qwen3(**_SMALL, **_HEADS)),
     "hybrid": Family(lambda: families.gemma3(48, **_SMALL, **{**_HEADS, "num_hidden_layers": 3}, layer_types=_KINDS)),
-    "mla": Family(lambda: families.deepseek_v2(**_SMALL, num_hidden_layers=2, first_k_dense_replace=2)),
+    "mla": Family(
+        lambda: families.deepseek_v2(**_SMALL, num_hidden_layers=2, first_k_dense_replace=2), families.REFERENCE_MLA
+    ),
 }
 
 
@@ -57,7 +59,7 @@ VARIANTS = {
     "layer by layer": Variant("gqa", _tight(32, 96, enable_prefix_caching=False), {"use_layerwise": True}),
     "hybrid": Variant("hybrid", _tight(90, 70)),
     "loads between steps": Variant("gqa", _tight(40, 128), {"prefetch_deadline": 2.0}, ram=4.5, disk=100.5),
-    "latent": Variant("mla", _tight(66, 90, **families.REFERENCE_MLA), {"disk_write": "back"}),
+    "latent": Variant("mla", _tight(66, 90), {"disk_write": "back"}),
     "drafts": Variant("gqa", _tight(40, 96, speculative_config=_DRAFTS), alone=True),
     "hybrid, pipelined": Variant("hybrid", _tight(100, 130), ram=20.5, pipelined=True),
     "no CPU tier, second touch": Variant(
@@ -71,9 +73,9 @@ def write_models(folder: Path) -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def reference(model: Path) -> Iterator[Engine]:
+def reference(variant: Variant, model: Path) -> Iterator[Engine]:
     """Without a connector, with room for everything."""
-    options = {"max_model_len": 640, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    options = {"max_model_len": 640, "max_num_batched_tokens": 512, "max_num_seqs": 8, **MODELS[variant.model].options}
     with engine(model, connector=None, **options) as plain:
         yield plain
 
@@ -91,9 +93,10 @@ def tortured(variant: Variant, model: Path, disk: Path, slot_bytes: int) -> Iter
         "pin_ttl": 0.5,
         **variant.extra,
     }
+    options = {"max_model_len": 640, "max_num_seqs": 8, **MODELS[variant.model].options, **variant.options}
     with (
         pipelining() if variant.pipelined else contextlib.nullcontext(),
-        engine(model, extra=extra, **{"max_model_len": 640, "max_num_seqs": 8, **variant.options}) as running,
+        engine(model, extra=extra, **options) as running,
     ):
         yield running
 

@@ -61,7 +61,7 @@ class Run:
 
     def _prepare(self, variant: Variant, models: dict[str, Path]) -> None:
         if variant.model not in self._turns:
-            with reference(models[variant.model]) as plain:
+            with reference(variant, models[variant.model]) as plain:
                 self._turns[variant.model] = converse(plain, self._rng, _CONVERSATIONS)
                 self._slot_bytes[variant.model] = slot_bytes(plain)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -38,6 +39,8 @@ _STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
 _AT_ONCE = 32
 """Requests under way for one call of `contains` or `delete`."""
 _LISTED = 1000
+_SLOWEST = 16 << 20
+"""Bytes per second: a value that comes or goes more slowly is given up."""
 _NO_SPACE = ("(os error 28)", "(os error 122)")
 
 
@@ -60,8 +63,8 @@ class ObjectStoreBackend(RemoteBackend):
     ttl
         Refused: in object stores a lifecycle rule of the bucket expires objects.
     timeout
-        Seconds for connecting, and for each request. A request that is safe to repeat is repeated once, if it failed
-        before that.
+        Seconds for each request; one with a value has a second more for each 16 MiB. A request that fails sooner is
+        repeated once, if that is safe.
     chunk_tokens
         Most token ids that a value records.
     name
@@ -105,8 +108,11 @@ class ObjectStoreBackend(RemoteBackend):
         parts = urlsplit(url)
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         self._mode = "overwrite" if options.get("conditional_put") == "disabled" else "create"
+        self._timeout = timeout
+        self._stores: dict[int, Any] = {}
+        self._open = partial(_opened, parts, options, username, password)
         try:
-            self._store = _opened(parts, options, username, password, timeout)
+            self._store = self._store_for(0)
             # Nothing is sent: this tells whether the prefix can be part of a name.
             obstore.list(self._store, self._root)
         except (exceptions.BaseError, ValueError, OSError) as error:
@@ -130,6 +136,14 @@ class ObjectStoreBackend(RemoteBackend):
         found = re.fullmatch(rf"{re.escape(self._root)}/([0-9a-f]{{{2 * KEY_BYTES}}})", path)
         return bytes.fromhex(found[1]) if found else None
 
+    def _store_for(self, nbytes: int) -> Any:
+        """obstore's store, whose requests have time for so many bytes."""
+        more = -(-nbytes // _SLOWEST)
+        if more not in self._stores:
+            # Two threads may both make it, and either will do.
+            self._stores[more] = self._open(self._timeout + more)
+        return self._stores[more]
+
     # -- of the engine ------------------------------------------------------------------------------------
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
@@ -144,7 +158,7 @@ class ObjectStoreBackend(RemoteBackend):
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
         try:
-            found = obstore.get(self._store, name)
+            found = obstore.get(self._store_for(len(into)), name)
         except FileNotFoundError:
             return False
         if found.meta["size"] != self.blobs.blob_bytes(len(into)):
@@ -163,7 +177,8 @@ class ObjectStoreBackend(RemoteBackend):
         if self._exists(name):
             return PRESENT
         try:
-            obstore.put(self._store, name, [header, payload], mode=self._mode, use_multipart=False)
+            store = self._store_for(len(payload))
+            obstore.put(store, name, [header, payload], mode=self._mode, use_multipart=False)
         except exceptions.AlreadyExistsError:
             return PRESENT
         except exceptions.GenericError as error:
@@ -219,7 +234,7 @@ def _opened(
         raise ValueError("credentials cannot be in its URL; GOOGLE_APPLICATION_CREDENTIALS names a file with them")
     limits = {"timeout": f"{timeout * 1000:.0f}ms", "connect_timeout": f"{timeout * 1000:.0f}ms"}
     given = (unquote(parts.username or "") or username, unquote(parts.password or "") or password)
-    authorities = options.pop("ssl_ca_certs", None)
+    authorities = options.get("ssl_ca_certs")
     return kind(
         bucket,
         prefix=unquote(parts.path).strip("/") or None,
@@ -228,7 +243,7 @@ def _opened(
             **({"unsigned_payload": "true"} if kind is S3Store else {}),
             **({"allow_http": "true"} if options.get("endpoint", "").startswith("http://") else {}),
             **{name: value for name, value in zip(names, given, strict=False) if value},
-            **options,
+            **{name: value for name, value in options.items() if name != "ssl_ca_certs"},
         },
         client_options={**limits, "root_certificate": Path(authorities).read_bytes()} if authorities else None,
         retry_config={

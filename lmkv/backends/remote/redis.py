@@ -42,6 +42,10 @@ _SCHEMES = {
 _AT_ONCE = 1000
 """Names in one round trip."""
 _LONGEST_LINE = 1024
+_PIECE = 1 << 20
+"""Bytes to send with one deadline."""
+_SLOWEST = 16 << 20
+"""Bytes per second: a value that comes more slowly is given up."""
 _REDIRECTIONS = 4
 
 
@@ -63,7 +67,8 @@ class RedisBackend(RemoteBackend):
     ttl
         Seconds after which the server drops a value that was not written again; None: as it evicts.
     timeout
-        Seconds for connecting, and for each command. A command that is safe to repeat is repeated once.
+        Seconds to wait for a connection or an answer; a value has a second more for each 16 MiB. A command that
+        is safe to repeat is repeated once.
     chunk_tokens
         Most token ids that a value records.
     name
@@ -218,7 +223,8 @@ class RedisBackend(RemoteBackend):
             connection.send_command("EXISTS", name)
             if connection.read_response():
                 return PRESENT
-            connection.send_packed_command([start, header, payload, end])
+            pieces = (payload[at : at + _PIECE] for at in range(0, len(payload), _PIECE))
+            connection.send_packed_command([start, header, *pieces, end])
             return STORED if connection.read_response() else PRESENT
 
         try:
@@ -301,7 +307,7 @@ class _Reply:
     def __init__(self, connection: Any, timeout: float) -> None:
         self._connection = connection
         self._socket: socket.socket = connection._get_socket()
-        self._deadline = time.monotonic() + timeout
+        self._timeout = timeout
 
     def length(self) -> int | None:
         """Of the value; None when there is none. Raises what the server answers instead."""
@@ -322,8 +328,9 @@ class _Reply:
 
     def fill(self, view: memoryview) -> None:
         """Read exactly as many bytes."""
+        deadline = time.monotonic() + self._timeout + len(view) / _SLOWEST
         while len(view):
-            if time.monotonic() > self._deadline:
+            if time.monotonic() > deadline:
                 raise exceptions.TimeoutError("the value took too long")
             received = self._socket.recv_into(view)
             if not received:
