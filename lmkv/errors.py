@@ -13,7 +13,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 80, 80, 40
 
 _IN_USER = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
-_IN_QUERY = re.compile(r"(?i)([?&][^=&#]*(?:password|passwd|secret|token|key)[^=&#]*)=[^&#]*")
+_IN_QUERY = re.compile(r"(?i)([?&][^=&#]*(?:password|passwd|secret|token|key|signature|\bsig)[^=&#]*)=[^&#]*")
 
 
 def masked(text: str) -> str:

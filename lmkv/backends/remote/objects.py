@@ -1,0 +1,254 @@
+"""`ObjectStoreBackend`: chunks as objects of S3, Google Cloud Storage or Azure, or as files of a folder.
+
+obstore signs, connects and retries. A header and its payload are sent from where they are, without joining them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from lmkv.backends.remote.base import RemoteBackend
+from lmkv.chunks.codec import FormatError
+from lmkv.chunks.hashing import KEY_BYTES
+from lmkv.errors import ConfigError, masked
+from lmkv.outcomes import PRESENT, STORED, Written
+from lmkv.protocols import ChunkKey, Listed
+
+try:
+    import obstore
+    from obstore import exceptions
+    from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
+except ImportError as error:
+    raise ConfigError("object stores need obstore: pip install 'lmkv[s3]'") from error
+
+_STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
+    "s3": (S3Store, ("access_key_id", "secret_access_key")),
+    "gs": (GCSStore, ()),
+    "az": (AzureStore, ("account_name", "account_key")),
+}
+"""Scheme -> class of obstore, and what it calls a user's name and password."""
+
+_AT_ONCE = 32
+"""Requests under way for one call of `contains` or `delete`."""
+_LISTED = 1000
+_SLOWEST = 16 << 20
+"""Bytes per second: a value that comes or goes more slowly is given up."""
+_NO_SPACE = ("(os error 28)", "(os error 122)")
+
+
+class ObjectStoreBackend(RemoteBackend):
+    """A bucket, a container or a folder as a backend.
+
+    Parameters
+    ----------
+    url
+        `s3://bucket/path`, `gs://bucket/path`, `az://container/path` or `file:///folder`. Options of obstore follow
+        in its query: `?endpoint=http://localhost:9000&region=eu-west-1`; `ssl_ca_certs=/path/ca.pem` names the
+        certificates of a private authority.
+    namespace
+        32 bytes: model, layout and versions whose KV is interchangeable.
+    username, password
+        Access key id and secret access key of S3, account name and account key of Azure, where the URL has none.
+        Without them obstore's environment variables apply (`AWS_ACCESS_KEY_ID`, ...), then the machine's identity.
+    prefix
+        Of every name, as an access rule may demand.
+    ttl
+        Refused: in object stores a lifecycle rule of the bucket expires objects.
+    timeout
+        Seconds for each request; one with a value has a second more for each 16 MiB. A request that fails sooner is
+        repeated once, if that is safe.
+    chunk_tokens
+        Most token ids that a value records.
+    name
+        What logs and statistics call the tier.
+
+    Raises
+    ------
+    ConfigError
+        A URL or an option that obstore does not understand, or a `ttl`.
+
+    Notes
+    -----
+    Nothing is connected before the first call. Any number of threads may call. A value is sent in one request, which
+    a store does completely or not at all, and only where there is none (`If-None-Match`): the first one stays. A store
+    that does not look at this condition keeps the last of several that are written at the same moment; for one that
+    refuses it, add `conditional_put=disabled`. Keys, tokens and signatures are in no repr and no message.
+
+    Examples
+    --------
+    >>> ObjectStoreBackend("s3://cache/models?region=eu-west-1&session_token=secret", namespace=bytes(32))
+    <ObjectStoreBackend 'objects': s3://cache/models?region=eu-west-1&session_token=***>
+    """
+
+    def __init__(
+        self,
+        url: str,
+        namespace: bytes,
+        *,
+        username: str | None = None,
+        password: str | None = None,
+        prefix: str = "lmkv:",
+        ttl: int | None = None,
+        timeout: float = 10.0,
+        chunk_tokens: int = 512,
+        name: str = "objects",
+    ) -> None:
+        super().__init__(namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name)
+        self._shown = masked(url)
+        if ttl:
+            raise ConfigError(f"{self._shown}: no ttl here; a lifecycle rule of the bucket expires its objects")
+        parts = urlsplit(url)
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        self._mode = "overwrite" if options.get("conditional_put") == "disabled" else "create"
+        self._timeout = timeout
+        self._stores: dict[int, Any] = {}
+        self._open = partial(_opened, parts, options, username, password)
+        try:
+            self._store = self._store_for(0)
+            # Nothing is sent: this tells whether the prefix can be part of a name.
+            obstore.list(self._store, self._root)
+        except (exceptions.BaseError, ValueError, OSError) as error:
+            raise ConfigError(f"{self._shown}: {_said(error)}") from None
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "lmkv-objects")
+
+    def __repr__(self) -> str:
+        return f"<ObjectStoreBackend {self.name!r}: {self._shown}>"
+
+    def list_keys(self) -> Iterator[list[Listed]]:
+        """What is stored in this namespace, in batches, in no order."""
+        self._check_open()
+        try:
+            for batch in obstore.list(self._store, self._root, chunk_size=_LISTED):
+                yield [Listed(key, each["size"]) for each in batch if (key := self._key_of(each["path"]))]
+        except (exceptions.BaseError, OSError) as error:
+            raise self._translated(error, "list") from error
+
+    def _key_of(self, path: str) -> ChunkKey | None:
+        """Other objects may be there, too."""
+        found = re.fullmatch(rf"{re.escape(self._root)}/([0-9a-f]{{{2 * KEY_BYTES}}})", path)
+        return bytes.fromhex(found[1]) if found else None
+
+    def _store_for(self, nbytes: int) -> Any:
+        """obstore's store, whose requests have time for so many bytes."""
+        more = -(-nbytes // _SLOWEST)
+        if more not in self._stores:
+            # Two threads may both make it, and either will do.
+            self._stores[more] = self._open(self._timeout + more)
+        return self._stores[more]
+
+    # -- of the engine ------------------------------------------------------------------------------------
+
+    def _exist(self, names: Sequence[str]) -> list[bool]:
+        return list(self._threads.map(self._exists, names))
+
+    def _exists(self, name: str) -> bool:
+        try:
+            obstore.head(self._store, name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
+        try:
+            found = obstore.get(self._store_for(len(into)), name)
+        except FileNotFoundError:
+            return False
+        if found.meta["size"] != self.blobs.blob_bytes(len(into)):
+            self._refuse(key, found, len(into))
+        self.blobs.unpack(key, memoryview(found.bytes()), into)
+        return True
+
+    def _refuse(self, key: ChunkKey, found: Any, expected: int) -> None:
+        """Say what is wrong with a value of another length, by its beginning: it may be anything."""
+        start = next(found.stream(min_chunk_size=self.blobs.header_bytes(expected)), b"")
+        header = self.blobs.parsed(key, memoryview(start), expected)
+        raise FormatError(f"it has {found.meta['size']} bytes, {header.header_bytes + expected} by its header")
+
+    def _put(self, name: str, header: memoryview, payload: memoryview) -> Written:
+        # Asked first: a value that is there need not be sent.
+        if self._exists(name):
+            return PRESENT
+        try:
+            store = self._store_for(len(payload))
+            obstore.put(store, name, [header, payload], mode=self._mode, use_multipart=False)
+        except exceptions.AlreadyExistsError:
+            return PRESENT
+        except exceptions.GenericError as error:
+            if any(code in str(error) for code in _NO_SPACE):
+                return Written.rejected(_said(error))
+            raise
+        return STORED
+
+    def _remove(self, names: Sequence[str]) -> None:
+        names = list(dict.fromkeys(names))
+        try:
+            obstore.delete(self._store, names)
+        except FileNotFoundError:
+            # All but S3 complain of absent values, and may have stopped at the first.
+            list(self._threads.map(self._remove_one, names))
+
+    def _remove_one(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            obstore.delete(self._store, name)
+
+    def _disconnect(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _is_away(self, error: Exception) -> bool:
+        away = (exceptions.GenericError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+        return isinstance(error, (*away, OSError))
+
+    def _reason(self, error: Exception) -> str:
+        return f"{type(error).__name__}: {_said(error)}"
+
+
+open_url = ObjectStoreBackend
+
+
+def _said(error: Exception) -> str:
+    # What follows a blank line is for those who work on obstore.
+    return masked(str(error).partition("\n\n")[0])
+
+
+def _opened(
+    parts: SplitResult, options: dict[str, str], username: str | None, password: str | None, timeout: float
+) -> Any:
+    """obstore's store at a URL, without asking anybody."""
+    bucket = parts.netloc.rpartition("@")[2]
+    if parts.scheme == "file":
+        if bucket or options:
+            raise ValueError("a folder is file:///path, without host and options")
+        return LocalStore(unquote(parts.path), mkdir=True)
+    kind, names = _STORES[parts.scheme]
+    if not bucket:
+        raise ValueError(f"it names no bucket: {parts.scheme}://bucket/path")
+    if (parts.username or parts.password) and not names:
+        raise ValueError("credentials cannot be in its URL; GOOGLE_APPLICATION_CREDENTIALS names a file with them")
+    limits = {"timeout": f"{timeout * 1000:.0f}ms", "connect_timeout": f"{timeout * 1000:.0f}ms"}
+    given = (unquote(parts.username or "") or username, unquote(parts.password or "") or password)
+    authorities = options.get("ssl_ca_certs")
+    return kind(
+        bucket,
+        prefix=unquote(parts.path).strip("/") or None,
+        config={
+            **limits,
+            **({"unsigned_payload": "true"} if kind is S3Store else {}),
+            **({"allow_http": "true"} if options.get("endpoint", "").startswith("http://") else {}),
+            **{name: value for name, value in zip(names, given, strict=False) if value},
+            **{name: value for name, value in options.items() if name != "ssl_ca_certs"},
+        },
+        client_options={**limits, "root_certificate": Path(authorities).read_bytes()} if authorities else None,
+        retry_config={
+            "max_retries": 1,
+            "retry_timeout": timedelta(seconds=timeout),
+            "backoff": {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=100)},
+        },
+    )

@@ -1,0 +1,601 @@
+"""Object stores: the public suite over real servers and a folder, and what can happen to an object or a connection.
+
+moto heeds `If-None-Match` and takes any key; rclone heeds keys, and overwrites; azurite heeds both.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+pytest.importorskip("obstore")
+
+import obstore
+from obstore.store import AzureStore, S3Store
+
+from lmkv.backends.remote.objects import ObjectStoreBackend
+from lmkv.backends.wrapper import WrapperBackend
+from lmkv.build import build_store
+from lmkv.chunks.layout import KVLayout, LayerPages
+from lmkv.chunks.namespace import Namespace
+from lmkv.config import Config
+from lmkv.errors import BackendUnavailable, ConfigError, CorruptChunkError
+from lmkv.outcomes import Read, ReadStatus, WriteStatus
+from lmkv.protocols import Backend, Chunk, ChunkKey
+from lmkv.testing.backend_suite import (
+    BackendSuite,
+    chunk_of,
+    in_threads,
+    listed,
+    new_key,
+    read_back,
+    sizes_of,
+    statuses,
+)
+from tests.forked import Child, Tell
+from tests.kit import LIMIT, eventually
+from tests.servers import ObjectServer, Proxy, object_server
+
+NAMESPACE = bytes(range(32))
+KINDS = ("moto", "rclone", "azurite")
+STORED, PRESENT = WriteStatus.STORED, WriteStatus.PRESENT
+USER, SECRET = ObjectServer.USER, ObjectServer.SECRET
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    with object_server(request.param, tmp_path_factory.mktemp(request.param)) as server:
+        yield server
+
+
+def backend_of(url: str, **options: Any) -> ObjectStoreBackend:
+    return ObjectStoreBackend(url, NAMESPACE, **{"timeout": 20.0, "username": USER, "password": SECRET, **options})
+
+
+class ReadsAgain(WrapperBackend):
+    """Reads again what the server did not answer: rclone may end an answer when its file is replaced."""
+
+    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
+        for _ in range(20):
+            reads = super().read(items)
+            if not any(isinstance(read.error, BackendUnavailable) for read in reads):
+                break
+        return reads
+
+
+class TestServerSuite(BackendSuite):
+    @pytest.fixture(autouse=True)
+    def _servers(self, server: ObjectServer) -> None:
+        self.server = server
+
+    def make(self, folder: Path) -> Backend:
+        return backend_of(self.server.url(folder.name))
+
+    def test_one_of_many_writers_of_a_key_stores_it(self, keeping: Backend) -> None:
+        if self.server.kind != "rclone":
+            super().test_one_of_many_writers_of_a_key_stores_it(keeping)
+            return
+        # It overwrites: several store it, and whatever is read is one writer's whole.
+        chunk = chunk_of(50_000)
+        results = in_threads(4, lambda _: statuses(keeping, [chunk])[0])
+        assert STORED in results
+        assert set(results) <= {STORED, PRESENT}
+        assert read_back(keeping, chunk) == chunk.payload
+
+    def test_many_threads_at_once(self, keeping: Backend) -> None:
+        super().test_many_threads_at_once(ReadsAgain(keeping) if self.server.kind == "rclone" else keeping)
+
+
+class TestFolderSuite(BackendSuite):
+    def make(self, folder: Path) -> Backend:
+        return backend_of(f"file://{folder}/a%20folder")
+
+
+# -- what is under a name --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backend(server: ObjectServer, tmp_path: Path) -> Iterator[ObjectStoreBackend]:
+    with closing(backend_of(server.url(tmp_path.name))) as backend:
+        yield backend
+
+
+@pytest.fixture
+def raw(server: ObjectServer, tmp_path: Path) -> Any:
+    """The same place, for whatever somebody else does there."""
+    return raw_store(server, tmp_path.name)
+
+
+def raw_store(server: ObjectServer, path: str) -> Any:
+    over_http: Any = {"prefix": path, "client_options": {"allow_http": True}}
+    if server.kind == "azurite":
+        endpoint = f"http://127.0.0.1:{server.port}/{USER}"
+        return AzureStore("bucket", account_name=USER, account_key=SECRET, endpoint=endpoint, **over_http)
+    endpoint = f"http://127.0.0.1:{server.port}"
+    return S3Store("bucket", access_key_id=USER, secret_access_key=SECRET, endpoint=endpoint, **over_http)
+
+
+def value_of(raw: Any, name: str) -> bytearray:
+    return bytearray(obstore.get(raw, name).bytes())
+
+
+def replaced(raw: Any, name: str, value: bytes | bytearray) -> None:
+    obstore.put(raw, name, value, use_multipart=False)
+
+
+def cut(raw: Any, name: str) -> None:
+    replaced(raw, name, value_of(raw, name)[:-5])
+
+
+def lengthen(raw: Any, name: str) -> None:
+    replaced(raw, name, value_of(raw, name) + b"more")
+
+
+def flip(raw: Any, name: str, at: int = 9000) -> None:
+    value = value_of(raw, name)
+    value[at] ^= 1
+    replaced(raw, name, value)
+
+
+def flip_header(raw: Any, name: str) -> None:
+    flip(raw, name, 100)
+
+
+def foreign(raw: Any, name: str) -> None:
+    replaced(raw, name, b"somebody else's")
+
+
+def empty(raw: Any, name: str) -> None:
+    replaced(raw, name, b"")
+
+
+def of_another_chunk(raw: Any, name: str) -> None:
+    value = value_of(raw, name)
+    other = next(each["path"] for batch in obstore.list(raw) for each in batch if each["path"] != name)
+    replaced(raw, name, value_of(raw, other))
+    assert value_of(raw, name) != value
+
+
+@pytest.mark.parametrize("damage", [cut, lengthen, flip, flip_header, foreign, empty, of_another_chunk])
+def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(
+    backend: ObjectStoreBackend, raw: Any, damage: Callable[[Any, str], None]
+) -> None:
+    chunk, sound = chunk_of(9000), chunk_of(9000)
+    assert statuses(backend, [chunk, sound]) == [STORED] * 2
+    damage(raw, backend.name_of(chunk.key))
+    into = memoryview(bytearray(9000))
+    (read,) = backend.read([(chunk.key, into)])
+    assert read.status is ReadStatus.FAILED
+    assert isinstance(read.error, CorruptChunkError)
+    assert into == bytes(9000), "no byte of it"
+    assert read_back(backend, sound) == sound.payload
+    backend.delete([chunk.key])
+    assert statuses(backend, [chunk]) == [STORED]
+    assert read_back(backend, chunk) == chunk.payload
+
+
+def test_of_a_huge_foreign_file_only_the_beginning_is_read(tmp_path: Path) -> None:
+    with closing(backend_of(f"file://{tmp_path}")) as backend:
+        chunk = chunk_of(9000)
+        assert statuses(backend, [chunk]) == [STORED]
+        os.truncate(tmp_path / backend.name_of(chunk.key), 1 << 40)
+        (read,) = backend.read([(chunk.key, memoryview(bytearray(9000)))])
+        assert isinstance(read.error, CorruptChunkError)
+
+
+def test_of_a_large_foreign_object_only_the_beginning_is_read(server: ObjectServer, raw: Any, tmp_path: Path) -> None:
+    with (
+        closing(Proxy(server.port)) as proxy,
+        closing(backend_of(server.url(tmp_path.name, port=proxy.port))) as backend,
+    ):
+        key = new_key()
+        replaced(raw, backend.name_of(key), bytes(100 << 20))
+        (read,) = backend.read([(key, memoryview(bytearray(9000)))])
+        assert isinstance(read.error, CorruptChunkError)
+        assert proxy.forwarded < 50 << 20
+
+
+def test_other_namespaces_paths_and_prefixes_are_other_chunks(
+    backend: ObjectStoreBackend, server: ObjectServer, tmp_path: Path
+) -> None:
+    chunk = chunk_of(500)
+    url = server.url(tmp_path.name)
+    others = [
+        ObjectStoreBackend(url, bytes(32), timeout=20.0, username=USER, password=SECRET),
+        backend_of(url, prefix="a team/lmkv"),
+        backend_of(url, prefix=""),
+        backend_of(server.url(f"{tmp_path.name}/deeper")),
+    ]
+    assert statuses(backend, [chunk]) == [STORED]
+    for other in others:
+        assert other.contains([chunk.key]) == [False]
+        mine = chunk_of(600)
+        assert statuses(other, [mine]) == [STORED]
+        assert listed(other) == sizes_of(other, [mine])
+        other.close()
+    assert listed(backend) == sizes_of(backend, [chunk])
+
+
+def test_objects_of_others_are_not_listed(backend: ObjectStoreBackend, raw: Any) -> None:
+    chunk = chunk_of(500)
+    name = backend.name_of(chunk.key)
+    for other in (name[:-1], f"{name}0", f"{name[:-1]}Z", f"{name.rpartition('/')[0]}/deeper/{'0' * 64}"):
+        replaced(raw, other, b"somebody else's")
+    assert listed(backend) == {}
+    assert statuses(backend, [chunk]) == [STORED]
+    assert listed(backend) == sizes_of(backend, [chunk])
+
+
+def test_long_listings_come_in_pages_and_many_are_deleted_at_once(tmp_path: Path) -> None:
+    with object_server("rclone", tmp_path) as server, closing(backend_of(server.url())) as backend:
+        keys = [new_key() for _ in range(2100)]
+        (server.bucket / backend.name_of(keys[0])).parent.mkdir()
+        for key in keys:
+            (server.bucket / backend.name_of(key)).touch()
+        batches = list(backend.list_keys())
+        assert len(batches) > 2
+        assert listed(backend) == dict.fromkeys(keys, 0)
+        assert backend.contains([*keys[:40], new_key(), *keys[-40:]]) == [True] * 40 + [False] + [True] * 40
+        backend.delete([new_key(), *keys[:-1], new_key()])
+        assert listed(backend) == {keys[-1]: 0}
+
+
+def test_what_is_there_is_not_sent_again(server: ObjectServer, tmp_path: Path) -> None:
+    proxy = Proxy(server.port)
+    with closing(proxy), closing(backend_of(server.url(tmp_path.name, port=proxy.port))) as backend:
+        chunk = chunk_of(1 << 20)
+        assert statuses(backend, [chunk]) == [STORED]
+        assert proxy.forwarded > 1 << 20
+        before = proxy.forwarded
+        assert statuses(backend, [chunk]) == [PRESENT]
+        assert proxy.forwarded - before < 10_000
+
+
+def test_a_server_that_refuses_conditions_is_written_without(server: ObjectServer, tmp_path: Path) -> None:
+    if server.kind == "azurite":
+        pytest.skip("an option of S3")
+    with closing(backend_of(f"{server.url(tmp_path.name)}&conditional_put=disabled")) as backend:
+        chunk = chunk_of(500)
+        assert statuses(backend, [chunk, chunk]) == [STORED, PRESENT]
+        assert read_back(backend, chunk) == chunk.payload
+
+
+def test_engines_that_write_a_chunk_at_the_same_time_harm_nothing(server: ObjectServer, tmp_path: Path) -> None:
+    """Their KV may differ in rounding. Whoever reads meanwhile has one writer's, whole, or none."""
+    backends = [backend_of(server.url(tmp_path.name)) for _ in range(4)]
+    for _ in range(5):
+        key = new_key()
+        chunks = [chunk_of(500_000, key) for _ in backends]
+        seen: list[Any] = []
+
+        def read(index: int, key: bytes = key, seen: list[Any] = seen) -> None:
+            into = memoryview(bytearray(500_000))
+            (found,) = backends[index].read([(key, into)])
+            seen.append((found, bytes(into)))
+
+        def work(index: int, read: Any = read, chunks: list[Chunk] = chunks) -> WriteStatus | None:
+            if index < 4:
+                return statuses(backends[index], [chunks[index]])[0]
+            for _ in range(20):
+                read(index - 4)
+            return None
+
+        written = in_threads(8, work)[:4]
+        read(0)
+        assert STORED in written
+        assert server.kind == "rclone" or sorted(map(str, written)) == sorted(map(str, [STORED] + [PRESENT] * 3))
+        for found, payload in seen:
+            assert found.status is not ReadStatus.HIT or payload in [chunk.payload for chunk in chunks]
+            # rclone may end an answer when its file is replaced.
+            assert found.error is None or (server.kind == "rclone" and isinstance(found.error, BackendUnavailable))
+        assert seen[-1][0].status is ReadStatus.HIT
+    for each in backends:
+        each.close()
+
+
+# -- connections -----------------------------------------------------------------------------------------
+
+
+def assert_unavailable(backend: ObjectStoreBackend, chunk: Chunk) -> list[str]:
+    """What the errors say."""
+    with pytest.raises(BackendUnavailable) as asked:
+        backend.contains([chunk.key])
+    with pytest.raises(BackendUnavailable) as listing:
+        list(backend.list_keys())
+    with pytest.raises(BackendUnavailable) as deleting:
+        backend.delete([chunk.key])
+    (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
+    assert isinstance(read.error, BackendUnavailable)
+    (written,) = backend.write([chunk_of(100)])
+    assert isinstance(written.error, BackendUnavailable)
+    return [*(repr(each.value) for each in (asked, listing, deleting)), str(read.error), str(written.error)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_is_killed_is_unavailable_until_it_is_back(tmp_path: Path, kind: str) -> None:
+    with object_server(kind, tmp_path) as server, closing(backend_of(server.url())) as backend:
+        chunk = chunk_of(100)
+        assert statuses(backend, [chunk]) == [STORED]
+        server.kill()
+        assert_unavailable(backend, chunk)
+        server.start()
+        # moto had it in its memory, and azurite may not have written it yet.
+        assert statuses(backend, [chunk])[0] in ((PRESENT,) if kind == "rclone" else (STORED, PRESENT))
+        assert read_back(backend, chunk) == chunk.payload
+
+
+def test_connections_that_die_in_the_middle_of_values_serve_no_wrong_byte(server: ObjectServer, tmp_path: Path) -> None:
+    proxies = [Proxy(server.port)]
+    with closing(backend_of(server.url(tmp_path.name))) as direct:
+        chunks = [chunk_of(1 << 20) for _ in range(4)]
+        direct.write(chunks)
+    stop = threading.Event()
+
+    def cut_off() -> None:
+        while not stop.is_set():
+            proxies[0].cut()
+
+    backend = backend_of(server.url(tmp_path.name, port=proxies[0].port))
+    killer = threading.Thread(target=cut_off)
+    killer.start()
+    found = []
+    for number in range(60):
+        into = memoryview(bytearray(1 << 20))
+        (read,) = backend.read([(chunks[number % 4].key, into)])
+        found.append(read.status)
+        assert read.status is not ReadStatus.HIT or into == chunks[number % 4].payload
+        assert read.error is None or isinstance(read.error, BackendUnavailable)
+    stop.set()
+    killer.join()
+    assert ReadStatus.FAILED in found
+    assert ReadStatus.MISS not in found
+    eventually(lambda: backend.contains([chunks[0].key]) == [True])
+    assert read_back(backend, chunks[0]) == chunks[0].payload
+    backend.close()
+    proxies[0].close()
+
+
+@pytest.mark.parametrize("deaf", ["the server", "the network"])
+def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str, server: ObjectServer) -> None:
+    proxy = Proxy(server.port)
+    backend = backend_of(server.url(tmp_path.name, port=proxy.port), timeout=0.5)
+    chunk = chunk_of(100)
+    eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+    if deaf == "the server":
+        server.pause()
+    proxy.deaf = deaf == "the network"
+    started = time.monotonic()
+    assert_unavailable(backend, chunk)
+    with pytest.raises(BackendUnavailable):
+        backend.contains([new_key() for _ in range(1000)])
+    # Six calls, of which one asks twice.
+    assert time.monotonic() - started < 7 * 2 * 0.5 + 3.0
+    server.resume()
+    proxy.deaf = False
+    eventually(lambda: statuses(backend, [chunk]) == [PRESENT])
+    assert read_back(backend, chunk) == chunk.payload
+    backend.close()
+    proxy.close()
+
+
+def test_a_value_that_comes_too_slowly_is_given_up(server: ObjectServer, tmp_path: Path) -> None:
+    proxy = Proxy(server.port)
+    direct = backend_of(server.url(tmp_path.name))
+    slow = backend_of(server.url(tmp_path.name, port=proxy.port), timeout=1.0)
+    chunk = chunk_of(32 << 20)
+    assert statuses(direct, [chunk]) == [STORED]
+    proxy.delay = 0.2
+    started = time.monotonic()
+    (read,) = slow.read([(chunk.key, memoryview(bytearray(32 << 20)))])
+    assert isinstance(read.error, BackendUnavailable)
+    assert time.monotonic() - started < 10.0
+    assert slow.contains([chunk.key]) == [True], "400 ms are no failure"
+    for each in (direct, slow):
+        each.close()
+    proxy.close()
+
+
+def test_without_its_bucket_there_is_nothing_and_writes_say_why(server: ObjectServer) -> None:
+    with closing(backend_of(server.url().replace("://bucket", "://nobody-made-it"))) as backend:
+        chunk = chunk_of(100)
+        assert backend.contains([chunk.key]) == [False]
+        assert read_back(backend, chunk) is None
+        (written,) = backend.write([chunk])
+        assert isinstance(written.error, BackendUnavailable)
+        assert "NoSuchBucket" in str(written.error) or "ContainerNotFound" in str(written.error)
+
+
+# -- who may, and what is shown --------------------------------------------------------------------------
+
+
+def test_keys_come_from_settings_from_the_url_or_from_the_environment(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, chunk = server.url(tmp_path.name), chunk_of(100)
+    named = url.replace("://", f"://{USER}:{quote(SECRET)}@")
+    with closing(backend_of(named, username="nobody", password="bm90aGluZw==")) as by_url:
+        assert statuses(by_url, [chunk]) == [STORED]
+        assert SECRET not in repr(by_url)
+        assert quote(SECRET) not in repr(by_url)
+    names = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY")
+    if server.kind != "azurite":
+        names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        url = f"s3://bucket/{tmp_path.name}"
+    for name, value in zip(names, (USER, SECRET), strict=True):
+        monkeypatch.setenv(name, value)
+    with closing(backend_of(url, username=None, password=None)) as by_environment:
+        assert statuses(by_environment, [chunk]) == [PRESENT]
+
+
+def test_wrong_keys_are_refused_and_shown_nowhere(
+    server: ObjectServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if server.kind == "moto":
+        pytest.skip("it takes any key")
+    caplog.set_level(logging.DEBUG)
+    secret, url = "aHVudGVyMg==", server.url(tmp_path.name)
+    wrong = [
+        backend_of(url, password=secret),
+        backend_of(url.replace("://", f"://{USER}:{quote(secret)}@")),
+        backend_of(f"{url}&{'account_key' if server.kind == 'azurite' else 'secret_access_key'}={secret}"),
+    ]
+    texts = []
+    for each in wrong:
+        texts += [repr(each), *assert_unavailable(each, chunk_of(100))]
+        each.close()
+    with pytest.raises(ConfigError) as refused:
+        backend_of(f"{url}&account_key={secret}&secret_access_key={secret}")
+    texts += [str(refused.value), caplog.text]
+    assert not [text for text in texts if secret in text or quote(secret) in text]
+
+
+def test_a_shared_access_signature_is_shown_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with object_server("azurite", tmp_path) as server:
+        sas = quote("sv=2021-12-02&ss=b&srt=co&sp=rwl&se=2099-01-01&sig=aHVudGVyMg==")
+        url = f"{server.url()}&account_name={USER}&sas_key={sas}"
+        with closing(backend_of(url, username=None, password=None)) as backend:
+            texts = [repr(backend), *assert_unavailable(backend, chunk_of(100))]
+            server.kill()
+            texts += assert_unavailable(backend, chunk_of(100))
+    assert not [text for text in [*texts, caplog.text] if "aHVudGVyMg" in text]
+
+
+def test_tls(tmp_path: Path) -> None:
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    # What signs is an authority, and what is signed is none.
+    make += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"]
+    subprocess.run([*make, "-keyout", tmp_path / "key", "-out", tmp_path / "cert"], check=True, capture_output=True)
+    options = ("--cert", str(tmp_path / "cert"), "--key", str(tmp_path / "key"))
+    with object_server("rclone", tmp_path, *options) as server:
+        url, chunk = server.url(scheme="https"), chunk_of(3 << 20)
+        with closing(backend_of(f"{url}&ssl_ca_certs={tmp_path / 'cert'}")) as backend:
+            assert statuses(backend, [chunk]) == [STORED]
+            assert read_back(backend, chunk) == chunk.payload
+        with closing(backend_of(url)) as distrusting:
+            assert_unavailable(distrusting, chunk)
+
+
+# -- settings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "says"),
+    [
+        ("s3://bucket", {"ttl": 60}, "lifecycle rule of the bucket"),
+        ("s3:///path", {}, "names no bucket"),
+        ("s3://bucket?colour=red", {}, "colour"),
+        ("s3://bucket?pool_idle_timeout=soon", {}, "soon"),
+        ("s3://bucket?ssl_ca_certs=/nowhere/ca.pem", {}, "ca.pem"),
+        ("s3://bucket", {"prefix": "a//b"}, "empty path segment"),
+        ("file:///tmp/lmkv-nothing", {"prefix": "../"}, "\\.\\."),
+        ("gs://user:hunter2@bucket", {}, "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("gs://bucket?service_account_key=hunter2", {}, "gs://bucket"),
+        ("file://host/folder", {}, "file:///path"),
+        ("file:///folder?region=here", {}, "file:///path"),
+        ("file:///proc/nowhere", {}, "file:///proc/nowhere"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(url: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        ObjectStoreBackend(url, NAMESPACE, **options)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_another_engine_finds_what_one_has_stored(server: ObjectServer, tmp_path: Path) -> None:
+    layout = KVLayout(8, (LayerPages(4096, 2),))
+    namespace = Namespace(model="m", dtype="float32", chunk_size=8, block_size=4)
+    options = {
+        "remote_url": f"{server.url(tmp_path.name)} file://{tmp_path}",
+        "remote_username": USER,
+        "remote_password": SECRET,
+        "remote_timeout": 20.0,
+        "max_local_cpu_size": 16 * layout.slot_bytes / 2**30,
+    }
+    config = Config.load(extra=options, env={})
+    chunks = {new_key(): os.urandom(layout.slot_bytes) for _ in range(4)}
+    with closing(build_store(config, namespace, layout, shared=False)) as first:
+        with first.reserve(list(chunks)) as reservation:
+            for key, slot in reservation.slots.items():
+                first.slab.view(slot)[:] = chunks[key]
+            reservation.commit()
+        assert first.drain(LIMIT)
+    with closing(build_store(config, namespace, layout, shared=False)) as second:
+        discovery = second.discover(list(chunks))
+        assert discovery is None or discovery.wait(LIMIT)
+        promotion = second.promote(list(chunks))
+        assert promotion.wait(LIMIT)
+        with second.lease(promotion.keys) as lease:
+            assert {key: second.slab.view(slot) for key, slot in zip(lease.keys, lease.slots, strict=True)} == chunks
+        promotion.release()
+        assert second.wait_indexed(LIMIT)
+        assert [tier.name for tier in second.stats().tiers[1:]] == ["objects", "objects-2"]
+        assert [tier.used_bytes > sum(map(len, chunks.values())) for tier in second.stats().tiers[1:]] == [True] * 2
+
+
+# -- a folder --------------------------------------------------------------------------------------------
+
+
+def test_a_full_folder_rejects_and_takes_more_when_there_is_room(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root may mount")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "lmkv-test", str(tmp_path)]
+    done = subprocess.run(mount, check=False, capture_output=True)
+    if done.returncode:
+        pytest.skip(f"not possible here: {done.stderr.decode().strip()}")
+    try:
+        with closing(backend_of(f"file://{tmp_path}")) as backend:
+            chunks = [chunk_of(1 << 20) for _ in range(10)]
+            found = statuses(backend, chunks)
+            assert found[0] is STORED
+            assert found[-1] is WriteStatus.REJECTED
+            stored = [chunk for chunk, status in zip(chunks, found, strict=True) if status is STORED]
+            assert listed(backend) == sizes_of(backend, stored)
+            assert all(read_back(backend, chunk) == chunk.payload for chunk in stored)
+            backend.delete([stored[0].key])
+            assert statuses(backend, [stored[0]]) == [STORED]
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def write_for_ever(tell: Tell, url: str) -> None:
+    backend = backend_of(url)
+    tell("ready")
+    while True:
+        backend.write([chunk_of(3 << 20)])
+
+
+def test_a_writer_that_is_killed_leaves_whole_chunks_only(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    with closing(backend_of(url)) as backend:
+        for number in range(3):
+            with Child(write_for_ever, url) as child:
+                assert child.heard() == "ready"
+                eventually(lambda number=number: len(listed(backend)) > 2 * number)  # type: ignore[misc]
+        for key in listed(backend):
+            (read,) = backend.read([(key, memoryview(bytearray(3 << 20)))])
+            assert read.status is ReadStatus.HIT, read.error
+
+
+def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    with closing(backend_of(f"file://{tmp_path}/folder")) as backend:
+        chunk = chunk_of(100)
+        assert statuses(backend, [chunk]) == [STORED]
+        shutil.rmtree(tmp_path / "folder")
+        assert backend.contains([chunk.key]) == [False]
+        assert read_back(backend, chunk) is None
+        assert statuses(backend, [chunk]) == [STORED]
+        assert read_back(backend, chunk) == chunk.payload
