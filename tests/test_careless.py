@@ -19,8 +19,9 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.errors import BackendUnavailable, ClosedError, UsageError
+from lmkv.store.tiers.iopool import Job, Priority
 from tests.forked import Child
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, chain, eventually, lower, memory, put, small_store
 
 BLOCK, CHUNK, BLOCKS = 4, 16, 32
 
@@ -274,3 +275,23 @@ def test_a_dropped_engine_ends_its_threads_and_says_so(tmp_path: Path) -> None:
     assert before == set()
     assert len(messages) == 3
     assert all("without close()" in message for message in messages)
+
+
+def test_a_store_that_is_collected_on_its_own_io_thread_is_closed() -> None:
+    """It cannot wait there for its own threads to end."""
+    store = small_store(4, lower(memory(8, "low")))
+    pool, primary = store._pool, store._primary.backend
+    put(store, chain("a", 1))
+    assert store.drain(LIMIT)
+    store.itself = store  # type: ignore[attr-defined]
+    forgotten = threading.Event()
+    gc.disable()
+    try:
+        pool.submit([Job(lambda deferred: (forgotten.wait(LIMIT), gc.collect()), Priority.LOAD, lambda deferred: None)])
+        del store
+        forgotten.set()
+        eventually(lambda: not any(thread.is_alive() for thread in pool._threads), "its threads end")
+    finally:
+        gc.enable()
+    with pytest.raises(ClosedError):
+        primary.contains([])

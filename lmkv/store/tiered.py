@@ -513,7 +513,11 @@ class TieredStore:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
-            self.close()
+            if self._pool.runs_here():
+                # The garbage was collected by an I/O thread of the store's own, perhaps under the pool's lock.
+                threading.Thread(target=self.close, name="lmkv-close", daemon=True).start()
+            else:
+                self.close()
 
 
 _stores: weakref.WeakSet[TieredStore] = weakref.WeakSet()

@@ -190,6 +190,10 @@ class IOPool:
         for queue in self._queues.values():
             queue.clear()
 
+    def runs_here(self) -> bool:
+        """Whether this thread is one of the pool's, which cannot wait for the others."""
+        return threading.current_thread() in self._threads
+
     def drain(self, timeout: float) -> bool:
         """Wait until nothing waits or runs, at most `timeout` seconds; True when that is so."""
         with self._lock:
