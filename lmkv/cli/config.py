@@ -102,11 +102,16 @@ def migrate(file: Annotated[Path, typer.Argument(help="LMCache's YAML file.")]) 
         fail(error)
     typer.echo(f"# From {file.name!r}, settings of LMCache's.")
     for name in config.sources:
-        typer.echo(yaml.safe_dump({name: getattr(config, name)}), nl=False)
+        typer.echo(yaml.safe_dump({name: written(getattr(config, name))}), nl=False)
     for line in left_out(translation):
         typer.echo(f"# {line}")
     if translation.refused:
         fail(f"left out, though it matters: {', '.join(key for key, _ in translation.refused)}")
+
+
+def written(value: object) -> object:
+    """A value as a file has it, passwords in URLs included."""
+    return [url.text for url in value] if isinstance(value, tuple) else value
 
 
 def left_out(translation: Translation) -> Iterator[str]:

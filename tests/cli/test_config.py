@@ -67,12 +67,19 @@ class TestShow:
         done = run("show", LMKV_LOCAL_DISK="/[red]/[/x]", LMKV_MAX_LOCAL_DISK_SIZE="1")
         assert (done.exit_code, "/[red]/[/x]" in done.stdout) == (0, True)
 
+    def test_passwords_are_not_shown(self) -> None:
+        for how in ([], ["--json"]):
+            done = run("show", *how, LMKV_REMOTE_URL="redis://user:secret@host", LMKV_REMOTE_PASSWORD="secret")
+            assert done.exit_code == 0
+            assert "redis://user:***@host" in done.stdout
+            assert "secret" not in done.output
+
     def test_a_bad_setting_is_exit_code_1(self) -> None:
-        done = run("show", LMCACHE_REMOTE_URL="redis://user:secret@host")
+        done = run("show", LMCACHE_REMOTE_SERDE="cachegen", LMCACHE_REMOTE_URL="redis://user:secret@host")
         assert (done.exit_code, done.stdout) == (1, "")
-        assert "environment LMCACHE_REMOTE_URL: LMCache's remote_url cannot be used" in done.stderr
+        assert "environment LMCACHE_REMOTE_SERDE: LMCache's remote_serde cannot be used" in done.stderr
         assert "secret" not in done.stderr
-        answer = json.loads(run("show", "--json", LMCACHE_REMOTE_URL="x", LMCACHE_ENABLE_PD="1").stdout)
+        answer = json.loads(run("show", "--json", LMCACHE_REMOTE_SERDE="x", LMCACHE_ENABLE_PD="1").stdout)
         assert (answer["ok"], len(answer["problems"])) == (False, 2)
 
 
@@ -94,10 +101,10 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ("remote_url: redis://h\n", "no remote tiers"),
+            ("remote_serde: cachegen\n", "without a codec"),
             ("lookup_timeout_ms: 3\nchunk_size: abc\n", "chunk_size = 'abc' must be a whole number"),
             ("chunk_siz: 1\n", "did you mean 'chunk_size'?"),
-            ("disk_sync: full\nremote_url: redis://h\n", "unknown key 'remote_url'"),
+            ("disk_sync: full\nremote_serde: cachegen\n", "unknown key 'remote_serde'"),
             ("- 1\n", "must map keys to values"),
             ("x" * (1 << 21), "larger than"),
         ],
@@ -112,7 +119,7 @@ class TestCheck:
 
     def test_the_environment_does_not_matter(self, file: Path) -> None:
         file.write_text("chunk_size: 64\n")
-        assert run("check", file, LMKV_CHUNK_SIZE="abc", LMCACHE_REMOTE_URL="redis://h").exit_code == 0
+        assert run("check", file, LMKV_CHUNK_SIZE="abc", LMCACHE_REMOTE_SERDE="cachegen").exit_code == 0
 
     def test_a_missing_file(self, tmp_path: Path) -> None:
         done = run("check", tmp_path / "none.yaml")
@@ -139,12 +146,13 @@ class TestMigrate:
         ]
 
     def test_what_matters_is_left_out_with_exit_code_1(self, file: Path, tmp_path: Path) -> None:
-        file.write_text(THEIRS + "remote_url: redis://user:secret@host\n")
+        file.write_text(THEIRS + "remote_serde: cachegen\nremote_url: redis://user:secret@host\n")
         done = run("migrate", file)
         assert done.exit_code == 1
-        assert "remote_url" in done.stderr
-        assert "# Left out, though it matters: remote_url: there are no remote tiers" in done.stdout
-        assert "secret" not in done.output
+        assert "remote_serde" in done.stderr
+        assert "# Left out, though it matters: remote_serde: KV is stored as it is" in done.stdout
+        assert "- redis://user:secret@host" in done.stdout
+        assert "secret" not in done.stderr
         own = tmp_path / "lmkv.yaml"
         own.write_text(done.stdout)
         assert run("check", own).exit_code == 0
