@@ -9,7 +9,9 @@ from attrs import field, frozen
 from lmkv.errors import masked
 
 SCHEMES: Final = {
-    **dict.fromkeys(("redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "valkey", "valkeys"), "redis")
+    **dict.fromkeys(("redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "valkey", "valkeys"), "redis"),
+    **dict.fromkeys(("mooncake", "mooncakestore"), "mooncake"),
+    "infinistore": "infinistore",
 }
 """Scheme of a URL -> module of `lmkv.backends.remote` whose `open_url` takes it."""
 
