@@ -21,7 +21,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-_LEAVING = 1.5
+_LEAVING = 4.0
 """Seconds for the client to leave its store."""
 
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 START_LIMIT = 10.0
 """Seconds for a process to start and to import its client."""
 
-_END_LIMIT = 2.0
+_END_LIMIT = 5.0
 _ROOM = 16 << 20
 _LARGEST = 1 << 30
 _AT_ONCE = 500
@@ -270,4 +270,4 @@ class Client:
 def _environment() -> dict[str, str]:
     root = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {"GLOG_minloglevel": "2", **os.environ, "PYTHONPATH": path}
+    return {"MC_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": path}

@@ -106,6 +106,7 @@ class Engine:
 
         self._memory, self._make = memory, MooncakeDistributedStore
         self._master, self._local = (host, port), local_hostname
+        self._segment_size = segment_size
         self._options = (metadata_server, segment_size, local_buffer_size, protocol, device_name)
         self._store: Any = None
 
@@ -161,7 +162,8 @@ class Engine:
             _checked(code, "remove")
 
     def close(self) -> None:
-        if self._store is not None:
+        # Or the master believes for ten seconds that the segment's values are there.
+        if self._store is not None and self._segment_size:
             self._store.close()
 
 
