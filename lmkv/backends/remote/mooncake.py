@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 from lmkv.backends.remote.child import Memory
 from lmkv.backends.remote.isolated import START_LIMIT, Client, IsolatedBackend
 
-_NO_ROOM, _INVALID, _ABSENT, _EXISTS = -200, -600, -704, -705
+_NO_ROOM, _INVALID, _EXISTS = -200, -600, -705
+_ABSENT = (-703, -704)
+"""Not complete, which it becomes or not, and unknown."""
 _AWAY = (-900, -901)
 CONNECT_LIMIT = 0.8
 
@@ -132,7 +134,7 @@ class Engine:
         code = self._store.get_into(name, self._memory.address, room)
         if code == _INVALID:
             code = self._store.get_size(name)
-        return None if code == _ABSENT else _checked(code, "get_into")
+        return None if code in _ABSENT else _checked(code, "get_into")
 
     def put(self, name: str, nbytes: int) -> str:
         """Store what is in the memory.
@@ -158,7 +160,7 @@ class Engine:
         """Delete it, whoever reads it: readers verify what they read."""
         self.connect()
         code = self._store.remove(name, True)
-        if code != _ABSENT:
+        if code not in _ABSENT:
             _checked(code, "remove")
 
     def close(self) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lmkv.backends.remote.infinistore import InfiniStoreBackend
-from lmkv.testing.backend_suite import chunk_of, read_back, statuses
+from lmkv.protocols import Chunk
+from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
 from tests.backends.remote.isolated_suite import NAMESPACE, STORED, IsolatedSuite
 from tests.backends.remote.own_network import Server, own_network
 from tests.servers import missing
@@ -32,7 +33,9 @@ SERVER = """if True:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if importlib.util.find_spec("infinistore") is None:
         missing("infinistore", "pip install --no-deps infinistore")
-    uvloop = subprocess.run([PYTHON, "-c", "import uvloop; print(uvloop.__version__)"], capture_output=True, text=True)
+    uvloop = subprocess.run(
+        [PYTHON, "-c", "import uvloop; print(uvloop.__version__)"], check=False, capture_output=True, text=True
+    )
     if not uvloop.stdout.startswith("0.21."):
         missing("infinistore", f"its server needs uvloop 0.21 in the environment of LMKV_INFINISTORE_PYTHON={PYTHON}")
     folder = tmp_path_factory.mktemp("infinistore")
@@ -74,3 +77,11 @@ class TestInfiniStoreSuite(IsolatedSuite):
         assert "device is not used" in caplog.text
         assert read_back(other, chunk) == chunk.payload
         other.close()
+
+    def test_a_full_server_drops_the_oldest(self, backend: InfiniStoreBackend) -> None:
+        payload = memoryview(os.urandom(8 << 20))
+        chunks = [Chunk(new_key(), payload) for _ in range(160)]
+        assert {written.status for written in backend.write(chunks)} == {STORED}
+        found = [read_back(backend, chunk) for chunk in chunks]
+        assert found[0] is None, "1 GiB was enough for 1.25"
+        assert found[-1] == payload
