@@ -78,15 +78,15 @@ BUDGET = {
     "policies": 165,
     "store": 930,
     "store.tiers": 1045,
-    "backends": 365,
+    "backends": 370,
     "backends.disk": 700,
-    "backends.remote": 380,
+    "backends.remote": 800,
     "vllm": 1010,
     "vllm.scheduler": 845,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 7830
+WHOLE = 8260
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -62,7 +62,7 @@ class InfiniStoreBackend(IsolatedBackend):
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
         if options.pop("device", ""):
-            logger.warning("lmkv: %s: device is not used: lmkv speaks TCP with InfiniStore", self._url)
+            logger.warning("lmkv: %s: device is not used: lmkv speaks TCP with InfiniStore", self._shown)
         return options
 
 
@@ -106,8 +106,8 @@ class Engine:
 
         return self._connected(put)
 
-    def remove(self, name: str) -> None:
-        self._connected(lambda store: store.delete_keys([name]))
+    def remove(self, names: Sequence[str]) -> None:
+        self._connected(lambda store: store.delete_keys(names))
 
     def close(self) -> None:
         """Its socket ends with the process."""

@@ -25,7 +25,7 @@ from zlib import crc32
 
 from lmkv.backends.remote.base import RemoteBackend
 from lmkv.chunks.codec import FormatError
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, masked
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import ChunkKey
 
@@ -44,8 +44,8 @@ _AT_ONCE = 500
 class IsolatedBackend(RemoteBackend):
     """A store behind a C++ client. A subclass says which, and reads its URL.
 
-    All calls about a name go to the same process, one after the other: it asks for a name and stores its value
-    with nothing of this backend between the two.
+    All calls about a name go to the same process, one after the other: it asks for a name and stores its value,
+    and no other call of this backend is between the two.
     """
 
     module: ClassVar[str]
@@ -73,42 +73,40 @@ class IsolatedBackend(RemoteBackend):
         self._engine = type(self).__module__
         default = self._engine.rpartition(".")[2]
         super().__init__(namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name or default)
-        parts = urlsplit(url)
-        options = self._options(parts.query, url)
-        try:
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise ConfigError(f"{url}: {error}") from None
-        if not (host and port):
-            raise ConfigError(f"{url} must have a host and a port: {parts.scheme}://host:port/")
-        self._url = f"{parts.scheme}://{host}:{port}"
+        self._shown = masked(url)
+        options = self._options(url)
+        clients = options.pop("clients", 2)
+        if find_spec(self.module) is None:
+            raise ConfigError(f"{self._shown} needs {self.module}: {self.install}")
         ignored = [what for what, value in (("user", username), ("password", password), ("ttl", ttl)) if value]
         if ignored:
-            logger.warning("lmkv: %s: %s is not used: the store has nothing of the kind", self._url, ", ".join(ignored))
-        if find_spec(self.module) is None:
-            raise ConfigError(f"{url} needs {self.module}: {self.install}")
-        clients = int(options.pop("clients", 2))
-        if clients < 1:
-            raise ConfigError(f"{url}: clients must be 1 at least")
-        options = self._prepared({"host": host, "port": port, **options})
+            logger.warning("lmkv: %s has no %s: what is given is not used", self._shown, ", ".join(ignored))
+        options = self._prepared(options)
         self._clients = [Client(self._engine, options, timeout) for _ in range(clients)]
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}: {self._url}>"
+        return f"<{type(self).__name__} {self.name!r}: {self._shown}>"
+
+    def _options(self, url: str) -> dict[str, Any]:
+        """Host, port and what the query has."""
+        parts, known = urlsplit(url), {**self.known, "clients": int}
+        given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
+        if unknown := sorted(given.keys() - known.keys()):
+            raise ConfigError(f"{self._shown}: {unknown[0]!r} is none of its options, {', '.join(sorted(known))}")
+        try:
+            options: dict[str, Any] = {key: known[key](value) for key, value in given.items()}
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"{self._shown}: {error}") from None
+        if not (host and port):
+            raise ConfigError(f"{self._shown} must have a host and a port: {parts.scheme}://host:port/")
+        if options.get("clients", 1) < 1:
+            raise ConfigError(f"{self._shown}: clients must be 1 at least")
+        return {"host": host, "port": port, **options}
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
         """Those of the URL as the engine takes them."""
         return options
-
-    def _options(self, query: str, url: str) -> dict[str, Any]:
-        known = {**self.known, "clients": int}
-        options = {key: values[-1] for key, values in parse_qs(query, keep_blank_values=True).items()}
-        if unknown := sorted(options.keys() - known.keys()):
-            raise ConfigError(f"{url}: {unknown[0]!r} is none of its options, {', '.join(sorted(known))}")
-        try:
-            return {key: known[key](value) for key, value in options.items()}
-        except ValueError as error:
-            raise ConfigError(f"{url}: {error}") from None
 
     # -- of the engine ------------------------------------------------------------------------------------
 
@@ -116,8 +114,7 @@ class IsolatedBackend(RemoteBackend):
         return self._clients[crc32(name.encode()) % len(self._clients)]
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
-        batches = [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
-        return [found for batch in batches for found in self._client(batch[0]).ask("exist", batch)]
+        return [found for batch in _batches(names) for found in self._client(batch[0]).ask("exist", batch)]
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
         with self._client(name).value(name, self.blobs.blob_bytes(len(into))) as value:
@@ -130,8 +127,8 @@ class IsolatedBackend(RemoteBackend):
         return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(answer)
 
     def _remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._client(name).ask("remove", name)
+        for batch in _batches(names):
+            self._client(batch[0]).ask("remove", batch)
 
     def _disconnect(self) -> None:
         for client in self._clients:
@@ -215,7 +212,7 @@ class Client:
             # It is no part of the terminal's group: an interrupt there is the engine's to handle.
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "lmkv.backends.remote.child"),
+                    *(sys.executable, "-P", "-m", "lmkv.backends.remote.child"),
                     *(self._engine, json.dumps(self._options), str(far.fileno()), str(memory)),
                 ],
                 pass_fds=(far.fileno(), memory),
@@ -265,6 +262,11 @@ class Client:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(_END_LIMIT)
         return None
+
+
+def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    for at in range(0, len(names), _AT_ONCE):
+        yield names[at : at + _AT_ONCE]
 
 
 def _environment() -> dict[str, str]:

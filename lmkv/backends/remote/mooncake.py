@@ -156,12 +156,12 @@ class Engine:
         _checked(self._store.batch_put_session_end([name])[0], "put_session_end")
         return "stored"
 
-    def remove(self, name: str) -> None:
-        """Delete it, whoever reads it: readers verify what they read."""
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete them, whoever reads them: readers verify what they read."""
         self.connect()
-        code = self._store.remove(name, True)
-        if code not in _ABSENT:
-            _checked(code, "remove")
+        for code in self._store.batch_remove(names, True):
+            if code not in _ABSENT:
+                _checked(code, "remove")
 
     def close(self) -> None:
         # Or the master believes for ten seconds that the segment's values are there.

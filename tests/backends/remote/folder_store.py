@@ -45,8 +45,9 @@ class Engine:
         self._path(name).write_bytes(self._memory.view[:nbytes])
         return "stored"
 
-    def remove(self, name: str) -> None:
-        self._path(name).unlink(missing_ok=True)
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._path(name).unlink(missing_ok=True)
 
     def close(self) -> None:
         (self._folder / f"left-{os.getpid()}").touch()
