@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -76,9 +77,7 @@ class Engine:
         import infinistore
 
         self._memory, self._library = memory, infinistore
-        self._config = infinistore.ClientConfig(
-            host_addr=host, service_port=port, connection_type=infinistore.TYPE_TCP, log_level="error"
-        )
+        self._address = (host, port)
         self._connection: Any = None
 
     def exist(self, names: Sequence[str]) -> list[bool]:
@@ -117,10 +116,20 @@ class Engine:
         store, self._connection = self._connection, None
         try:
             if store is None:
-                store = self._library.InfinityConnection(self._config)
+                store = self._library.InfinityConnection(self._config())
                 store.connect()
             result = work(store)
         except Exception as error:
             raise ConnectionError(str(error)) from error
         self._connection = store
         return result
+
+    def _config(self) -> Any:
+        host, port = self._address
+        return self._library.ClientConfig(
+            # It knows no names.
+            host_addr=socket.gethostbyname(host),
+            service_port=port,
+            connection_type=self._library.TYPE_TCP,
+            log_level="error",
+        )

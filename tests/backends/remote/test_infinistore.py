@@ -64,7 +64,7 @@ def device_in(folder: Path) -> Path:
 
 class TestInfiniStoreSuite(IsolatedSuite):
     kind = InfiniStoreBackend
-    url = f"infinistore://127.0.0.1:{PORT}/"
+    url = f"infinistore://localhost:{PORT}/"
 
     @pytest.fixture(autouse=True)
     def _servers(self, server: Server) -> None:

@@ -64,7 +64,7 @@ def memory_of(programs: Path, logs: Path, port: int) -> Server:
 
 class TestMooncakeSuite(IsolatedSuite):
     kind = MooncakeBackend
-    url = f"mooncake://127.0.0.1:{MASTER}/"
+    url = f"mooncake://localhost:{MASTER}/"
 
     @pytest.fixture(autouse=True)
     def _servers(self, mooncake: Mooncake) -> None:
