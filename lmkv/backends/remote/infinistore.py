@@ -31,7 +31,7 @@ class InfiniStoreBackend(IsolatedBackend):
     prefix
         Of every name.
     timeout
-        Seconds for each call.
+        Seconds for each call; one that moves a value has a second more for each 16 MiB.
     chunk_tokens
         Most token ids that a value records.
     name

@@ -37,6 +37,8 @@ START_LIMIT = 10.0
 _END_LIMIT = 5.0
 _ROOM = 16 << 20
 _LARGEST = 1 << 30
+_SLOWEST = 16 << 20
+"""Bytes per second: a call that moves its value more slowly is given up."""
 _AT_ONCE = 500
 """Names in one call, so that its message fits into a socket's buffer."""
 
@@ -162,10 +164,10 @@ class Client:
     def value(self, name: str, expected: int) -> Iterator[memoryview | None]:
         """The value of a name, until the next call, or None."""
         with self._running(expected):
-            nbytes = self._ask("get", name, self._room)
+            nbytes = self._ask("get", name, self._room, moving=expected)
             if nbytes is not None and nbytes > self._room:
                 self._make_room(nbytes)
-                nbytes = self._ask("get", name, self._room)
+                nbytes = self._ask("get", name, self._room, moving=nbytes)
             yield None if nbytes is None else memoryview(self._memory)[:nbytes]
 
     def put(self, name: str, header: memoryview, payload: memoryview) -> str:
@@ -174,7 +176,7 @@ class Client:
         with self._running(nbytes):
             self._memory[: len(header)] = header
             self._memory[len(header) : nbytes] = payload
-            return str(self._ask("put", name, nbytes))
+            return str(self._ask("put", name, nbytes, moving=nbytes))
 
     def close(self) -> None:
         with self._lock:
@@ -183,8 +185,9 @@ class Client:
 
     @contextmanager
     def _running(self, room: int = 0) -> Iterator[None]:
-        if not self._lock.acquire(timeout=self._timeout):
-            raise TimeoutError(f"calls before this one take more than {self._timeout} s")
+        timeout = self._timeout + self._room / _SLOWEST
+        if not self._lock.acquire(timeout=timeout):
+            raise TimeoutError(f"calls before this one take more than {timeout} s")
         try:
             if self._closed:
                 raise ConnectionError("it was closed")
@@ -228,11 +231,11 @@ class Client:
             os.close(memory)
         self._answer(START_LIMIT)
 
-    def _ask(self, action: str, *arguments: Any) -> Any:
+    def _ask(self, action: str, *arguments: Any, moving: int = 0) -> Any:
         # If it has ended, so says the answer.
         with suppress(OSError):
             self._connection.send_bytes(json.dumps([action, *arguments]).encode())
-        return self._answer(self._timeout)
+        return self._answer(self._timeout + moving / _SLOWEST)
 
     def _answer(self, timeout: float) -> Any:
         try:
