@@ -9,8 +9,11 @@ from attrs import field, frozen
 from lmkv.errors import masked
 
 SCHEMES: Final = {
-    **dict.fromkeys(("redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "valkey", "valkeys"), "redis"),
+    **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "redis"),
+    **dict.fromkeys(("redis+cluster", "rediss+cluster", "redis-cluster"), "redis"),
     **dict.fromkeys(("s3", "gs", "az", "file"), "objects"),
+    **dict.fromkeys(("mooncake", "mooncakestore"), "mooncake"),
+    "infinistore": "infinistore",
 }
 """Scheme of a URL -> module of `lmkv.backends.remote` whose `open_url` takes it."""
 

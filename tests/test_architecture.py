@@ -77,16 +77,16 @@ BUDGET = {
     "memory": 1030,
     "policies": 165,
     "store": 950,
-    "store.tiers": 1045,
+    "store.tiers": 1050,
     "backends": 370,
     "backends.disk": 700,
-    "backends.remote": 550,
+    "backends.remote": 980,
     "vllm": 1010,
     "vllm.scheduler": 880,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 8300
+WHOLE = 8800
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from lmkv.backends.files import AsyncFileBackend as AsyncFileBackend
     from lmkv.backends.null import NullBackend as NullBackend
     from lmkv.backends.remote.base import RemoteBackend as RemoteBackend
+    from lmkv.backends.remote.infinistore import InfiniStoreBackend as InfiniStoreBackend
+    from lmkv.backends.remote.mooncake import MooncakeBackend as MooncakeBackend
     from lmkv.backends.remote.objects import ObjectStoreBackend as ObjectStoreBackend
     from lmkv.backends.remote.redis import RedisBackend as RedisBackend
     from lmkv.backends.wrapper import WrapperBackend as WrapperBackend
@@ -21,7 +23,9 @@ _HOMES = {
     "AsyncBackend": "aio",
     "AsyncFileBackend": "files",
     "CPUPinnedBackend": "cpu",
+    "InfiniStoreBackend": "remote.infinistore",
     "LocalDiskBackend": "disk",
+    "MooncakeBackend": "remote.mooncake",
     "NullBackend": "null",
     "ObjectStoreBackend": "remote.objects",
     "RedisBackend": "remote.redis",

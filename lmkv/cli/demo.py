@@ -38,9 +38,16 @@ class Medium(StrEnum):
     DISK = "disk"
     REDIS = "redis"
     VALKEY = "valkey"
+    MOONCAKE = "mooncake"
+    INFINISTORE = "infinistore"
 
 
-LOCAL = {Medium.REDIS: "redis://localhost", Medium.VALKEY: "valkey://localhost"}
+LOCAL = {
+    Medium.REDIS: "redis://localhost",
+    Medium.VALKEY: "valkey://localhost",
+    Medium.MOONCAKE: "mooncake://localhost:50051",
+    Medium.INFINISTORE: "infinistore://localhost:22345",
+}
 """Where a remote store is unless its URL is given."""
 
 

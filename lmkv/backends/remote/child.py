@@ -1,0 +1,73 @@
+"""The other side of `isolated`: a process with the client of a store in it.
+
+python -m lmkv.backends.remote.child MODULE OPTIONS CONNECTION MEMORY
+
+`MODULE` has an `Engine`, made with the options and the memory; its methods are the calls. The last two are file
+descriptors. Messages are JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import select
+import sys
+import threading
+import time
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+_LEAVING = 4.0
+"""Seconds for the client to leave its store."""
+
+
+class Memory:
+    """What both processes map."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.view = mmap.mmap(descriptor, 0)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+
+def answer(engine: Any, message: bytes) -> tuple[str, Any]:
+    try:
+        action, *arguments = json.loads(message)
+        return "done", getattr(engine, action)(*arguments)
+    except Exception as error:
+        return "away" if isinstance(error, OSError) else "failed", f"{type(error).__name__}: {error}"
+
+
+def serve(connection: Connection[Any, Any], engine: Any) -> None:
+    with suppress(EOFError, OSError):
+        connection.send_bytes(json.dumps(("done", None)).encode())
+        while True:
+            connection.send_bytes(json.dumps(answer(engine, connection.recv_bytes())).encode())
+    engine.close()
+
+
+def end_with(connection: int) -> None:
+    """End this process soon after its parent has closed the connection, whatever hangs."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    poll.poll()
+    time.sleep(_LEAVING)
+    os._exit(1)
+
+
+def main(module: str, options: str, connection: str, memory: str) -> None:
+    threading.Thread(target=end_with, args=(int(connection),), daemon=True).start()
+    engine = import_module(module).Engine(Memory(int(memory)), **json.loads(options))
+    serve(Connection(int(connection)), engine)
+    # C++ destructors of a client whose store is away may hang.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,278 @@
+"""`IsolatedBackend`: a store whose client is C++ that may hang, crash or keep the interpreter's lock.
+
+So the client runs in processes of its own (`child`), each with memory that both sides map. A call that takes
+too long ends with its process, which cannot write anywhere afterwards; the next call starts another one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+from typing import Any, ClassVar
+from urllib.parse import parse_qs, urlsplit
+from zlib import crc32
+
+from lmkv.backends.remote.base import RemoteBackend
+from lmkv.chunks.codec import FormatError
+from lmkv.errors import ConfigError, masked
+from lmkv.outcomes import PRESENT, STORED, Written
+from lmkv.protocols import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+START_LIMIT = 10.0
+"""Seconds for a process to start and to import its client."""
+
+_END_LIMIT = 5.0
+_ROOM = 16 << 20
+_LARGEST = 1 << 30
+_SLOWEST = 16 << 20
+"""Bytes per second: a call that moves its value more slowly is given up."""
+_AT_ONCE = 500
+"""Names in one call, so that its message fits into a socket's buffer."""
+
+
+class IsolatedBackend(RemoteBackend):
+    """A store behind a C++ client. A subclass says which, and reads its URL.
+
+    All calls about a name go to the same process, one after the other: it asks for a name and stores its value,
+    and no other call of this backend is between the two.
+    """
+
+    module: ClassVar[str]
+    """What the client is imported from."""
+
+    install: ClassVar[str]
+    """What installs it."""
+
+    known: ClassVar[Mapping[str, type[str] | type[int]]]
+    """Options in the URL's query."""
+
+    def __init__(
+        self,
+        url: str,
+        namespace: bytes,
+        *,
+        username: str | None = None,
+        password: str | None = None,
+        prefix: str = "lmkv:",
+        ttl: int | None = None,
+        timeout: float = 1.0,
+        chunk_tokens: int = 512,
+        name: str = "",
+    ) -> None:
+        self._engine = type(self).__module__
+        default = self._engine.rpartition(".")[2]
+        super().__init__(namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name or default)
+        self._shown = masked(url)
+        options = self._options(url)
+        clients = options.pop("clients", 2)
+        if find_spec(self.module) is None:
+            raise ConfigError(f"{self._shown} needs {self.module}: {self.install}")
+        ignored = [what for what, value in (("user", username), ("password", password), ("ttl", ttl)) if value]
+        if ignored:
+            logger.warning("lmkv: %s has no %s: what is given is not used", self._shown, ", ".join(ignored))
+        options = self._prepared(options)
+        self._clients = [Client(self._engine, options, timeout) for _ in range(clients)]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: {self._shown}>"
+
+    def _options(self, url: str) -> dict[str, Any]:
+        """Host, port and what the query has."""
+        parts, known = urlsplit(url), {**self.known, "clients": int}
+        given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
+        if unknown := sorted(given.keys() - known.keys()):
+            raise ConfigError(f"{self._shown}: {unknown[0]!r} is none of its options, {', '.join(sorted(known))}")
+        try:
+            options: dict[str, Any] = {key: known[key](value) for key, value in given.items()}
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"{self._shown}: {error}") from None
+        if not (host and port):
+            raise ConfigError(f"{self._shown} must have a host and a port: {parts.scheme}://host:port/")
+        if options.get("clients", 1) < 1:
+            raise ConfigError(f"{self._shown}: clients must be 1 at least")
+        return {"host": host, "port": port, **options}
+
+    def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Those of the URL as the engine takes them."""
+        return options
+
+    # -- of the engine ------------------------------------------------------------------------------------
+
+    def _client(self, name: str) -> Client:
+        return self._clients[crc32(name.encode()) % len(self._clients)]
+
+    def _exist(self, names: Sequence[str]) -> list[bool]:
+        return [found for batch in _batches(names) for found in self._client(batch[0]).ask("exist", batch)]
+
+    def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
+        with self._client(name).value(name, self.blobs.blob_bytes(len(into))) as value:
+            if value is not None:
+                self.blobs.unpack(key, value, into)
+            return value is not None
+
+    def _put(self, name: str, header: memoryview, payload: memoryview) -> Written:
+        answer = self._client(name).put(name, header, payload)
+        return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(answer)
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for batch in _batches(names):
+            self._client(batch[0]).ask("remove", batch)
+
+    def _disconnect(self) -> None:
+        for client in self._clients:
+            client.close()
+
+    def _is_away(self, error: Exception) -> bool:
+        return isinstance(error, OSError)
+
+
+class Client:
+    """A process with a client in it, which does one call at a time, and what it moves values through.
+
+    Raises
+    ------
+    OSError
+        The store or the process does not answer.
+    """
+
+    def __init__(self, engine: str, options: Mapping[str, Any], timeout: float) -> None:
+        self._engine, self._options, self._timeout = engine, options, timeout
+        self._lock = threading.Lock()
+        self._room = _ROOM
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    def ask(self, action: str, *arguments: Any) -> Any:
+        with self._running():
+            return self._ask(action, *arguments)
+
+    @contextmanager
+    def value(self, name: str, expected: int) -> Iterator[memoryview | None]:
+        """The value of a name, until the next call, or None."""
+        with self._running(expected):
+            nbytes = self._ask("get", name, self._room, moving=expected)
+            if nbytes is not None and nbytes > self._room:
+                self._make_room(nbytes)
+                nbytes = self._ask("get", name, self._room, moving=nbytes)
+            yield None if nbytes is None else memoryview(self._memory)[:nbytes]
+
+    def put(self, name: str, header: memoryview, payload: memoryview) -> str:
+        """`stored`, `present`, or why neither."""
+        nbytes = len(header) + len(payload)
+        with self._running(nbytes):
+            self._memory[: len(header)] = header
+            self._memory[len(header) : nbytes] = payload
+            return str(self._ask("put", name, nbytes, moving=nbytes))
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    @contextmanager
+    def _running(self, room: int = 0) -> Iterator[None]:
+        timeout = self._timeout + self._room / _SLOWEST
+        if not self._lock.acquire(timeout=timeout):
+            raise TimeoutError(f"calls before this one take more than {timeout} s")
+        try:
+            if self._closed:
+                raise ConnectionError("it was closed")
+            if room > self._room:
+                self._make_room(room)
+            elif self._process is None:
+                self._start()
+            yield
+        finally:
+            self._lock.release()
+
+    def _make_room(self, nbytes: int) -> None:
+        if nbytes > _LARGEST:
+            raise FormatError(f"it has {nbytes} bytes")
+        self._end()
+        self._room = 1 << (nbytes - 1).bit_length()
+        self._start()
+
+    def _start(self) -> None:
+        near, far = socketpair()
+        memory = os.memfd_create("lmkv")
+        try:
+            os.ftruncate(memory, self._room)
+            self._memory = mmap.mmap(memory, self._room)
+            # It is no part of the terminal's group: an interrupt there is the engine's to handle.
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "lmkv.backends.remote.child"),
+                    *(self._engine, json.dumps(self._options), str(far.fileno()), str(memory)),
+                ],
+                pass_fds=(far.fileno(), memory),
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self._connection: Connection[Any, Any] = Connection(near.detach())
+        finally:
+            near.close()
+            far.close()
+            os.close(memory)
+        self._answer(START_LIMIT)
+
+    def _ask(self, action: str, *arguments: Any, moving: int = 0) -> Any:
+        # If it has ended, so says the answer.
+        with suppress(OSError):
+            self._connection.send_bytes(json.dumps([action, *arguments]).encode())
+        return self._answer(self._timeout + moving / _SLOWEST)
+
+    def _answer(self, timeout: float) -> Any:
+        try:
+            if not self._connection.poll(timeout):
+                raise TimeoutError(f"no answer within {timeout} s")
+            kind, answer = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            code = self._end(at_once=True)
+            if isinstance(error, TimeoutError):
+                raise
+            raise ConnectionError(f"the client's process ended with {code}") from error
+        if kind == "away":
+            raise ConnectionError(answer)
+        if kind == "failed":
+            raise RuntimeError(answer)
+        return answer
+
+    def _end(self, *, at_once: bool = False) -> int | None:
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        # Its end of the connection closes: it leaves the store, and ends.
+        self._connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(0.1 if at_once else _END_LIMIT)
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(_END_LIMIT)
+        return None
+
+
+def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    for at in range(0, len(names), _AT_ONCE):
+        yield names[at : at + _AT_ONCE]
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[3])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {"MC_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": path}

@@ -1,0 +1,171 @@
+"""A Mooncake store, in a network of its own: a master, a process that has its memory, and our clients."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from lmkv.backends.remote.mooncake import MooncakeBackend
+from lmkv.errors import BackendUnavailable
+from lmkv.outcomes import ReadStatus, WriteStatus
+from lmkv.protocols import Chunk
+from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
+from tests.backends.remote.isolated_suite import GIVEN_UP, NAMESPACE, PRESENT, STORED, IsolatedSuite
+from tests.backends.remote.own_network import Server, own_network
+from tests.kit import eventually
+from tests.servers import missing
+
+MASTER, MEMORY = 50151, 50152
+
+
+@frozen
+class Mooncake:
+    master: Server
+    memory: Server
+
+
+@pytest.fixture(scope="module")
+def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or spec.origin is None:
+        missing("mooncake", "pip install mooncake-transfer-engine-non-cuda")
+    programs, logs = Path(str(spec.origin)).parent, tmp_path_factory.mktemp("mooncake")
+    with own_network("mooncake"):
+        master = Server(
+            logs / "master.log",
+            MASTER,
+            *(str(programs / "mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={MASTER}"),
+            *("--metrics_host=127.0.0.1", "--metrics_port=9103", "--default_kv_lease_ttl=5000"),
+        )
+        memory = memory_of(programs, logs, MEMORY)
+        yield Mooncake(master, memory)
+        for each in (memory, master):
+            each.kill()
+
+
+def memory_of(programs: Path, logs: Path, port: int) -> Server:
+    return Server(
+        logs / "memory.log",
+        port,
+        *(str(programs / "mooncake_client"), "--host=127.0.0.1", f"--port={port}", "--metadata_server=P2PHANDSHAKE"),
+        *(f"--master_server_address=127.0.0.1:{MASTER}", "--global_segment_size=512 MB"),
+    )
+
+
+class TestMooncakeSuite(IsolatedSuite):
+    kind = MooncakeBackend
+    url = f"mooncake://localhost:{MASTER}/"
+
+    @pytest.fixture(autouse=True)
+    def _servers(self, mooncake: Mooncake) -> None:
+        self.server, self.memory = mooncake.master, mooncake.memory
+
+    def test_lmcaches_url_is_the_same(self, backend: MooncakeBackend) -> None:
+        chunk = chunk_of(100)
+        assert statuses(backend, [chunk]) == [STORED]
+        other = MooncakeBackend(self.url.replace("mooncake", "mooncakestore"), NAMESPACE, timeout=10.0)
+        assert read_back(other, chunk) == chunk.payload
+        other.close()
+
+    def test_a_segment_of_an_engine_is_its_stores_until_it_ends(self, mooncake: Mooncake) -> None:
+        mooncake.memory.kill()
+        chunk = chunk_of(1 << 20)
+        with_segment = self.backend_of(f"?segment_size={64 << 20}")
+        without = self.backend_of()
+        try:
+            # The master takes the memory of the process that was killed for there, for some seconds.
+            eventually(lambda: statuses(with_segment, [chunk])[0] in (STORED, PRESENT) and is_hit(without, chunk))
+            with_segment.close()
+            assert without.contains([chunk.key]) == [False], "it said that it leaves"
+            assert without.read([(chunk.key, memoryview(bytearray(1 << 20)))])[0].status is ReadStatus.MISS
+        finally:
+            for each in (with_segment, without):
+                each.close()
+            mooncake.memory.start()
+        self.until_there_is_room()
+
+    def test_memory_that_does_not_answer_is_given_up_in_time(self, mooncake: Mooncake) -> None:
+        self.until_there_is_room()
+        backend, chunk = self.backend_of(timeout=1.0), chunk_of(1 << 20)
+        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+        mooncake.memory.pause()
+        try:
+            started = time.monotonic()
+            (read,) = backend.read([(chunk.key, memoryview(bytearray(1 << 20)))])
+            assert isinstance(read.error, BackendUnavailable)
+            assert time.monotonic() - started < GIVEN_UP
+        finally:
+            mooncake.memory.resume()
+        backend.close()
+        self.until_there_is_room()
+
+    def test_memory_that_is_killed_loses_its_chunks_and_no_more(self, mooncake: Mooncake) -> None:
+        self.until_there_is_room()
+        backend, chunk = self.backend_of(), chunk_of(1 << 20)
+        assert statuses(backend, [chunk]) == [STORED]
+        mooncake.memory.kill()
+        (read,) = backend.read([(chunk.key, memoryview(bytearray(1 << 20)))])
+        assert read.status is not ReadStatus.HIT
+        mooncake.memory.start()
+        eventually(lambda: backend.contains([chunk.key]) == [False])
+        assert statuses(backend, [chunk]) == [STORED]
+        assert read_back(backend, chunk) == chunk.payload
+        backend.close()
+
+    def test_what_a_client_began_to_write_before_it_ended_is_neither_there_nor_stored(self, backend: Any) -> None:
+        chunk = chunk_of(100)
+        begin = f"""if True:
+            import os, signal
+            from mooncake.store import MooncakeDistributedStore
+            store = MooncakeDistributedStore()
+            assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", "127.0.0.1:{MASTER}")
+            assert store.batch_put_session_start(["{backend.name_of(chunk.key)}"], [100]) == [0]
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+        self.until_there_is_room()
+        done = subprocess.run([sys.executable, "-c", begin], check=False, capture_output=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        (written,) = backend.write([chunk])
+        assert written.status is WriteStatus.REJECTED
+        assert "another client" in written.reason
+        assert backend.contains([chunk.key]) == [False]
+        assert read_back(backend, chunk) is None
+
+    def test_a_full_store_rejects_or_evicts_and_says_so(self, backend: Any) -> None:
+        self.until_there_is_room()
+        payload = memoryview(os.urandom(8 << 20))
+        chunks = [Chunk(new_key(), payload) for _ in range(80)]
+        written = backend.write(chunks)
+        assert {each.status for each in written} <= {STORED, WriteStatus.REJECTED}
+        assert all(each.reason for each in written if each.status is WriteStatus.REJECTED)
+        found = [read_back(backend, chunk) for chunk in chunks]
+        assert all(each in (None, payload) for each in found)
+        assert None in found, "512 MB were enough for 640"
+        assert payload in found
+        late = chunk_of(8 << 20)
+        eventually(lambda: statuses(backend, [late])[0] in (STORED, PRESENT))
+
+    def until_there_is_room(self) -> None:
+        """The memory says that it is there, and the master gives none that is away any more."""
+        backend = self.backend_of()
+
+        def all_well() -> bool:
+            chunks = [chunk_of(1 << 20) for _ in range(8)]
+            return set(statuses(backend, chunks)) == {STORED} and all(is_hit(backend, chunk) for chunk in chunks)
+
+        eventually(all_well)
+        backend.close()
+
+
+def is_hit(backend: MooncakeBackend, chunk: Chunk) -> bool:
+    return backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])[0].status is ReadStatus.HIT
