@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from urllib.parse import parse_qs, urlsplit
 
 from attrs import frozen
 
@@ -55,7 +56,28 @@ def redis_client(url: str) -> Client:
     return Client(lambda name, value: client.set(name, bytes(value)), client.get, lambda names: client.unlink(*names))
 
 
-CLIENTS: dict[str, Callable[[str], Client]] = {"redis": redis_client}
+def object_client(url: str) -> Client:
+    import obstore
+    from obstore.store import S3Store
+
+    parts = urlsplit(url)
+    options = {name: found[0] for name, found in parse_qs(parts.query).items()}
+    plain = options.get("endpoint", "").startswith("http://")
+    store = S3Store(
+        parts.netloc,
+        virtual_hosted_style_request=False,
+        unsigned_payload=True,
+        client_options={"allow_http": plain},
+        **options,
+    )
+    return Client(
+        lambda name, value: obstore.put(store, name, bytes(value), use_multipart=False),
+        lambda name: obstore.get(store, name).bytes(),
+        lambda names: obstore.delete(store, names),
+    )
+
+
+CLIENTS: dict[str, Callable[[str], Client]] = {"redis": redis_client, "objects": object_client}
 
 
 def main() -> int:
