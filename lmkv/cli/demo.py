@@ -38,6 +38,7 @@ class Medium(StrEnum):
     DISK = "disk"
     REDIS = "redis"
     VALKEY = "valkey"
+    S3 = "s3"
     MOONCAKE = "mooncake"
     INFINISTORE = "infinistore"
 
@@ -45,6 +46,7 @@ class Medium(StrEnum):
 LOCAL = {
     Medium.REDIS: "redis://localhost",
     Medium.VALKEY: "valkey://localhost",
+    Medium.S3: "s3://lmkv?endpoint=http://localhost:9000&region=us-east-1",
     Medium.MOONCAKE: "mooncake://localhost:50051",
     Medium.INFINISTORE: "infinistore://localhost:22345",
 }

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.servers import redis_server
 from tests.vllm.server import child_environment
 
 LMKV = Path(sys.executable).with_name("lmkv")
@@ -45,6 +46,14 @@ def test_from_disk_after_a_kill(tmp_path: Path) -> None:
     assert shown["hit_tier"] == "disk"
     assert all(shown[time] > 0 for time in times)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_from_a_server_that_another_engine_has_filled(tmp_path: Path) -> None:
+    with redis_server("valkey", tmp_path) as server:
+        shown = last_line(demo("--json", "--tier", "valkey", "--url", server.url))
+    assert (shown["prompt_tokens"], shown["hit_tokens"], shown["outputs_equal"]) == (1500, 1499, True)
+    assert shown["hit_tier"] == "redis"
+    assert shown["remote_ttft_s"] > 0
 
 
 def test_a_full_disk_is_said_beforehand() -> None:
