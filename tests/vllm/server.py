@@ -85,11 +85,15 @@ def free_port() -> int:
 class Server:
     """vLLM's OpenAI API server in its default multi-process mode, on loopback.
 
-    `options` go to lmkv, as `kv_connector_extra_config`. What it prints is in `log`.
+    `options` go to lmkv, as `kv_connector_extra_config`. What it prints is in `log`. Its KV space is twice as
+    large as the longest request.
     """
 
-    def __init__(self, model: Path, log: Path, options: Mapping[str, Any], role: str = "kv_both") -> None:
+    def __init__(
+        self, model: Path, log: Path, options: Mapping[str, Any], role: str = "kv_both", max_model_len: int = 2048
+    ) -> None:
         self.log = log
+        self.max_model_len = max_model_len
         self.role = role
         self.port = free_port()
         with log.open("wb") as sink:
@@ -115,9 +119,9 @@ class Server:
             "--host": "127.0.0.1",
             "--port": self.port,
             "--dtype": "float32",
-            "--max-model-len": 2048,
+            "--max-model-len": self.max_model_len,
             "--block-size": BLOCK,
-            "--kv-cache-memory-bytes": 17 << 20,
+            "--kv-cache-memory-bytes": self.max_model_len * (17 << 20) // 2048,
             "--kv-transfer-config": json.dumps(transfer),
         }
         named = [str(word) for flag in flags.items() for word in flag]

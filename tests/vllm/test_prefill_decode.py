@@ -18,6 +18,7 @@ from attrs import frozen
 
 from lmkv.backends.disk import usage
 from tests.kit import LIMIT, eventually
+from tests.servers import redis_server
 from tests.vllm.harness import prompt
 from tests.vllm.server import SERVED_NAME, Server, child_environment, free_port, serving_together
 
@@ -161,3 +162,22 @@ def test_without_the_prefill_server_the_decode_server_computes(pair: Pair) -> No
     assert [hit(answer) for answer in answers] == [LENGTH - 1, 0], "what was stored outlives the server"
     assert [answer.choices[0].text for answer in answers] == [answer.choices[0].text for answer in expected]
     assert pair.proxy_log.read_text().count("the decode server computes the prompt") >= 2
+
+
+def test_a_long_prompt_over_a_remote_store(model: Path, tmp_path: Path) -> None:
+    with redis_server("valkey", tmp_path) as store:
+        options = {
+            "remote_url": store.url,
+            "remote_timeout": LIMIT,
+            "max_local_cpu_size": 0.25,
+            "prefetch_deadline": LIMIT,
+            "load_or_recompute": False,
+        }
+        prefill = Server(model, tmp_path / "prefill", options, "kv_producer", 8192)
+        decode = Server(model, tmp_path / "decode", options, "kv_consumer", 8192)
+        with serving_together(prefill, decode), proxying(prefill, decode, tmp_path / "proxy") as url:
+            ids = prompt(95, 8000)
+            answer = complete(url, ids)
+            assert hit(answer) == 7999
+            assert answer.kv_transfer_params["lmkv"]["sources"] == {"cpu": 0, "redis": 7999}
+            assert answer.choices[0].text == complete(prefill.url, ids).choices[0].text
