@@ -1,4 +1,4 @@
-"""Time to first token of a repeated prompt: vLLM's own prefix cache beside lmkv's RAM and disk tiers.
+"""Time to first token of a repeated prompt: vLLM's own prefix cache beside lmkv's tiers on one node.
 
     python benchmarks/ttft.py [--lmcache PYTHON] [--tokens 8000] [--rounds 25] [--one-process] [--quick]
                               [--json]
@@ -30,7 +30,8 @@ from lmkv.cli.measure.ttft import OWN, first_time, send
 
 WITHIN_TARGET, BETWEEN_TARGET = 1.05, 1.10
 WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", "lmkv disk"
-NAMES = (OWN, WITHIN, BETWEEN, DISK)
+SHARED = "lmkv shared memory"
+NAMES = (OWN, WITHIN, BETWEEN, DISK, SHARED)
 HOST_GIB = 0.5
 
 
@@ -57,6 +58,8 @@ def main() -> int:
             print(f"{name}: cold {cold[name]:.3f} s", flush=True)
 
         folders = {name: root / str(number) for number, name in enumerate((*NAMES, *ROUTES))}
+        memory = tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir="/dev/shm")
+        folders[SHARED] = Path(stack.enter_context(memory))
         for name in NAMES:
             start(name, engine_specs(folders[name], tokens + 16, host_gib=HOST_GIB)[name], env)
         if options.lmcache:

@@ -72,8 +72,8 @@ def engine_specs(
 ) -> dict[str, EngineSpec]:
     """The engines that are compared, by name, for so many requests of so many tokens at a time.
 
-    `folder`: where a disk tier stores its chunks. Without `model` a small one, with KV space for the
-    requests.
+    `folder`: where a disk tier, or one in shared memory, stores its chunks. Without `model` a small one, with
+    KV space for the requests.
     """
     small = SmallModel(dtype="bfloat16", max_position=max(32_768, 2 * tokens))
     kv_bytes = (requests + 2) * (tokens + 256) * small.kv_bytes_per_token
@@ -88,21 +88,17 @@ def engine_specs(
         )
 
     host = {"max_local_cpu_size": host_gib}
-    disk = {
-        "local_cpu": False,
-        "local_disk": str(folder / "kv"),
-        "max_local_disk_size": 2 * host_gib,
-        "disk_min_free": 0.0,
-        "prefetch_deadline": 30.0,
-        "load_or_recompute": False,
-    }
+    below = {"local_cpu": False, "prefetch_deadline": 30.0, "load_or_recompute": False, **host}
+    disk = {"local_disk": str(folder / "kv"), "max_local_disk_size": 2 * host_gib, "disk_min_free": 0.0}
+    shared = {"shared_memory": str(folder / "kv"), "max_shared_memory_size": 2 * host_gib}
     return {
         "nothing": spec(),
         "vllm prefix cache": spec(prefix_caching=True),
         "lmkv ram": spec(host),
         "lmkv ram, within the step": spec({"load_mode": "sync", **host}),
         "lmkv ram, between steps": spec({"load_mode": "async", **host}),
-        "lmkv disk": spec({**disk, **host}),
+        "lmkv disk": spec({**below, **disk}),
+        "lmkv shared memory": spec({**below, **shared}),
     }
 
 
