@@ -13,6 +13,9 @@ from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigErr
 from lmkv.outcomes import HIT, MISS, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
 
+SLOWEST = 16 << 20
+"""Bytes per second: a value that moves more slowly is given up."""
+
 
 class RemoteBackend(ABC):
     """Values by name in a store that other processes and machines use, too.

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 from zlib import crc32
 
-from lmkv.backends.remote.base import RemoteBackend
+from lmkv.backends.remote.base import SLOWEST, RemoteBackend
 from lmkv.chunks.codec import FormatError
 from lmkv.errors import ConfigError, masked
 from lmkv.outcomes import PRESENT, STORED, Written
@@ -37,8 +37,6 @@ START_LIMIT = 10.0
 _END_LIMIT = 5.0
 _ROOM = 16 << 20
 _LARGEST = 1 << 30
-_SLOWEST = 16 << 20
-"""Bytes per second: a call that moves its value more slowly is given up."""
 _AT_ONCE = 500
 """Names in one call, so that its message fits into a socket's buffer."""
 
@@ -185,7 +183,7 @@ class Client:
 
     @contextmanager
     def _running(self, room: int = 0) -> Iterator[None]:
-        timeout = self._timeout + self._room / _SLOWEST
+        timeout = self._timeout + self._room / SLOWEST
         if not self._lock.acquire(timeout=timeout):
             raise TimeoutError(f"calls before this one take more than {timeout} s")
         try:
@@ -235,7 +233,7 @@ class Client:
         # If it has ended, so says the answer.
         with suppress(OSError):
             self._connection.send_bytes(json.dumps([action, *arguments]).encode())
-        return self._answer(self._timeout + moving / _SLOWEST)
+        return self._answer(self._timeout + moving / SLOWEST)
 
     def _answer(self, timeout: float) -> Any:
         try:

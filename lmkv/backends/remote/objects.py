@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from lmkv.backends.remote.base import RemoteBackend
+from lmkv.backends.remote.base import SLOWEST, RemoteBackend
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError, masked
@@ -39,8 +39,6 @@ _STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
 _AT_ONCE = 32
 """Requests under way for one call of `contains` or `delete`."""
 _LISTED = 1000
-_SLOWEST = 16 << 20
-"""Bytes per second: a value that comes or goes more slowly is given up."""
 _NO_SPACE = ("(os error 28)", "(os error 122)")
 
 
@@ -138,7 +136,7 @@ class ObjectStoreBackend(RemoteBackend):
 
     def _store_for(self, nbytes: int) -> Any:
         """obstore's store, whose requests have time for so many bytes."""
-        more = -(-nbytes // _SLOWEST)
+        more = -(-nbytes // SLOWEST)
         if more not in self._stores:
             # Two threads may both make it, and either will do.
             self._stores[more] = self._open(self._timeout + more)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from lmkv.backends.remote.base import RemoteBackend
+from lmkv.backends.remote.base import SLOWEST, RemoteBackend
 from lmkv.chunks import codec
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
@@ -44,8 +44,6 @@ _AT_ONCE = 1000
 _LONGEST_LINE = 1024
 _PIECE = 1 << 20
 """Bytes to send with one deadline."""
-_SLOWEST = 16 << 20
-"""Bytes per second: a value that comes more slowly is given up."""
 _REDIRECTIONS = 4
 
 
@@ -328,7 +326,7 @@ class _Reply:
 
     def fill(self, view: memoryview) -> None:
         """Read exactly as many bytes."""
-        deadline = time.monotonic() + self._timeout + len(view) / _SLOWEST
+        deadline = time.monotonic() + self._timeout + len(view) / SLOWEST
         while len(view):
             if time.monotonic() > deadline:
                 raise exceptions.TimeoutError("the value took too long")
