@@ -1,6 +1,6 @@
 """Real servers on loopback for tests: found on this machine or in the environment, started, broken and stopped.
 
-`LMKV_NEEDS_SERVERS` names those that must be there ("valkey redis"): without them a test fails instead of being
+`NEEDED_SERVERS` names those that must be there ("valkey redis"): without them a test fails instead of being
 skipped.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 
-NEEDED = os.environ.get("LMKV_NEEDS_SERVERS", "").split()
+NEEDED = os.environ.get("NEEDED_SERVERS", "").split()
 START_LIMIT = 30.0
 
 

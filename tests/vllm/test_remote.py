@@ -32,7 +32,7 @@ def over_remote(
     """An engine for which no time passes, whose host memory holds two of the prompts."""
     extra = {
         "remote_url": url,
-        "remote_timeout": 0.5,
+        "remote_timeout": LIMIT,
         "max_local_cpu_size": ram_chunks * CHUNK_BYTES / 2**30,
         **settings,
     }
@@ -65,7 +65,7 @@ def test_a_server_that_fails_under_load_costs_no_request_and_is_used_again(
     """Host memory is too small, so that every hit is a read of the server."""
     with redis_server("valkey", tmp_path) as server:
         proxy, clock = Proxy(server.port), ManualClock()
-        with over_remote(model, f"redis://127.0.0.1:{proxy.port}", clock) as running:
+        with over_remote(model, f"redis://127.0.0.1:{proxy.port}", clock, remote_timeout=2.0) as running:
             cold = running.ids(PROMPTS)
             drained(running)
             assert hits(running, cold) > 0

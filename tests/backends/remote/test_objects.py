@@ -379,12 +379,12 @@ def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str, ser
     assert_unavailable(backend, chunk)
     with pytest.raises(BackendUnavailable):
         backend.contains([new_key() for _ in range(1000)])
-    # Six calls, of which one asks twice.
-    assert time.monotonic() - started < 7 * 2 * 0.5 + 3.0
+    assert time.monotonic() - started < LIMIT
     server.resume()
     proxy.deaf = False
-    eventually(lambda: statuses(backend, [chunk]) == [PRESENT])
-    assert read_back(backend, chunk) == chunk.payload
+    into = memoryview(bytearray(100))
+    eventually(lambda: backend.read([(chunk.key, into)])[0].status is ReadStatus.HIT, "it answers again")
+    assert into == chunk.payload
     backend.close()
     proxy.close()
 
@@ -399,9 +399,10 @@ def test_a_value_that_comes_too_slowly_is_given_up(server: ObjectServer, tmp_pat
     started = time.monotonic()
     (read,) = slow.read([(chunk.key, memoryview(bytearray(32 << 20)))])
     assert isinstance(read.error, BackendUnavailable)
-    assert time.monotonic() - started < 10.0
-    assert slow.contains([chunk.key]) == [True], "400 ms are no failure"
-    for each in (direct, slow):
+    assert time.monotonic() - started < LIMIT
+    patient = backend_of(server.url(tmp_path.name, port=proxy.port))
+    assert patient.contains([chunk.key]) == [True], "400 ms are no failure"
+    for each in (direct, slow, patient):
         each.close()
     proxy.close()
 
