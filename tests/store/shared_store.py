@@ -37,11 +37,12 @@ def open_store(
     folder: str, namespace: int, capacity: int, clock: Clock | None = None, interval: float = NEVER, min_free: int = 0
 ) -> TieredStore:
     """It has listed the folder once, and does so again each `interval` seconds. Its clock stands still."""
-    disk = LocalDiskBackend(folder, bytes([namespace]) * 32, shared=True, min_free=min_free)
+    clock = clock or ManualClock()
+    disk = LocalDiskBackend(folder, bytes([namespace]) * 32, shared=True, min_free=min_free, clock=clock)
     tier = Tier(disk, make_policy("LRU"), capacity_bytes=capacity)
     with listing_every(interval):
         host = Tier(CPUPinnedBackend(16 * CHUNK, CHUNK), make_policy("LRU"))
-        store = TieredStore(host, [tier], io_threads=THREADS, clock=clock or ManualClock())
+        store = TieredStore(host, [tier], io_threads=THREADS, clock=clock)
     # A listing may count twice what is written meanwhile.
     assert store.wait_indexed(LIMIT)
     return store

@@ -100,7 +100,8 @@ def test_a_disk_that_becomes_read_only_while_it_has_to_evict(medium: Path) -> No
 @pytest.mark.parametrize("min_free", [0, 10 * COST], ids=["no space", "min_free"])
 def test_a_disk_that_is_full_before_the_capacity_is_keeps_the_newest(medium: Path, min_free: int) -> None:
     """Whoever fills it: the tier's own chunks, then another program that takes half of what they have."""
-    store = open_store(str(medium / "kv"), 1, 100 * COST, min_free=min_free)
+    clock = ManualClock()
+    store = open_store(str(medium / "kv"), 1, 100 * COST, clock, min_free=min_free)
     store_one_by_one(store, KEYS[:60])
     disk = store.stats().tiers[1]
     assert 15 < disk.chunks <= (30 * COST - min_free) // COST
@@ -108,6 +109,7 @@ def test_a_disk_that_is_full_before_the_capacity_is_keeps_the_newest(medium: Pat
     assert served(store, KEYS[50:60]) >= 9
     assert on_disk(medium) == disk.used_bytes == disk.chunks * COST
     (medium / "other").write_bytes(bytes((30 * COST - on_disk(medium)) * 3 // 4))
+    clock.advance(1)  # the free bytes are asked for again
     store_one_by_one(store, KEYS[100:130])
     assert served(store, KEYS[120:130]) >= 9
     assert on_disk(medium) == store.stats().tiers[1].used_bytes
