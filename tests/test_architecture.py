@@ -73,7 +73,7 @@ BUDGET = {
     "build": 85,
     "engine": 320,
     "registry": 30,
-    "chunks": 350,
+    "chunks": 360,
     "memory": 1030,
     "policies": 165,
     "store": 950,

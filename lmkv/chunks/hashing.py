@@ -51,7 +51,7 @@ class KeyChain:
     it, the keys before it do not. Not thread-safe.
     """
 
-    __slots__ = ("_chunk_size", "_extras", "_stream", "keys", "root")
+    __slots__ = ("_chunk_size", "_extras", "_ids", "_stream", "keys", "root")
 
     def __init__(self, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None) -> None:
         if chunk_size < 1:
@@ -61,6 +61,7 @@ class KeyChain:
         self._chunk_size = chunk_size
         self._extras = _checked_extras(extras or {})
         self._stream = hashlib.sha256(root)
+        self._ids = bytearray()
 
     def extend(self, tokens: Tokens) -> None:
         """Add the keys of the chunks that have become complete; `tokens` is the COMPLETE sequence so far.
@@ -100,8 +101,14 @@ class KeyChain:
         stream.update(memoryview(_uint32(tokens, done, count))[: count - done])
         return TailKey.of(stream.digest(), count - done)
 
+    def token_bytes(self, first: int, end: int) -> bytes:
+        """The token ids of chunks [first, end), as the function `token_bytes` gives them."""
+        width = self._chunk_size * _TOKEN_BYTES
+        return bytes(memoryview(self._ids)[first * width : end * width])
+
     def _absorb(self, ids: memoryview, chunks: int) -> None:
         """Hash `chunks` chunks; `ids` has one item per token and may be longer."""
+        self._ids += ids[: chunks * self._chunk_size]
         step, extras = self._chunk_size, self._extras
         stream, append = self._stream, self.keys.append
         for start in range(0, chunks * step, step):

@@ -256,13 +256,8 @@ class TieredStore:
         """Chunks before `keys` that no lower tier stores; None when nothing need be evicted for `keys`."""
         if self._primary.slab.free_slots >= len(keys):
             return None
-        kept = set()
-        for key in chain:
-            if key == keys[0]:
-                break
-            if first_with(self._tiers, key) is None:
-                kept.add(key)
-        return kept
+        before = chain[: chain.index(keys[0])] if keys[0] in chain else chain
+        return {key for key in before if first_with(self._tiers, key) is None} if self._tiers else set(before)
 
     @locked
     def _free_up(self, keys: Sequence[ChunkKey], kept: set[ChunkKey]) -> None:

@@ -42,7 +42,7 @@ class Geometry:
         return len(self.groups) == 1 and not self.windowed
 
     def store_copy(
-        self, slot: int, block_ids: Sequence[Sequence[int]], chunk: int, tokens: int | None = None
+        self, slot: int, block_ids: Sequence[list[int]], chunk: int, tokens: int | None = None
     ) -> ChunkCopy | None:
         """The copy of the first `tokens` tokens, all by default, of chunk number `chunk` into `slot`.
 
@@ -52,8 +52,8 @@ class Geometry:
         runs, tokens = [], tokens or self.chunk_size
         for group, table in zip(self.groups, block_ids, strict=True):
             start, pages = chunk * self.chunk_size // group.block_size, -(-tokens // group.block_size)
-            blocks = list(table[start : start + pages])
-            first = _first_real(blocks)
+            blocks = table[start : start + pages]
+            first = 0 if blocks and blocks[0] != NULL_BLOCK else _first_real(blocks)
             # After a hit of tokens - 1 the next token sees itself and window - 1 tokens before it.
             needed = 0 if group.window is None else max(0, tokens - group.window) // group.block_size
             if len(blocks) < pages or first > needed:
@@ -62,7 +62,7 @@ class Geometry:
         return ChunkCopy(slot, tuple(runs))
 
     def load_copies(
-        self, slots: Sequence[int], block_ids: Sequence[Sequence[int]], start: int, end: int
+        self, slots: Sequence[int], block_ids: Sequence[list[int]], start: int, end: int
     ) -> list[ChunkCopy]:
         """Copies that fill the blocks of tokens [start, end).
 
@@ -74,9 +74,7 @@ class Geometry:
         size = self.chunk_size
         low = start // size * size
         spans = [(max(start, at), min(end, at + size)) for at in range(low, min(end, low + len(slots) * size), size)]
-        columns = [
-            self._load_runs(group, list(table), spans) for group, table in zip(self.groups, block_ids, strict=True)
-        ]
+        columns = [self._load_runs(group, table, spans) for group, table in zip(self.groups, block_ids, strict=True)]
         # There may be more slots than spans.
         return [ChunkCopy(slot, runs) for slot, runs in zip(slots, zip(*columns, strict=True), strict=False)]
 
@@ -101,7 +99,7 @@ class Geometry:
         """Whether there is a copy for every chunk that tokens [start, end) touch."""
         return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size
 
-    def blocks_between(self, block_ids: Sequence[Sequence[int]], start: int, end: int) -> list[int]:
+    def blocks_between(self, block_ids: Sequence[list[int]], start: int, end: int) -> list[int]:
         """The blocks of tokens [start, end) in the first table: what a failed load has to report."""
         size = self.groups[0].block_size
         return [block for block in block_ids[0][start // size : -(-end // size)] if block != NULL_BLOCK]

@@ -37,7 +37,7 @@ class AsyncLoad:
     store: TieredStore = field(repr=False)
     geometry: Geometry = field(repr=False)
     keys: Sequence[ChunkKey] = field(repr=lambda keys: f"<{len(keys)} keys>")
-    block_ids: Sequence[Sequence[int]] = field(repr=False)
+    block_ids: Sequence[list[int]] = field(repr=False)
     start: int
     end: int
     window: int

@@ -76,7 +76,7 @@ def _seconds(value: object) -> float:
     return float(value) if isinstance(value, int | float) and 0 < value < 86_400 else 0.0
 
 
-BlockTables = Sequence[Sequence[int]]
+BlockTables = Sequence[list[int]]
 """Block ids of a request in the order of its tokens, one list for each KV cache group."""
 
 

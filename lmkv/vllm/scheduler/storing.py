@@ -67,12 +67,11 @@ class StorePlanner:
         first = state.stored
         if first == complete:
             return
-        size = self._chunk_size
         # Protected: to store the end of a prompt must not evict its beginning, without which it is not found.
         reservation = self._store.reserve(
             keys[first:],
             parent=state.chain.parent(first),
-            tokens=token_bytes(state.tokens(first * size, (complete - first) * size)),
+            tokens=state.chain.token_bytes(first, complete),
             origins=[state.chain.origin(index) for index in range(first, complete)] if self._by_prefix else (),
             protect=keys,
         )
@@ -80,7 +79,8 @@ class StorePlanner:
         copies = self._copies(reservation, keys, first, state.stored, tables)
         if copies:
             order = self._builder.store(copies)
-            self._jobs[order.job] = _Job(state, reservation, first, len(copies) * size, state.stored * size)
+            stored, total = len(copies) * self._chunk_size, state.stored * self._chunk_size
+            self._jobs[order.job] = _Job(state, reservation, first, stored, total)
 
     def completes_tail(self, state: RequestState, computed: int) -> bool:
         """Whether the prompt's tail is computed after `computed` tokens, is not stored, and in no whole chunk."""
