@@ -23,8 +23,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 from attrs import frozen
 
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
@@ -77,7 +79,44 @@ def object_client(url: str) -> Client:
     )
 
 
-CLIENTS: dict[str, Callable[[str], Client]] = {"redis": redis_client, "objects": object_client}
+def mooncake_client(url: str) -> Client:
+    from mooncake.store import MooncakeDistributedStore
+
+    store: Any = MooncakeDistributedStore()
+    parts = urlsplit(url)
+    code = store.setup(str(parts.hostname), "P2PHANDSHAKE", 0, 64 * MIB, "tcp", "", f"{parts.hostname}:{parts.port}")
+    assert code == 0, code
+
+    def delete(names: list[str]) -> None:
+        for name in names:
+            store.remove(name, force=True)
+
+    return Client(lambda name, value: store.put(name, bytes(value)), store.get, delete)
+
+
+def infinistore_client(url: str) -> Client:
+    import infinistore
+
+    parts = urlsplit(url)
+    store: Any = infinistore.InfinityConnection(
+        infinistore.ClientConfig(
+            host_addr=parts.hostname, service_port=parts.port, connection_type=infinistore.TYPE_TCP, log_level="error"
+        )
+    )
+    store.connect()
+
+    def put(name: str, value: memoryview) -> None:
+        store.tcp_write_cache(name, np.frombuffer(value, np.uint8).ctypes.data, len(value))
+
+    return Client(put, store.tcp_read_cache, store.delete_keys)
+
+
+CLIENTS: dict[str, Callable[[str], Client]] = {
+    "redis": redis_client,
+    "objects": object_client,
+    "mooncake": mooncake_client,
+    "infinistore": infinistore_client,
+}
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ from contextlib import closing, contextmanager, suppress
 from email.utils import formatdate
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -39,7 +40,7 @@ def free_port() -> int:
             return port
 
 
-def missing(name: str, why: str) -> None:
+def missing(name: str, why: str) -> NoReturn:
     """Skip the test, or fail it where the server is needed."""
     if name in NEEDED:
         pytest.fail(f"{name} is needed here: {why}")

@@ -19,7 +19,7 @@ from tests.backends.remote.own_network import Server, own_network
 from tests.servers import missing
 
 PORT = 22345
-PYTHON = os.environ.get("LMKV_INFINISTORE_PYTHON", sys.executable)
+PYTHON = os.environ.get("INFINISTORE_PYTHON", sys.executable)
 """The server was built for uvloop 0.21, and needs an environment that has it."""
 
 SERVER = """if True:
@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         [PYTHON, "-c", "import uvloop; print(uvloop.__version__)"], check=False, capture_output=True, text=True
     )
     if not uvloop.stdout.startswith("0.21."):
-        missing("infinistore", f"its server needs uvloop 0.21 in the environment of LMKV_INFINISTORE_PYTHON={PYTHON}")
+        missing("infinistore", f"its server needs uvloop 0.21 in the environment of INFINISTORE_PYTHON={PYTHON}")
     folder = tmp_path_factory.mktemp("infinistore")
     with own_network("infinistore"):
         server = Server(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import signal
 import subprocess
@@ -36,10 +36,11 @@ class Mooncake:
 
 @pytest.fixture(scope="module")
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
-    spec = importlib.util.find_spec("mooncake")
-    if spec is None or spec.origin is None:
-        missing("mooncake", "pip install mooncake-transfer-engine-non-cuda")
-    programs, logs = Path(str(spec.origin)).parent, tmp_path_factory.mktemp("mooncake")
+    try:
+        store = importlib.import_module("mooncake.store")
+    except ImportError as error:
+        missing("mooncake", f"pip install -r requirements/mooncake.txt, and see there ({error})")
+    programs, logs = Path(str(store.__file__)).parent, tmp_path_factory.mktemp("mooncake")
     with own_network("mooncake"):
         master = Server(
             logs / "master.log",
