@@ -79,7 +79,7 @@ BUDGET = {
     "store": 950,
     "store.tiers": 1050,
     "backends": 370,
-    "backends.disk": 700,
+    "backends.disk": 730,
     "backends.remote": 980,
     "vllm": 1010,
     "vllm.scheduler": 880,

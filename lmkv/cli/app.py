@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version as version_of
+
 import typer
 
-from lmkv.cli import bench, config, demo, doctor, model
+from lmkv.cli import bench, config, demo, doctor, inspect, model
 
 app = typer.Typer(
     name="lmkv",
@@ -16,4 +18,13 @@ app.command("bench")(bench.bench)
 app.add_typer(config.app, name="config")
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("inspect")(inspect.inspect)
+app.command("prune")(inspect.prune)
+app.command("clear")(inspect.clear)
 app.command("model")(model.model)
+
+
+@app.command("version")
+def version() -> None:
+    """Print the version of lmkv."""
+    typer.echo(version_of("lmkv"))

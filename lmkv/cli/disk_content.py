@@ -1,0 +1,113 @@
+"""What a folder of chunks has, read from its names and headers, and the deletion of some of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from attrs import define, field, frozen
+
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk.chunkfile import ChunkFiles
+from lmkv.backends.disk.description import description
+from lmkv.backends.disk.fileio import opened, read_fully
+from lmkv.backends.disk.folder import QUARANTINE, ChunkFolder
+from lmkv.chunks import codec
+from lmkv.chunks.codec import Header
+from lmkv.chunks.namespace import Namespace
+from lmkv.protocols import Listed
+
+_TOKEN_BYTES = 4
+
+
+@frozen
+class Content:
+    """A namespace's folder, and the chunks in it, least recently used first. `set_aside`: damaged files."""
+
+    root: Path
+    digest: bytes
+    namespace: Namespace | None
+    chunks: list[Listed]
+    set_aside: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+
+@define
+class Totals:
+    """What the headers of a namespace's chunks add up to. `damaged`: files that cannot be served, and why."""
+
+    tokens: int = 0
+    damaged: dict[str, str] = field(factory=dict)
+
+
+def contents(root: Path, beginning: str = "") -> Iterator[Content]:
+    """The namespaces below a root whose digest has this beginning. Raises OSError."""
+    for name in sorted(os.listdir(root)):
+        if re.fullmatch("[0-9a-f]{64}", name) and name.startswith(beginning.lower()):
+            yield _content(root, bytes.fromhex(name))
+
+
+def _content(root: Path, digest: bytes) -> Content:
+    folder = root / digest.hex()
+    chunks = sorted(ChunkFolder(str(root), digest).scan(), key=lambda chunk: chunk.last_used)
+    away = folder / QUARANTINE
+    return Content(root, digest, description(str(folder)), chunks, len(os.listdir(away)) if away.is_dir() else 0)
+
+
+def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -> Totals:
+    """Read every header, and every payload if wanted. A chunk that is deleted meanwhile does not count."""
+    folder, totals = ChunkFolder(str(content.root), content.digest), Totals()
+    files = ChunkFiles(content.digest, codec.DEFAULT_SEGMENT_BYTES, token_room=0, sync="none", direct=False)
+    for chunk in content.chunks:
+        path = folder.path_of(chunk.key)
+        try:
+            header = files.header(path, chunk.key)
+            if payloads:
+                _verify(path, header)
+            totals.tokens += len(header.tokens) // _TOKEN_BYTES
+        except FileNotFoundError:
+            pass
+        except (codec.FormatError, OSError) as error:
+            totals.damaged[path] = str(error)
+        advance()
+    return totals
+
+
+def _verify(path: str, header: Header) -> None:
+    """Check every checksum. Not as a reader does, whose reads count as uses. Raises FormatError or OSError."""
+    size = header.segment_bytes
+    with opened(path, os.O_RDONLY) as fd:
+        for segment, at in enumerate(range(0, header.payload_bytes, size)):
+            part = memoryview(bytearray(min(size, header.payload_bytes - at)))
+            read_fully(fd, [part], header.header_bytes + at)
+            codec.verify_segments(header, part, segment)
+
+
+def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[], object]) -> int:
+    """Delete chunks by namespace; returns the bytes that this freed. Raises BackendError."""
+    freed = 0
+    for digest, listed in chunks.items():
+        backend = LocalDiskBackend(str(root), digest, direct="off")
+        for chunk in listed:
+            freed += backend.reclaim([chunk.key])
+            advance()
+        backend.close()
+    return freed
+
+
+def least_recently_used(found: list[Content], before: float, most_bytes: float) -> dict[bytes, list[Listed]]:
+    """The chunks that were last used `before`, and as many more as leave `most_bytes`, by namespace."""
+    excess = sum(content.nbytes for content in found) - most_bytes
+    chosen: dict[bytes, list[Listed]] = {}
+    by_use = sorted(((chunk, one.digest) for one in found for chunk in one.chunks), key=lambda pair: pair[0].last_used)
+    for chunk, digest in by_use:
+        if chunk.last_used >= before and excess <= 0:
+            break
+        chosen.setdefault(digest, []).append(chunk)
+        excess -= chunk.nbytes
+    return chosen

@@ -1,0 +1,183 @@
+"""`lmkv inspect`, `lmkv prune` and `lmkv clear`: what a folder of chunks has, and how to have less in it.
+
+Engines may use the folder meanwhile: a chunk that is deleted under them is a miss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from attrs import asdict
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from lmkv.cli.disk_content import Content, Totals, add_up, contents, delete, least_recently_used
+from lmkv.config import GIB
+from lmkv.errors import BackendError
+from lmkv.protocols import Listed
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_SHOWN_DIGITS = 12
+
+Root = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The folder that local_disk names.")]
+Which = Annotated[str, typer.Option("--namespace", help="Only namespaces that begin with these hexadecimal digits.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, no table.")]
+
+
+def inspect(
+    path: Root,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every chunk and check its checksums.")] = False,
+    namespace: Which = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show what a folder has: models, chunks, tokens, bytes, ages. Exit code 1 if a chunk is damaged."""
+    found = found_in(path, namespace)
+    with progress("verifying" if verify else "reading", sum(len(one.chunks) for one in found)) as advance:
+        totals = [add_up(one, advance, payloads=verify) for one in found]
+    if as_json:
+        typer.echo(json.dumps({"path": str(path), "namespaces": list(map(as_dict, found, totals))}))
+    else:
+        show(found, totals)
+    damaged = {file: why for total in totals for file, why in total.damaged.items()}
+    for file, why in damaged.items():
+        typer.echo(f"damaged: {file}: {why}", err=True)
+    raise typer.Exit(1 if damaged else 0)
+
+
+def prune(
+    path: Root,
+    older_than: Annotated[str, typer.Option(help="Chunks that were not used for so long: 30m, 12h, 7d, 2w.")] = "",
+    max_size: Annotated[float | None, typer.Option(min=0, help="GiB to leave at most.")] = None,
+    namespace: Which = "",
+    as_json: AsJson = False,
+) -> None:
+    """Delete the chunks that were used least recently."""
+    if not older_than and max_size is None:
+        raise typer.BadParameter("say what to delete: --older-than, --max-size or both")
+    before = time.time() - seconds_of(older_than) if older_than else -math.inf
+    most = math.inf if max_size is None else max_size * GIB
+    remove(path, least_recently_used(found_in(path, namespace), before, most), as_json=as_json)
+
+
+def clear(
+    path: Root,
+    namespace: Which = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete all chunks of a folder."""
+    chunks = {one.digest: one.chunks for one in found_in(path, namespace)}
+    count = sum(map(len, chunks.values()))
+    if count and not yes:
+        typer.confirm(f"Delete {count:,} chunks below {path}?", abort=True)
+    remove(path, chunks, as_json=as_json)
+
+
+def found_in(path: Path, namespace: str) -> list[Content]:
+    """Ends the command where nothing of lmkv's is, or nothing may be read."""
+    try:
+        found = list(contents(path, namespace))
+    except OSError as error:
+        fail(error)
+    if not found:
+        fail(f"{path}: there is no namespace{f' that begins with {namespace}' if namespace else ''} of lmkv's chunks")
+    return found
+
+
+def fail(reason: object) -> NoReturn:
+    typer.echo(str(reason), err=True)
+    raise typer.Exit(1)
+
+
+def seconds_of(duration: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", duration.strip().lower())
+    if match is None:
+        raise typer.BadParameter(f"{duration!r} is no duration such as 30m, 12h, 7d or 2w", param_hint="--older-than")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Any]:
+    """A bar on a terminal, nothing elsewhere."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def remove(path: Path, chunks: Mapping[bytes, list[Listed]], *, as_json: bool) -> None:
+    count = sum(map(len, chunks.values()))
+    try:
+        with progress("deleting", count) as advance:
+            freed = delete(path, chunks, advance)
+    except BackendError as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps({"path": str(path), "chunks": count, "bytes": freed}))
+    else:
+        typer.echo(f"deleted {count:,} chunks, {freed / GIB:.2f} GiB")
+
+
+def as_dict(content: Content, totals: Totals) -> dict[str, object]:
+    now, uses = time.time(), [chunk.last_used for chunk in content.chunks]
+    namespace = content.namespace
+    return {
+        "namespace": content.digest.hex(),
+        "described": None if namespace is None else asdict(namespace) | {"extra": dict(namespace.extra)},
+        "chunks": len(content.chunks),
+        "tokens": totals.tokens,
+        "bytes": content.nbytes,
+        "oldest_use_seconds": now - uses[0] if uses else None,
+        "latest_use_seconds": now - uses[-1] if uses else None,
+        "set_aside": content.set_aside,
+        "damaged": totals.damaged,
+    }
+
+
+def show(found: list[Content], totals: list[Totals]) -> None:
+    """A table as narrow as its content: names of models are folded. As `Text`: a str would be read as markup."""
+    table = Table(header_style="bold")
+    for name in ("namespace", "model", "dtype", "chunks", "tokens", "GiB", "last used"):
+        right = name in ("chunks", "tokens", "GiB", "last used")
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=name != "model")
+    for one, total in zip(found, totals, strict=True):
+        uses = [chunk.last_used for chunk in one.chunks]
+        row = (
+            one.digest.hex()[:_SHOWN_DIGITS],
+            one.namespace.model if one.namespace else "not described",
+            one.namespace.dtype if one.namespace else "",
+            f"{len(one.chunks):,}",
+            f"{total.tokens:,}",
+            f"{one.nbytes / GIB:.2f}",
+            ages(uses),
+        )
+        table.add_row(*map(Text, row))
+    console = Console()
+    console.print(table)
+    for one in found:
+        if one.set_aside:
+            console.print(Text(f"{one.digest.hex()[:_SHOWN_DIGITS]}: {one.set_aside} damaged files were set aside"))
+
+
+def ages(uses: list[float]) -> str:
+    """From the latest to the oldest use."""
+    if not uses:
+        return ""
+    now = time.time()
+    latest, oldest = duration(now - uses[-1]), duration(now - uses[0])
+    return f"{latest} ago" if latest == oldest else f"{latest} to {oldest} ago"
+
+
+def duration(seconds: float) -> str:
+    unit = max((name for name, length in _SECONDS.items() if seconds >= length), key=_SECONDS.__getitem__, default="s")
+    return f"{max(0.0, seconds) / _SECONDS[unit]:.0f}{unit}"

@@ -1,0 +1,175 @@
+"""`lmkv inspect`, `prune` and `clear` on folders that real backends have written."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lmkv.backends.disk import usage
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk.description import NAME, describe, description
+from lmkv.chunks.hashing import token_bytes
+from lmkv.chunks.namespace import Namespace
+from lmkv.cli.app import app
+from lmkv.outcomes import ReadStatus, WriteStatus
+from lmkv.protocols import Chunk
+
+SMALL = Namespace(model="small", dtype="float32", chunk_size=16, block_size=16, extra={"weights": "1"})
+LARGE = Namespace(model="large-with-a-name-that-is-folded", dtype="bfloat16", chunk_size=16, block_size=16)
+PAYLOAD = 300_000
+TOKENS = token_bytes(range(16))
+Fill = Callable[..., list[bytes]]
+
+
+def run(*words: object) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "80"})
+
+
+def answer(*words: object) -> Any:
+    done = run(*words, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def fill(tmp_path: Path) -> Fill:
+    """Write chunks; the first was used an hour ago, the others each a minute later."""
+
+    def fill(namespace: Namespace, count: int) -> list[bytes]:
+        backend = LocalDiskBackend(tmp_path, namespace.digest)
+        describe(backend.path, namespace)
+        keys = [os.urandom(32) for _ in range(count)]
+        chunks = [Chunk(key, memoryview(os.urandom(PAYLOAD)), tokens=TOKENS) for key in keys]
+        for _ in keys:
+            backend.reserve_bytes(backend.stored_bytes(PAYLOAD))
+        assert {written.status for written in backend.write(chunks)} == {WriteStatus.STORED}
+        for number, key in enumerate(keys):
+            used = time.time() - 3600 + 60 * number
+            os.utime(file_of(tmp_path, namespace, key), (used, used))
+        return keys
+
+    return fill
+
+
+def file_of(root: Path, namespace: Namespace, key: bytes) -> Path:
+    return root / namespace.digest.hex() / key[:1].hex() / f"{key.hex()}.kv1"
+
+
+def stored(root: Path, namespace: Namespace, keys: list[bytes]) -> list[bool]:
+    backend = LocalDiskBackend(root, namespace.digest)
+    into = memoryview(bytearray(PAYLOAD))
+    return [read.status is ReadStatus.HIT for read in backend.read([(key, into) for key in keys])]
+
+
+def test_namespaces_are_described_and_added_up(tmp_path: Path, fill: Fill) -> None:
+    fill(SMALL, 3)
+    fill(LARGE, 2)
+    found = {each["described"]["model"]: each for each in answer("inspect", tmp_path)["namespaces"]}
+    assert found.keys() == {SMALL.model, LARGE.model}
+    small = found["small"]
+    assert (small["chunks"], small["tokens"], small["damaged"]) == (3, 48, {})
+    assert small["bytes"] == sum(file.stat().st_size for file in tmp_path.glob(f"{SMALL.digest.hex()}/*/*.kv1"))
+    assert small["described"]["extra"] == {"weights": "1"}
+    assert 3600 <= small["oldest_use_seconds"] < 3700
+    assert 3480 <= small["latest_use_seconds"] < 3580
+
+
+def test_the_table_fits_a_terminal_of_80_columns(tmp_path: Path, fill: Fill) -> None:
+    fill(SMALL, 3)
+    fill(LARGE, 1)
+    done = run("inspect", tmp_path)
+    assert done.exit_code == 0
+    assert {"small", "float32", "48", "58m to 1h ago", SMALL.digest.hex()[:12]} <= {
+        cell.strip() for line in done.stdout.splitlines() for cell in line.split("│")
+    }
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_verify_names_what_is_damaged_and_changes_nothing(tmp_path: Path, fill: Fill) -> None:
+    keys = fill(SMALL, 4)
+    flipped, cut = (file_of(tmp_path, SMALL, key) for key in keys[:2])
+    content = bytearray(flipped.read_bytes())
+    content[-PAYLOAD // 2] ^= 1
+    used = flipped.stat().st_mtime
+    flipped.write_bytes(content)
+    os.utime(flipped, (used, used))
+    os.truncate(cut, cut.stat().st_size - 4096)
+    assert str(flipped) not in run("inspect", tmp_path).stderr, "its header is whole"
+    done = run("inspect", tmp_path, "--verify")
+    assert done.exit_code == 1
+    assert f"damaged: {flipped}: segment" in done.stderr
+    assert f"damaged: {cut}: it has" in done.stderr
+    assert flipped.stat().st_mtime == used, "to look is no use of a chunk"
+    assert stored(tmp_path, SMALL, keys) == [False, False, True, True]
+
+
+def test_prune_deletes_what_was_not_used_for_long(tmp_path: Path, fill: Fill) -> None:
+    keys, others = fill(SMALL, 4), fill(LARGE, 2)
+    done = answer("prune", tmp_path, "--older-than", "3510s", "--namespace", SMALL.digest.hex()[:8])
+    assert done["chunks"] == 2
+    assert stored(tmp_path, SMALL, keys) == [False, False, True, True]
+    assert stored(tmp_path, LARGE, others) == [True, True]
+
+
+def test_prune_leaves_so_many_gib_of_the_latest(tmp_path: Path, fill: Fill) -> None:
+    keys = fill(SMALL, 4)
+    size = file_of(tmp_path, SMALL, keys[0]).stat().st_size
+    done = answer("prune", tmp_path, "--max-size", 2.5 * size / 2**30)
+    assert (done["chunks"], done["bytes"]) == (2, 2 * size)
+    assert stored(tmp_path, SMALL, keys) == [False, False, True, True]
+    assert usage.Usage(str(tmp_path / usage.NAME)).reserve_bytes(0) == 2 * size, "engines know that there is room"
+    assert answer("prune", tmp_path, "--max-size", 1)["chunks"] == 0
+
+
+def test_clear_asks_first(tmp_path: Path, fill: Fill) -> None:
+    keys, others = fill(SMALL, 2), fill(LARGE, 2)
+    assert run("clear", tmp_path).exit_code == 1, "there is nobody to say yes"
+    assert stored(tmp_path, SMALL, keys) == [True, True]
+    assert answer("clear", tmp_path, "--namespace", SMALL.digest.hex()[:4], "--yes")["chunks"] == 2
+    assert stored(tmp_path, SMALL, keys) == [False, False]
+    assert answer("clear", tmp_path, "--yes")["chunks"] == 2
+    assert stored(tmp_path, LARGE, others) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["inspect"], "no namespace of lmkv's chunks"),
+        (["clear", "--yes"], "no namespace of lmkv's chunks"),
+        (["prune"], "say what to delete"),
+        (["prune", "--older-than", "soon"], "no duration"),
+    ],
+)
+def test_what_cannot_be_done_is_said(tmp_path: Path, words: list[str], says: str) -> None:
+    done = run(words[0], tmp_path, *words[1:])
+    assert done.exit_code
+    assert says in done.stderr
+
+
+def test_a_namespace_that_cannot_be_found_is_said(tmp_path: Path, fill: Fill) -> None:
+    fill(SMALL, 1)
+    done = run("inspect", tmp_path, "--namespace", "zz")
+    assert done.exit_code == 1
+    assert "begins with zz" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 1}', '{"model": "other", "dtype": "float32"}'])
+def test_a_description_that_is_not_the_folders_is_not_believed(tmp_path: Path, fill: Fill, text: str) -> None:
+    fill(SMALL, 1)
+    file = tmp_path / SMALL.digest.hex() / NAME
+    assert description(str(file.parent)) == SMALL
+    file.write_text(text)
+    assert description(str(file.parent)) is None
+    assert answer("inspect", tmp_path)["namespaces"][0]["described"] is None
+    assert "not described" in run("inspect", tmp_path).stdout
+
+
+def test_the_version() -> None:
+    assert run("version").stdout.strip()[0].isdigit()
