@@ -308,6 +308,11 @@ class Config:
         1.0, _number(0, above=True), "Memory of each device for stores on their way; a quarter more for loads", "GiB"
     )
     pin_ttl: float = _option(300.0, _number(0, above=True), "How long a pin lasts that is not released", "s")
+    agent_listen: str | None = _option(
+        None, _word, "Where the agent API listens: 127.0.0.1:8377, or unix:/path; nowhere unless it is set"
+    )
+    agent_token: Secret | None = _option(None, _secret, "What callers of the agent API must have; nothing shows it")
+    agent_token_file: str | None = _option(None, _path, "File that has the token in its first line")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
     """Where values came from, by name; `load` fills it in."""
     remarks: tuple[tuple[int, str], ...] = field(default=(), eq=False, repr=False)
@@ -318,6 +323,11 @@ class Config:
         self._check_folder("local_disk", "max_local_disk_size")
         if self.remote_password and self.remote_password_file:
             self._refuse("remote_password_file", "and remote_password are both given")
+        if self.agent_token and self.agent_token_file:
+            self._refuse("agent_token_file", "and agent_token are both given")
+        open_to_all = self.agent_listen and not self.agent_listen.startswith("unix:")
+        if open_to_all and not (self.agent_token or self.agent_token_file):
+            self._refuse("agent_listen", "needs an agent_token: whoever may connect may clear the cache")
 
     @classmethod
     def load(
@@ -378,12 +388,21 @@ class Config:
     @property
     def password(self) -> str | None:
         """To remote stores, from the setting or its file. Raises ConfigError when that cannot be read."""
-        if self.remote_password_file is None:
-            return self.remote_password.value if self.remote_password else None
+        return self._secret("remote_password")
+
+    @property
+    def token(self) -> str | None:
+        """Of the agent API, from the setting or its file. Raises ConfigError when that cannot be read."""
+        return self._secret("agent_token")
+
+    def _secret(self, name: str) -> str | None:
+        path, given = getattr(self, f"{name}_file"), getattr(self, name)
+        if path is None:
+            return given.value if given else None
         try:
-            lines = Path(self.remote_password_file).read_text().splitlines()
+            lines = Path(path).read_text().splitlines()
         except (OSError, UnicodeError) as error:
-            self._refuse("remote_password_file", f"cannot be read: {error}")
+            self._refuse(f"{name}_file", f"cannot be read: {error}")
         return lines[0] if lines else None
 
     def source(self, name: str) -> str:

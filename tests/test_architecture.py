@@ -54,7 +54,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "engine": BUILT,
     "registry": frozenset({"errors", "engine"}),
     "": BUILT | {"engine", "registry"},
-    "vllm": BUILT | {"vllm.scheduler"},
+    "agent": STORE,
+    "vllm": BUILT | {"vllm.scheduler", "agent"},
     "vllm.scheduler": STORE | {"vllm"},
     "testing": BASE | {"memory", "backends"},
     "cli.measure": BUILT | {"", "engine"},
@@ -69,7 +70,7 @@ BUDGET = {
     "protocols": 90,
     "lmcache": 120,
     "remote_url": 25,
-    "config": 385,
+    "config": 400,
     "build": 85,
     "engine": 320,
     "registry": 30,
@@ -81,12 +82,13 @@ BUDGET = {
     "backends": 370,
     "backends.disk": 730,
     "backends.remote": 980,
-    "vllm": 1010,
-    "vllm.scheduler": 880,
+    "agent": 305,
+    "vllm": 1070,
+    "vllm.scheduler": 890,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 8800
+WHOLE = 9200
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -51,6 +51,9 @@ DEFAULTS: dict[str, object] = {
     "block_major": True,
     "device_staging_size": 1.0,
     "pin_ttl": 300.0,
+    "agent_listen": None,
+    "agent_token": None,
+    "agent_token_file": None,
 }
 
 
@@ -569,3 +572,16 @@ def test_a_password_from_a_file(tmp_path: Path) -> None:
         load(remote_password_file=str(tmp_path / "secret"), remote_password="x")
     with pytest.raises(ConfigError, match="cannot be read"):
         _ = load(remote_password_file=str(tmp_path / "none")).password
+
+
+def test_the_agent_api_needs_a_token_where_anybody_may_connect(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"agent_listen .*needs an agent_token"):
+        load(agent_listen="127.0.0.1:8377")
+    assert load(agent_listen="unix:/run/lmkv.sock").token is None
+    assert load(agent_listen="127.0.0.1:8377", agent_token="letmein").token == "letmein"
+    (tmp_path / "token").write_text("letmein\n")
+    config = load(agent_listen="127.0.0.1:8377", agent_token_file=str(tmp_path / "token"))
+    assert config.token == "letmein"
+    assert "letmein" not in repr(load(agent_token="letmein"))
+    with pytest.raises(ConfigError, match="both given"):
+        load(agent_token="letmein", agent_token_file=str(tmp_path / "token"))

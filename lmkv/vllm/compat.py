@@ -7,10 +7,12 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
+
+from lmkv.errors import UsageError
 
 SUPPORTED = ((0, 31), (0, 34))
 """vLLM versions, from the first up to but not including the second."""
@@ -183,6 +185,28 @@ def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]
     if sum(sources.values()) != total:
         return {CacheHitSource.EXTERNAL_UNSPECIFIED: total} if total else {}
     return sources
+
+
+def tokenizer(vllm_config: Any) -> Callable[[Any], list[int]]:
+    """Token ids of a text or of a chat's messages, as vLLM's own; the tokenizer is read at the first call."""
+
+    def tokenize(prompt: Any) -> list[int]:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        found: Any = cached_tokenizer_from_config(vllm_config.model_config)
+        if found is None:
+            raise UsageError("this engine has no tokenizer (skip_tokenizer_init): give tokens")
+        if isinstance(prompt, str):
+            return list(found.encode(prompt))
+        return list(found.apply_chat_template(prompt, tokenize=True, return_dict=False))
+
+    return tokenize
+
+
+def local_engine(vllm_config: Any) -> int:
+    """Number of this engine among those of its server on this node."""
+    parallel = vllm_config.parallel_config
+    return int(getattr(parallel, "data_parallel_rank_local", None) or 0)
 
 
 def tensor_parallel_rank() -> int:

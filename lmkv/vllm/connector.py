@@ -27,6 +27,7 @@ from lmkv.errors import UsageError
 from lmkv.memory.copiers import check_device
 from lmkv.memory.paged import block_rows
 from lmkv.vllm import compat
+from lmkv.vllm.agent import start_agent
 from lmkv.vllm.metadata import StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel, describe
 from lmkv.vllm.scheduler.options import SchedulerOptions
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from lmkv.agent.http import AgentServer
 
 compat.check_version(compat.vllm_version())
 compat.adopt_logging()
@@ -197,6 +200,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = _config(vllm_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
+        self._agent: AgentServer | None = None
         self._model: ServedModel | None = None
         self._layer_numbers: dict[str, int] = {}
         try:
@@ -208,6 +212,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             _warn(vllm_config, config, self._model)
             self._scheduler = _make_scheduler(vllm_config, config, self._model)
+            self._agent = start_agent(config, vllm_config, self._scheduler, self._model.geometry.chunk_size)
         else:
             self._worker = _make_worker(vllm_config, config, self._model)
             self._layer_numbers = {name: number for number, name in enumerate(self._model.layers)}
@@ -375,6 +380,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         logger.debug("lmkv: shutting down in process %d", os.getpid())
+        if self._agent is not None:
+            self._agent.close()
         if self._scheduler is not None:
             self._scheduler.close()
         if self._worker is not None:

@@ -50,6 +50,15 @@ class Scheduler:
     def __repr__(self) -> str:
         return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"
 
+    @property
+    def store(self) -> TieredStore:
+        return self._store
+
+    def keys_of(self, tokens: Sequence[int], cache_salt: str | None, tags: Mapping[str, str]) -> list[ChunkKey]:
+        """The keys of a prompt without images and adapters. Thread-safe."""
+        extra = {f"tag.{name}": value for name, value in tags.items()} | ({"epoch": self._epoch} if self._epoch else {})
+        return self._keys(self._namespace.root(cache_salt=cache_salt, extra=extra), tokens)
+
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None]) -> None:
         """`free()`: how many blocks vLLM has left; `evict(blocks)`: takes them out of its prefix cache."""
         self._loading.admission.free_blocks = free

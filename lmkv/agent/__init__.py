@@ -1,0 +1,1 @@
+"""The agent API: an HTTP service inside the engine's process that looks up, prefetches, pins and clears."""

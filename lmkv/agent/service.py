@@ -1,0 +1,171 @@
+"""What the agent API does, without HTTP: each call is about the chunks of one prompt, found by its tokens."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import asdict, field, frozen
+from cachetools import TTLCache
+
+from lmkv.chunks.hashing import TailKey
+from lmkv.errors import UsageError
+from lmkv.protocols import ChunkKey
+from lmkv.store.promotion import Promotion
+from lmkv.store.tiered import TieredStore
+from lmkv.store.tiers.iopool import Priority
+
+_MOST_PREFETCHES = 4096
+_DISCOVERY_LIMIT = 1.0
+"""Seconds that a lookup waits for shared tiers."""
+
+
+@frozen
+class Prompt:
+    """A prompt, as text, as the messages of a chat, or as token ids; exactly one of them.
+
+    `cache_salt`, `tags`: as the request that will follow has them: it shares with equal ones only.
+    """
+
+    text: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tokens: Sequence[int] | None = None
+    cache_salt: str | None = None
+    tags: Mapping[str, str] = field(factory=dict)
+
+
+Tokenize = Callable[[str | Sequence[Mapping[str, Any]]], Sequence[int]]
+"""The token ids of a text, or of a chat's messages without the beginning of an answer."""
+
+KeysOf = Callable[[Sequence[int], str | None, Mapping[str, str]], list[ChunkKey]]
+"""The keys of a prompt's chunks, by tokens, cache salt and tags."""
+
+
+class CacheService:
+    """Looks up, prefetches, pins and clears in one store.
+
+    Parameters
+    ----------
+    store : TieredStore
+        Belongs to the engine, and is not closed here.
+    keys_of, tokenize
+        How the engine makes keys and tokens.
+    chunk_size : int
+        Tokens per chunk.
+    pin_ttl : float
+        Seconds that pins and prefetches last unless they say so themselves.
+
+    Raises
+    ------
+    UsageError
+        By each call, for a prompt that is none.
+
+    Notes
+    -----
+    Thread-safe; takes no lock but the store's. Engines answer their own requests meanwhile.
+
+    Examples
+    --------
+    >>> from lmkv.backends.cpu import CPUPinnedBackend
+    >>> from lmkv.chunks.hashing import chunk_keys
+    >>> from lmkv.policies import LRU
+    >>> from lmkv.protocols import Tier
+    >>> store = TieredStore(Tier(CPUPinnedBackend(1 << 16, 4096), LRU()))
+    >>> service = CacheService(
+    ...     store, lambda tokens, salt, tags: chunk_keys(tokens, bytes(32), 4), str.encode, chunk_size=4, pin_ttl=60
+    ... )
+    >>> with store.reserve(chunk_keys(b"the prompt", bytes(32), 4)) as reservation:
+    ...     reservation.commit()
+    >>> service.lookup(Prompt(text="the prompt is longer"))
+    {'total_tokens': 20, 'hit_tokens': 8, 'sources': {'cpu': 8}}
+    >>> store.close()
+    """
+
+    def __init__(
+        self, store: TieredStore, keys_of: KeysOf, tokenize: Tokenize, *, chunk_size: int, pin_ttl: float
+    ) -> None:
+        self._store = store
+        self._keys_of = keys_of
+        self._tokenize = tokenize
+        self._chunk_size = chunk_size
+        self._pin_ttl = pin_ttl
+        self._prefetches: TTLCache[str, tuple[Promotion, list[ChunkKey]]] = TTLCache(_MOST_PREFETCHES, pin_ttl)
+
+    def __repr__(self) -> str:
+        return f"<CacheService of {self._store!r}>"
+
+    def lookup(self, prompt: Prompt) -> dict[str, Any]:
+        """How many leading tokens a request with this prompt would not compute, and which tiers have them."""
+        tokens, keys = self._read(prompt)
+        discovery = self._store.discover(keys)
+        if discovery is not None:
+            discovery.wait(_DISCOVERY_LIMIT)
+        ready, found = self._store.match(keys)
+        sources = {self._store.primary_name: self._tokens(keys[:ready])} if ready else {}
+        for key in keys[ready:found]:
+            tier = self._store.tier_of(key) or self._store.primary_name
+            sources[tier] = sources.get(tier, 0) + self._tokens([key])
+        return {"total_tokens": len(tokens), "hit_tokens": self._tokens(keys[:found]), "sources": sources}
+
+    def prefetch(self, prompt: Prompt, wait: float = 0.0) -> dict[str, Any]:
+        """Load a prompt's chunks into host memory, and keep them there for a while. Waits `wait` seconds at most."""
+        _, keys = self._read(prompt)
+        promotion = self._store.promote(keys, priority=Priority.PREFETCH, ttl=self._pin_ttl, discover=True)
+        promotion.wait(wait)
+        name = secrets.token_hex(8)
+        self._prefetches[name] = promotion, keys
+        return self._state(name, promotion, keys)
+
+    def prefetched(self, name: str) -> dict[str, Any] | None:
+        """How far a prefetch is; None when there is none of this name, or its time is over."""
+        promotion, keys = self._prefetches.get(name, (None, []))
+        return None if promotion is None else self._state(name, promotion, keys)
+
+    def cancel(self, name: str) -> bool:
+        """Read no more for a prefetch, and keep its chunks no longer than any others; whether there was one."""
+        promotion, _ = self._prefetches.pop(name, (None, []))
+        if promotion is not None:
+            promotion.release()
+        return promotion is not None
+
+    def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
+        """Keep a prompt's chunks in host memory, as many of the leading ones as are there."""
+        _, keys = self._read(prompt)
+        seconds = self._pin_ttl if seconds is None else seconds
+        return {"pinned_tokens": self._tokens(keys[: self._store.pin(keys, seconds)]), "seconds": seconds}
+
+    def unpin(self, prompt: Prompt) -> dict[str, Any]:
+        """End the pins of a prompt's chunks."""
+        _, keys = self._read(prompt)
+        return {"unpinned_chunks": self._store.unpin(keys)}
+
+    def clear(self, prompt: Prompt | None = None) -> dict[str, Any]:
+        """Delete everything, or a prompt's chunks, from every tier; what others begin alike goes with them."""
+        if prompt is None:
+            return {"deleted_chunks": self._store.clear()}
+        _, keys = self._read(prompt)
+        return {"deleted_chunks": self._store.delete(keys)}
+
+    def stats(self) -> dict[str, Any]:
+        """The store's counters, by tier."""
+        return asdict(self._store.stats())
+
+    def _read(self, prompt: Prompt) -> tuple[Sequence[int], list[ChunkKey]]:
+        given = [each for each in (prompt.text, prompt.messages, prompt.tokens) if each is not None]
+        if len(given) != 1:
+            raise UsageError("give one of text, messages and tokens")
+        tokens = prompt.tokens if prompt.tokens is not None else self._tokenize(given[0])  # type: ignore[arg-type]
+        return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
+
+    def _tokens(self, keys: Sequence[ChunkKey]) -> int:
+        return sum(key.tokens if isinstance(key, TailKey) else self._chunk_size for key in keys)
+
+    def _state(self, name: str, promotion: Promotion, keys: Sequence[ChunkKey]) -> dict[str, Any]:
+        found, ready = len(promotion), promotion.ready
+        return {
+            "id": name,
+            "done": promotion.done,
+            "found_tokens": self._tokens(keys[:found]),
+            "ready_tokens": self._tokens(keys[:ready]),
+        }

@@ -1,0 +1,272 @@
+"""The agent API over a real store, through real sockets: what each call does, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lmkv.agent.client import AsyncClient, Client
+from lmkv.agent.http import Address, AgentServer, application
+from lmkv.agent.service import CacheService, Prompt
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.chunks.hashing import KeyChain
+from lmkv.chunks.namespace import Namespace
+from lmkv.errors import ConfigError, UsageError
+from lmkv.policies import LRU
+from lmkv.protocols import ChunkKey, Tier
+from lmkv.store.tiered import TieredStore
+from tests.kit import LIMIT, eventually
+
+SIZE = 4
+NAMESPACE = Namespace(model="small", dtype="float32", chunk_size=SIZE, block_size=SIZE)
+TOKEN = "letmein"
+
+
+def keys_of(tokens: Any, cache_salt: str | None, tags: Any) -> list[ChunkKey]:
+    chain = KeyChain(NAMESPACE.root(cache_salt=cache_salt, extra=tags), SIZE)
+    chain.extend(tokens)
+    tail = chain.tail(tokens)
+    return chain.keys if tail is None else [*chain.keys, tail]
+
+
+def tokenize(prompt: Any) -> list[int]:
+    text = prompt if isinstance(prompt, str) else "".join(f"<{each['role']}>{each['content']}" for each in prompt)
+    return list(text.encode())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    disk = Tier(LocalDiskBackend(tmp_path / "kv", NAMESPACE.digest, shared=True), LRU())
+    store = TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()), [disk])
+    assert store.wait_indexed(LIMIT)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def service(store: TieredStore) -> CacheService:
+    return CacheService(store, keys_of, tokenize, chunk_size=SIZE, pin_ttl=60.0)
+
+
+@pytest.fixture
+def server(service: CacheService) -> Iterator[AgentServer]:
+    server = AgentServer(lambda: application(service, TOKEN), Address("127.0.0.1:0"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(server: AgentServer) -> Iterator[Client]:
+    with Client(server.url, TOKEN) as client:
+        yield client
+
+
+def put(store: TieredStore, text: str, salt: str | None = None, **tags: str) -> list[ChunkKey]:
+    """As an engine stores a prompt: to host memory and the disk."""
+    keys = keys_of(tokenize(text), salt, tags)
+    with store.reserve(keys) as reservation:
+        reservation.commit()
+    assert store.drain(LIMIT)
+    return keys
+
+
+def test_lookup_says_how_many_tokens_are_where(store: TieredStore, client: Client) -> None:
+    keys = put(store, "a prompt of 23 letters,")
+    assert client.lookup("a prompt of 23 letters,") == {"total_tokens": 23, "hit_tokens": 23, "sources": {"cpu": 23}}
+    store.drop(keys[2:4])
+    found = {"total_tokens": 23, "hit_tokens": 23, "sources": {"cpu": 8, "disk": 15}}
+    assert client.lookup("a prompt of 23 letters,") == found
+    assert client.lookup(tokenize("a prompt of 23 letters and more"))["hit_tokens"] == 20
+    assert client.lookup("another")["sources"] == {}
+
+
+def test_prompts_are_texts_messages_or_tokens(store: TieredStore, client: Client) -> None:
+    put(store, "<user>hello<tool>world")
+    messages = [{"role": "user", "content": "hello"}, {"role": "tool", "content": "world"}]
+    assert client.lookup(messages)["hit_tokens"] == 22
+    assert client.lookup(tokenize("<user>hello<tool>world"))["hit_tokens"] == 22
+
+
+def test_salts_and_tags_keep_prompts_apart(store: TieredStore, client: Client) -> None:
+    put(store, "the secret prompt of a tenant", "tenant", team="a")
+    asked = ("the secret prompt of a tenant",)
+    assert client.lookup(*asked, cache_salt="tenant", tags={"team": "a"})["hit_tokens"] == 29
+    assert client.lookup(*asked)["hit_tokens"] == 0
+    assert client.lookup(*asked, cache_salt="tenant")["hit_tokens"] == 0
+    assert client.lookup(*asked, cache_salt="other", tags={"team": "a"})["hit_tokens"] == 0
+
+
+def test_prefetch_brings_a_prompt_from_disk(store: TieredStore, client: Client) -> None:
+    keys = put(store, "a prompt that is on disk only")
+    store.drop(keys)
+    begun = client.prefetch("a prompt that is on disk only", wait=LIMIT)
+    assert begun == {"id": begun["id"], "done": True, "found_tokens": 29, "ready_tokens": 29}
+    assert client.lookup("a prompt that is on disk only")["sources"] == {"cpu": 29}
+    assert client.prefetched(begun["id"]) == begun
+    assert store.stats().leased == len(keys), "it is kept"
+    assert client.cancel(begun["id"]) == {"id": begun["id"], "cancelled": True}
+    assert store.stats().leased == 0
+    for call in (client.prefetched, client.cancel):
+        with pytest.raises(httpx.HTTPStatusError, match=r"404 .* no prefetch"):
+            call(begun["id"])
+
+
+def test_what_a_neighbour_has_stored_is_found(store: TieredStore, client: Client, tmp_path: Path) -> None:
+    other = Tier(LocalDiskBackend(tmp_path / "kv", NAMESPACE.digest, shared=True), LRU())
+    neighbour = TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()), [other])
+    put(neighbour, "stored by another engine")
+    neighbour.close()
+    assert client.lookup("stored by another engine")["sources"] == {"disk": 24}
+    assert client.prefetch("stored by another engine", wait=LIMIT)["ready_tokens"] == 24
+
+
+def test_pins_keep_a_prompt_until_they_are_ended(store: TieredStore, client: Client) -> None:
+    put(store, "what is pinned stays")
+    assert client.pin("what is pinned stays and more", seconds=30) == {"pinned_tokens": 20, "seconds": 30}
+    assert store.stats().pinned == 5
+    assert client.unpin("what is pinned stays") == {"unpinned_chunks": 5}
+    assert store.stats().pinned == 0
+    assert client.pin("what is pinned stays")["seconds"] == 60
+
+
+def test_clear_deletes_a_prompt_or_everything(store: TieredStore, client: Client) -> None:
+    put(store, "the first prompt")
+    put(store, "the other prompt", "tenant")
+    assert client.clear("the first prompt") == {"deleted_chunks": 4}
+    assert client.lookup("the first prompt")["hit_tokens"] == 0
+    assert client.lookup("the other prompt", cache_salt="tenant")["hit_tokens"] == 16
+    assert client.clear()["deleted_chunks"] == 4
+    assert store.drain(LIMIT)
+    assert client.lookup("the other prompt", cache_salt="tenant")["hit_tokens"] == 0
+
+
+def test_stats_are_the_stores(store: TieredStore, client: Client) -> None:
+    put(store, "16 tokens it has")
+    cpu, disk = client.stats()["tiers"]
+    assert (cpu["name"], cpu["chunks"], disk["name"], disk["chunks"]) == ("cpu", 4, "disk", 4)
+
+
+def test_the_async_client_does_the_same(store: TieredStore, server: AgentServer) -> None:
+    keys = put(store, "asked by many at once")
+    store.drop(keys)
+
+    async def ask() -> list[dict[str, Any]]:
+        async with AsyncClient(server.url, TOKEN) as client:
+            begun = await client.prefetch("asked by many at once", wait=LIMIT)
+            assert begun["ready_tokens"] == 21
+            return await asyncio.gather(*(client.lookup("asked by many at once") for _ in range(20)))
+
+    assert {answer["hit_tokens"] for answer in asyncio.run(ask())} == {21}
+
+
+@pytest.mark.parametrize("token", [None, "letmeout", "letmein2"])
+def test_without_the_token_nothing_is_answered(store: TieredStore, server: AgentServer, token: str | None) -> None:
+    put(store, "16 tokens it has")
+    with Client(server.url, token) as client:
+        for call in (client.stats, client.clear, lambda: client.lookup("x"), lambda: client.prefetched("x")):
+            with pytest.raises(httpx.HTTPStatusError, match="401"):
+                call()
+    assert store.stats().primary.chunks == 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"text": "a", "tokens": [1]},
+        {"tokens": [-1]},
+        {"tokens": [1 << 32]},
+        {"tokens": ["a"]},
+        {"text": 3},
+        {"text": "a", "everything_else": 1},
+        {"messages": "hello"},
+    ],
+)
+def test_what_is_no_prompt_is_refused_with_the_reason(server: AgentServer, body: dict[str, Any]) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    for path in ("lookup", "prefetch", "pin", "unpin", "clear"):
+        answer = httpx.post(f"{server.url}/v1/{path}", json=body, headers=headers)
+        assert 400 <= answer.status_code < 500, answer.text
+        assert answer.json()["detail"]
+
+
+def test_a_prompt_in_two_ways_is_refused(service: CacheService) -> None:
+    with pytest.raises(UsageError, match="one of text, messages and tokens"):
+        service.lookup(Prompt(text="a", tokens=[1]))
+
+
+def test_a_closed_store_answers_nothing_found(store: TieredStore, client: Client) -> None:
+    put(store, "16 tokens it has")
+    store.close()
+    assert client.prefetch("16 tokens it has")["ready_tokens"] in (0, 16)
+
+
+class TestAddresses:
+    @pytest.mark.parametrize("text", ["127.0.0.1:0", "localhost:0", "[::1]:0"])
+    def test_of_this_machine_alone(self, text: str) -> None:
+        if "::1" in text and not socket.has_ipv6:
+            pytest.skip("no IPv6")
+        bound, url = Address(text).bind()
+        assert url.endswith(f":{bound.getsockname()[1]}")
+        bound.close()
+
+    @pytest.mark.parametrize("text", ["0.0.0.0:1", "[::]:1", "example.com:80", "8377", ":1", "localhost", ""])
+    def test_of_others_are_refused(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="must be an address of this machine alone"):
+            Address(text).bind()
+
+    def test_engines_of_a_server_have_one_each(self) -> None:
+        first = Address("127.0.0.1:8377"), Address("unix:/run/lmkv.sock")
+        assert [each.of_engine(0) for each in first] == list(first)
+        assert [each.of_engine(2).text for each in first] == ["127.0.0.1:8379", "unix:/run/lmkv.sock.2"]
+
+
+class TestUnixSockets:
+    @pytest.fixture
+    def path(self) -> Iterator[Path]:
+        # Sockets' paths are short; those of tests are not.
+        path = Path(f"/tmp/lmkv-{os.getpid()}-{id(self)}.sock")
+        yield path
+        path.unlink(missing_ok=True)
+
+    def test_they_are_their_users_alone(self, service: CacheService, store: TieredStore, path: Path) -> None:
+        put(store, "16 tokens it has")
+        server = AgentServer(lambda: application(service, None), Address(f"unix:{path}"))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with Client(server.url) as client:
+            eventually(lambda: client.lookup("16 tokens it has")["hit_tokens"] == 16)
+        server.close()
+        assert not path.exists()
+
+    def test_one_that_was_left_is_replaced_and_one_in_use_is_not(self, path: Path) -> None:
+        left = socket.socket(socket.AF_UNIX)
+        left.bind(str(path))
+        left.close()
+        bound, _ = Address(f"unix:{path}").bind()
+        bound.listen()
+        with pytest.raises(OSError, match="in use"):
+            Address(f"unix:{path}").bind()
+        bound.close()
+
+    def test_a_file_of_that_name_is_not_deleted(self, path: Path) -> None:
+        path.write_text("mine")
+        with pytest.raises(OSError, match="in use"):
+            Address(f"unix:{path}").bind()
+        assert path.read_text() == "mine"
+
+
+def test_it_ends_while_a_call_waits(service: CacheService) -> None:
+    server = AgentServer(lambda: application(service, TOKEN), Address("127.0.0.1:0"))
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as half:
+        half.sendall(b"POST /v1/lookup HTTP/1.1\r\n")
+        server.close()
+        assert not server._thread.is_alive()

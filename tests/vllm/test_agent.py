@@ -1,0 +1,54 @@
+"""The agent API in a real engine: what it finds is what requests hit."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lmkv.agent.client import Client
+from tests.kit import LIMIT
+from tests.vllm.harness import engine, external_hits
+
+TEXT = "The same words are before every question. " * 40
+"""A token per byte."""
+
+
+def test_a_prompt_is_prefetched_from_disk_before_its_request(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {
+        "local_disk": str(tmp_path / "kv"),
+        "max_local_disk_size": 1.0,
+        "max_local_cpu_size": 0.125,
+        "disk_min_free": 0.0,
+        "agent_listen": "127.0.0.1:0",
+        "agent_token": "letmein",
+    }
+    logging.getLogger("lmkv").propagate = True
+    with caplog.at_level("INFO", "lmkv"), engine(model, extra=extra, skip_tokenizer_init=False) as first:
+        url = next(line.split()[-1] for line in caplog.messages if "the agent API is at" in line)
+        ids = first.llm.get_tokenizer().encode(TEXT)
+        with Client(url, "letmein") as client:
+            assert client.lookup(TEXT) == {"total_tokens": len(ids), "hit_tokens": 0, "sources": {}}
+            cold = first.run([ids])[0]
+            assert first.store.drain(LIMIT)
+            assert client.lookup(TEXT)["hit_tokens"] == len(ids)
+            # As if it had been evicted.
+            first.store.drop(first.connector._scheduler.keys_of(ids, None, {}))
+            first.forget_local()
+            assert client.lookup(ids)["sources"] == {"disk": len(ids)}
+            assert client.prefetch(TEXT, wait=LIMIT)["ready_tokens"] == len(ids)
+            warm = first.run([ids])[0]
+            assert external_hits(warm) == len(ids) - 1
+            assert warm.kv_transfer_params["lmkv"]["sources"] == {"cpu": len(ids) - 1}
+            assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+            messages = [{"role": "user", "content": TEXT}]
+            assert client.lookup(messages)["total_tokens"] > len(TEXT)
+            client.clear()
+            first.forget_local()
+            assert external_hits(first.run([ids])[0]) == 0
+    with pytest.raises(httpx.ConnectError), Client(url, "letmein") as client:
+        client.stats()
