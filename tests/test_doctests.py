@@ -13,8 +13,8 @@ import lmkv.backends
 import lmkv.policies
 from tests.test_architecture import MODULES
 
-NEEDS_MORE = ("lmkv.vllm.connector", "lmkv.memory.kernels", "lmkv.cli", "lmkv.testing.backend_suite")
-"""Modules that need vLLM, a device or a command's extra to be imported, or a test runner."""
+NEEDS_MORE = ("lmkv.vllm.connector", "lmkv.vllm.ray", "lmkv.memory.kernels", "lmkv.cli", "lmkv.testing.backend_suite")
+"""Modules that need vLLM, Ray, a device or a command's extra to be imported, or a test runner."""
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(NEEDS_MORE)])

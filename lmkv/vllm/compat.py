@@ -12,9 +12,13 @@ from typing import Any
 
 from attrs import frozen
 
+<<<<<<< HEAD
 from lmkv.errors import UsageError
 
 SUPPORTED = ((0, 31), (0, 34))
+=======
+SUPPORTED = ((0, 29), (0, 34))
+>>>>>>> help-v
 """vLLM versions, from the first up to but not including the second."""
 
 
@@ -157,6 +161,50 @@ def progress(scheduler_output: Any) -> dict[str, int]:
         request_id: before + scheduled.get(request_id, 0) - len(drafts.get(request_id, ()))
         for request_id, before in computed.items()
     }
+
+
+def transfer_results(finished: set[str], failed: set[str]) -> Any:
+    """vLLM's `KVConnectorTransferResults` (0.30 and later): requests whose load has ended, and failed."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults(finished_sending=set(), finished_recving=finished, failed_recving=failed)
+
+
+def scheduler_that_binds() -> Any | None:
+    """vLLM 0.29's scheduler, which is calling `bind_gpu_block_pool`; None for later versions, which need none of it.
+
+    What these pass to a connector is only to be had from the scheduler itself in 0.29: see its two uses below.
+    """
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+
+    if hasattr(KVConnectorBlockState, "get_block_ids"):
+        return None
+    for frame in inspect.stack(0):
+        caller = frame.frame.f_locals.get("self")
+        if hasattr(caller, "failed_recving_kv_req_ids"):
+            return caller
+    raise UnsupportedVLLMError("lmkv: vLLM 0.29's scheduler is not among the callers; use vLLM 0.30 or later")
+
+
+def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str], Sequence[Sequence[int]] | None]:
+    """The current block tables, by id, of requests that the step computes.
+
+    vLLM 0.29 passes those that have grown, though blocks behind a window leave any table.
+    """
+    source = scheduler_output.kv_connector_block_state if scheduler is None else scheduler.kv_cache_manager
+    tables: Callable[[str], Sequence[Sequence[int]] | None] = source.get_block_ids
+    return tables
+
+
+def recompute(scheduler: Any, request_id: str) -> None:
+    """Have vLLM 0.29 compute a request whose load has failed from its beginning, as later versions do.
+
+    It cannot be told of failed blocks where there are several KV cache groups.
+    """
+    request = scheduler.requests.get(request_id)
+    if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":
+        request.num_computed_tokens = 0
+        scheduler.failed_recving_kv_req_ids.add(request_id)
 
 
 def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int) -> list[tuple[str, Any]]:

@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -203,6 +202,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._agent: AgentServer | None = None
         self._model: ServedModel | None = None
         self._layer_numbers: dict[str, int] = {}
+        self._vllm_scheduler: Any | None = None
         try:
             check_device(vllm_config.device_config.device_type)
             self._model = describe(vllm_config, kv_cache_config, config.chunk_size)
@@ -245,6 +245,12 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
             self._scheduler.watch_blocks(gpu_block_pool.get_num_free_blocks, gpu_block_pool.evict_blocks)
+            self._bind_scheduler(self._scheduler, compat.scheduler_that_binds())
+
+    def _bind_scheduler(self, ours: Scheduler, theirs: Any | None) -> None:
+        self._vllm_scheduler = theirs
+        if theirs is not None and self._model is not None and not self._model.geometry.one_full_table:
+            ours.on_failed_load(functools.partial(compat.recompute, theirs))
 
     @_harmless(lambda: None)
     def on_new_request(self, request: Request) -> None:
@@ -284,11 +290,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         # Also after an error: vLLM counts on the loads that were promised.
         return LMKVConnectorMetadata(self._scheduler.take_plan())
 
-    @staticmethod
-    def _plan_stores(scheduler: Scheduler, output: SchedulerOutput) -> None:
-        state = output.kv_connector_block_state
-        assert state is not None
-        scheduler.plan_step(compat.progress(output), state.get_block_ids, output.total_num_scheduled_tokens)
+    def _plan_stores(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        tables = compat.block_tables(output, self._vllm_scheduler)
+        scheduler.plan_step(compat.progress(output), tables, output.total_num_scheduled_tokens)
 
     @_harmless(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -361,13 +365,21 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.save()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """`KVConnectorTransferResults` of vLLM 0.30 and later."""
+        return compat.transfer_results(*self._finished())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """The same for vLLM 0.29, whose scheduler side learns of failures by itself."""
+        finished, _ = self._finished()
+        return set(), finished
+
+    def _finished(self) -> tuple[set[str], set[str]]:
         if self._worker is None:
-            return KVConnectorTransferResults(finished_sending=set(), finished_recving=set(), failed_recving=set())
+            return set(), set()
         # Copies that have ended since the last step are reported with this one.
         self._worker.poll()
-        finished, failed = self._worker.take_finished()
-        return KVConnectorTransferResults(finished_sending=set(), finished_recving=finished, failed_recving=failed)
+        return self._worker.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_failed_blocks()

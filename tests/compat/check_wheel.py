@@ -3,7 +3,8 @@
     python -m tests.compat.check_wheel vllm-0.33.0-*.whl
 
 Compares syntax trees: the names that lmkv imports must be there, each abstract method of the connector base
-must be implemented by `LMKVConnector`, and what it overrides must still take the arguments it names.
+must be implemented by `LMKVConnector`, what it overrides must still take the arguments it names, and whatever
+else vLLM calls must be among `DEFAULTS`: read, and right for lmkv as the base has it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,39 @@ from pathlib import Path
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 OURS = Path(__file__).resolve().parents[2] / "lmkv" / "vllm"
 OWN_BASES = {"KVConnectorBase_V1", "SupportsHMA"}
+DEFAULTS = {
+    # Of the base itself.
+    "role",
+    "clear_connector_metadata",
+    "has_connector_metadata",
+    "bind_kv_cache_manager",  # Calls `bind_gpu_block_pool`.
+    # Handshakes and buffers of connectors that move KV between machines.
+    "get_handshake_metadata",
+    "set_xfer_handshake_metadata",
+    "set_xfer_handshake_metadata_pp_aware",
+    "set_host_xfer_buffer_ops",
+    "get_mem_pool_context",
+    "get_finished_count",
+    # Stores end before their blocks are reused, so that nothing waits for them.
+    "handle_preemptions",
+    "finish_forward",
+    "has_pending_block_frees",
+    "register_finished_partial_tail",
+    # Captured graphs leave no trace in the worker.
+    "reset_capture_state",
+    # Of recurrent layers, which are not cached.
+    "supports_divergent_local_hybrid_hits",
+    # All groups that have prefixes.
+    "get_loaded_kv_cache_group_ids",
+    # Events and statistics.
+    "take_events",
+    "get_kv_connector_kv_cache_events",
+    "get_kv_connector_stats",
+    "build_kv_connector_stats",
+    "build_prom_metrics",
+}
+"""Methods of the connector base that need no answer of lmkv's."""
+
 FIELDS = {
     "vllm/v1/core/sched/output.py": {
         "SchedulerOutput": {
@@ -95,6 +129,8 @@ def _connector_problems(theirs: Classes) -> Iterator[str]:
         for name, item in members(theirs[base]).items():
             if is_abstract(item) and name not in mine:
                 yield f"{base}.{name} is abstract and not implemented"
+            if name not in mine and name not in DEFAULTS and not name.startswith("_"):
+                yield f"{base}.{name} is new: override it, or name it in DEFAULTS"
             override = mine.get(name)
             if not isinstance(item, ast.FunctionDef) or not isinstance(override, ast.FunctionDef):
                 continue

@@ -19,6 +19,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if needs_vllm and "not vllm" in config.option.markexpr else None
 
 
+def pytest_report_header() -> str:
+    from lmkv.vllm.compat import vllm_version
+
+    return f"vllm: {vllm_version() if find_spec('vllm') else 'not installed'}"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = find_spec("vllm") is None
     # Every conftest sees the items of the whole run.

@@ -70,6 +70,7 @@ class LoadPlanner:
         self._last_step, self._last_end = 0, 0.0
         self.admission = AsyncLoadAdmission(geometry)
         self.evict_blocks: Callable[[set[int]], None] = lambda blocks: None
+        self.on_failed_load: Callable[[str], None] = lambda request_id: None
 
     # -- before the request is scheduled ------------------------------------------------------------------
 
@@ -391,6 +392,7 @@ class LoadPlanner:
         self._store.drop(keys)
         # vLLM shares them until a request has computed them, and that request may be aborted before it does.
         self.evict_blocks(set(job.unconfirmed))
+        self.on_failed_load(state.request_id)
         self.admission.end(state)
         state.disabled = True
         state.hit_tokens = 0

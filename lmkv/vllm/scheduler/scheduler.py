@@ -64,6 +64,10 @@ class Scheduler:
         self._loading.admission.free_blocks = free
         self._loading.evict_blocks = evict
 
+    def on_failed_load(self, call: Callable[[str], None]) -> None:
+        """`call(request_id)` when a load has failed, before vLLM goes on with that request."""
+        self._loading.on_failed_load = call
+
     # -- requests -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:

@@ -145,13 +145,13 @@ class TestIdentity:
 
 
 class TestCompat:
-    @pytest.mark.parametrize("version", ["0.31.0", "0.32.0+cpu", "0.33.1", "0.34.0.dev12", "1.0.dev3"])
+    @pytest.mark.parametrize("version", ["0.29.0", "0.31.0", "0.32.0+cpu", "0.33.1", "0.34.0.dev12", "1.0.dev3"])
     def test_supported(self, version: str) -> None:
         compat.check_version(version)
 
-    @pytest.mark.parametrize("version", ["0.30.2", "0.9.1", "0.34.0", "1.0.0"])
+    @pytest.mark.parametrize("version", ["0.28.3", "0.9.1", "0.34.0", "1.0.0"])
     def test_unsupported_says_what_is(self, version: str) -> None:
-        with pytest.raises(ImportError, match=r"0\.31 up to.*0\.34.*" + version.replace(".", r"\.")):
+        with pytest.raises(ImportError, match=r"0\.29 up to.*0\.34.*" + version.replace(".", r"\.")):
             compat.check_version(version)
 
     def test_progress_leaves_drafts_out(self) -> None:
