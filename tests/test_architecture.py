@@ -76,17 +76,17 @@ BUDGET = {
     "chunks": 350,
     "memory": 1030,
     "policies": 165,
-    "store": 965,
-    "store.tiers": 1085,
+    "store": 980,
+    "store.tiers": 1110,
     "backends": 370,
     "backends.disk": 700,
     "backends.remote": 980,
-    "vllm": 1010,
-    "vllm.scheduler": 880,
+    "vllm": 1240,
+    "vllm.scheduler": 1220,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 8800
+WHOLE = 9500
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

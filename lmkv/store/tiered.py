@@ -183,6 +183,11 @@ class TieredStore:
             tier = first_with(self._tiers, key)
             return tier.name if tier else None
 
+    def unavailable_in(self, key: ChunkKey) -> str | None:
+        """Name of a lower tier that stores the chunk and cannot be read now, None when there is none."""
+        with self._lock:
+            return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
+
     def add_observer(self, observer: StoreObserver) -> None:
         """Tell it from now on what comes into the tiers and goes. What they have already: `report_to`."""
         with self._lock:
@@ -210,9 +215,9 @@ class TieredStore:
             entries = self._primary.leading_ready(keys)
             for entry in entries:
                 self._primary.ref(entry)
+                self._primary.leased(entry)
             if entries:
                 self._primary.used(entries[-1].key)
-            self._primary.counters.hits += len(entries)
         return Lease(entries, self._unref)
 
     def _unref(self, entries: Sequence[Entry]) -> None:

@@ -52,6 +52,7 @@ class Entry:
     lower tiers first. `in_policy`: known to the policy. `prefetches`: how many of the references are
     prefetches. `load`: the read that will fill it, until it begins. `waiters`: promotions to tell when it is
     filled. `origin`: what it continues (see `KeyChain.origin`), empty when it is to be found by its key only.
+    `prefetched`: brought by a prefetch, and not leased since.
     """
 
     key: ChunkKey = field(repr=bytes.hex)
@@ -65,6 +66,7 @@ class Entry:
     flushing: bool = False
     in_policy: bool = False
     prefetches: int = 0
+    prefetched: bool = False
     load: Job | None = None
     waiters: tuple[Waiter, ...] = field(default=(), repr=False)
 
@@ -134,6 +136,12 @@ class PrimaryTier:
         """Note the use of a chunk among the tails, if it is one."""
         if key in self._tails:
             self._tails.move_to_end(key)
+
+    def leased(self, entry: Entry) -> None:
+        """Count a chunk that is served."""
+        self.counters.hits += 1
+        self.counters.prefetch_hits += entry.prefetched
+        entry.prefetched = False
 
     # -- references ---------------------------------------------------------------------------------------
 
@@ -215,6 +223,7 @@ class PrimaryTier:
 
     def _note_removed(self, entry: Entry) -> None:
         """An entry that was READY is not found any more."""
+        self.counters.prefetch_expired += entry.prefetched
         if entry.origin:
             self.prefixes.discard(entry.origin, entry.tokens, entry.key)
         for observer in self._observers:
