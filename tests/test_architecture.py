@@ -77,18 +77,18 @@ BUDGET = {
     "chunks": 360,
     "memory": 1030,
     "policies": 165,
-    "store": 950,
-    "store.tiers": 1050,
+    "store": 980,
+    "store.tiers": 1110,
     "backends": 370,
     "backends.disk": 730,
     "backends.remote": 980,
     "agent": 305,
-    "vllm": 1130,
-    "vllm.scheduler": 890,
+    "vllm": 1360,
+    "vllm.scheduler": 1220,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 9200
+WHOLE = 9950
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -136,8 +136,8 @@ class Promoter:
     def _load(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
         """I/O thread: fill the entry's slot from the tier, if that is wanted and was not done yet."""
         with self._lock:
-            wanted, entry.load = entry.load is not None, None
-        if not wanted:
+            load, entry.load = entry.load, None
+        if load is None:
             return
         payloads, slot = self._primary.payloads, self._primary.slab.view(entry.slot)
         room = payloads.room(entry.key, slot)
@@ -148,6 +148,8 @@ class Promoter:
             # READY before anybody is woken, and the load's own reference dropped last: the slot stays theirs.
             if hit:
                 self._primary.mark_ready(entry)
+                entry.prefetched = load.priority is Priority.PREFETCH and not entry.removed
+                self._primary.counters.prefetched += entry.prefetched
             self._end_load(tier, entry, deferred)
             self._allocator.keep_free(deferred)
 

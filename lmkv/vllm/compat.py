@@ -12,13 +12,9 @@ from typing import Any
 
 from attrs import frozen
 
-<<<<<<< HEAD
 from lmkv.errors import UsageError
 
-SUPPORTED = ((0, 31), (0, 34))
-=======
 SUPPORTED = ((0, 29), (0, 34))
->>>>>>> help-v
 """vLLM versions, from the first up to but not including the second."""
 
 
@@ -186,13 +182,13 @@ def scheduler_that_binds() -> Any | None:
     raise UnsupportedVLLMError("lmkv: vLLM 0.29's scheduler is not among the callers; use vLLM 0.30 or later")
 
 
-def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str], Sequence[Sequence[int]] | None]:
+def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str], Sequence[list[int]] | None]:
     """The current block tables, by id, of requests that the step computes.
 
     vLLM 0.29 passes those that have grown, though blocks behind a window leave any table.
     """
     source = scheduler_output.kv_connector_block_state if scheduler is None else scheduler.kv_cache_manager
-    tables: Callable[[str], Sequence[Sequence[int]] | None] = source.get_block_ids
+    tables: Callable[[str], Sequence[list[int]] | None] = source.get_block_ids
     return tables
 
 

@@ -29,6 +29,7 @@ from lmkv.vllm import compat
 from lmkv.vllm.agent import start_agent
 from lmkv.vllm.metadata import StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel, describe
+from lmkv.vllm.prometheus import LMKVPromMetrics, LMKVStats
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
@@ -234,6 +235,24 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = _config(vllm_config)
         wanted = config.block_major and not config.use_layerwise and compat.may_be_block_major(vllm_config)
         return "BLHNC" if wanted and vllm_config.device_config.device_type == "cuda" else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LMKVStats:
+        return LMKVStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> LMKVPromMetrics:
+        return LMKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- both sides ---------------------------------------------------------------------------------------
+
+    @_harmless(lambda: None)
+    def get_kv_connector_stats(self) -> LMKVStats | None:
+        side = self._scheduler or self._worker
+        values = {} if side is None else side.take_samples()
+        return LMKVStats(values) if values else None
 
     # -- scheduler side -----------------------------------------------------------------------------------
 

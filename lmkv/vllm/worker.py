@@ -25,6 +25,7 @@ from lmkv.memory.layerwise import LayerReader, LayerWriter
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
+from lmkv.vllm.metrics import Samples, Values
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class Worker:
         self._plan = StepPlan()
         self._running: list[_Running] = []
         self._report = WorkerReport()
+        self._samples = Samples()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._finished_requests: set[str] = set()
@@ -284,10 +286,21 @@ class Worker:
             len(run.blocks) * self._page_bytes[group] for copy in order.copies for group, run in enumerate(copy.runs)
         )
         self._report.jobs[order.job] = JobReport(1, ok, nbytes, seconds)
+        if ok and nbytes and (self._stores or not order.stores):
+            self._count("store" if order.stores else "load", nbytes, seconds)
         if not ok and not order.stores:
             self._fail(order)
         if order.finishes is not None:
             self._finished_requests.add(order.finishes)
+
+    def _count(self, direction: str, nbytes: int, seconds: float) -> None:
+        self._samples.add(f"vllm:kv_offload_{direction}_bytes", nbytes)
+        self._samples.add(f"vllm:kv_offload_{direction}_time", seconds)
+        self._samples.observe(f"vllm:kv_offload_{direction}_size", nbytes)
+
+    def take_samples(self) -> Values:
+        """What was counted since the last call."""
+        return self._samples.take()
 
     def _fail(self, order: CopyOrder) -> None:
         if not self._block_level_failures:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -15,6 +14,8 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kit import LIMIT, eventually
 from tests.vllm.harness import BLOCK, ENVIRONMENT
@@ -90,7 +91,13 @@ class Server:
     """
 
     def __init__(
-        self, model: Path, log: Path, options: Mapping[str, Any], role: str = "kv_both", max_model_len: int = 2048
+        self,
+        model: Path,
+        log: Path,
+        options: Mapping[str, Any],
+        role: str = "kv_both",
+        max_model_len: int = 2048,
+        **environment: str,
     ) -> None:
         self.log = log
         self.max_model_len = max_model_len
@@ -102,7 +109,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env=child_environment(),
+                env=child_environment(**environment),
                 start_new_session=True,
             )
 
@@ -152,14 +159,21 @@ class Server:
             text: str = answer.read().decode()
         return text
 
+    def post(self, path: str) -> None:
+        request = urllib.request.Request(self.url + path, method="POST")
+        urllib.request.urlopen(request, timeout=LIMIT).close()
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a Prometheus counter's samples that have these labels."""
-        total = 0.0
-        for line in self.get("/metrics").splitlines():
-            sample = re.match(rf"{re.escape(name)}\{{(.*)\}} (\S+)$", line)
-            if sample and all(f'{label}="{value}"' in sample[1] for label, value in labels.items()):
-                total += float(sample[2])
-        return total
+        return sum(value for found, value in self.samples().get(name, []) if labels.items() <= found.items())
+
+    def samples(self) -> dict[str, list[tuple[dict[str, str], float]]]:
+        """All that is scraped: labels and values by name."""
+        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for family in text_string_to_metric_families(self.get("/metrics")):
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append((sample.labels, sample.value))
+        return found
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")

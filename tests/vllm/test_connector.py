@@ -161,7 +161,7 @@ def test_one_line_for_a_lookup_and_one_for_each_steps_store(shared: Engine, capl
         shared.run([ids])
     lines = [record.getMessage().split(": ", 2)[2] for record in caplog.records if "request" in record.getMessage()]
     assert lines == [
-        "total tokens 600, hit tokens 0, to load 0",
+        "total tokens 600, hit tokens 0, to load 0 (599 missed: not stored)",
         "stored 256 of 256 tokens",
         "stored 256 of 512 tokens",
         "stored 88 of 600 tokens",

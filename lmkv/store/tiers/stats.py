@@ -28,6 +28,11 @@ class TierCounters:
     evictions: int = 0
     dropped: int = 0
     """Writes that were refused because too many waited."""
+    prefetched: int = 0
+    """Chunks that a prefetch brought into the primary tier; `prefetch_hits` of them were leased since then, and
+    `prefetch_expired` were removed without."""
+    prefetch_hits: int = 0
+    prefetch_expired: int = 0
 
 
 @frozen(kw_only=True)

@@ -17,12 +17,13 @@ from lmkv.vllm.scheduler.request import RequestState
 
 @define(eq=False)
 class LoadWindow:
-    """Copies to be ordered together. `lease`: of their slots. `last`: the load ends with this window."""
+    """Copies of `tokens`, to be ordered together. `lease`: of their slots. `last`: the load ends with this window."""
 
     copies: list[ChunkCopy]
     lease: Lease
     failed_blocks: list[int]
     last: bool
+    tokens: int = 0
 
 
 @define(eq=False)
@@ -90,7 +91,7 @@ class AsyncLoad:
         copies = self.geometry.load_copies(lease.slots, self.block_ids, low, high)
         self.copying = len(lease)
         self.ended = high >= self.end
-        return LoadWindow(copies, lease, [], self.ended)
+        return LoadWindow(copies, lease, [], self.ended, high - low)
 
     def _unfilled(self) -> list[int]:
         low = max(self.start, (self.first_chunk + self._copied) * self.geometry.chunk_size)

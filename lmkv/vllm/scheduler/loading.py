@@ -24,9 +24,12 @@ from lmkv.store.tiers.iopool import Priority
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.metadata import JobReport, StepPlanBuilder
 from lmkv.vllm.scheduler.async_load import AsyncLoad, AsyncLoadAdmission, LoadWindow
+from lmkv.vllm.scheduler.explain import Explainer
 from lmkv.vllm.scheduler.load_policy import MIN_STEP_TOKENS, LoadCost, LoadMode
+from lmkv.vllm.scheduler.miss import Miss
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.request import BlockTables, RequestState
+from lmkv.vllm.scheduler.telemetry import Telemetry
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -38,6 +41,7 @@ class _Job:
     state: RequestState
     lease: Lease
     first_chunk: int
+    tokens: int
     load: AsyncLoad | None = None
     start: int = 0
     unconfirmed: list[int] = field(factory=list)
@@ -48,9 +52,17 @@ class LoadPlanner:
     """Which chunks are loaded, and when. Called on the scheduling thread only; never waits."""
 
     def __init__(
-        self, store: TieredStore, geometry: Geometry, builder: StepPlanBuilder, options: SchedulerOptions
+        self,
+        store: TieredStore,
+        geometry: Geometry,
+        builder: StepPlanBuilder,
+        options: SchedulerOptions,
+        telemetry: Telemetry,
+        explainer: Explainer,
     ) -> None:
         self._store = store
+        self._telemetry = telemetry
+        self._explainer = explainer
         self._geometry = geometry
         self._chunk_size = geometry.chunk_size
         self._builder = builder
@@ -76,6 +88,8 @@ class LoadPlanner:
 
     def arrived(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
         """Begin to discover and promote a new request's chunks while it waits in vLLM's queue."""
+        if state.options.max_load_tokens == 0:
+            return
         state.discovery = self._store.discover(keys)
         ready, found = self._store.match(keys)
         if ready < found <= self._max_promoted and self._is_worth_loading(state, keys, ready, found):
@@ -92,7 +106,9 @@ class LoadPlanner:
             if len(chunks) == 1 and promotion.ready == len(promotion):
                 ((tier, count),) = chunks.items()
                 nbytes = count * self._store.slab.slot_bytes
-                self._cost.observe_load(tier, nbytes, self._clock() - started)
+                seconds = self._clock() - started
+                self._cost.observe_load(tier, nbytes, seconds)
+                self._telemetry.promoted(tier, seconds)
 
         promotion.add_done_callback(measure)
         return promotion
@@ -118,7 +134,7 @@ class LoadPlanner:
         """
         self.admission.end(state)
         state.computed, state.between_steps = num_computed_tokens, False
-        keys = self._keys(state)
+        keys = wanted = self._keys(state)
         first = num_computed_tokens // self._chunk_size
         if state.discovery is not None and not state.discovery.done and self._has_time(state):
             return None, False
@@ -140,13 +156,15 @@ class LoadPlanner:
             chunks = 0
         chunks -= self._options.tail_depends_on_next and chunks > 0
         hit = (chunks - 1) * self._chunk_size + (last if chunks == len(keys) else self._chunk_size) if chunks else 0
-        # The last token is always computed: vLLM needs its logits.
-        hit = min(hit, state.request.num_tokens - 1)
+        hit = min(hit, state.last_token)
         if self._options.whole_blocks:
             hit -= hit % self._geometry.groups[0].block_size
         need = max(0, hit - num_computed_tokens)
+        few = 0 < need < self._options.min_retrieve_tokens
+        end = num_computed_tokens + (0 if few else need)
+        state.miss = self._explainer.explain(state, wanted, end, few=few, late=self._is_late(state))
         self._log(state, hit, need)
-        if not need or need < self._options.min_retrieve_tokens:
+        if few or not need:
             state.drop_promotion()
             return 0, False
         self._promise(state, keys[:chunks], first, ready, need, between_steps)
@@ -155,6 +173,8 @@ class LoadPlanner:
     def _keys(self, state: RequestState) -> list[ChunkKey]:
         """Those of the chunks that a load may end with."""
         total, size = state.request.num_tokens, self._chunk_size
+        if state.loadable < state.last_token:
+            return state.keys(state.loadable // size)
         if self._options.save_unfull_chunk:
             return state.keys_with_tail(total // size)
         return state.keys((total - 1) // size)
@@ -168,11 +188,12 @@ class LoadPlanner:
         if keys and isinstance(keys[-1], TailKey):
             shorter, last = self._extended(state, keys[:-1])
             return (shorter, last) if len(shorter) == len(keys) and last > keys[-1].tokens else (keys, keys[-1].tokens)
-        if not self._options.save_unfull_chunk or self._geometry.windowed or at >= state.request.num_tokens - 1:
+        limited = state.loadable < state.last_token
+        if not self._options.save_unfull_chunk or self._geometry.windowed or limited or at >= state.last_token:
             return keys, size
         tokens = token_bytes(state.tokens(at, size))
         key, count = self._store.longest_prefix(state.chain.origin(len(keys)), tokens)
-        left = state.request.num_tokens - 1 - at
+        left = state.last_token - at
         usable = min(count, left)
         # A few tokens with which many prompts begin alike are sooner computed than loaded.
         few = usable < min(left, self._geometry.groups[0].block_size)
@@ -218,10 +239,13 @@ class LoadPlanner:
 
     def _has_time(self, state: RequestState) -> bool:
         """Whether the request may wait on. Its deadline counts from the first call."""
-        now = self._clock()
         if state.waiting_since is None:
-            state.waiting_since = now
-        return now - state.waiting_since <= self._options.prefetch_deadline
+            state.waiting_since = self._clock()
+        return not self._is_late(state)
+
+    def _is_late(self, state: RequestState) -> bool:
+        since = state.waiting_since
+        return since is not None and self._clock() - since > self._options.prefetch_deadline
 
     def _is_worth_loading(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
         """Whether loading the chunks of lower tiers beats computing them; decided once per request."""
@@ -252,7 +276,8 @@ class LoadPlanner:
     def _promise(
         self, state: RequestState, keys: list[ChunkKey], first: int, ready: int, need: int, between_steps: bool
     ) -> None:
-        state.sources = self._sources(state, keys[max(first, ready) :], need)
+        state.source_chunks = self._sources(state, len(keys) - first, keys[max(first, ready) :])
+        state.sources = self._in_tokens(state.source_chunks, need)
         state.promised, state.between_steps = keys, between_steps
         if not between_steps:
             # Leased before the promotion is released: in between the chunks could be evicted.
@@ -260,30 +285,43 @@ class LoadPlanner:
             state.drop_promotion()
         self._promised[state.request_id] = state
 
-    def _sources(self, state: RequestState, below: Sequence[ChunkKey], need: int) -> dict[str, int]:
-        """The `need` tokens to load by tier. Chunks that were just promoted count for the tier that they came from."""
+    def _sources(self, state: RequestState, total: int, below: Sequence[ChunkKey]) -> dict[str, int]:
+        """The `total` chunks to load by tier. Those that were just promoted count for the tier that they came from."""
         host = self._store.primary_name
         promoted = state.promotion.sources if state.promotion is not None else {}
-        lower = {name: count * self._chunk_size for name, count in promoted.items() if name != host}
+        lower = {name: count for name, count in promoted.items() if name != host}
         if below:
-            lower[self._store.tier_of(below[0]) or host] = len(below) * self._chunk_size
-        lower = {name: min(tokens, need) for name, tokens in lower.items()}
-        return {host: max(0, need - sum(lower.values())), **lower}
+            lower[self._store.tier_of(below[0]) or host] = len(below)
+        lower = {name: min(count, total) for name, count in lower.items()}
+        return {host: max(0, total - sum(lower.values())), **lower}
+
+    def _in_tokens(self, chunks: dict[str, int], need: int) -> dict[str, int]:
+        """The `need` tokens to load by tier: the first tier, which is host memory, has what the others do not."""
+        host, *lower = chunks
+        tokens = {name: min(chunks[name] * self._chunk_size, need) for name in lower}
+        return {host: max(0, need - sum(tokens.values())), **tokens}
 
     def _log(self, state: RequestState, hit: int, need: int) -> None:
         # vLLM asks about a waiting request in every step: only changes are logged.
         if state.logged != (hit, need):
             state.logged = (hit, need)
-            total = state.request.num_tokens
-            message = "lmkv: request %s: total tokens %d, hit tokens %d, to load %d"
-            logger.info(message, state.request_id, total, hit, need)
+            missed = "" if state.miss is None else f" ({state.miss})"
+            message = "lmkv: request %s: total tokens %d, hit tokens %d, to load %d%s"
+            logger.info(message, state.request_id, state.request.num_tokens, hit, need, missed)
+
+    def refuse(self, state: RequestState, num_computed_tokens: int, reason: str) -> None:
+        """The request loads nothing."""
+        state.computed = num_computed_tokens
+        state.miss = Miss(reason, max(0, state.last_token - num_computed_tokens))
 
     # -- once it is scheduled -----------------------------------------------------------------------------
 
     def allocated(self, state: RequestState, tables: BlockTables, tokens: int) -> None:
         """Blocks are allocated: order the promised load of `tokens` tokens, or release its lease for 0."""
-        self._promised.pop(state.request_id, None)
+        promised = self._promised.pop(state.request_id, None)
         lease, state.lease = state.lease, None
+        if not state.counted:
+            self._count(state, tokens, not_taken=promised is not None and tokens <= 0)
         if tokens <= 0:
             self.admission.end(state)
             if lease is not None:
@@ -296,6 +334,14 @@ class LoadPlanner:
         else:
             self._order(state, lease or self._store.lease(()), tables, end)
 
+    def _count(self, state: RequestState, tokens: int, *, not_taken: bool) -> None:
+        """Count what the request found, and what it did not: once, whether or not it is preempted later."""
+        state.counted = True
+        if not_taken:
+            state.miss = Miss("not_taken", max(0, state.last_token - state.computed))
+        found = tokens > 0
+        self._telemetry.looked_up(state.sources if found else {}, state.source_chunks if found else {}, state.miss)
+
     def _order(self, state: RequestState, lease: Lease, tables: BlockTables, end: int) -> None:
         start = state.computed
         copies = self._geometry.load_copies(lease.slots, tables, start, end)
@@ -303,7 +349,8 @@ class LoadPlanner:
         failed = [] if covered else self._geometry.blocks_between(tables, start, end)
         order = self._builder.load(copies if covered else [], failed)
         unconfirmed = list(tables[0][start // self._geometry.groups[0].block_size :])
-        self._jobs[order.job] = _Job(state, lease, start // self._chunk_size, start=start, unconfirmed=unconfirmed)
+        first = start // self._chunk_size
+        self._jobs[order.job] = _Job(state, lease, first, end - start, start=start, unconfirmed=unconfirmed)
 
     def _begin_async_load(self, state: RequestState, tables: BlockTables, end: int) -> None:
         start = state.computed
@@ -359,7 +406,7 @@ class LoadPlanner:
         state.disabled |= bool(window.failed_blocks)
         finishes = state.request_id if window.last else None
         order = self._builder.load(window.copies, window.failed_blocks, between_steps=True, finishes=finishes)
-        self._jobs[order.job] = _Job(state, window.lease, load.first_chunk, load)
+        self._jobs[order.job] = _Job(state, window.lease, load.first_chunk, window.tokens, load)
 
     @staticmethod
     def _advance(load: AsyncLoad) -> LoadWindow | None:
@@ -381,6 +428,9 @@ class LoadPlanner:
         state, keys = job.state, job.lease.keys
         # Not before the last rank has answered: until then they read the slots.
         job.lease.release()
+        # What ends a load that was stopped, for its request or a copy before it failed, is no failure of its own.
+        if job.tokens or job.load is None or not job.load.stopped:
+            self._telemetry.loaded(job.tokens, report)
         if job.load is not None:
             job.load.copied(report.ok)
         if report.ok:

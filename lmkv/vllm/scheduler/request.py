@@ -12,6 +12,8 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.discovery import Discovery
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
+from lmkv.vllm.scheduler.hints import AgentHint, seconds
+from lmkv.vllm.scheduler.miss import Miss
 
 
 @define
@@ -23,7 +25,10 @@ class RequestOptions:
     prefetch. `pin`: seconds to pin the request's chunks after it ends. `tag.<name>`: share only with equal
     tags. `wait_for`: wait until so many leading tokens are found, for another server is just storing them.
 
-    `do_remote_decode`, which is vLLM's: another server will decode. A `kv_producer` then answers with the
+    `max_load_tokens`, `max_offload_tokens`, which are vLLM's: at most so many tokens are loaded beyond vLLM's own
+    hit, and only so many leading tokens are stored. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
+
+    `do_remote_decode`, also vLLM's: another server will decode. A `kv_producer` then answers with the
     `wait_for` to give to that server.
     """
 
@@ -34,6 +39,8 @@ class RequestOptions:
     prefetch_tokens: tuple[int, ...] = ()
     pin_seconds: float = 0.0
     wait_for: int = 0
+    max_load_tokens: int | None = None
+    max_offload_tokens: int | None = None
     remote_decode: bool = False
     tags: tuple[tuple[str, str], ...] = ()
 
@@ -43,14 +50,17 @@ class RequestOptions:
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
         no_tokens = getattr(request, "prompt_embeds", None) is not None
+        hint = AgentHint.of(getattr(request, "agent_hint", None) or params.get("agent_hint"))
         return cls(
             skip_save=no_tokens or _is_true(params.get("lmkv.skip_save")),
             skip_load=no_tokens or _is_true(params.get("lmkv.skip_load")),
             report=_is_true(params.get("lmkv.report")),
-            prefetch=_is_true(params.get("lmkv.prefetch")),
+            prefetch=_is_true(params.get("lmkv.prefetch")) or hint.prefetch,
             prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),
-            pin_seconds=_seconds(params.get("lmkv.pin")),
+            pin_seconds=seconds(params.get("lmkv.pin")) or hint.ttl,
             wait_for=_tokens(params.get("lmkv.wait_for")),
+            max_load_tokens=_limit(params.get("max_load_tokens")),
+            max_offload_tokens=_limit(params.get("max_offload_tokens")),
             remote_decode=_is_true(params.get("do_remote_decode")),
             tags=tuple(sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))),
         )
@@ -72,8 +82,8 @@ def _tokens(value: object) -> int:
     return value if isinstance(value, int) and 0 < value < 2**32 else 0
 
 
-def _seconds(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and 0 < value < 86_400 else 0.0
+def _limit(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None
 
 
 BlockTables = Sequence[list[int]]
@@ -134,12 +144,31 @@ class RequestState:
     hit_tokens: int = 0
     load_bytes: int = 0
     load_seconds: float = 0.0
+    source_chunks: dict[str, int] = field(factory=dict, repr=False)
+    """The same in chunks."""
+    miss: Miss | None = None
+    """Why the rest was not promised."""
+    counted: bool = False
+    """Whether what was found and missed is in the metrics: once, when the request is first scheduled."""
+    deferred_since: float | None = None
+    """When vLLM was first told to ask again."""
     disabled: bool = False
     """A load of this request failed: it computes the rest, and no further load is offered."""
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def last_token(self) -> int:
+        """Number of the last token, which is always computed: vLLM needs its logits."""
+        return self.request.num_tokens - 1
+
+    @property
+    def loadable(self) -> int:
+        """Leading tokens that a load may end with, at most."""
+        limit = self.options.max_load_tokens
+        return self.last_token if limit is None else min(self.last_token, self.computed + limit)
 
     @property
     def known_tokens(self) -> Sequence[int]:
@@ -183,7 +212,9 @@ class RequestState:
 
     def report(self) -> dict[str, object]:
         """What `lmkv.report` answers when the request ends."""
+        missed = {} if self.miss is None else {"missed": self.miss.report()}
         return {
+            **missed,
             "hit_tokens": self.hit_tokens,
             "sources": dict(self.sources),
             "load_bytes": self.load_bytes,

@@ -18,10 +18,13 @@ from lmkv.store.tiers.iopool import Priority
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.identity import content_extras, request_root
 from lmkv.vllm.metadata import JobReport, StepPlan, StepPlanBuilder, WorkerReport
+from lmkv.vllm.metrics import Values
+from lmkv.vllm.scheduler.explain import Explainer
 from lmkv.vllm.scheduler.loading import LoadPlanner
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.request import BlockTables, Request, RequestOptions, RequestState
 from lmkv.vllm.scheduler.storing import StorePlanner
+from lmkv.vllm.scheduler.telemetry import Telemetry
 
 
 class Scheduler:
@@ -40,8 +43,11 @@ class Scheduler:
         self._chunk_size = geometry.chunk_size
         self._options = options or SchedulerOptions()
         self._builder = StepPlanBuilder()
-        self._loading = LoadPlanner(store, geometry, self._builder, self._options)
-        self._storing = StorePlanner(store, geometry, self._builder, self._options)
+        self._clock = self._options.clock
+        self._telemetry = Telemetry(store, self._clock)
+        self._explainer = Explainer(store, geometry.chunk_size, self._clock)
+        shared = store, geometry, self._builder, self._options, self._telemetry, self._explainer
+        self._loading, self._storing = LoadPlanner(*shared), StorePlanner(*shared)
         self._requests: dict[str, RequestState] = {}
         self._reports: dict[int, JobReport] = {}
         self._mapped = False
@@ -109,6 +115,7 @@ class Scheduler:
         state = self._requests.pop(request_id, None)
         if state is not None:
             self._loading.forget(state)
+            self._end_deferral(state)
         return state
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
@@ -141,12 +148,30 @@ class Scheduler:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`(tokens, asynchronous)` that can be loaded beyond those computed; see `LoadPlanner.match`."""
+        started = self._clock()
         state = self._state_of(request)
+        answer = self._match(state, num_computed_tokens)
+        self._telemetry.lookup_took(self._clock() - started)
+        if answer[0] is not None:
+            self._end_deferral(state)
+        elif state.deferred_since is None:
+            state.deferred_since = started
+        return answer
+
+    def _end_deferral(self, state: RequestState) -> None:
+        """vLLM need not ask again."""
+        since, state.deferred_since = state.deferred_since, None
+        if since is not None:
+            self._telemetry.lookup_was_deferred(self._clock() - since)
+
+    def _match(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
         state.drop_lease()
         # Also for a request that loads nothing: vLLM's own hit may include unfilled blocks of another one.
         if self._loading.is_unconfirmed(state, num_computed_tokens):
             return None, False
         if not self._may_load(state):
+            if self._options.loads:
+                self._loading.refuse(state, num_computed_tokens, "failed" if state.disabled else "skip_load")
             return 0, False
         return self._loading.match(state, num_computed_tokens)
 
@@ -239,11 +264,16 @@ class Scheduler:
         if not delete:
             self._epoch = secrets.token_hex(16)
         self._store.clear(lower=delete)
+        self._explainer.clear()
         for state in self._requests.values():
             state.drop_lease()
             state.drop_promotion()
             # What is running was computed before the reset, perhaps with other weights.
             state.options.skip_save = state.options.skip_load = True
+
+    def take_samples(self) -> Values:
+        """What was counted since the last call."""
+        return self._telemetry.take()
 
     def close(self) -> None:
         """Forget every request and close the store, which finishes its I/O within a bounded time."""

@@ -14,8 +14,10 @@ from lmkv.store.leases import Reservation
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.metadata import JobReport, StepPlanBuilder
+from lmkv.vllm.scheduler.explain import Explainer
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.request import BlockTables, RequestState
+from lmkv.vllm.scheduler.telemetry import Telemetry
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -28,6 +30,7 @@ class _Job:
     stored: int
     total: int
     """Tokens that this job stores, and those that are stored once it has ended."""
+    chunks: int = 1
     tainted: bool = False
     """Ordered before a failed load was reported: its KV may have been computed from unfilled blocks."""
 
@@ -36,9 +39,17 @@ class StorePlanner:
     """Which chunks are stored in which step. Called on the scheduling thread only."""
 
     def __init__(
-        self, store: TieredStore, geometry: Geometry, builder: StepPlanBuilder, options: SchedulerOptions
+        self,
+        store: TieredStore,
+        geometry: Geometry,
+        builder: StepPlanBuilder,
+        options: SchedulerOptions,
+        telemetry: Telemetry,
+        explainer: Explainer,
     ) -> None:
         self._store = store
+        self._telemetry = telemetry
+        self._explainer = explainer
         self._geometry = geometry
         self._chunk_size = geometry.chunk_size
         self._builder = builder
@@ -53,6 +64,8 @@ class StorePlanner:
         known = min(computed, state.request.num_tokens)
         if not self._save_decode:
             known = min(known, getattr(state.request, "num_prompt_tokens", known))
+        if state.options.max_offload_tokens is not None:
+            known = min(known, state.options.max_offload_tokens)
         complete = known // self._chunk_size
         return complete if complete > state.stored and not state.options.skip_save else 0
 
@@ -76,17 +89,21 @@ class StorePlanner:
             protect=keys,
         )
         state.stored = first + reservation.accepted
+        if state.stored < complete:
+            self._telemetry.found_no_room()
         copies = self._copies(reservation, keys, first, state.stored, tables)
         if copies:
             order = self._builder.store(copies)
             stored, total = len(copies) * self._chunk_size, state.stored * self._chunk_size
-            self._jobs[order.job] = _Job(state, reservation, first, stored, total)
+            self._jobs[order.job] = _Job(state, reservation, first, stored, total, len(copies))
 
     def completes_tail(self, state: RequestState, computed: int) -> bool:
         """Whether the prompt's tail is computed after `computed` tokens, is not stored, and in no whole chunk."""
         if state.tail is None or not state.tail_due or state.options.skip_save:
             return False
         end = state.tail_chunk * self._chunk_size + state.tail.tokens
+        if state.options.max_offload_tokens is not None and end > state.options.max_offload_tokens:
+            return False
         return end <= computed < (state.tail_chunk + 1) * self._chunk_size
 
     def store_tail(self, state: RequestState, tables: BlockTables) -> None:
@@ -148,14 +165,17 @@ class StorePlanner:
     def ended(self, number: int, report: JobReport) -> None:
         """All ranks have answered: publish the chunks, or free their slots."""
         job = self._jobs.pop(number)
-        state = job.state
-        if job.tainted or not report.ok:
+        state, kept = job.state, report.ok and not job.tainted
+        self._telemetry.stored(job.stored, job.chunks, report, kept=kept)
+        if not kept:
             job.reservation.abort()
             state.stored, state.tail_due = min(state.stored, job.first_chunk), True
             # A copy that failed once would fail in every step that followed.
             state.options.skip_save |= not report.ok
             return
         job.reservation.commit()
+        if job.first_chunk == 0:
+            self._explainer.first_chunks.stored(state)
         logger.info("lmkv: request %s: stored %d of %d tokens", state.request_id, job.stored, job.total)
 
     @property

@@ -34,6 +34,7 @@ from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.testing.simulated_device import SimulatedDevice
 from lmkv.vllm.geometry import Geometry, Group
+from lmkv.vllm.metrics import Values, merge
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
@@ -75,6 +76,8 @@ class SimulatedRequest:
     """Counts preemptions and rewinds: what was sampled before one is void."""
     tainted: bool = False
     """It has read blocks whose load failed: until that is known, all that it computes is rubbish."""
+    admitted: bool = False
+    """It has been scheduled once."""
 
     @property
     def num_tokens(self) -> int:
@@ -136,6 +139,7 @@ class SimulatedVLLM:
         self.drafts = drafts
         self.load_faults, self.store_faults = load_faults, store_faults
         self.aborts = aborts
+        self.local_hits = 0.3
         self.shares = prefix_caching and Geometry(chunk_size, self.groups).one_full_table
         self.num_blocks = num_blocks
         self.free = list(range(1, num_blocks))
@@ -205,6 +209,10 @@ class SimulatedVLLM:
         self.running: list[SimulatedRequest] = []
         self.loading: list[SimulatedRequest] = []
         self.pipeline: list[_Step] = []
+        self.looked_up = 0
+        """Tokens that a load could have brought, of requests when they were first scheduled."""
+        self.samples: Values = {}
+        """What the scheduler side has counted."""
         self.counts = dict.fromkeys(
             ("hits", "partial_hits", "shared", "preempted", "aborted", "recomputed", "async_loads", "finished"), 0
         )
@@ -427,6 +435,8 @@ class SimulatedVLLM:
             elif not asynchronous:
                 self._share(request, start + count)
             self.scheduler.update_state_after_alloc(request, request.blocks, external)
+            self.looked_up += 0 if request.admitted else request.num_tokens - 1 - local
+            request.admitted = True
             self.waiting.remove(request)
             request.computed = start
             self.counts["hits"] += external > 0
@@ -443,7 +453,7 @@ class SimulatedVLLM:
 
     def _local_hit(self, request: SimulatedRequest) -> int:
         """Tokens that the engine's own prefix cache has, at times: whole blocks, below the last token."""
-        if self.rng.random() < 0.7 or len(self.groups) > 1 or self.groups[0].window is not None:
+        if self.rng.random() >= self.local_hits or len(self.groups) > 1 or self.groups[0].window is not None:
             return 0
         size = self.groups[0].block_size
         return self.rng.randint(0, (request.num_tokens - 1) // size) * size
@@ -643,8 +653,15 @@ class SimulatedVLLM:
         stats = self.store.stats()
         assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
         assert not self.scheduler.busy
+        merge(self.samples, self.scheduler.take_samples())
+        found = sum(self.total("lmkv_hit_tokens").values()) + sum(self.total("lmkv_missed_tokens").values())
+        assert found == self.looked_up == self.total("lmkv_lookup_tokens").get((), 0)
         assert self.store.slab.free_slots + stats.primary.chunks == self.store.slab.num_slots
         assert sorted(self.free) == list(range(1, self.num_blocks))
+
+    def total(self, name: str) -> dict[tuple[str, ...], Any]:
+        """A metric's values by its labels."""
+        return self.samples.get(name, {})
 
     def close(self) -> None:
         for worker in self.workers:

@@ -1,0 +1,139 @@
+"""What lmkv counts for vLLM's `/metrics`: `METRICS` describes each metric, `Samples` collects their values.
+
+No vLLM types: both sides of the connector count, and vLLM carries the values to the process that is scraped.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Literal
+
+from attrs import frozen
+
+Values = dict[str, dict[tuple[str, ...], Any]]
+"""By metric and label values: the increase of a counter, a gauge's value, the list of a histogram's observations."""
+
+
+@frozen
+class Metric:
+    """`known`: values of its one label that are known beforehand, so that their series begin at 0."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+REASONS = (
+    *("not_stored", "evicted", "other_salt", "too_short", "not_ready", "tier_unavailable"),
+    *("deadline", "slower", "not_promoted", "limited", "skip_load", "not_taken", "failed"),
+)
+"""Why tokens were not loaded; docs/metrics.md says what each means."""
+
+_TIER, _CALLS = ("tier",), ("tier", "operation")
+_SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
+_LOOKUP_SECONDS = (1e-5, 5e-5, *_SECONDS[:-2])
+_BYTES = (1e6, 5e6, 1e7, 2e7, 4e7, 6e7, 8e7, 1e8, 1.5e8, 2e8)
+
+
+def _counter(text: str, *labels: str, known: tuple[str, ...] = ()) -> Metric:
+    return Metric("counter", text, labels, known)
+
+
+def _gauge(text: str, *labels: str) -> Metric:
+    return Metric("gauge", text, labels)
+
+
+def _histogram(text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    return Metric("histogram", text, labels, buckets=buckets)
+
+
+METRICS = {
+    "lmkv_lookup_tokens": _counter("Tokens looked up: neither in vLLM's prefix cache, nor a prompt's last token."),
+    "lmkv_hit_tokens": _counter("Tokens looked up and found, by the tier that had them.", *_TIER),
+    "lmkv_hit_chunks": _counter("Chunks looked up and found, by the tier that had them.", *_TIER),
+    "lmkv_missed_tokens": _counter("Tokens looked up and not loaded, by reason.", "reason", known=REASONS),
+    "lmkv_missed_requests": _counter("Requests of which not all was loaded, by reason.", "reason", known=REASONS),
+    "lmkv_loaded_tokens": _counter("Tokens whose load has ended well."),
+    "lmkv_failed_loads": _counter("Copies to the device that failed."),
+    "lmkv_stored_tokens": _counter("Tokens whose store in host memory has ended well."),
+    "lmkv_stored_chunks": _counter("Chunks whose store in host memory has ended well."),
+    "lmkv_failed_stores": _counter("Copies from the device that failed, or were thrown away."),
+    "lmkv_load_seconds": _histogram("Time of a copy from host memory to the device, on the slowest rank.", _SECONDS),
+    "lmkv_store_seconds": _histogram("Time of a copy from the device to host memory, on the slowest rank.", _SECONDS),
+    "lmkv_promotion_seconds": _histogram("Time until a lower tier's chunks are in host memory.", _SECONDS, *_TIER),
+    "lmkv_tier_used_bytes": _gauge("Bytes in use.", *_TIER),
+    "lmkv_tier_capacity_bytes": _gauge("Bytes that may be used; absent without a limit.", *_TIER),
+    "lmkv_tier_chunks": _gauge("Chunks stored.", *_TIER),
+    "lmkv_tier_evicted_chunks": _counter("Chunks evicted by the tier's policy.", *_TIER),
+    "lmkv_tier_dropped_chunks": _counter("Chunks not written because too many writes waited.", *_TIER),
+    "lmkv_tier_rejected_chunks": _counter("Chunks not written because the tier had no room or was away.", *_TIER),
+    "lmkv_tier_lost_chunks": _counter("Indexed chunks that turned out to be missing or corrupt.", *_TIER),
+    "lmkv_tier_chunk_operations": _counter("Chunks read or written.", *_CALLS),
+    "lmkv_tier_bytes": _counter("Bytes read or written.", *_CALLS),
+    "lmkv_tier_failures": _counter("Reads or writes that failed.", *_CALLS),
+    "lmkv_tier_read_seconds": _counter("Time of the reads that succeeded.", *_TIER),
+    "lmkv_tier_breaker": _gauge("0: the tier is used; 1: it is given up; 0.5: about to be tried again.", *_CALLS),
+    "lmkv_leased_chunks": _gauge("Chunks of host memory that are referenced, pins included."),
+    "lmkv_pinned_chunks": _gauge("Pinned chunks."),
+    "lmkv_pending_io": _gauge("Reads and writes of lower tiers that wait or run."),
+    "lmkv_prefetched_chunks": _counter("Chunks brought into host memory before they were asked for."),
+    "lmkv_prefetch_hit_chunks": _counter("Prefetched chunks that were loaded later."),
+    "lmkv_prefetch_expired_chunks": _counter("Prefetched chunks that left host memory without having been loaded."),
+    # vLLM's own names, with vLLM's meaning: dashboards for its OffloadingConnector show them.
+    "vllm:kv_offload_load_bytes": _counter("Total bytes loaded from offload storage to GPU."),
+    "vllm:kv_offload_load_time": _counter("Total load time from offload storage to GPU, in seconds."),
+    "vllm:kv_offload_load_size": _histogram("Histogram of KV offload load operation size, in bytes.", _BYTES),
+    "vllm:kv_offload_store_bytes": _counter("Total bytes stored from GPU to offload storage."),
+    "vllm:kv_offload_store_time": _counter("Total store time from GPU to offload storage, in seconds."),
+    "vllm:kv_offload_store_size": _histogram("Histogram of KV offload store operation size, in bytes.", _BYTES),
+    "vllm:kv_offload_lookup_sync_delay_seconds": _histogram("Time of a single offload lookup call.", _LOOKUP_SECONDS),
+    "vllm:kv_offload_lookup_async_delay_seconds": _histogram(
+        "Time from a request's first deferred lookup to its answer, or to the request's end.", _SECONDS
+    ),
+    "vllm:kv_offload_allocation_failure": _counter("Number of KV offload store allocation attempts that failed."),
+    "vllm:kv_offload_cpu_cache_usage_perc": _gauge("Share of the CPU tier's slots that are referenced, 0 to 1."),
+    "vllm:kv_offload_cpu_cache_write_usage_perc": _gauge("Share of the CPU tier's slots being stored to, 0 to 1."),
+    "vllm:kv_offload_cpu_cache_read_usage_perc": _gauge("Share of the CPU tier's slots referenced otherwise, 0 to 1."),
+}
+
+
+class Samples:
+    """What was counted since the last `take`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Values = {}
+
+    def add(self, name: str, amount: float = 1, *labels: str) -> None:
+        """Increase a counter; by 0 so that its series begins."""
+        with self._lock:
+            series = self._values.setdefault(name, {})
+            series[labels] = series.get(labels, 0) + amount
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge."""
+        with self._lock:
+            self._values.setdefault(name, {})[labels] = value
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Add an observation to a histogram."""
+        with self._lock:
+            self._values.setdefault(name, {}).setdefault(labels, []).append(value)
+
+    def take(self) -> Values:
+        with self._lock:
+            values, self._values = self._values, {}
+        return values
+
+
+def merge(into: Values, other: Values) -> None:
+    """Add later values, or those of another rank: counters and observations add up, of gauges the later one stays."""
+    for name, series in other.items():
+        merged, gauge = into.setdefault(name, {}), METRICS[name].kind == "gauge"
+        for labels, value in series.items():
+            if gauge or labels not in merged:
+                merged[labels] = list(value) if isinstance(value, list) else value
+            else:
+                merged[labels] += value

@@ -1,0 +1,123 @@
+"""Why the rest of a request was not loaded: `Explainer` finds the reason, a `Miss`, of its first missing chunk."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from lmkv.chunks.hashing import KEY_BYTES, token_bytes
+from lmkv.outcomes import Presence
+from lmkv.protocols import ChunkKey, Clock
+from lmkv.store.tiered import TieredStore
+from lmkv.vllm.scheduler.miss import Miss
+from lmkv.vllm.scheduler.request import RequestState
+
+_REMEMBERED = 100_000
+"""Evicted chunks, and first chunks of prompts, that are remembered."""
+
+_SHORT = 16
+"""Bytes of a key that are remembered."""
+
+
+_PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence.SECONDARY: "not_promoted"}
+
+
+class EvictionLog:
+    """A `StoreObserver`: which chunks were removed from which tier last, and when."""
+
+    def __init__(self, clock: Clock, size: int = _REMEMBERED) -> None:
+        self._clock = clock
+        self._size = size
+        self._removed: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def stored(self, tier: str, key: ChunkKey) -> None:
+        self._removed.pop(key[:_SHORT], None)
+
+    def removed(self, tier: str, key: ChunkKey) -> None:
+        if len(key) > KEY_BYTES:
+            return
+        self._removed.pop(key[:_SHORT], None)
+        self._removed[key[:_SHORT]] = tier, self._clock()
+        if len(self._removed) > self._size:
+            self._removed.popitem(last=False)
+
+    def find(self, key: ChunkKey) -> tuple[str, float] | None:
+        """`(tier, seconds ago)`."""
+        found = self._removed.get(key[:_SHORT])
+        return None if found is None else (found[0], self._clock() - found[1])
+
+    def clear(self) -> None:
+        self._removed.clear()
+
+
+class FirstChunks:
+    """Under which roots (model, salt, tags) prompts with a certain first chunk were stored by this process."""
+
+    def __init__(self, chunk_size: int, size: int = _REMEMBERED) -> None:
+        self._chunk_size = chunk_size
+        self._size = size
+        self._roots: OrderedDict[int, int] = OrderedDict()
+
+    def _fingerprint(self, state: RequestState) -> int:
+        return hash(token_bytes(state.tokens(0, self._chunk_size)))
+
+    def stored(self, state: RequestState) -> None:
+        self._roots[self._fingerprint(state)] = hash(state.root)
+        if len(self._roots) > self._size:
+            self._roots.popitem(last=False)
+
+    def stored_elsewhere(self, state: RequestState) -> bool:
+        """Whether a prompt with the request's first chunk was stored last with another salt, or other tags."""
+        root = self._roots.get(self._fingerprint(state))
+        return root is not None and root != hash(state.root)
+
+    def clear(self) -> None:
+        self._roots.clear()
+
+
+class Explainer:
+    """Called on the scheduling thread only."""
+
+    def __init__(self, store: TieredStore, chunk_size: int, clock: Clock) -> None:
+        self._store = store
+        self._chunk_size = chunk_size
+        self.evictions = EvictionLog(clock)
+        store.add_observer(self.evictions)
+        self.first_chunks = FirstChunks(chunk_size)
+
+    def clear(self) -> None:
+        """All was deleted: what was evicted before explains nothing any more."""
+        self.evictions.clear()
+        self.first_chunks.clear()
+
+    def explain(self, state: RequestState, keys: Sequence[ChunkKey], end: int, *, few: bool, late: bool) -> Miss | None:
+        """Why tokens from number `end` on are not loaded; None when they need not be.
+
+        `keys`: of all chunks that a load may end with. `few`: less was found than the least that is loaded.
+        `late`: the request may not wait any more.
+        """
+        missing = state.last_token - end
+        if missing <= 0:
+            return None
+        index = end // self._chunk_size
+        if few or index >= len(keys):
+            return Miss("limited" if state.loadable < state.last_token and not few else "too_short", missing)
+        presence = self._store.lookup([keys[index]])[0]
+        if presence is Presence.MISS:
+            return self._absent(state, keys[index], index, missing)
+        if presence is Presence.SECONDARY and state.worth_loading is False:
+            return Miss("slower", missing, self._store.tier_of(keys[index]))
+        reason = "deadline" if late else _PRESENT[presence]
+        return Miss(reason, missing, self._store.tier_of(keys[index]))
+
+    def _absent(self, state: RequestState, key: ChunkKey, index: int, missing: int) -> Miss:
+        away = self._store.unavailable_in(key)
+        if away is not None:
+            return Miss("tier_unavailable", missing, away)
+        evicted = self.evictions.find(key)
+        if evicted is not None:
+            return Miss("evicted", missing, *evicted)
+        if state.discovery is not None and not state.discovery.done:
+            return Miss("deadline", missing)
+        other = index == 0 and self.first_chunks.stored_elsewhere(state)
+        return Miss("other_salt" if other else "not_stored", missing)

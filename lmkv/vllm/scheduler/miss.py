@@ -1,0 +1,29 @@
+"""`Miss`: that a part of a request was not loaded, and why."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen
+class Miss:
+    """`tokens` of a request were not loaded for a `reason` (see `lmkv.vllm.metrics.REASONS`).
+
+    `tier`: where they were, or are. `seconds_ago`: when they were evicted.
+    """
+
+    reason: str
+    tokens: int
+    tier: str | None = None
+    seconds_ago: float | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.tier is None else f" from {self.tier}" if self.reason == "evicted" else f" in {self.tier}"
+        when = "" if self.seconds_ago is None else f" {self.seconds_ago:.0f} s ago"
+        return f"{self.tokens} missed: {self.reason.replace('_', ' ')}{where}{when}"
+
+    def report(self) -> dict[str, object]:
+        """For the request's own report: it must not tell whether another salt's requests have the same prompt."""
+        reason = "not_stored" if self.reason == "other_salt" else self.reason
+        told = {"reason": reason, "tokens": self.tokens, "tier": self.tier, "seconds_ago": self.seconds_ago}
+        return {name: value for name, value in told.items() if value is not None}

@@ -1,0 +1,129 @@
+"""`Telemetry`: what the scheduler side counts, for vLLM's `/metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lmkv.protocols import Clock
+from lmkv.store.tiered import TieredStore
+from lmkv.store.tiers.stats import TierCounters, TierStats
+from lmkv.vllm.metadata import JobReport
+from lmkv.vllm.metrics import Samples, Values
+from lmkv.vllm.scheduler.miss import Miss
+
+_INTERVAL = 1.0
+"""Seconds between two looks at the store's own counters, at least."""
+
+_BREAKER = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
+
+_TOTALS = (
+    ("evictions", "lmkv_tier_evicted_chunks", ()),
+    ("dropped", "lmkv_tier_dropped_chunks", ()),
+    ("write_rejects", "lmkv_tier_rejected_chunks", ()),
+    ("lost", "lmkv_tier_lost_chunks", ()),
+    ("hits", "lmkv_tier_chunk_operations", ("read",)),
+    ("writes", "lmkv_tier_chunk_operations", ("write",)),
+    ("read_bytes", "lmkv_tier_bytes", ("read",)),
+    ("written_bytes", "lmkv_tier_bytes", ("write",)),
+    ("read_failures", "lmkv_tier_failures", ("read",)),
+    ("write_failures", "lmkv_tier_failures", ("write",)),
+    ("read_seconds", "lmkv_tier_read_seconds", ()),
+)
+"""Counter of a tier, and the metric it is."""
+
+_PREFETCH = (
+    ("prefetched", "lmkv_prefetched_chunks"),
+    ("prefetch_hits", "lmkv_prefetch_hit_chunks"),
+    ("prefetch_expired", "lmkv_prefetch_expired_chunks"),
+)
+
+
+class Telemetry:
+    """Counts events as they happen, and what the store counts once a second. Never waits."""
+
+    def __init__(self, store: TieredStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._samples = Samples()
+        self._before: Sequence[TierCounters] = ()
+        self._next = float("-inf")
+
+    def take(self) -> Values:
+        """What was counted since the last call."""
+        if self._clock() >= self._next:
+            self._next = self._clock() + _INTERVAL
+            self._snapshot()
+        return self._samples.take()
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def looked_up(self, tokens: Mapping[str, int], chunks: Mapping[str, int], miss: Miss | None) -> None:
+        """A request is scheduled: what it found, by tier, and what it did not."""
+        add = self._samples.add
+        for tier, count in tokens.items():
+            add("lmkv_hit_tokens", count, tier)
+        for tier, count in chunks.items():
+            add("lmkv_hit_chunks", count, tier)
+        if miss is not None:
+            add("lmkv_missed_tokens", miss.tokens, miss.reason)
+            add("lmkv_missed_requests", 1, miss.reason)
+        add("lmkv_lookup_tokens", sum(tokens.values()) + (miss.tokens if miss is not None else 0))
+
+    def lookup_took(self, seconds: float) -> None:
+        self._samples.observe("vllm:kv_offload_lookup_sync_delay_seconds", seconds)
+
+    def lookup_was_deferred(self, seconds: float) -> None:
+        self._samples.observe("vllm:kv_offload_lookup_async_delay_seconds", seconds)
+
+    def promoted(self, tier: str, seconds: float) -> None:
+        """Any thread."""
+        self._samples.observe("lmkv_promotion_seconds", seconds, tier)
+
+    def loaded(self, tokens: int, report: JobReport) -> None:
+        if report.ok:
+            self._samples.add("lmkv_loaded_tokens", tokens)
+            self._samples.observe("lmkv_load_seconds", report.seconds)
+        else:
+            self._samples.add("lmkv_failed_loads")
+
+    def stored(self, tokens: int, chunks: int, report: JobReport, *, kept: bool) -> None:
+        if kept:
+            self._samples.add("lmkv_stored_tokens", tokens)
+            self._samples.add("lmkv_stored_chunks", chunks)
+            self._samples.observe("lmkv_store_seconds", report.seconds)
+        else:
+            self._samples.add("lmkv_failed_stores")
+
+    def found_no_room(self) -> None:
+        """Not all of a step's chunks got slots."""
+        self._samples.add("vllm:kv_offload_allocation_failure")
+
+    # -- once a second ------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> None:
+        stats, put = self._store.stats(), self._samples.set
+        before = self._before or [TierCounters() for _ in stats.tiers]
+        for tier, counters in zip(stats.tiers, before, strict=True):
+            self._tier(tier, counters)
+        self._before = stats.tiers
+        put("lmkv_leased_chunks", stats.leased)
+        put("lmkv_pinned_chunks", stats.pinned)
+        put("lmkv_pending_io", stats.pending_io)
+        slots = self._store.slab.num_slots
+        put("vllm:kv_offload_cpu_cache_usage_perc", stats.leased / slots)
+        put("vllm:kv_offload_cpu_cache_write_usage_perc", stats.writing / slots)
+        put("vllm:kv_offload_cpu_cache_read_usage_perc", max(0, stats.leased - stats.writing) / slots)
+
+    def _tier(self, tier: TierStats, before: TierCounters) -> None:
+        put, name = self._samples.set, tier.name
+        put("lmkv_tier_used_bytes", tier.used_bytes, name)
+        if tier.capacity_bytes is not None:
+            put("lmkv_tier_capacity_bytes", tier.capacity_bytes, name)
+        put("lmkv_tier_chunks", tier.chunks, name)
+        put("lmkv_tier_breaker", _BREAKER[tier.breaker], name, "read")
+        put("lmkv_tier_breaker", _BREAKER[tier.write_breaker], name, "write")
+        for counter, metric, labels in _TOTALS:
+            self._samples.add(metric, getattr(tier, counter) - getattr(before, counter), name, *labels)
+        if name == self._store.primary_name:
+            for counter, metric in _PREFETCH:
+                self._samples.add(metric, getattr(tier, counter) - getattr(before, counter))

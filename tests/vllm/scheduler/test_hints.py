@@ -1,0 +1,146 @@
+"""vLLM's own words for what a request may ask: how much is loaded, how much is stored, and hints of agents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmkv.vllm.scheduler.hints import AgentHint
+from lmkv.vllm.scheduler.request import RequestOptions
+from tests.kit import LIMIT
+from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
+from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, serve
+
+LAST = len(PROMPT) - 1
+
+
+@pytest.fixture
+def engine() -> Iterator[SimulatedVLLM]:
+    with closing(engine_of(ram_chunks=10, lower_chunks=60)) as made:
+        yield made
+
+
+def offered(engine: SimulatedVLLM, computed: int = 0, **params: Any) -> int | None:
+    request = asks(engine, PROMPT, **params)
+    assert engine.store.drain(LIMIT)
+    found, _ = engine.scheduler.get_num_new_matched_tokens(request, computed)
+    engine.scheduler.request_finished(request)
+    engine.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("computed", "limit", "loaded"),
+    [
+        (0, 0, 0),
+        (0, CHUNK - 1, 0),
+        (0, CHUNK, CHUNK),
+        (0, 2 * CHUNK + 3, 2 * CHUNK),
+        (0, LAST - 1, 3 * CHUNK),
+        (0, LAST, LAST),
+        (0, 10**6, LAST),
+        (CHUNK, CHUNK, CHUNK),
+        (4, CHUNK, CHUNK - 4),
+        (2 * CHUNK, 0, 0),
+    ],
+)
+def test_no_more_is_loaded_than_the_request_wants(
+    engine: SimulatedVLLM, computed: int, limit: int, loaded: int
+) -> None:
+    serve(engine, PROMPT)
+    assert offered(engine, computed, max_load_tokens=limit) == loaded
+
+
+def test_what_is_loaded_of_a_limited_request_is_right(engine: SimulatedVLLM) -> None:
+    """The engine compares every byte that is read."""
+    serve(engine, PROMPT, *OTHERS)
+    serve(engine, PROMPT, max_load_tokens=2 * CHUNK + 1)
+    assert engine.total("lmkv_hit_tokens") == {("cpu",): 0, ("lower",): 2 * CHUNK}
+    assert engine.total("lmkv_missed_tokens")[("limited",)] == LAST - 2 * CHUNK
+
+
+def test_nothing_is_promoted_for_a_request_that_loads_nothing(engine: SimulatedVLLM) -> None:
+    serve(engine, PROMPT, *OTHERS)
+    before = engine.store.stats().tiers[1].reads
+    assert offered(engine, max_load_tokens=0) == 0
+    assert engine.store.stats().tiers[1].reads == before
+
+
+@pytest.mark.parametrize(
+    ("limit", "stored"),
+    [(0, 0), (CHUNK - 1, 0), (2 * CHUNK + 3, 2 * CHUNK), (3 * CHUNK, 3 * CHUNK), (len(PROMPT), len(PROMPT))],
+)
+def test_no_more_is_stored_than_the_request_wants(engine: SimulatedVLLM, limit: int, stored: int) -> None:
+    serve(engine, PROMPT, max_offload_tokens=limit)
+    assert engine.total("lmkv_stored_tokens").get((), 0) == stored
+    assert offered(engine) == min(stored, LAST)
+
+
+@pytest.mark.parametrize("value", [-1, True, "16", 1.5, None, [16]])
+def test_what_is_no_number_is_ignored(value: object) -> None:
+    params = {"max_load_tokens": value, "max_offload_tokens": value}
+    options = RequestOptions.of(SimpleNamespace(kv_transfer_params=params))
+    assert (options.max_load_tokens, options.max_offload_tokens) == (None, None)
+
+
+def hint(ttl: float | None = None, *edits: str) -> dict[str, Any]:
+    control = {"type": "ephemeral"} | ({} if ttl is None else {"ttl": ttl})
+    return {"cache_control": control, "context_management": {"edits": [{"type": edit} for edit in edits]}}
+
+
+def test_an_agents_hint_keeps_a_request_for_a_while(engine: SimulatedVLLM) -> None:
+    serve(engine, PROMPT)
+    offered(engine, agent_hint=hint(30.0))
+    assert engine.store.stats().pinned == 4
+    engine.now += 29.0
+    engine.store.poll()
+    assert engine.store.stats().pinned == 4
+    engine.now += 2.0
+    engine.store.poll()
+    assert engine.store.stats().pinned == 0
+
+
+def test_an_agents_hint_prefetches(engine: SimulatedVLLM) -> None:
+    serve(engine, PROMPT, *OTHERS)
+    request = asks(engine, PROMPT, agent_hint=hint(None, "offload", "prefetch"), **{"lmkv.skip_load": True})
+    assert engine.store.drain(LIMIT)
+    engine.scheduler.request_finished(request)
+    assert engine.store.match(engine.scheduler._state_of(request).keys(3)) == (3, 3)
+
+
+def test_hints_come_as_a_field_of_the_request_too() -> None:
+    edits = [SimpleNamespace(type="prefetch", block_start=None, block_end=None)]
+    field = SimpleNamespace(
+        session_id="a",
+        cache_control=SimpleNamespace(type="ephemeral", ttl=60.0),
+        context_management=SimpleNamespace(manage_request=False, edits=edits),
+    )
+    options = RequestOptions.of(SimpleNamespace(kv_transfer_params=None, agent_hint=field))
+    assert (options.pin_seconds, options.prefetch) == (60.0, True)
+
+
+def test_lmkvs_own_options_go_before_a_hint() -> None:
+    params = {"lmkv.pin": 5, "agent_hint": hint(600.0)}
+    assert RequestOptions.of(SimpleNamespace(kv_transfer_params=params)).pin_seconds == 5.0
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, AgentHint()),
+        ("keep", AgentHint()),
+        ([], AgentHint()),
+        ({"session_id": "a"}, AgentHint()),
+        ({"cache_control": {}}, AgentHint(ttl=300.0)),
+        ({"cache_control": {"ttl": 0}}, AgentHint()),
+        ({"cache_control": {"ttl": "long"}}, AgentHint()),
+        ({"context_management": {"edits": "prefetch"}}, AgentHint()),
+        ({"context_management": {"edits": [None, {"type": "evict"}]}}, AgentHint()),
+    ],
+)
+def test_a_hint_that_cannot_be_read_is_none(value: object, expected: AgentHint) -> None:
+    assert AgentHint.of(value) == expected
