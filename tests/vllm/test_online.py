@@ -34,6 +34,8 @@ def options(disk: Path) -> dict[str, Any]:
         "disk_min_free": 0.0,
         "prefetch_deadline": LIMIT,
         "load_or_recompute": False,
+        "agent_listen": "127.0.0.1:0",
+        "agent_token": "letmein",
     }
 
 
@@ -182,6 +184,29 @@ def test_query_twice_runs_against_the_server(server: Server, text: str, tmp_path
     assert re.search(r"^Cold TTFT: \d+\.\d{3} s, \d{1,2} tokens not computed$", printed, re.MULTILINE)
     assert re.search(r"^TTFT improvement: -?\d+\.\d{3} s \(\d+\.\dx faster\)$", printed, re.MULTILINE)
     assert "Answers are equal: yes" in printed
+
+
+def test_an_agent_prefetches_its_next_prompt(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(text_of(68, 1200))
+    at = re.search(r"the agent API is at (\S+)", server.log_text())
+    assert at
+    places = [
+        "--base-url",
+        f"{server.url}/v1",
+        "--agent",
+        at[1],
+        "--token",
+        "letmein",
+        "--file",
+        str(tmp_path / "text"),
+    ]
+    printed = printed_by(
+        EXAMPLES / "agent_prefetch.py", *places, "--turns", "2", "--tool-seconds", "0", "--others", "1"
+    )
+    found = [int(count.replace(",", "")) for count in re.findall(r"with: .*, ([\d,]+) tokens prefetched", printed)]
+    assert len(found) == 2
+    assert 1200 < found[0] < found[1] < 1800
+    assert re.search(r"^Median TTFT without prefetch: .* s, with: .* s \(.*x faster\)$", printed, re.MULTILINE)
 
 
 def test_a_query_is_cold_again_with_another_beginning(server: Server, tmp_path: Path) -> None:
