@@ -43,13 +43,7 @@ def arguments() -> argparse.Namespace:
 def first_token(llm: OpenAI, model: str, messages: Messages) -> tuple[float, str]:
     """Seconds to the first event of the answer, and the answer."""
     started, seconds, text = time.perf_counter(), 0.0, ""
-    stream = llm.chat.completions.create(
-        model=model,
-        messages=messages,  # type: ignore[arg-type]
-        max_tokens=8,
-        temperature=0,
-        stream=True,
-    )
+    stream = llm.chat.completions.create(model=model, messages=messages, max_tokens=8, temperature=0, stream=True)
     for event in stream:
         if event.choices:
             seconds = seconds or time.perf_counter() - started

@@ -190,19 +190,9 @@ def test_an_agent_prefetches_its_next_prompt(server: Server, tmp_path: Path) -> 
     (tmp_path / "text").write_text(text_of(68, 1200))
     at = re.search(r"the agent API is at (\S+)", server.log_text())
     assert at
-    places = [
-        "--base-url",
-        f"{server.url}/v1",
-        "--agent",
-        at[1],
-        "--token",
-        "letmein",
-        "--file",
-        str(tmp_path / "text"),
-    ]
-    printed = printed_by(
-        EXAMPLES / "agent_prefetch.py", *places, "--turns", "2", "--tool-seconds", "0", "--others", "1"
-    )
+    where = ["--base-url", f"{server.url}/v1", "--agent", at[1], "--token", "letmein"]
+    what = ["--file", str(tmp_path / "text"), "--turns", "2", "--tool-seconds", "0", "--others", "1"]
+    printed = printed_by(EXAMPLES / "agent_prefetch.py", *where, *what)
     found = [int(count.replace(",", "")) for count in re.findall(r"with: .*, ([\d,]+) tokens prefetched", printed)]
     assert len(found) == 2
     assert 1200 < found[0] < found[1] < 1800
