@@ -165,12 +165,13 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a Prometheus counter's samples that have these labels."""
-        return sum(value for found, value in self.samples().get(name, []) if labels.items() <= found.items())
+        return sum(value for found, value in self.samples(name).get(name, []) if labels.items() <= found.items())
 
-    def samples(self) -> dict[str, list[tuple[dict[str, str], float]]]:
-        """All that is scraped: labels and values by name."""
+    def samples(self, beginning: str = "") -> dict[str, list[tuple[dict[str, str], float]]]:
+        """Labels and values by name of all that is scraped, or of what has names with this beginning."""
         found: dict[str, list[tuple[dict[str, str], float]]] = {}
-        for family in text_string_to_metric_families(self.get("/metrics")):
+        lines = [line for line in self.get("/metrics").splitlines(keepends=True) if line.startswith(beginning)]
+        for family in text_string_to_metric_families("".join(lines)):
             for sample in family.samples:
                 found.setdefault(sample.name, []).append((sample.labels, sample.value))
         return found
