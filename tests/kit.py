@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pytest
+from attrs import define, field
 
 import lmkv.store.tiered
 from lmkv.backends.cpu import CPUPinnedBackend
@@ -71,6 +72,20 @@ def small_store(slots: int, *tiers: Tier, policy: str = "LRU", **options: Any) -
     with listing_every(NEVER):
         host = Tier(memory(slots), make_policy(policy))
         return TieredStore(host, tiers, **{"clock": ManualClock(), **options})
+
+
+@define
+class Residents:
+    """An observer that keeps which chunks each tier has, and wants every one of them told once."""
+
+    of: dict[str, set[ChunkKey]] = field(factory=dict)
+
+    def stored(self, tier: str, key: ChunkKey) -> None:
+        assert key not in self.of.setdefault(tier, set()), f"stored in {tier!r} twice"
+        self.of[tier].add(key)
+
+    def removed(self, tier: str, key: ChunkKey) -> None:
+        self.of[tier].remove(key)
 
 
 @contextmanager

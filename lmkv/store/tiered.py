@@ -28,6 +28,7 @@ from lmkv.store.promoter import Promoter, wake
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority, attempt
 from lmkv.store.tiers.locking import locked
+from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.primary import Entry, PrimaryTier, State
 from lmkv.store.tiers.scanner import TierScanner
 from lmkv.store.tiers.secondary import Secondary, first_with
@@ -99,9 +100,11 @@ class TieredStore:
         clock: Clock = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
-        self._primary = PrimaryTier(primary, retain=retain, spans=spans)
+        self._observers: list[StoreObserver] = []
+        self._primary = PrimaryTier(primary, retain=retain, spans=spans, observers=self._observers)
         slots = self._primary.slab.num_slots
-        self._tiers = [Secondary(tier, self._primary.payloads.nbytes, self._lock, clock) for tier in secondaries]
+        nbytes = self._primary.payloads.nbytes
+        self._tiers = [Secondary(tier, nbytes, self._lock, clock, self._observers) for tier in secondaries]
         # Writes must not refer to so many slots that loads find none.
         self.store_window = max(1, min(_MAX_STORES, slots // 2)) if secondaries else slots
         """Chunks that can be stored at a time without a write to a lower tier being refused for them."""
@@ -179,6 +182,25 @@ class TieredStore:
         with self._lock:
             tier = first_with(self._tiers, key)
             return tier.name if tier else None
+
+    def add_observer(self, observer: StoreObserver) -> None:
+        """Tell it from now on what comes into the tiers and goes. What they have already: `report_to`."""
+        with self._lock:
+            self._observers.append(observer)
+
+    def report_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Tell an observer which tiers have these chunks, as `stored`; for each, whether any of them has."""
+        with self._lock:
+            return [self._report_to(observer, key) for key in keys]
+
+    @locked
+    def _report_to(self, observer: StoreObserver, key: ChunkKey) -> bool:
+        entry = self._primary.entries.get(key)
+        names = [self._primary.name] if entry is not None and entry.ready else []
+        names += [tier.name for tier in self._tiers if key in tier.index]
+        for name in names:
+            observer.stored(name, key)
+        return bool(names)
 
     # -- reading ------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from lmkv.store.tiers.iopool import Priority
 from lmkv.store.tiers.primary import State
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
-from tests.kit import SLOT, chain, lower, memory, payload, small_store
+from tests.kit import SLOT, Residents, chain, lower, memory, payload, small_store
 from tests.store.stepped import Pausing, stepped
 
 CHAINS = {name: chain(name, 4) for name in "ab"}
@@ -91,6 +91,8 @@ class StoreMachine(RuleBasedStateMachine):
         with stepped():
             self.store = small_store(slots, *below, policy=policy, clock=self.clock, retain=retain, io_threads=3)
         self.pool: Any = self.store._pool
+        self.told = Residents()
+        self.store.add_observer(self.told)
         self.retain = retain
         self.version = dict.fromkeys(ALL, 0)
         self.committed: set[ChunkKey] = set()
@@ -270,6 +272,14 @@ class StoreMachine(RuleBasedStateMachine):
             assert end <= self.clock() or present[key] is Presence.READY, "a pinned chunk was evicted"
 
     @invariant()
+    def observers_were_told_what_the_tiers_have(self) -> None:
+        now = Residents()
+        found = self.store.report_to(now, ALL)
+        told = {tier: keys for tier, keys in self.told.of.items() if keys}
+        assert now.of == told
+        assert found == [any(key in keys for keys in told.values()) for key in ALL]
+
+    @invariant()
     def every_slot_is_accounted_for(self) -> None:
         store = self.store
         entries = store._primary.entries.values()
@@ -416,6 +426,7 @@ def drive(seed: int, steps: int) -> Counter[str]:
     for _ in range(steps):
         _one_step(machine, rng)
         machine.what_is_found_was_committed()
+        machine.observers_were_told_what_the_tiers_have()
         machine.every_slot_is_accounted_for()
         machine.no_tier_takes_more_than_its_capacity()
         machine.what_a_lower_tier_promises_it_has()

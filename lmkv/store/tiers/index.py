@@ -14,6 +14,7 @@ from attrs import define, field
 
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed, Policy
+from lmkv.store.tiers.observer import StoreObserver
 
 Victims = dict[ChunkKey, int]
 """Chunks to delete from the backend, and their sizes. Given to one deleter at a time."""
@@ -37,15 +38,19 @@ class TierIndex:
     deleted before anything is written in their place, so the medium stores no more than that either.
 
     `other_namespace`: how many of the chunks belong to other namespaces (`SharesRoom`); they are evicted in
-    turn with the rest.
+    turn with the rest. `name`: the tier's, for the `observers`.
     """
 
-    def __init__(self, policy: Policy, capacity: int | None) -> None:
+    def __init__(
+        self, policy: Policy, capacity: int | None, name: str = "", observers: Sequence[StoreObserver] = ()
+    ) -> None:
         self.policy = policy
         self.capacity = capacity
         self.used = self.other_namespace = 0
         self.clearing = False
         """All is to be deleted, what was never indexed included: nothing is written until that is done."""
+        self._name = name
+        self._observers = observers
         self._sizes: dict[ChunkKey, int] = {}
         self._writing: set[ChunkKey] = set()
         self._tombstones: Victims = {}
@@ -134,12 +139,16 @@ class TierIndex:
         self.used += nbytes
         self.other_namespace += _is_other_namespace(key)
         self.policy.insert(key, nbytes, parent)
+        for observer in self._observers:
+            observer.stored(self._name, key)
 
     def _drop(self, key: ChunkKey) -> int:
         self._note(key)
         nbytes = self._sizes.pop(key)
         self.used -= nbytes
         self.other_namespace -= _is_other_namespace(key)
+        for observer in self._observers:
+            observer.removed(self._name, key)
         return nbytes
 
     # -- removing -----------------------------------------------------------------------------------------

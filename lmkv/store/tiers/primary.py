@@ -18,6 +18,7 @@ from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
 from lmkv.protocols import ChunkKey, Tier
 from lmkv.store.tiers.iopool import Deferred, Job
+from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.payloads import Payloads
 from lmkv.store.tiers.prefixes import PrefixIndex
 from lmkv.store.tiers.stats import TierCounters, TierStats
@@ -90,7 +91,12 @@ class PrimaryTier:
     """
 
     def __init__(
-        self, tier: Tier, *, retain: bool = True, spans: Callable[[int], Sequence[slice]] | None = None
+        self,
+        tier: Tier,
+        *,
+        retain: bool = True,
+        spans: Callable[[int], Sequence[slice]] | None = None,
+        observers: Sequence[StoreObserver] = (),
     ) -> None:
         if not isinstance(tier.backend, HostBackend):
             raise UsageError(f"the primary tier must be in host memory; {tier.name!r} has no slab")
@@ -105,6 +111,7 @@ class PrimaryTier:
         self.counters = TierCounters()
         self.referenced = self.writing = self.loading = self.flushing = 0
         self._retain = retain
+        self._observers = observers
         self.payloads = Payloads(self.slot_bytes, spans or (lambda tokens: [slice(0, self.slot_bytes)]))
         self.prefixes = PrefixIndex()
         self._tails: OrderedDict[ChunkKey, Entry] = OrderedDict()
@@ -181,6 +188,8 @@ class PrimaryTier:
                 self.loading -= 1
             if entry.origin:
                 self.prefixes.add(entry.origin, entry.tokens, entry.key)
+            for observer in self._observers:
+                observer.stored(self.name, entry.key)
         entry.state = _READY
 
     def remove(self, entry: Entry) -> None:
@@ -193,8 +202,8 @@ class PrimaryTier:
             self.writing -= 1
         elif entry.state is _LOADING:
             self.loading -= 1
-        elif entry.origin:
-            self.prefixes.discard(entry.origin, entry.tokens, entry.key)
+        else:
+            self._note_removed(entry)
         if type(entry.key) is TailKey:
             del self._tails[entry.key]
         if entry.in_policy:
@@ -203,6 +212,13 @@ class PrimaryTier:
             self._end_flush(entry)
         if not entry.refs:
             self.slab.release(entry.slot)
+
+    def _note_removed(self, entry: Entry) -> None:
+        """An entry that was READY is not found any more."""
+        if entry.origin:
+            self.prefixes.discard(entry.origin, entry.tokens, entry.key)
+        for observer in self._observers:
+            observer.removed(self.name, entry.key)
 
     def room_for_tail(self) -> bool:
         """Whether another tail may have a slot. The one that was used longest ago gives way if need be."""

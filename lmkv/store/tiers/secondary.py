@@ -22,6 +22,7 @@ from lmkv.store.tiers.breaker import Breaker
 from lmkv.store.tiers.index import TierIndex, Victims
 from lmkv.store.tiers.iopool import attempt
 from lmkv.store.tiers.locking import locked
+from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.stats import TierCounters, TierStats
 
 logger = logging.getLogger(__name__)
@@ -33,15 +34,20 @@ _BATCH_GROWTH = 8
 
 
 class Secondary:
-    """`payload_bytes`: of a chunk, by its key. `lock`: the store's."""
+    """`payload_bytes`: of a chunk, by its key. `lock`, `observers`: the store's."""
 
     def __init__(
-        self, tier: Tier, payload_bytes: Callable[[ChunkKey], int], lock: threading.Lock, clock: Clock
+        self,
+        tier: Tier,
+        payload_bytes: Callable[[ChunkKey], int],
+        lock: threading.Lock,
+        clock: Clock,
+        observers: Sequence[StoreObserver] = (),
     ) -> None:
         self.backend = tier.backend
         self.name = tier.name
         self.write_mode = tier.write
-        self.index = TierIndex(tier.policy, tier.capacity_bytes)
+        self.index = TierIndex(tier.policy, tier.capacity_bytes, tier.name, observers)
         self._admission = tier.admission
         self._payload_bytes = payload_bytes
         self._lock = lock

@@ -15,6 +15,7 @@ from attrs import define, field
 from lmkv.policies import make_policy
 from lmkv.protocols import ChunkKey, Listed
 from lmkv.store.tiers.index import Observation, TierIndex, Victims
+from tests.kit import Residents
 
 KEYS = [bytes([number]) * 32 for number in range(9)]
 SIZES = {key: 1 + number % 3 for number, key in enumerate(KEYS)}
@@ -46,6 +47,7 @@ class Medium:
     sighted: list[ChunkKey] = field(factory=list)
     reading: list[ChunkKey] = field(factory=list)
     seen: Counter[str] = field(factory=Counter)
+    told: Residents = field(factory=Residents)
 
     def key(self) -> ChunkKey:
         return self.rng.choice(KEYS)
@@ -187,6 +189,7 @@ class Medium:
         assert index._reclaiming_bytes >= 0
         assert index.used == sum(SIZES[key] for key in index._sizes) + sum(SIZES[writer.key] for writer in self.writers)
         assert len(index.policy._queue.keys() | index.policy._acquired.keys()) == len(index)
+        assert self.told.of.get("medium", set()) == set(index._sizes)
         if self.alone:
             assert sum(SIZES[key] for key in self.chunks) <= index.capacity, "the medium is over its capacity"
             for key in index._sizes:
@@ -218,8 +221,9 @@ class Medium:
 
 def drive(seed: int, alone: bool, steps: int) -> Counter[str]:
     rng = random.Random(seed)
-    index = TierIndex(make_policy(rng.choice(["LRU", "FIFO"])), rng.randint(3, 12))
-    medium = Medium(index, alone, rng)
+    told = Residents()
+    index = TierIndex(make_policy(rng.choice(["LRU", "FIFO"])), rng.randint(3, 12), "medium", [told])
+    medium = Medium(index, alone, rng, told=told)
     actions = {
         medium.begin_write: 5,
         medium.move_writer: 12,
