@@ -81,12 +81,12 @@ BUDGET = {
     "backends": 370,
     "backends.disk": 700,
     "backends.remote": 980,
-    "vllm": 1010,
-    "vllm.scheduler": 880,
+    "vllm": 1100,
+    "vllm.scheduler": 1070,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 8800
+WHOLE = 8950
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

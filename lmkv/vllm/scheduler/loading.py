@@ -24,6 +24,7 @@ from lmkv.store.tiers.iopool import Priority
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.metadata import JobReport, StepPlanBuilder
 from lmkv.vllm.scheduler.async_load import AsyncLoad, AsyncLoadAdmission, LoadWindow
+from lmkv.vllm.scheduler.events import EventRecorder
 from lmkv.vllm.scheduler.load_policy import MIN_STEP_TOKENS, LoadCost, LoadMode
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.request import BlockTables, RequestState
@@ -48,9 +49,15 @@ class LoadPlanner:
     """Which chunks are loaded, and when. Called on the scheduling thread only; never waits."""
 
     def __init__(
-        self, store: TieredStore, geometry: Geometry, builder: StepPlanBuilder, options: SchedulerOptions
+        self,
+        store: TieredStore,
+        geometry: Geometry,
+        builder: StepPlanBuilder,
+        options: SchedulerOptions,
+        events: EventRecorder | None = None,
     ) -> None:
         self._store = store
+        self._events = events
         self._geometry = geometry
         self._chunk_size = geometry.chunk_size
         self._builder = builder
@@ -253,6 +260,8 @@ class LoadPlanner:
     ) -> None:
         state.sources = self._sources(state, keys[max(first, ready) :], need)
         state.promised, state.between_steps = keys, between_steps
+        if self._events is not None:
+            self._events.learn(state, keys)
         if not between_steps:
             # Leased before the promotion is released: in between the chunks could be evicted.
             state.lease = self._store.lease(keys[first:])

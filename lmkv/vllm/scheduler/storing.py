@@ -14,6 +14,7 @@ from lmkv.store.leases import Reservation
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.metadata import JobReport, StepPlanBuilder
+from lmkv.vllm.scheduler.events import EventRecorder
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.request import BlockTables, RequestState
 
@@ -36,9 +37,15 @@ class StorePlanner:
     """Which chunks are stored in which step. Called on the scheduling thread only."""
 
     def __init__(
-        self, store: TieredStore, geometry: Geometry, builder: StepPlanBuilder, options: SchedulerOptions
+        self,
+        store: TieredStore,
+        geometry: Geometry,
+        builder: StepPlanBuilder,
+        options: SchedulerOptions,
+        events: EventRecorder | None = None,
     ) -> None:
         self._store = store
+        self._events = events
         self._geometry = geometry
         self._chunk_size = geometry.chunk_size
         self._builder = builder
@@ -64,6 +71,8 @@ class StorePlanner:
         keys = state.keys(complete)
         # Some may have been loaded, or stored by another request with the same prefix.
         state.stored += self._store.match(keys[state.stored :])[1]
+        if self._events is not None:
+            self._events.learn(state, keys[: state.stored])
         first = state.stored
         if first == complete:
             return
@@ -156,6 +165,8 @@ class StorePlanner:
             state.options.skip_save |= not report.ok
             return
         job.reservation.commit()
+        if self._events is not None:
+            self._events.learn(state, state.keys_with_tail(job.total // self._chunk_size))
         logger.info("lmkv: request %s: stored %d of %d tokens", state.request_id, job.stored, job.total)
 
     @property
