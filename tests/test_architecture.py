@@ -83,12 +83,12 @@ BUDGET = {
     "backends.disk": 730,
     "backends.remote": 980,
     "agent": 305,
-    "vllm": 1360,
-    "vllm.scheduler": 1220,
+    "vllm": 1420,
+    "vllm.scheduler": 1420,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 9950
+WHOLE = 10300
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

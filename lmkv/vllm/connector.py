@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -25,11 +25,12 @@ from lmkv.config import Config
 from lmkv.errors import UsageError
 from lmkv.memory.copiers import check_device
 from lmkv.memory.paged import block_rows
-from lmkv.vllm import compat
+from lmkv.vllm import compat, kv_events
 from lmkv.vllm.agent import start_agent
 from lmkv.vllm.metadata import StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel, describe
 from lmkv.vllm.prometheus import LMKVPromMetrics, LMKVStats
+from lmkv.vllm.scheduler.events import EventRecorder
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
@@ -37,6 +38,7 @@ from lmkv.vllm.worker import Worker
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -113,7 +115,9 @@ def _warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
         )
 
 
-def _make_scheduler(vllm_config: VllmConfig, config: Config, model: ServedModel) -> Scheduler:
+def _make_scheduler(
+    vllm_config: VllmConfig, config: Config, model: ServedModel, describe_blocks: kv_events.BlockDescriber | None
+) -> Scheduler:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     has_device = vllm_config.device_config.device_type != "cpu"
@@ -135,7 +139,8 @@ def _make_scheduler(vllm_config: VllmConfig, config: Config, model: ServedModel)
     )
     engines = vllm_config.parallel_config.data_parallel_size_local
     store = build_store(config, model.namespace, model.layout, engine=str(transfer.engine_id), engines=engines)
-    return Scheduler(store, model.namespace, model.geometry, options)
+    events = None if describe_blocks is None else EventRecorder(store, model.geometry, describe_blocks)
+    return Scheduler(store, model.namespace, model.geometry, options, events)
 
 
 def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync", "async"]:
@@ -204,6 +209,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._model: ServedModel | None = None
         self._layer_numbers: dict[str, int] = {}
         self._vllm_scheduler: Any | None = None
+        self._describe_blocks: kv_events.BlockDescriber | None = None
         try:
             check_device(vllm_config.device_config.device_type)
             self._model = describe(vllm_config, kv_cache_config, config.chunk_size)
@@ -212,7 +218,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if role is KVConnectorRole.SCHEDULER:
             _warn(vllm_config, config, self._model)
-            self._scheduler = _make_scheduler(vllm_config, config, self._model)
+            if kv_events.are_wanted(vllm_config):
+                self._describe_blocks = kv_events.BlockDescriber.of(kv_cache_config)
+            self._scheduler = _make_scheduler(vllm_config, config, self._model, self._describe_blocks)
             self._agent = start_agent(config, vllm_config, self._scheduler, self._model.geometry.chunk_size)
         else:
             self._worker = _make_worker(vllm_config, config, self._model)
@@ -265,6 +273,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.watch_blocks(gpu_block_pool.get_num_free_blocks, gpu_block_pool.evict_blocks)
             self._bind_scheduler(self._scheduler, compat.scheduler_that_binds())
+        if self._describe_blocks is not None:
+            self._describe_blocks.block_pool = gpu_block_pool
 
     def _bind_scheduler(self, ours: Scheduler, theirs: Any | None) -> None:
         self._vllm_scheduler = theirs
@@ -302,12 +312,19 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return LMKVConnectorMetadata(StepPlan())
+        self._tell_again()
         try:
             self._plan_stores(self._scheduler, scheduler_output)
         except Exception:
             logger.exception("lmkv: this step's stores could not be planned")
         # Also after an error: vLLM counts on the loads that were promised.
         return LMKVConnectorMetadata(self._scheduler.take_plan())
+
+    @_harmless(lambda: None)
+    def _tell_again(self) -> None:
+        """If vLLM is about to announce that all blocks are gone, by which it means its own."""
+        if self._scheduler is not None and self._describe_blocks is not None and self._describe_blocks.all_cleared:
+            self._scheduler.tell_again()
 
     def _plan_stores(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         tables = compat.block_tables(output, self._vllm_scheduler)
@@ -339,6 +356,13 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             # A pause may precede other weights, or none: what other processes share on a disk is not its to delete.
             self._scheduler.reset(delete=not compat.is_pausing())
         return True
+
+    @_harmless(list)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What the tiers have got and lost, for vLLM's KV events; nothing unless these are switched on."""
+        if self._scheduler is None or self._describe_blocks is None:
+            return []
+        return self._describe_blocks.as_vllm_events(self._scheduler.take_events())
 
     # -- worker side --------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from lmkv.store.tiers.iopool import Priority
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.metadata import JobReport, StepPlanBuilder
 from lmkv.vllm.scheduler.async_load import AsyncLoad, AsyncLoadAdmission, LoadWindow
+from lmkv.vllm.scheduler.events import EventRecorder
 from lmkv.vllm.scheduler.explain import Explainer
 from lmkv.vllm.scheduler.load_policy import MIN_STEP_TOKENS, LoadCost, LoadMode
 from lmkv.vllm.scheduler.miss import Miss
@@ -59,10 +60,12 @@ class LoadPlanner:
         options: SchedulerOptions,
         telemetry: Telemetry,
         explainer: Explainer,
+        events: EventRecorder | None = None,
     ) -> None:
         self._store = store
         self._telemetry = telemetry
         self._explainer = explainer
+        self._events = events
         self._geometry = geometry
         self._chunk_size = geometry.chunk_size
         self._builder = builder
@@ -279,6 +282,8 @@ class LoadPlanner:
         state.source_chunks = self._sources(state, len(keys) - first, keys[max(first, ready) :])
         state.sources = self._in_tokens(state.source_chunks, need)
         state.promised, state.between_steps = keys, between_steps
+        if self._events is not None:
+            self._events.learn(state, keys)
         if not between_steps:
             # Leased before the promotion is released: in between the chunks could be evicted.
             state.lease = self._store.lease(keys[first:])

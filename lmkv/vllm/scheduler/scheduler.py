@@ -19,6 +19,7 @@ from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.identity import content_extras, request_root
 from lmkv.vllm.metadata import JobReport, StepPlan, StepPlanBuilder, WorkerReport
 from lmkv.vllm.metrics import Values
+from lmkv.vllm.scheduler.events import Event, EventRecorder
 from lmkv.vllm.scheduler.explain import Explainer
 from lmkv.vllm.scheduler.loading import LoadPlanner
 from lmkv.vllm.scheduler.options import SchedulerOptions
@@ -32,21 +33,27 @@ class Scheduler:
 
     `namespace`: root of every chunk key. `geometry`: how block tables map to chunks. All calls come from
     vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`,
-    `take_plan`, and later `on_report` with what the workers answered.
+    `take_plan`, and later `on_report` with what the workers answered. `events`: None, tell nobody.
     """
 
     def __init__(
-        self, store: TieredStore, namespace: Namespace, geometry: Geometry, options: SchedulerOptions | None = None
+        self,
+        store: TieredStore,
+        namespace: Namespace,
+        geometry: Geometry,
+        options: SchedulerOptions | None = None,
+        events: EventRecorder | None = None,
     ) -> None:
         self._store = store
         self._namespace = namespace
         self._chunk_size = geometry.chunk_size
         self._options = options or SchedulerOptions()
         self._builder = StepPlanBuilder()
+        self._events = events
         self._clock = self._options.clock
         self._telemetry = Telemetry(store, self._clock)
         self._explainer = Explainer(store, geometry.chunk_size, self._clock)
-        shared = store, geometry, self._builder, self._options, self._telemetry, self._explainer
+        shared = store, geometry, self._builder, self._options, self._telemetry, self._explainer, events
         self._loading, self._storing = LoadPlanner(*shared), StorePlanner(*shared)
         self._requests: dict[str, RequestState] = {}
         self._reports: dict[int, JobReport] = {}
@@ -250,6 +257,15 @@ class Scheduler:
             else:
                 yield job, merged
 
+    def take_events(self) -> list[Event]:
+        """What has come into a tier and what has gone since the last call."""
+        return [] if self._events is None else self._events.take()
+
+    def tell_again(self) -> None:
+        """Whoever listens to events was told that all blocks are gone, though only vLLM's own are."""
+        if self._events is not None:
+            self._events.tell_again()
+
     @property
     def busy(self) -> bool:
         """Whether copies have been ordered whose end has not been reported."""
@@ -265,6 +281,8 @@ class Scheduler:
             self._epoch = secrets.token_hex(16)
         self._store.clear(lower=delete)
         self._explainer.clear()
+        if self._events is not None:
+            self._events.reset()
         for state in self._requests.values():
             state.drop_lease()
             state.drop_promotion()

@@ -14,6 +14,7 @@ from lmkv.store.leases import Reservation
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.geometry import Geometry
 from lmkv.vllm.metadata import JobReport, StepPlanBuilder
+from lmkv.vllm.scheduler.events import EventRecorder
 from lmkv.vllm.scheduler.explain import Explainer
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.request import BlockTables, RequestState
@@ -46,10 +47,12 @@ class StorePlanner:
         options: SchedulerOptions,
         telemetry: Telemetry,
         explainer: Explainer,
+        events: EventRecorder | None = None,
     ) -> None:
         self._store = store
         self._telemetry = telemetry
         self._explainer = explainer
+        self._events = events
         self._geometry = geometry
         self._chunk_size = geometry.chunk_size
         self._builder = builder
@@ -77,6 +80,8 @@ class StorePlanner:
         keys = state.keys(complete)
         # Some may have been loaded, or stored by another request with the same prefix.
         state.stored += self._store.match(keys[state.stored :])[1]
+        if self._events is not None:
+            self._events.learn(state, keys[: state.stored])
         first = state.stored
         if first == complete:
             return
@@ -176,6 +181,8 @@ class StorePlanner:
         job.reservation.commit()
         if job.first_chunk == 0:
             self._explainer.first_chunks.stored(state)
+        if self._events is not None:
+            self._events.learn(state, state.keys_with_tail(job.total // self._chunk_size))
         logger.info("lmkv: request %s: stored %d of %d tokens", state.request_id, job.stored, job.total)
 
     @property

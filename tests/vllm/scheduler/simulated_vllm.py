@@ -29,12 +29,13 @@ from lmkv.memory.device import Staging
 from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.policies import LRU
-from lmkv.protocols import Tier
+from lmkv.protocols import Backend, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.testing.simulated_device import SimulatedDevice
 from lmkv.vllm.geometry import Geometry, Group
 from lmkv.vllm.metrics import Values, merge
+from lmkv.vllm.scheduler.events import Describe, Event, EventRecorder
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
@@ -106,7 +107,8 @@ class SimulatedVLLM:
     """One engine: block pool, waiting and running queues, `depth` steps between scheduling and knowing.
 
     `io_moves`: how often jobs get on between two steps, at most; three times, and one is done. `device`: each
-    rank computes and copies on a simulated device of its own, some time after it was told to.
+    rank computes and copies on a simulated device of its own, some time after it was told to. `medium`: of the
+    lower tier, with what an engine before has stored there. `describe`: have events recorded.
     """
 
     def __init__(
@@ -131,6 +133,8 @@ class SimulatedVLLM:
         aborts: float = 0.0,
         io_moves: int = 10,
         device: bool = False,
+        medium: Backend | None = None,
+        describe: Describe | None = None,
     ) -> None:
         self.rng = rng
         self.io_moves = io_moves
@@ -158,15 +162,17 @@ class SimulatedVLLM:
         lower = []
         if lower_chunks:
             size = layout.slot_bytes * lower_chunks
-            backend = CPUPinnedBackend(size, layout.slot_bytes, populate=False)
-            backend.name = "lower"
-            self.disks = [FaultyBackend(backend, sleep=self._sleep)]
+            if medium is None:
+                medium = CPUPinnedBackend(size, layout.slot_bytes, populate=False)
+                medium.name = "lower"
+            self.disks = [FaultyBackend(medium, sleep=self._sleep)]
             lower = [Tier(Pausing(self.disks[0]), LRU(), capacity_bytes=size)]
         host = CPUPinnedBackend(layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False)
         with stepped():
             self.store = TieredStore(Tier(host, LRU()), lower, spans=layout.spans, clock=lambda: self.now)
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
         geometry = Geometry(chunk_size, self.groups)
+        self.events: list[Event] = []
         self.scheduler = Scheduler(
             self.store,
             namespace,
@@ -179,6 +185,7 @@ class SimulatedVLLM:
                 whole_blocks=layerwise and geometry.one_full_table,
                 clock=lambda: self.now,
             ),
+            EventRecorder(self.store, geometry, describe) if describe is not None else None,
         )
         self.scheduler.watch_blocks(lambda: len(self.free), self._evict_blocks)
         self.memories: list[list[np.ndarray]] = []
@@ -585,6 +592,7 @@ class SimulatedVLLM:
         self._truncate(self.running, step)
         if step.report is not None:
             self.scheduler.on_report(step.report)
+        self.events += self.scheduler.take_events()
         for request, epoch in step.sampled:
             if request.status == "running" and request.epoch == epoch:
                 request.in_flight -= 1

@@ -1,0 +1,231 @@
+"""What routers are told: which of vLLM's blocks have come into a tier of the store, and which have gone.
+
+Only of chunks whose blocks are known: those that this engine has stored, or found once. The store's threads note
+changes, and the scheduling thread makes events of them. A block may be in several chunks (a prompt's tail and
+the chunk that it became, chunks with different tags), and several tiers are in one place as routers see it: the
+block is there as long as one of them has it.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from attrs import define, evolve, field, frozen
+
+from lmkv.protocols import ChunkKey
+from lmkv.store.tiered import TieredStore
+from lmkv.vllm.geometry import Geometry
+from lmkv.vllm.scheduler.request import Request, RequestState
+
+logger = logging.getLogger("lmkv.vllm")
+
+BlockHash = int | bytes
+"""As vLLM's own events have it."""
+
+_AT_ONCE = 1024
+"""Changes that one step makes events of; the next step goes on."""
+
+
+class Place(NamedTuple):
+    """Where a tier is, in the words of vLLM's events. Routers know no more than these: a tier's name is no place."""
+
+    medium: str
+    locality: str
+
+
+_PLACES = {"cpu": Place("CPU", "LOCAL"), "shared_memory": Place("CPU", "LOCAL"), "disk": Place("STORAGE", "LOCAL")}
+
+
+def place_of(tier: str) -> Place:
+    return _PLACES.get(tier, Place("STORAGE", "REMOTE"))
+
+
+@frozen(kw_only=True)
+class Blocks:
+    """Consecutive blocks of one KV cache group, with what vLLM's events say of them. `tokens`: of all blocks."""
+
+    group: int
+    block_size: int
+    hashes: tuple[BlockHash, ...]
+    parent: BlockHash | None
+    tokens: array[int]
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[object, ...] | None, ...] = ()
+
+    def part(self, first: int, end: int) -> Blocks:
+        """Blocks [first, end) of these."""
+        return evolve(
+            self,
+            hashes=self.hashes[first:end],
+            parent=self.hashes[first - 1] if first else self.parent,
+            tokens=self.tokens[first * self.block_size : end * self.block_size],
+            extra_keys=self.extra_keys[first:end],
+        )
+
+
+@frozen
+class BlocksStored:
+    place: Place
+    blocks: Blocks
+
+
+@frozen
+class BlocksRemoved:
+    place: Place
+    group: int
+    hashes: Sequence[BlockHash]
+
+
+Event = BlocksStored | BlocksRemoved
+Describe = Callable[[Request, int, int, int], Blocks | None]
+"""`describe(request, group, start, end)`: the blocks of tokens [start, end), which are whole blocks."""
+
+
+@define(eq=False)
+class _Chunk:
+    """A chunk whose blocks are known, for each KV cache group without a window. `tiers`: those that have it."""
+
+    blocks: list[Blocks]
+    tiers: set[str] = field(factory=set)
+
+
+class EventRecorder:
+    """Makes events of what the store's tiers get and lose. An observer of the store; never raises into vLLM.
+
+    `learn`, `take` and `reset` are called on the scheduling thread only. What is known of a chunk is forgotten
+    when no tier has it any more.
+    """
+
+    def __init__(self, store: TieredStore, geometry: Geometry, describe: Describe) -> None:
+        self._store = store
+        self._chunk_size = geometry.chunk_size
+        self._block_sizes = {n: group.block_size for n, group in enumerate(geometry.groups) if group.window is None}
+        self._describe = describe
+        self._chunks: dict[ChunkKey, _Chunk] = {}
+        self._changes: deque[tuple[str, ChunkKey, bool]] = deque()
+        self._counts: dict[tuple[Place, int], dict[BlockHash, int]] = {}
+        """By place and group: of each block that was told, how many chunks it is in, one per tier."""
+        self._events: list[Event] = []
+        self._failed = False
+        store.add_observer(self)
+
+    def __repr__(self) -> str:
+        return f"<EventRecorder: {len(self._chunks)} chunks known, {len(self._changes)} changes to tell>"
+
+    # -- the store's threads, under its lock --------------------------------------------------------------
+
+    def stored(self, tier: str, key: ChunkKey) -> None:
+        if key in self._chunks:
+            self._changes.append((tier, key, True))
+
+    def removed(self, tier: str, key: ChunkKey) -> None:
+        if key in self._chunks:
+            self._changes.append((tier, key, False))
+
+    # -- the scheduling thread ----------------------------------------------------------------------------
+
+    def learn(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
+        """Tell from now on where these chunks are, the leading ones of a request, or where they are now.
+
+        One that is another request's is passed over: it was learned from that one.
+        """
+        try:
+            self._learn({key: _Chunk(blocks) for key, blocks in self._unknown(state, keys) if blocks})
+        except Exception:
+            logger.exception("lmkv: the blocks of a request cannot be told; no KV events from now on")
+            self.reset()
+            self._failed = True
+
+    def _unknown(self, state: RequestState, keys: Sequence[ChunkKey]) -> Iterator[tuple[ChunkKey, list[Blocks]]]:
+        own, options = state.chain.keys, state.options
+        # A request that began before a reset has keys that nobody looks for any more.
+        is_old = options.skip_save and options.skip_load
+        for index, key in enumerate(() if self._failed or is_old else keys):
+            if key in self._chunks:
+                continue
+            start = index * self._chunk_size
+            if index < len(own) and own[index] == key:
+                yield key, self._blocks(state.request, start, self._chunk_size)
+            elif state.tail is not None and key == state.tail:
+                yield key, self._blocks(state.request, start, state.tail.tokens)
+
+    def _blocks(self, request: Request, start: int, tokens: int) -> list[Blocks]:
+        described = (
+            self._describe(request, group, start, start + tokens // size * size)
+            for group, size in self._block_sizes.items()
+            if tokens >= size
+        )
+        return [blocks for blocks in described if blocks is not None]
+
+    def _learn(self, chunks: dict[ChunkKey, _Chunk]) -> None:
+        if not chunks:
+            return
+        # Before the store is asked: what changes after its answer is noted.
+        self._chunks |= chunks
+        for key, found in zip(chunks, self._store.report_to(self, list(chunks)), strict=True):
+            if not found:
+                del self._chunks[key]
+
+    def take(self) -> list[Event]:
+        """What has changed since the last call."""
+        events, self._events = self._events, []
+        touched = set()
+        for _ in range(min(len(self._changes), _AT_ONCE)):
+            tier, key, is_stored = self._changes.popleft()
+            chunk = self._chunks.get(key)
+            if chunk is not None and is_stored != (tier in chunk.tiers):
+                chunk.tiers ^= {tier}
+                touched.add(key)
+                told = self._stored if is_stored else self._removed
+                for blocks in chunk.blocks:
+                    events += told(place_of(tier), blocks)
+        for key in touched:
+            if not self._chunks[key].tiers:
+                del self._chunks[key]
+        return events
+
+    def _stored(self, place: Place, blocks: Blocks) -> Iterator[Event]:
+        """One event for each run of blocks that were not there."""
+        counts = self._counts.setdefault((place, blocks.group), {})
+        for block in blocks.hashes:
+            counts[block] = counts.get(block, 0) + 1
+        for is_new, run in groupby(range(len(blocks.hashes)), lambda index: counts[blocks.hashes[index]] == 1):
+            if is_new:
+                first, *rest = run
+                yield BlocksStored(place, blocks.part(first, first + len(rest) + 1))
+
+    def _removed(self, place: Place, blocks: Blocks) -> Iterator[Event]:
+        counts = self._counts[place, blocks.group]
+        gone = []
+        for block in blocks.hashes:
+            counts[block] -= 1
+            if not counts[block]:
+                del counts[block]
+                gone.append(block)
+        if gone:
+            yield BlocksRemoved(place, blocks.group, gone)
+
+    def tell_again(self) -> None:
+        """All that was told before is void: tell where the chunks are now."""
+        again = [(tier, key, True) for key, chunk in self._chunks.items() for tier in sorted(chunk.tiers)]
+        for chunk in self._chunks.values():
+            chunk.tiers.clear()
+        self._events.clear()
+        self._counts.clear()
+        # Before the changes that are waiting.
+        self._changes.extendleft(reversed(again))
+
+    def reset(self) -> None:
+        """Nothing of before is served any more: tell that it is gone, and forget it."""
+        self._chunks.clear()
+        self._changes.clear()
+        self._events += [
+            BlocksRemoved(place, group, list(counts)) for (place, group), counts in self._counts.items() if counts
+        ]
+        self._counts.clear()
