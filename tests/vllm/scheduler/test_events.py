@@ -19,7 +19,7 @@ from lmkv.backends.wrapper import WrapperBackend
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey, Listed
 from lmkv.vllm.geometry import Group
-from lmkv.vllm.scheduler.events import Blocks, BlocksStored, Event, Place, place_of
+from lmkv.vllm.scheduler.events import Blocks, BlocksStored, Event, EventRecorder, Place, place_of
 from lmkv.vllm.scheduler.request import RequestState
 from tests.kit import LIMIT, Residents
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
