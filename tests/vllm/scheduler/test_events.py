@@ -202,6 +202,27 @@ def test_replayed_they_say_what_each_tier_has(kind: str, seed: int, options: dic
         driver.life(number)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("seed", range(1000, 1050))
+def test_longer_histories(kind: str, seed: int) -> None:
+    rng = random.Random(seed)
+    options = {
+        "num_blocks": 90,
+        "chunk_size": rng.choice([8, 16]),
+        "ram_chunks": rng.choice([2, 5, 9, 24]),
+        "lower_chunks": rng.choice([0, 6, 40]),
+        "depth": rng.choice([1, 2]),
+        "load_faults": rng.choice([0.0, 0.2]),
+        "store_faults": rng.choice([0.0, 0.2]),
+        "save_unfull_chunk": rng.random() < 0.7,
+        "prefix_caching": rng.random() < 0.5,
+    }
+    driver = Driver(seed, GROUPS[kind], options)
+    for number in range(4):
+        driver.life(number)
+
+
 def test_the_histories_test_something() -> None:
     seen: Counter[str] = Counter()
     for seed in range(12):
