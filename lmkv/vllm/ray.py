@@ -1,0 +1,42 @@
+"""Ray Serve LLM with prefill and decode apart: `build_pd_openai_app`, whose requests may carry options of lmkv's.
+
+Ray's own builder refuses any `kv_transfer_params` that a client sends. Needs Ray 2.60, whose internal modules it uses.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from ray.llm._internal.serve.engines.vllm.kv_transfer.base import BaseConnectorBackend, DefaultPDProtocolMixin
+from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
+from ray.serve import llm
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+NAME = "LMKVConnector"
+
+
+class LMKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
+    """Shapes the two requests that Ray makes of each: as for any connector, with the client's options in both."""
+
+    def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
+        return _shaped(super().prepare_prefill_request, request, peer=peer)
+
+    def prepare_decode_request(self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any) -> Any:
+        return _shaped(super().prepare_decode_request, request, peer=peer, prefill_response=prefill_response)
+
+
+def _shaped(shape: Any, request: Any, **more: Any) -> Any:
+    asked: dict[str, Any] = request.kv_transfer_params or {}
+    shaped = shape(request=request.model_copy(update={"kv_transfer_params": None}), **more)
+    shaped.kv_transfer_params = {**(shaped.kv_transfer_params or {}), **asked}
+    return shaped
+
+
+@functools.wraps(llm.build_pd_openai_app)
+def build_pd_openai_app(pd_serving_args: dict[str, Any]) -> Application:
+    if not KVConnectorBackendFactory.is_registered(NAME):
+        KVConnectorBackendFactory.register_backend(NAME, f"{__name__}:{LMKVBackend.__name__}")
+    return llm.build_pd_openai_app(pd_serving_args)

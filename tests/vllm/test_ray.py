@@ -1,0 +1,105 @@
+"""Ray Serve LLM with lmkv: both of the examples' apps, from Python and from YAML, on vLLM's CPU build.
+
+Ray, NIXL and vLLM, as docs/ray.md installs them. Ray listens on all of a machine's addresses: it gets a network of
+its own, and processes that end with it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pages import ROOT
+from tests.vllm.server import child_environment
+
+EXAMPLES = ROOT / "examples" / "ray"
+ALONE = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+MODEL = "Qwen/Qwen2-0.5B-Instruct"
+PROMPT = "Hello, how are you? " * 60
+PATIENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300"}
+RAY = {
+    "RAY_ADDRESS": "127.0.0.1:6379",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "UCX_NET_DEVICES": "lo",
+}
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: see docs/ray.md")
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed: see docs/ray.md")
+
+
+def command(example: str, model: Path, folder: Path) -> list[str]:
+    """What serves the example with this model, on a machine without a GPU."""
+    if example.endswith(".py"):
+        return [sys.executable, str(EXAMPLES / example), "--cpu", "--model", str(model)]
+    file = folder / example
+    file.write_text((EXAMPLES / example).read_text().replace(MODEL, str(model)))
+    return [str(Path(sys.executable).parent / "serve"), "run", str(file)]
+
+
+def answers(example: str, model: Path, folder: Path, *asked: dict[str, Any]) -> list[Any]:
+    """What the example's app answers, one request after the other."""
+    requests, answered = folder / "asked.json", folder / "answered.json"
+    requests.write_text(json.dumps([{"model": "qwen-0.5b", "max_tokens": 8, "temperature": 0, **ask} for ask in asked]))
+    script = [sys.executable, "-m", "tests.vllm.ray_script", requests, answered, *command(example, model, folder)]
+    path = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
+    with (folder / "log").open("wb") as log:
+        environment = child_environment(**RAY, **PATIENT, PATH=path, PYTHONPATH=str(ROOT))
+        subprocess.run([*ALONE, *script], cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=880, check=False)
+    assert answered.exists(), (folder / "log").read_text(errors="replace")[-6000:]
+    found: list[Any] = json.loads(answered.read_text())
+    return found
+
+
+def cached(answer: Any) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.nightly
+@needs_ray
+@pytest.mark.parametrize("example", ["offloading.py", "offloading.yaml"])
+def test_a_repeated_prompt_comes_from_host_memory(example: str, model: Path, tmp_path: Path) -> None:
+    asked = {"prompt": PROMPT, "kv_transfer_params": {"lmkv.report": True}}
+    cold, warm = answers(example, model, tmp_path, asked, asked)
+    tokens = cold["usage"]["prompt_tokens"]
+    assert (cached(cold), cached(warm)) == (0, tokens - 1)
+    assert warm["kv_transfer_params"]["lmkv"]["sources"] == {"cpu": tokens - 1}
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+
+
+@pytest.mark.nightly
+@needs_ray
+@needs_nixl
+@pytest.mark.parametrize("example", ["prefill_decode.py", "prefill_decode.yaml"])
+def test_prefill_and_decode_apart(example: str, model: Path, tmp_path: Path) -> None:
+    asked = {"prompt": PROMPT}
+    reported = {**asked, "kv_transfer_params": {"lmkv.report": True}}
+    cold, warm, told = answers(example, model, tmp_path, asked, asked, reported)
+    assert cached(warm) == cold["usage"]["prompt_tokens"] - 1
+    assert told["kv_transfer_params"]["lmkv"]["sources"] == {"cpu": cached(warm)}
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"] == told["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("example", ["offloading.yaml", "prefill_decode.yaml"])
+def test_without_its_lines_for_a_cpu_a_file_is_for_a_gpu(example: str) -> None:
+    import yaml
+    from vllm.config import KVTransferConfig
+
+    lines = (EXAMPLES / example).read_text().splitlines()
+    (app,) = yaml.safe_load("\n".join(line for line in lines if not line.endswith("# CPU")))["applications"]
+    assert not [name for name in app["runtime_env"]["env_vars"] if name.startswith("VLLM_CPU")]
+    for config in app["args"].get("llm_configs") or app["args"].values():
+        assert config.keys() == {"model_loading_config", "engine_kwargs"}
+        transfer = KVTransferConfig(**config["engine_kwargs"]["kv_transfer_config"])
+        for child in transfer.kv_connector_extra_config.get("connectors", ()):
+            KVTransferConfig(**child)
