@@ -42,13 +42,14 @@ class Several(Engine):
 
     @property
     def connector(self) -> Any:
-        return self.scheduler.connector.sub_connectors[self.place]
+        # vLLM 0.29 has no public name for them.
+        return self.scheduler.connector._connectors[self.place]
 
     @property
     def worker(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group().sub_connectors[self.place]._worker
+        return get_kv_transfer_group()._connectors[self.place]._worker
 
 
 @contextmanager
