@@ -8,6 +8,7 @@ import gc
 import os
 import random
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from lmkv.protocols import Clock
 from lmkv.store.tiered import TieredStore
+from lmkv.vllm.compat import vllm_version
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -26,6 +28,8 @@ ENVIRONMENT = {
 }
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+TELLS_SOURCES = not vllm_version().startswith(("0.29", "0.30", "0.31")) if find_spec("vllm") else False
+"""Whether vLLM counts the tokens that were not computed by the tier that they came from."""
 BLOCK = 32
 CHUNK = 256
 
