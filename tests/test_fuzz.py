@@ -268,7 +268,7 @@ def loads_or_refuses(load: Callable[[], Config]) -> None:
         config = load()
         shown = {setting.name: setting.value for setting in config.describe()}
         # What has passwords is not shown as it is.
-        masked = {"remote_url": config.remote_url, "remote_password": config.remote_password}
+        masked = {name: getattr(config, name) for name in ("remote_url", "remote_password", "agent_token")}
         assert Config(**{**shown, **masked}) == config
         event("loaded")
     except ConfigError as error:

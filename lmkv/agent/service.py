@@ -72,10 +72,10 @@ class CacheService:
     >>> from lmkv.policies import LRU
     >>> from lmkv.protocols import Tier
     >>> store = TieredStore(Tier(CPUPinnedBackend(1 << 16, 4096), LRU()))
-    >>> service = CacheService(
-    ...     store, lambda tokens, salt, tags: chunk_keys(tokens, bytes(32), 4), str.encode, chunk_size=4, pin_ttl=60
-    ... )
-    >>> with store.reserve(chunk_keys(b"the prompt", bytes(32), 4)) as reservation:
+    >>> def keys_of(tokens, cache_salt=None, tags=None):
+    ...     return chunk_keys(tokens, root=bytes(32), chunk_size=4)
+    >>> service = CacheService(store, keys_of, lambda text: list(text.encode()), chunk_size=4, pin_ttl=60)
+    >>> with store.reserve(keys_of(list(b"the prompt"))) as reservation:
     ...     reservation.commit()
     >>> service.lookup(Prompt(text="the prompt is longer"))
     {'total_tokens': 20, 'hit_tokens': 8, 'sources': {'cpu': 8}}
