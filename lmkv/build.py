@@ -77,7 +77,7 @@ def _shared_memory_tier(config: Config, folder: str, namespace: Namespace) -> Ti
     backend = LocalDiskBackend(
         folder, namespace.digest, direct="off", chunk_tokens=namespace.chunk_size, shared=True, name="shared_memory"
     )
-    describe(backend.path, namespace)
+    describe(folder, namespace)
     check_in_memory(folder)
     capacity = clamp_shared_memory(folder, config.max_shared_memory_bytes, used=backend.reserve_bytes(0))
     return Tier(backend, make_policy(config.cache_policy), capacity_bytes=capacity)
@@ -94,7 +94,7 @@ def _disk_tier(config: Config, folder: str, namespace: Namespace) -> Tier:
         # Another process may begin to use the folder at any time.
         shared=True,
     )
-    describe(backend.path, namespace)
+    describe(folder, namespace)
     return Tier(
         backend,
         make_policy(config.cache_policy),
