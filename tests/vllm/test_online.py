@@ -196,7 +196,8 @@ def test_an_agent_prefetches_its_next_prompt(server: Server, tmp_path: Path) -> 
     printed = printed_by(EXAMPLES / "agent_prefetch.py", *where, *what)
     found = [int(count.replace(",", "")) for count in re.findall(r"with: .*, ([\d,]+) tokens prefetched", printed)]
     assert len(found) == 2
-    assert 1200 < found[0] < found[1] < 1800
+    # Whole chunks: what a conversation ended with is another chunk once it goes on.
+    assert 1024 <= found[0] <= found[1] < 1800
     assert re.search(r"^Median TTFT without prefetch: .* s, with: .* s \(.*x faster\)$", printed, re.MULTILINE)
 
 
