@@ -15,7 +15,7 @@ LENGTH = 1500
 def ask(server: Server, ids: list[int]) -> Any:
     from openai import OpenAI
 
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT, max_retries=0) as client:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=5 * LIMIT, max_retries=0) as client:
         return client.completions.create(
             model=SERVED_NAME,
             prompt=ids,
