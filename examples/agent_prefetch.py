@@ -80,12 +80,12 @@ def main() -> None:
             for name, messages in conversations.items():
                 tool = background.submit(run_tool, args.tool_seconds)
                 ask_as_others(llm, model, text, args.others, f"{turn} {name}")
-                prefetch = cache.prefetch(messages) if name == "with" else None
+                prefetch = background.submit(cache.prefetch, list(messages), wait=60) if name == "with" else None
                 messages.append({"role": "user", "content": f"The tool says: {tool.result()}. What is next?"})
                 seconds, answer = first_token(llm, model, messages)
                 messages.append({"role": "assistant", "content": answer})
                 times[name].append(seconds)
-                found = f", {prefetch['found_tokens']:,} tokens prefetched" if prefetch else ""
+                found = f", {prefetch.result()['ready_tokens']:,} tokens prefetched" if prefetch else ""
                 print(f"turn {turn + 1} {name:>7}: TTFT {seconds:.3f} s{found}", flush=True)
     without, with_it = (statistics.median(times[name]) for name in ("without", "with"))
     print(f"Median TTFT without prefetch: {without:.3f} s, with: {with_it:.3f} s ({without / with_it:.1f}x faster)")

@@ -184,5 +184,8 @@ def test_a_long_prompt_over_a_remote_store(model: Path, tmp_path: Path) -> None:
             ids = prompt(95, 8000)
             answer = complete(url, ids)
             assert hit(answer) == 7999
-            assert answer.kv_transfer_params["lmkv"]["sources"] == {"cpu": 0, "redis": 7999}
+            # What was prefetched while the rest was still being written counts for host memory by then.
+            sources = answer.kv_transfer_params["lmkv"]["sources"]
+            assert sources["redis"] > 0
+            assert sources["cpu"] + sources["redis"] == 7999
             assert answer.choices[0].text == complete(prefill.url, ids).choices[0].text
