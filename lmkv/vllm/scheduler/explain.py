@@ -23,31 +23,39 @@ _PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence
 
 
 class EvictionLog:
-    """A `StoreObserver`: which chunks were removed from which tier last, and when."""
+    """A `StoreObserver`: which chunks were removed from which tier, and when; of each tier the last `size`."""
 
     def __init__(self, clock: Clock, size: int = _REMEMBERED) -> None:
         self._clock = clock
         self._size = size
-        self._removed: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        # Of plain floats: the garbage collector would look at as many tuples again and again.
+        self._removed: dict[str, OrderedDict[bytes, float]] = {}
 
     def stored(self, tier: str, key: ChunkKey) -> None:
-        self._removed.pop(key[:_SHORT], None)
+        for removed in self._removed.values():
+            removed.pop(key[:_SHORT], None)
 
     def removed(self, tier: str, key: ChunkKey) -> None:
         if len(key) > KEY_BYTES:
             return
-        self._removed.pop(key[:_SHORT], None)
-        self._removed[key[:_SHORT]] = tier, self._clock()
-        if len(self._removed) > self._size:
-            self._removed.popitem(last=False)
+        removed = self._removed.get(tier)
+        if removed is None:
+            removed = self._removed[tier] = OrderedDict()
+        short = key[:_SHORT]
+        removed[short] = self._clock()
+        removed.move_to_end(short)
+        if len(removed) > self._size:
+            removed.popitem(last=False)
 
     def find(self, key: ChunkKey) -> tuple[str, float] | None:
         """`(tier, seconds ago)`."""
-        found = self._removed.get(key[:_SHORT])
-        return None if found is None else (found[0], self._clock() - found[1])
+        times = [(removed.get(key[:_SHORT]), tier) for tier, removed in list(self._removed.items())]
+        found = max(((when, tier) for when, tier in times if when is not None), default=None)
+        return None if found is None else (found[1], self._clock() - found[0])
 
     def clear(self) -> None:
-        self._removed.clear()
+        for removed in list(self._removed.values()):
+            removed.clear()
 
 
 class FirstChunks:
