@@ -321,10 +321,9 @@ class Config:
     def __attrs_post_init__(self) -> None:
         self._check_folder("shared_memory", "max_shared_memory_size")
         self._check_folder("local_disk", "max_local_disk_size")
-        if self.remote_password and self.remote_password_file:
-            self._refuse("remote_password_file", "and remote_password are both given")
-        if self.agent_token and self.agent_token_file:
-            self._refuse("agent_token_file", "and agent_token are both given")
+        for name in ("remote_password", "agent_token"):
+            if getattr(self, name) and getattr(self, f"{name}_file"):
+                self._refuse(f"{name}_file", f"and {name} are both given")
         open_to_all = self.agent_listen and not self.agent_listen.startswith("unix:")
         if open_to_all and not (self.agent_token or self.agent_token_file):
             self._refuse("agent_listen", "needs an agent_token: whoever may connect may clear the cache")

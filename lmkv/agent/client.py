@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
@@ -12,11 +13,23 @@ Answer = TypeVar("Answer")
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
-class _Calls(Generic[Answer]):
-    """The calls, whose answers a subclass waits for or awaits."""
+class _Calls(ABC, Generic[Answer]):
+    """The calls, whose answers a subclass waits for or awaits. `timeout`: seconds, besides what a prefetch waits."""
 
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        raise NotImplementedError
+    def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0) -> None:
+        self._url = url
+        self._timeout = timeout
+        self._socket = url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
+        self._base: dict[str, Any] = {"base_url": "http://engine" if self._socket else url, "headers": _headers(token)}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._url}>"
+
+    @abstractmethod
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer: ...
+
+    def _limit(self, body: Mapping[str, Any] | None) -> float:
+        return self._timeout + float((body or {}).get("wait", 0.0))
 
     def lookup(self, prompt: PromptLike, **apart: Any) -> Answer:
         """`total_tokens`, `hit_tokens` and the `sources` that have them."""
@@ -82,19 +95,12 @@ class Client(_Calls[dict[str, Any]]):
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0) -> None:
-        self._url = url
-        path = url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
-        transport = httpx.HTTPTransport(uds=path) if path else None
-        self._http = httpx.Client(
-            base_url="http://engine" if path else url, headers=_headers(token), timeout=timeout, transport=transport
-        )
-
-    def __repr__(self) -> str:
-        return f"<Client of {self._url}>"
+        super().__init__(url, token, timeout=timeout)
+        transport = httpx.HTTPTransport(uds=self._socket) if self._socket else None
+        self._http = httpx.Client(transport=transport, **self._base)
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        timeout = self._http.timeout.read + float((body or {}).get("wait", 0.0)) if self._http.timeout.read else None
-        return _answer(self._http.request(method, path, json=body, timeout=timeout))
+        return _answer(self._http.request(method, path, json=body, timeout=self._limit(body)))
 
     def close(self) -> None:
         self._http.close()
@@ -110,19 +116,12 @@ class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
     """`Client` for asyncio: the same calls, to be awaited."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0) -> None:
-        self._url = url
-        path = url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
-        transport = httpx.AsyncHTTPTransport(uds=path) if path else None
-        self._http = httpx.AsyncClient(
-            base_url="http://engine" if path else url, headers=_headers(token), timeout=timeout, transport=transport
-        )
-
-    def __repr__(self) -> str:
-        return f"<AsyncClient of {self._url}>"
+        super().__init__(url, token, timeout=timeout)
+        transport = httpx.AsyncHTTPTransport(uds=self._socket) if self._socket else None
+        self._http = httpx.AsyncClient(transport=transport, **self._base)
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        timeout = self._http.timeout.read + float((body or {}).get("wait", 0.0)) if self._http.timeout.read else None
-        return _answer(await self._http.request(method, path, json=body, timeout=timeout))
+        return _answer(await self._http.request(method, path, json=body, timeout=self._limit(body)))
 
     async def aclose(self) -> None:
         await self._http.aclose()

@@ -155,7 +155,8 @@ class CacheService:
         given = [each for each in (prompt.text, prompt.messages, prompt.tokens) if each is not None]
         if len(given) != 1:
             raise UsageError("give one of text, messages and tokens")
-        tokens = prompt.tokens if prompt.tokens is not None else self._tokenize(given[0])  # type: ignore[arg-type]
+        words = prompt.text if prompt.text is not None else prompt.messages or ()
+        tokens = prompt.tokens if prompt.tokens is not None else self._tokenize(words)
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
 
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:

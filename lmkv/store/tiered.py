@@ -215,9 +215,11 @@ class TieredStore:
             entries = self._primary.leading_ready(keys)
             for entry in entries:
                 self._primary.ref(entry)
-                self._primary.leased(entry)
+                if entry.prefetched:
+                    self._primary.use_prefetched(entry)
             if entries:
                 self._primary.used(entries[-1].key)
+            self._primary.counters.hits += len(entries)
         return Lease(entries, self._unref)
 
     def _unref(self, entries: Sequence[Entry]) -> None:

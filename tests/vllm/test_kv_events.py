@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,8 @@ def known_to(events: Subscriber, running: Engine, prompts: list[list[int]]) -> b
     return events.read().places == wanted
 
 
-def test_a_subscriber_knows_what_each_tier_has_under_eviction_pressure(model: Path, tmp_path: Path) -> None:
+def more_than_fits(model: Path, tmp_path: Path) -> tuple[list[list[int]], AbstractContextManager[Engine]]:
+    """Prompts, and an engine that publishes its events, whose host memory and disk cannot have them all."""
     prompts = [prompt(seed, length) for seed, length in ((60, 1500), (61, 1100), (62, 600), (63, 1500), (64, 70))]
     prompts.append(prompt(60, 800) + prompt(65, 333))
     extra = {
@@ -170,7 +171,11 @@ def test_a_subscriber_knows_what_each_tier_has_under_eviction_pressure(model: Pa
         "max_local_cpu_size": 7 * CHUNK_BYTES / 2**30,
         "disk_min_free": 0.0,
     }
-    limited = engine(model, clock=ManualClock(), extra=extra, **publishing(tmp_path))
+    return prompts, engine(model, clock=ManualClock(), extra=extra, **publishing(tmp_path))
+
+
+def test_a_subscriber_knows_what_each_tier_has_under_eviction_pressure(model: Path, tmp_path: Path) -> None:
+    prompts, limited = more_than_fits(model, tmp_path)
     with limited as running, subscriber(tmp_path) as events:
         for turn in range(2):
             for ids in prompts:

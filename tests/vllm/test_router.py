@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from lmkv.testing.clocks import ManualClock
 from tests.kit import eventually
-from tests.vllm.harness import BLOCK, Engine, engine, prompt
-from tests.vllm.test_disk import CHUNK_BYTES, drain
-from tests.vllm.test_kv_events import DISK, RAM, Subscriber, block_hashes, one_more_step, publishing, subscriber
+from tests.vllm.harness import BLOCK, Engine
+from tests.vllm.test_disk import drain
+from tests.vllm.test_kv_events import DISK, RAM, Subscriber, block_hashes, more_than_fits, one_more_step, subscriber
 
 pytestmark = [
     pytest.mark.nightly,
@@ -76,15 +75,7 @@ def expected(running: Engine, events: Subscriber, ids: list[int]) -> tuple[int, 
 
 
 def test_dynamo_knows_where_the_blocks_are_under_eviction_pressure(model: Path, tmp_path: Path) -> None:
-    prompts = [prompt(seed, length) for seed, length in ((60, 1500), (61, 1100), (62, 600), (63, 1500), (64, 70))]
-    prompts.append(prompt(60, 800) + prompt(65, 333))
-    extra = {
-        "local_disk": f"file://{tmp_path}/kv",
-        "max_local_disk_size": 12 * CHUNK_BYTES / 2**30,
-        "max_local_cpu_size": 7 * CHUNK_BYTES / 2**30,
-        "disk_min_free": 0.0,
-    }
-    limited = engine(model, clock=ManualClock(), extra=extra, **publishing(tmp_path))
+    prompts, limited = more_than_fits(model, tmp_path)
     with limited as running, subscriber(tmp_path) as events:
         router, seen = Router(tmp_path), set()
         for ids in [*prompts, *prompts]:

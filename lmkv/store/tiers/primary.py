@@ -137,10 +137,9 @@ class PrimaryTier:
         if key in self._tails:
             self._tails.move_to_end(key)
 
-    def leased(self, entry: Entry) -> None:
-        """Count a chunk that is served."""
-        self.counters.hits += 1
-        self.counters.prefetch_hits += entry.prefetched
+    def use_prefetched(self, entry: Entry) -> None:
+        """Count the first use of a chunk that a prefetch has brought."""
+        self.counters.prefetch_hits += 1
         entry.prefetched = False
 
     # -- references ---------------------------------------------------------------------------------------
