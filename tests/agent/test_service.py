@@ -18,43 +18,23 @@ from lmkv.agent.http import Address, AgentServer, application
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.chunks.hashing import KeyChain
-from lmkv.chunks.namespace import Namespace
 from lmkv.errors import ConfigError, UsageError
 from lmkv.policies import LRU
-from lmkv.protocols import ChunkKey, Tier
+from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
+from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, store_over, tokenize
 from tests.kit import LIMIT, eventually
-
-SIZE = 4
-NAMESPACE = Namespace(model="small", dtype="float32", chunk_size=SIZE, block_size=SIZE)
-TOKEN = "letmein"
-
-
-def keys_of(tokens: Any, cache_salt: str | None, tags: Any) -> list[ChunkKey]:
-    chain = KeyChain(NAMESPACE.root(cache_salt=cache_salt, extra=tags), SIZE)
-    chain.extend(tokens)
-    tail = chain.tail(tokens)
-    return chain.keys if tail is None else [*chain.keys, tail]
-
-
-def tokenize(prompt: Any) -> list[int]:
-    text = prompt if isinstance(prompt, str) else "".join(f"<{each['role']}>{each['content']}" for each in prompt)
-    return list(text.encode())
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TieredStore]:
-    disk = Tier(LocalDiskBackend(tmp_path / "kv", NAMESPACE.digest, shared=True), LRU())
-    store = TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()), [disk])
-    assert store.wait_indexed(LIMIT)
-    yield store
-    store.close()
+    with store_over(tmp_path / "kv") as store:
+        yield store
 
 
 @pytest.fixture
 def service(store: TieredStore) -> CacheService:
-    return CacheService(store, keys_of, tokenize, chunk_size=SIZE, pin_ttl=60.0)
+    return service_of(store)
 
 
 @pytest.fixture
@@ -68,15 +48,6 @@ def server(service: CacheService) -> Iterator[AgentServer]:
 def client(server: AgentServer) -> Iterator[Client]:
     with Client(server.url, TOKEN) as client:
         yield client
-
-
-def put(store: TieredStore, text: str, salt: str | None = None, **tags: str) -> list[ChunkKey]:
-    """As an engine stores a prompt: to host memory and the disk."""
-    keys = keys_of(tokenize(text), salt, tags)
-    with store.reserve(keys) as reservation:
-        reservation.commit()
-    assert store.drain(LIMIT)
-    return keys
 
 
 def test_lookup_says_how_many_tokens_are_where(store: TieredStore, client: Client) -> None:
@@ -147,6 +118,14 @@ def test_clear_deletes_a_prompt_or_everything(store: TieredStore, client: Client
     assert client.clear()["deleted_chunks"] == 4
     assert store.drain(LIMIT)
     assert client.lookup("the other prompt", cache_salt="tenant")["hit_tokens"] == 0
+
+
+def test_everything_cannot_be_narrowed_down(store: TieredStore, client: Client) -> None:
+    put(store, "the first prompt", "tenant")
+    for apart in ({"cache_salt": "tenant"}, {"tags": {"team": "a"}}):
+        with pytest.raises(httpx.HTTPStatusError, match=r"400 .* cannot be narrowed down"):
+            client.clear(**apart)
+    assert store.stats().primary.chunks == 4
 
 
 def test_stats_are_the_stores(store: TieredStore, client: Client) -> None:
