@@ -28,9 +28,8 @@ def explained(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sentences(report: Mapping[str, Any]) -> list[str]:
-    sources = ", ".join(f"{tokens:,} from {tier}" for tier, tokens in report["sources"].items())
-    loaded = f"lmkv loaded {report['hit_tokens']:,}{f' ({sources})' if sources else ''}"
-    found = f"Of {report['tokens']:,} tokens vLLM's own cache had {report['vllm_tokens']:,}, {loaded}."
+    loaded = " and ".join(f"{tokens:,} from {tier}" for tier, tokens in report["sources"].items()) or "none"
+    found = f"Of {report['tokens']:,} tokens vLLM's own cache had {report['vllm_tokens']:,}; lmkv loaded {loaded}."
     missed = report.get("missed")
     return [found] if missed is None else [found, _miss(missed), ADVICE.get(missed["reason"], "")]
 

@@ -31,7 +31,8 @@ from lmkv.protocols import Listed
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _SHOWN_DIGITS = 12
 
-Root = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The folder that local_disk names.")]
+_FOLDER = "The folder that local_disk names."
+Root = Annotated[Path, typer.Argument(exists=True, file_okay=False, help=_FOLDER)]
 Which = Annotated[str, typer.Option("--namespace", help="Only namespaces that begin with these hexadecimal digits.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, no table.")]
 
@@ -72,7 +73,7 @@ def prune(
 
 
 def clear(
-    path: Annotated[Path | None, typer.Argument(exists=True, file_okay=False, help="As for inspect.")] = None,
+    path: Annotated[Path | None, typer.Argument(exists=True, file_okay=False, help=_FOLDER)] = None,
     namespace: Which = "",
     url: server.Url = "",
     text: Annotated[str, typer.Option(help="With --url: only this prompt's chunks; - reads standard input.")] = "",
@@ -87,6 +88,8 @@ def clear(
     """Delete all chunks of a folder, or with --url all of a running server or of one prompt."""
     if (path is None) == (not url):
         raise typer.BadParameter("say what to clear: a folder, or a server with --url")
+    if namespace if url else text or tokens or cache_salt or tag or engine is not None:
+        raise typer.BadParameter("--namespace is for a folder; a prompt and --engine are for a server with --url")
     if path is None:
         prompt = server.prompt_of(text, tokens) if text or tokens else None
         apart = server.apart_from(cache_salt, tag, engine)

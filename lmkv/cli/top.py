@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BINS = 24
-_BESIDE = 12
+_BESIDE = 8
 """Lines of a terminal that requests do not get, besides those of tiers and engines."""
 
 
@@ -149,9 +149,7 @@ def engines(found: list[dict[str, Any]]) -> Table:
 def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
     if not found:
         return Text("no request has been scheduled yet", "dim")
-    made = table(
-        "when", "request", "tokens", "vLLM", "loaded", "why not more", right=("when", "tokens", "vLLM", "loaded")
-    )
+    made = table("when", "request", "tokens", "vLLM", "loaded", "why not more", right=("tokens", "vLLM", "loaded"))
     for each in found:
         counts = (f"{each[name]:,}" for name in ("tokens", "vllm_tokens", "hit_tokens"))
         made.add_row(duration(now - each["time"]), Text(shortened(each["request"])), *counts, Text(why(each), "dim"))

@@ -96,6 +96,17 @@ def test_clear_deletes_a_prompt_or_asks_first(store: TieredStore, url: str) -> N
     assert "a folder, or a server" in refused("clear", code=2)
 
 
+def test_clear_leaves_no_option_aside(store: TieredStore, url: str, tmp_path: Path) -> None:
+    put(store, TEXT)
+    for words in (
+        (tmp_path / "kv", "--text", TEXT),
+        (tmp_path / "kv", "--engine", 0),
+        ("--url", url, "--namespace", "a"),
+    ):
+        assert "--namespace is for a folder" in refused("clear", *words, "--yes", code=2)
+    assert [tier.chunks for tier in store.stats().tiers] == [6, 6]
+
+
 def test_several_engines_have_a_line_each(store: TieredStore, tmp_path: Path) -> None:
     put(store, TEXT)
     with ExitStack() as stack:
