@@ -25,7 +25,10 @@ class History:
         while True:
             # No engine answers, not even this one: it is about to end.
             with suppress(LmkvError):
-                self._samples.append(_sample(await self._stats()))
+                stats = await self._stats()
+                # A total without one of several engines would look like a fall, and later like a rise.
+                if not any("away" in engine for engine in stats.get("engines", ())):
+                    self._samples.append(_sample(stats))
             await asyncio.sleep(self._interval)
 
     def snapshot(self) -> dict[str, Any]:

@@ -157,7 +157,8 @@ def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
 
 
 def shortened(request: str, width: int = 20) -> str:
-    """The beginnings and the ends of ids differ."""
+    """The beginnings and the ends of ids differ. Clients choose them: nothing of them is for the terminal."""
+    request = "".join(each if each.isprintable() else "?" for each in request)
     return request if len(request) <= width else f"{request[: width - 9]}…{request[-8:]}"
 
 

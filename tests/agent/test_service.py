@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from lmkv.agent.client import AsyncClient, Client
+from lmkv.agent.history import History
 from lmkv.agent.http import Address, AgentServer, application
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.backends.cpu import CPUPinnedBackend
@@ -132,6 +133,25 @@ def test_stats_are_the_stores(store: TieredStore, client: Client) -> None:
     put(store, "16 tokens it has")
     cpu, disk = client.stats()["tiers"]
     assert (cpu["name"], cpu["chunks"], disk["name"], disk["chunks"]) == ("cpu", 4, "disk", 4)
+
+
+def test_the_last_hour_is_sampled(service: CacheService, store: TieredStore, client: Client) -> None:
+    put(store, "16 tokens it has")
+    eventually(lambda: bool(client.history()["samples"]))
+    assert {tier["name"] for tier in client.history()["samples"][0]["tiers"]} == {"cpu", "disk"}
+
+    async def stats() -> dict[str, Any]:
+        return service.stats()
+
+    async def sampled() -> list[dict[str, Any]]:
+        history = History(stats, interval=0.0, size=3)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(history.run(), 0.1)
+        return history.snapshot()["samples"]
+
+    first, *_, last = asyncio.run(sampled())
+    assert last["time"] >= first["time"]
+    assert [tier["chunks"] for tier in last["tiers"]] == [4, 4]
 
 
 def test_the_async_client_does_the_same(store: TieredStore, server: AgentServer) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 from lmkv.agent.http import AgentServer
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
-from tests.agent.serving import TOKEN, put, service_of, serving, store_over
+from tests.agent.serving import TOKEN, put, service_of, service_of_scheduler, serving, store_over
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
+from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
 
 TEXT = "the 24 bytes of a prompt"
 
@@ -129,6 +131,21 @@ def test_top_shows_tiers_once_where_nobody_watches(store: TieredStore, url: str)
     assert "\x1b" not in shown
     seen = json.loads(run("top", url, "--json").stdout)
     assert seen["stats"]["tiers"][0]["chunks"] == 6
+
+
+def test_top_shows_what_requests_missed() -> None:
+    with closing(engine_of(ram_chunks=6)) as engine:
+        for number, tokens in enumerate([PROMPT, PROMPT, *OTHERS, PROMPT]):
+            engine.add(SimulatedRequest(f"chatcmpl-{number:032}", list(tokens), len(tokens), 1, "a"))
+            engine.finish()
+        with serving(service_of_scheduler(engine.scheduler, CHUNK)) as (server,):
+            shown = says("top", server.url).splitlines()
+    rows = [line.split() for line in shown if "chatcmpl" in line]
+    assert len(rows) == len(OTHERS) + 3
+    last, warm = rows[0], rows[-2]
+    assert last[1:5] == ["chatcmpl-00…00000010", str(len(PROMPT)), "0", "0"]
+    assert " ".join(last[5:]).startswith("evicted from cpu")
+    assert warm[2:] == [str(len(PROMPT)), "0", str(len(PROMPT) - 1)]
 
 
 # -- what can go wrong --------------------------------------------------------------------------------------

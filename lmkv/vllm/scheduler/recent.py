@@ -9,6 +9,9 @@ from typing import Any
 from lmkv.protocols import Clock
 from lmkv.vllm.scheduler.request import RequestState
 
+_ID_CHARACTERS = 200
+"""Of ids, which clients choose."""
+
 
 class RecentRequests:
     """Reports of the last `size` requests, without tokens, and the tokens that all of them looked up and found.
@@ -25,8 +28,9 @@ class RecentRequests:
 
     def scheduled(self, state: RequestState) -> None:
         """Its blocks are allocated, so that what it has found is known; again after a preemption."""
+        name = _name(state)
         report = {
-            "request": state.request_id,
+            "request": name,
             "time": self._clock(),
             "running": True,
             "tokens": state.request.num_tokens,
@@ -34,8 +38,8 @@ class RecentRequests:
             **_report(state),
         }
         with self._lock:
-            known = self._reports.get(state.request_id)
-            self._reports[state.request_id] = report if known is None else report | {"time": known["time"]}
+            known = self._reports.get(name)
+            self._reports[name] = report if known is None else report | {"time": known["time"]}
             if known is None:
                 self._hit_tokens += state.hit_tokens
                 self._lookup_tokens += state.hit_tokens + (0 if state.miss is None else state.miss.tokens)
@@ -44,10 +48,11 @@ class RecentRequests:
 
     def finished(self, state: RequestState) -> None:
         """It has ended: how its loads went is known, too."""
+        name = _name(state)
         with self._lock:
-            known = self._reports.get(state.request_id)
+            known = self._reports.get(name)
             if known is not None:
-                self._reports[state.request_id] = known | _report(state) | {"running": False}
+                self._reports[name] = known | _report(state) | {"running": False}
 
     def snapshot(self) -> dict[str, Any]:
         """`requests`, newest first, and the tokens of all since the start: `lookup_tokens`, `hit_tokens`."""
@@ -55,6 +60,10 @@ class RecentRequests:
             newest = list(reversed(self._reports.values()))
             totals = {"lookup_tokens": self._lookup_tokens, "hit_tokens": self._hit_tokens}
         return {**totals, "requests": newest}
+
+
+def _name(state: RequestState) -> str:
+    return state.request_id[:_ID_CHARACTERS].encode(errors="replace").decode()
 
 
 def _report(state: RequestState) -> dict[str, Any]:

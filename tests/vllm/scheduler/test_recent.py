@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 
 from lmkv.agent.explain import ADVICE
+from lmkv.cli.top import shortened
 from lmkv.vllm.metrics import REASONS
 from lmkv.vllm.scheduler.recent import RecentRequests
 from tests.agent.serving import service_of_scheduler
@@ -61,6 +62,15 @@ def test_only_the_last_are_kept(engine: SimulatedVLLM) -> None:
     for number in range(5):
         serve(engine, str(number), PROMPT)
     assert [each["request"] for each in engine.scheduler.recent.snapshot()["requests"]] == ["4", "3", "2"]
+
+
+def test_ids_that_clients_choose_do_no_harm(engine: SimulatedVLLM) -> None:
+    for name in ("\ud800", "x" * 10_000):
+        serve(engine, name, PROMPT)
+    long, odd = engine.scheduler.recent.snapshot()["requests"]
+    assert (odd["request"], odd["running"]) == ("?", False)
+    assert (long["request"], long["running"]) == ("x" * 200, False)
+    assert shortened("\x1b]0;mine\x07") == "?]0;mine?"
 
 
 def test_nothing_of_a_prompt_or_of_other_salts_is_told(engine: SimulatedVLLM) -> None:
