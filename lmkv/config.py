@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NoReturn, TypeVar
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from attrs import Attribute, field, fields, frozen
 
@@ -137,6 +137,10 @@ def _remote_urls(value: object) -> tuple[RemoteURL, ...]:
     urls = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
     if any(url.scheme not in SCHEMES for url in urls):
         raise ValueError(f"must begin with one of {', '.join(f'{scheme}://' for scheme in SCHEMES)}")
+    if not all(url.text.isprintable() for url in urls):
+        raise ValueError("must have printable characters alone")
+    for url in urls:
+        urlsplit(url.text)  # which knows what a host can be
     return tuple(urls)
 
 

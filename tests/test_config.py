@@ -548,7 +548,14 @@ def test_remote_urls_are_one_text_or_a_list(given: object, file: Path) -> None:
     assert load(remote_url=config.remote_url) == config
 
 
-@pytest.mark.parametrize("bad", ["localhost:6379", "ftp://u:hunter2@host", 5, ["redis://a", 5], "redis-sentinel://h"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("localhost:6379", "ftp://u:hunter2@host", 5, ["redis://a", 5], "redis-sentinel://h"),
+        *(["ftp://u:hunter2@h"], {"a": "redis://u:hunter2@h"}, ["redis://u:hunter2@h", 5]),
+        *("redis://u:hunter2@[::1", "redis://u:hunter2@h\0", "s3://[x/y"),
+    ],
+)
 def test_what_is_no_remote_url_is_refused_and_its_password_not_shown(bad: object) -> None:
     with pytest.raises(ConfigError, match="remote_url = ") as refused:
         load(remote_url=bad)
