@@ -282,6 +282,30 @@ def test_many_short_prompts_stored_with_patience_all_reach_the_disk(tmp_path: Pa
         assert stats.tiers[1].chunks == 600
 
 
+def test_who_stores_with_patience_waits_for_a_disk_that_stands_still(tmp_path: Path) -> None:
+    with open_engine(paged(), tmp_path) as engine:
+        pool, going_on = engine._store._pool, threading.Event()
+
+        def stand_still(deferred: object) -> None:
+            going_on.wait(LIMIT)
+
+        pool.submit([Job(stand_still, Priority.STORE, lambda deferred: None) for _ in range(pool._storing)])
+
+        def store() -> None:
+            for number in range(200):
+                assert engine.store([number] * CHUNK, [0, 1, 2, 3], wait=LIMIT) == CHUNK
+
+        thread = threading.Thread(target=store)
+        thread.start()
+        waiters = pool._room._waiters  # type: ignore[attr-defined]
+        eventually(lambda: bool(waiters) or not thread.is_alive())
+        going_on.set()
+        thread.join(LIMIT)
+        assert engine.drain(LIMIT)
+        disk = engine.stats().store.tiers[1]
+        assert (disk.dropped, disk.chunks) == (0, 200)
+
+
 def test_threads_that_store_with_patience_lose_nothing_either(tmp_path: Path) -> None:
     with open_engine(paged(), tmp_path) as engine:
 
