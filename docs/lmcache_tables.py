@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of moving-from-lmcache.md from lmkv/lmcache.toml: python docs/lmcache_tables.py"""
+"""Write the tables of moving-from-lmcache.md from lmkv/config/lmcache.toml: python docs/lmcache_tables.py"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lmkv.config import Config
-from lmkv.lmcache import table
+from lmkv.config.lmcache import table
 
 PAGE = Path(__file__).with_name("moving-from-lmcache.md")
 BEGIN = "<!-- From here to the end mark: python docs/lmcache_tables.py -->\n"
