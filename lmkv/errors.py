@@ -22,15 +22,14 @@ def masked(text: str) -> str:
     return _IN_QUERY.sub(r"\1=***", _IN_USER.sub(r"\1:***@", text))
 
 
-class _Short(reprlib.Repr):
-    """Of strings at any depth without the passwords in them."""
-
-    def repr_str(self, x: str, level: int) -> str:
-        return super().repr_str(masked(x), level)
+def _masked_repr(x: str, level: int) -> str:
+    """Of a string at any depth, without the passwords in it."""
+    return reprlib.Repr.repr_str(_SHORT, masked(x), level)
 
 
-_SHORT = _Short()
+_SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 80, 80, 40
+_SHORT.repr_str = _masked_repr  # type: ignore[method-assign]
 
 
 def shown(value: object) -> str:

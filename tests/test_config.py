@@ -484,6 +484,18 @@ def test_a_file_that_is_no_configuration_is_one_short_error(tmp_path: Path, text
     assert len(str(caught.value)) < 1000 + len(str(file))
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(ALIASES, "aliases"), ("chunk_size: &a 64\npin_ttl: *a", "aliases"), ("#" * 70_000, "larger than 65536 bytes")],
+    ids=["bomb", "alias", "size"],
+)
+def test_what_could_be_costly_is_not_even_read(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        Config.load(file=file, env={})
+
+
 @pytest.mark.parametrize("value", [10**400, "9" * 5000, 1e308, 10**5000, "1" + "0" * 400], ids=lambda v: type(v))
 @pytest.mark.parametrize("name", ["chunk_size", "max_local_cpu_size", "disk_io_threads"])
 def test_a_number_beyond_reason_is_one_short_error(name: str, value: object) -> None:
