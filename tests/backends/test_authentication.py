@@ -422,18 +422,28 @@ def test_keys_of_one_namespace_make_other_files_than_those_of_another(tmp_path: 
 TOKENS, BLOCK_IDS = range(16), [0, 1, 2, 3]
 
 
-def open_engine(folder: Path, **settings: object) -> Engine:
+def settings_of(tier: str, folder: Path) -> dict[str, object]:
+    if tier == "objects":
+        pytest.importorskip("lmkv.backends.remote.objects", exc_type=ConfigError)
+        return {"remote_url": f"file://{folder}/bucket", "remote_timeout": LIMIT}
+    if tier == "shared_memory":
+        return {"shared_memory": str(folder / "kv"), "max_shared_memory_size": 0.1}
+    return {"local_disk": str(folder / "kv"), "max_local_disk_size": 0.1, "disk_min_free": 0}
+
+
+def open_engine(folder: Path, tier: str = "disk", **settings: object) -> Engine:
     tensors = [torch.arange(32 * 4 * 16).float().reshape(32, 4, 2, 8)]
-    disk = {"local_disk": str(folder / "kv"), "max_local_disk_size": 0.1, "disk_min_free": 0}
-    config = Config(chunk_size=16, max_local_cpu_size=0.001, **disk, **settings)  # type: ignore[arg-type]
+    below = settings_of(tier, folder)
+    config = Config(chunk_size=16, max_local_cpu_size=0.001, **below, **settings)  # type: ignore[arg-type]
     engine = Engine.open(tensors, block_size=4, model="keyed", config=config)
     assert engine.wait_indexed(LIMIT)
     return engine
 
 
-def test_engines_with_other_keys_never_meet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["disk", "shared_memory", "objects"])
+def test_engines_with_other_keys_never_meet(tmp_path: Path, tier: str) -> None:
     (tmp_path / "key").write_bytes(b"k" * 32 + b"\n")
-    with open_engine(tmp_path, authentication_key="k" * 32) as engine:
+    with open_engine(tmp_path, tier, authentication_key="k" * 32) as engine:
         assert engine.store(TOKENS, BLOCK_IDS) == 16
         assert engine.drain(LIMIT)
     for settings, found in (
@@ -443,8 +453,8 @@ def test_engines_with_other_keys_never_meet(tmp_path: Path) -> None:
         ({"authentication_key": "k" * 32}, 16),
         ({"authentication_key_file": str(tmp_path / "key")}, 16),
     ):
-        with open_engine(tmp_path, **settings) as engine:
-            assert engine.lookup(TOKENS) == found, settings
+        with open_engine(tmp_path, tier, **settings) as engine:
+            assert engine.lookup(TOKENS, timeout=LIMIT) == found, settings
             assert engine.retrieve(TOKENS, BLOCK_IDS) == found
             assert engine.stats().store.tiers[1].read_failures == 0
 
