@@ -15,7 +15,7 @@ from numbers import Real
 from typing import Any, Self
 
 import torch
-from attrs import field, frozen
+from attrs import astuple, field, frozen
 
 from lmkv.build import build_store
 from lmkv.chunks.hashing import Tokens, chunk_keys, token_bytes
@@ -196,6 +196,7 @@ class Engine:
 
     def keys(self, tokens: Tokens, variant: Variant = _PLAIN) -> list[ChunkKey]:
         """The chunk keys of a prompt, one for each whole chunk."""
+        _check_variant(variant)
         root = self._namespace.root(
             cache_salt=variant.cache_salt,
             lora=variant.lora,
@@ -492,6 +493,17 @@ def _positive(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name} must be a positive int, not {shown(value)}")
     return value
+
+
+def _check_variant(given: object) -> None:
+    """Its types, which decide what a key is made of."""
+    parts: Any = astuple(given, recurse=False) if isinstance(given, Variant) else (None, None, None)
+    salt, lora, tags = parts
+    if isinstance(tags, Mapping) and isinstance(lora, tuple | None):
+        texts = (*(lora or ("", "")), *tags, *tags.values(), "" if salt is None else salt)
+        if len(lora or "ab") == 2 and all(isinstance(text, str) for text in texts):
+            return
+    raise UsageError(f"variant must be a Variant of a str, a pair of them and a mapping of them, not {shown(given)}")
 
 
 def _seconds(value: Any, name: str) -> float:

@@ -68,7 +68,7 @@ BUDGET = {
     "protocols": 90,
     "config": 580,
     "build": 95,
-    "engine": 325,
+    "engine": 335,
     "registry": 30,
     "chunks": 495,
     "memory": 1040,

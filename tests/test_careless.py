@@ -190,6 +190,18 @@ def test_what_is_huge_is_refused_in_a_line(engine: Engine, call: Callable[[Engin
     assert len(str(refused.value)) < 300
 
 
+BAD_VARIANTS = [None, "salt", Variant(cache_salt=5), Variant(cache_salt=True), Variant(cache_salt=HUGE)]  # type: ignore[arg-type]
+BAD_VARIANTS += [Variant(lora=["a", "b"]), Variant(lora=("a",)), Variant(lora=("a", 1))]  # type: ignore[arg-type]
+BAD_VARIANTS += [Variant(tags=None), Variant(tags=["a"]), Variant(tags={"a": object()}), Variant(tags={1: "a"})]  # type: ignore[arg-type,dict-item]
+
+
+@pytest.mark.parametrize("variant", BAD_VARIANTS, ids=shown)
+def test_what_is_no_variant_is_refused(engine: Engine, variant: Any) -> None:
+    for call in (engine.lookup, engine.prefetch, engine.pin, engine.keys):
+        with pytest.raises(UsageError, match="variant"):
+            call(range(CHUNK), variant=variant)
+
+
 @pytest.mark.parametrize("seconds", [None, "3", float("nan"), True, [1]], ids=repr)
 def test_seconds_that_are_no_number_are_refused(engine: Engine, seconds: Any) -> None:
     calls: dict[str, Callable[[], object]] = {
