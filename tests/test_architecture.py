@@ -57,7 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "vllm.scheduler": STORE | {"vllm"},
     "testing": BASE | {"memory", "backends"},
     "cli.measure": BUILT | {"", "engine"},
-    "cli": BUILT | {"", "engine", "vllm", "cli.measure"},
+    "cli": BUILT | {"", "engine", "vllm", "cli.measure", "agent"},
 }
 """Room -> other rooms that it may import. A room is a folder or a module at the root, "" the package."""
 
@@ -78,9 +78,9 @@ BUDGET = {
     "backends": 370,
     "backends.disk": 730,
     "backends.remote": 980,
-    "agent": 360,
+    "agent": 640,
     "vllm": 1420,
-    "vllm.scheduler": 1420,
+    "vllm.scheduler": 1460,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import asdict, field, frozen
 from cachetools import TTLCache
 
+from lmkv.agent.explain import explained
 from lmkv.chunks.hashing import TailKey
 from lmkv.errors import LmkvError, UsageError
 from lmkv.protocols import ChunkKey
@@ -42,6 +44,13 @@ Tokenize = Callable[[str | Sequence[Mapping[str, Any]]], Sequence[int]]
 KeysOf = Callable[[Sequence[int], str | None, Mapping[str, str]], list[ChunkKey]]
 """The keys of a prompt's chunks, by tokens, cache salt and tags."""
 
+Requests = Callable[[], Mapping[str, Any]]
+"""The last `requests`, newest first, and the `lookup_tokens` and `hit_tokens` of all."""
+
+
+def _no_requests() -> Mapping[str, Any]:
+    return {"lookup_tokens": 0, "hit_tokens": 0, "requests": []}
+
 
 class CacheService:
     """Looks up, prefetches, pins and clears in one store.
@@ -56,6 +65,8 @@ class CacheService:
         Tokens per chunk.
     pin_ttl : float
         Seconds that pins and prefetches last unless they say so themselves.
+    requests : callable, optional
+        What the engine's requests have found.
 
     Raises
     ------
@@ -84,13 +95,21 @@ class CacheService:
     """
 
     def __init__(
-        self, store: TieredStore, keys_of: KeysOf, tokenize: Tokenize, *, chunk_size: int, pin_ttl: float
+        self,
+        store: TieredStore,
+        keys_of: KeysOf,
+        tokenize: Tokenize,
+        *,
+        chunk_size: int,
+        pin_ttl: float,
+        requests: Requests = _no_requests,
     ) -> None:
         self._store = store
         self._keys_of = keys_of
         self._tokenize = tokenize
         self._chunk_size = chunk_size
         self._pin_ttl = pin_ttl
+        self._requests = requests
         # Not thread-safe by itself.
         self._lock = threading.Lock()
         self._prefetches: TTLCache[str, tuple[Promotion, list[ChunkKey]]] = TTLCache(_MOST_PREFETCHES, pin_ttl)
@@ -111,12 +130,12 @@ class CacheService:
             sources[tier] = sources.get(tier, 0) + self._tokens([key])
         return {"total_tokens": len(tokens), "hit_tokens": self._tokens(keys[:found]), "sources": sources}
 
-    def prefetch(self, prompt: Prompt, wait: float = 0.0) -> dict[str, Any]:
+    def prefetch(self, prompt: Prompt, wait: float = 0.0, name: str | None = None) -> dict[str, Any]:
         """Load a prompt's chunks into host memory, and keep them there for a while. Waits `wait` seconds at most."""
         _, keys = self._read(prompt)
         promotion = self._store.promote(keys, priority=Priority.PREFETCH, ttl=self._pin_ttl, discover=True)
         promotion.wait(wait)
-        name = secrets.token_hex(8)
+        name = name or secrets.token_hex(8)
         with self._lock:
             self._prefetches[name] = promotion, keys
         return self._state(name, promotion, keys)
@@ -154,8 +173,24 @@ class CacheService:
         return {"deleted_chunks": self._store.delete(keys)}
 
     def stats(self) -> dict[str, Any]:
-        """The store's counters, by tier."""
-        return asdict(self._store.stats())
+        """The store's counters, by tier, and what requests looked up and found."""
+        found = self._requests()
+        totals = {name: found[name] for name in ("lookup_tokens", "hit_tokens")}
+        return {"time": time.time(), **asdict(self._store.stats()), **totals}
+
+    def requests(self) -> dict[str, Any]:
+        """What the last requests have found and missed, newest first."""
+        return dict(self._requests())
+
+    def explain(self, request: str) -> dict[str, Any] | None:
+        """One request's report, with a sentence; None when it is not among the last ones.
+
+        `request`: as the answer had it. vLLM's own ids go on after that.
+        """
+        known = self._requests()["requests"]
+        ids = (request, f"{request}-")
+        found = next((each for each in known if each["request"] == ids[0] or each["request"].startswith(ids[1])), None)
+        return None if found is None else explained(found)
 
     def _read(self, prompt: Prompt) -> tuple[Sequence[int], list[ChunkKey]]:
         given = [each for each in (prompt.text, prompt.messages, prompt.tokens) if each is not None]

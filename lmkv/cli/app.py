@@ -6,7 +6,7 @@ from importlib.metadata import version as version_of
 
 import typer
 
-from lmkv.cli import bench, config, demo, doctor, inspect, model
+from lmkv.cli import bench, config, demo, doctor, inspect, model, server, top
 
 app = typer.Typer(
     name="lmkv",
@@ -21,6 +21,11 @@ app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("prune")(inspect.prune)
 app.command("clear")(inspect.clear)
+app.command("top")(top.top)
+app.command("lookup")(server.lookup)
+app.command("prefetch")(server.prefetch)
+app.command("pin")(server.pin)
+app.command("unpin")(server.unpin)
 app.command("model")(model.model)
 
 
