@@ -17,16 +17,18 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from attrs import frozen
-from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Query, Request
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ConfigDict, Field
 from uvicorn import Config, Server
 
 from lmkv.agent.engines import EngineError, Engines, merged, merged_requests, merged_stats
+from lmkv.agent.guard import Guard, as_json, refused
 from lmkv.agent.history import History
 from lmkv.agent.page import PAGE, PAGE_HEADERS
 from lmkv.agent.service import CacheService, Prompt
-from lmkv.errors import ConfigError, LmkvError, UsageError
+from lmkv.errors import ConfigError, LmkvError, UsageError, shown
 
 logger = logging.getLogger("lmkv.agent")
 
@@ -96,8 +98,10 @@ def application(service: CacheService, token: str | None, engines: Engines | Non
             task.cancel()
         await engines.close()
 
-    app = FastAPI(title="lmkv", summary="The KV cache of an engine", lifespan=running)
+    app = FastAPI(title="lmkv", summary="The KV cache of an engine", lifespan=running, redirect_slashes=False)
     app.add_exception_handler(LmkvError, _as_answer)
+    app.add_exception_handler(RequestValidationError, refused)
+    app.add_middleware(Guard, token=token)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(authorized)])
 
     async def each(call: Callable[[], dict[str, Any]], path: str, body: PromptBody) -> dict[str, Any]:
@@ -187,9 +191,9 @@ def application(service: CacheService, token: str | None, engines: Engines | Non
     return app
 
 
-async def _as_answer(_: Request, error: Exception) -> JSONResponse:
+async def _as_answer(_: Request, error: Exception) -> Response:
     status = error.status if isinstance(error, EngineError) else 400 if isinstance(error, UsageError) else 503
-    return JSONResponse({"detail": str(error)}, status)
+    return as_json(str(error), status)
 
 
 @frozen
@@ -213,18 +217,20 @@ class Address:
 
     def bind(self) -> tuple[socket.socket, str]:
         """`(socket, URL)`. Raises ConfigError for other addresses, OSError where it cannot be bound."""
-        if self.text.startswith(_UNIX):
+        # Without a path it would be an abstract socket, which is open to all users.
+        if self.text.startswith(f"{_UNIX}/") and "\0" not in self.text:
             return _unix_socket(self.text.removeprefix(_UNIX)), self.text
         host, _, port = self.text.rpartition(":")
         host = host.strip("[]")
         with suppress(ValueError):
-            if ip_address("127.0.0.1" if host == "localhost" else host).is_loopback and port.isdigit():
+            loopback = ip_address("127.0.0.1" if host == "localhost" else host).is_loopback
+            if loopback and port.isdigit() and int(port) < 1 << 16:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 bound = socket.create_server((host, int(port)), family=family)
-                shown = f"[{host}]" if ":" in host else host
-                return bound, f"http://{shown}:{bound.getsockname()[1]}"
+                literal = f"[{host}]" if ":" in host else host
+                return bound, f"http://{literal}:{bound.getsockname()[1]}"
         raise ConfigError(
-            f"agent_listen = {self.text!r} must be an address of this machine alone, 127.0.0.1:8377, or unix:/path"
+            f"agent_listen = {shown(self.text)} must be an address of this machine alone, 127.0.0.1:8377, or unix:/path"
         )
 
 
@@ -234,15 +240,13 @@ def _unix_socket(path: str) -> socket.socket:
             # Of a server that has ended.
             os.unlink(path)
     bound = socket.socket(socket.AF_UNIX)
-    # The file is its user's alone from the start.
-    before = os.umask(0o177)
     try:
         bound.bind(path)
+        # Its user's alone before anybody can connect, which takes a `listen`. An umask would be every thread's.
+        os.chmod(path, 0o600)
     except OSError:
         bound.close()
         raise
-    finally:
-        os.umask(before)
     return bound
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from cachetools import TTLCache
 
 from lmkv.agent.explain import explained
 from lmkv.chunks.hashing import TailKey
-from lmkv.errors import UsageError
+from lmkv.errors import LmkvError, UsageError
 from lmkv.protocols import ChunkKey
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
@@ -74,7 +75,7 @@ class CacheService:
 
     Notes
     -----
-    Thread-safe; takes no lock but the store's. Engines answer their own requests meanwhile.
+    Thread-safe; holds no lock while it waits for the store. Engines answer their own requests meanwhile.
 
     Examples
     --------
@@ -109,6 +110,8 @@ class CacheService:
         self._chunk_size = chunk_size
         self._pin_ttl = pin_ttl
         self._requests = requests
+        # Not thread-safe by itself.
+        self._lock = threading.Lock()
         self._prefetches: TTLCache[str, tuple[Promotion, list[ChunkKey]]] = TTLCache(_MOST_PREFETCHES, pin_ttl)
 
     def __repr__(self) -> str:
@@ -133,17 +136,20 @@ class CacheService:
         promotion = self._store.promote(keys, priority=Priority.PREFETCH, ttl=self._pin_ttl, discover=True)
         promotion.wait(wait)
         name = name or secrets.token_hex(8)
-        self._prefetches[name] = promotion, keys
+        with self._lock:
+            self._prefetches[name] = promotion, keys
         return self._state(name, promotion, keys)
 
     def prefetched(self, name: str) -> dict[str, Any] | None:
         """How far a prefetch is; None when there is none of this name, or its time is over."""
-        promotion, keys = self._prefetches.get(name, (None, []))
+        with self._lock:
+            promotion, keys = self._prefetches.get(name, (None, []))
         return None if promotion is None else self._state(name, promotion, keys)
 
     def cancel(self, name: str) -> bool:
         """Read no more for a prefetch, and keep its chunks no longer than any others; whether there was one."""
-        promotion, _ = self._prefetches.pop(name, (None, []))
+        with self._lock:
+            promotion, _ = self._prefetches.pop(name, (None, []))
         if promotion is not None:
             promotion.release()
         return promotion is not None
@@ -190,9 +196,17 @@ class CacheService:
         given = [each for each in (prompt.text, prompt.messages, prompt.tokens) if each is not None]
         if len(given) != 1:
             raise UsageError("give one of text, messages and tokens")
-        words = prompt.text if prompt.text is not None else prompt.messages or ()
-        tokens = prompt.tokens if prompt.tokens is not None else self._tokenize(words)
+        tokens = self._tokens_of(prompt) if prompt.tokens is None else prompt.tokens
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
+
+    def _tokens_of(self, prompt: Prompt) -> Sequence[int]:
+        try:
+            return self._tokenize(prompt.text if prompt.text is not None else prompt.messages or ())
+        except LmkvError:
+            raise
+        except Exception as error:
+            # Tokenizers and templates raise whatever they please about what they do not understand.
+            raise UsageError(f"the tokenizer does not take this prompt: {type(error).__name__}") from error
 
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:
         return sum(key.tokens if isinstance(key, TailKey) else self._chunk_size for key in keys)

@@ -218,7 +218,15 @@ class TestAddresses:
         assert url.endswith(f":{bound.getsockname()[1]}")
         bound.close()
 
-    @pytest.mark.parametrize("text", ["0.0.0.0:1", "[::]:1", "example.com:80", "8377", ":1", "localhost", ""])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("0.0.0.0:1", "[::]:1", "example.com:80", "8377", ":1", "localhost", "", "127.0.0.1:65536", "::1:-1"),
+            # Abstract sockets, which every user may connect to, and paths that mean nothing.
+            *("unix:", "unix:\0name", "unix:/a\0b", "unix:relative.sock", f"127.0.0.1:{'9' * 5000}"),
+        ],
+        ids=lambda text: repr(text)[:20],
+    )
     def test_of_others_are_refused(self, text: str) -> None:
         with pytest.raises(ConfigError, match="must be an address of this machine alone"):
             Address(text).bind()
