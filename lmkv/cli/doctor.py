@@ -21,6 +21,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lmkv import __version__
 from lmkv.chunks import codec
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.cli.measure.probe import try_folder
@@ -207,8 +208,8 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
 
 def examine_versions() -> Iterator[Finding]:
     yield Finding("versions", "Python", platform.python_version())
-    for name in ("lmkv", "torch"):
-        yield Finding("versions", name, version(name))
+    yield Finding("versions", "lmkv", __version__)
+    yield Finding("versions", "torch", version("torch"))
     checksums = codec.CHECKSUMS
     slow = 'a third of the time with: pip install "lmkv[disk]"' if checksums == "zlib" else ""
     yield Finding("versions", "checksums", checksums, note=slow)
