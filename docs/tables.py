@@ -1,27 +1,52 @@
 #!/usr/bin/env python3
-"""Write the tables of moving-from-lmcache.md from lmkv/lmcache.toml: python docs/lmcache_tables.py"""
+"""Write what pages have from the code, between their marks: python docs/tables.py"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from lmkv.config import Config
+from lmkv.config import Config, Setting
 from lmkv.lmcache import table
 
-PAGE = Path(__file__).with_name("moving-from-lmcache.md")
-BEGIN = "<!-- From here to the end mark: python docs/lmcache_tables.py -->\n"
+HERE = Path(__file__).parent
+BEGIN = "<!-- From here to the end mark: python docs/tables.py -->\n"
 END = "<!-- End -->\n"
 
 
-def page() -> str:
+def page(name: str) -> str:
     """The page as it must be."""
-    head, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    head, _, rest = (HERE / name).read_text("utf-8").partition(BEGIN)
     tail = rest.partition(END)[2]
-    return head + BEGIN + "\n".join(["", *tables(), "", END]) + tail
+    return head + BEGIN + "\n".join(["", *PAGES[name](), "", END]) + tail
 
 
-def tables() -> Iterator[str]:
+# -- settings ------------------------------------------------------------------------------------------
+
+
+def settings() -> Iterator[str]:
+    yield from ("| key | default | meaning |", "|---|---|---|")
+    for setting in Config().describe():
+        yield f"| `{setting.name}` | {default(setting)} | {setting.doc} |"
+
+
+def default(setting: Setting) -> str:
+    return in_words(setting.default) + unit(setting)
+
+
+def in_words(value: object) -> str:
+    return {"None": "none", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def unit(setting: Setting) -> str:
+    return f" {setting.unit}" if setting.unit.isalpha() else ""
+
+
+# -- LMCache's settings --------------------------------------------------------------------------------
+
+
+def lmcache() -> Iterator[str]:
     yield from ("### Used", "", "| LMCache | default there | here | default here | |", "|---|---|---|---|---|")
     yield from used()
     yield from ("", "### Refused", "", "| keys | why |", "|---|---|", *by_reason("refused"))
@@ -29,13 +54,12 @@ def tables() -> Iterator[str]:
 
 
 def used() -> Iterator[str]:
-    settings = {setting.name: setting for setting in Config().describe()}
+    ours = {setting.name: setting for setting in Config().describe()}
     for entry in table().values():
         if entry.kind == "mapped":
-            here = settings[entry.setting]
-            default = {"None": "none", "True": "true", "False": "false"}.get(str(here.default), str(here.default))
-            unit = f" {here.unit}" if here.unit.isalpha() else ""
-            yield f"| `{entry.key}` | {entry.default}{unit} | `{here.name}` | {default}{unit} | {entry.note} |"
+            here = ours[entry.setting]
+            there = f"{entry.default}{unit(here)}"
+            yield f"| `{entry.key}` | {there} | `{here.name}` | {default(here)} | {entry.note} |"
 
 
 def by_reason(kind: str) -> Iterator[str]:
@@ -47,5 +71,41 @@ def by_reason(kind: str) -> Iterator[str]:
         yield f"| {', '.join(keys)} | {why} |"
 
 
+# -- commands ------------------------------------------------------------------------------------------
+
+
+def commands() -> Iterator[str]:
+    import typer
+
+    from lmkv.cli.app import app
+
+    yield from command("lmkv", typer.main.get_command(app), None)
+
+
+def command(name: str, found: Any, parent: Any) -> Iterator[str]:
+    """A group's commands, or one command: what it does, and its arguments and options."""
+    context = found.make_context(name, [], parent=parent, resilient_parsing=True)
+    for inner in getattr(found, "commands", {}).values():
+        yield from command(f"{name} {inner.name}", inner, context)
+    if not hasattr(found, "commands"):
+        usage = " ".join(found.collect_usage_pieces(context))
+        yield from (f"## {name}", "", f"    {name} {usage}".rstrip(), "", found.help or "", "")
+        rows = [row for parameter in found.params if (row := parameter.get_help_record(context))]
+        if rows:
+            yield from ("| | |", "|---|---|", *(f"| `{cell(left)}` | {cell(right)} |" for left, right in rows), "")
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "commands.md": commands,
+    "configuration.md": settings,
+    "moving-from-lmcache.md": lmcache,
+}
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page(), "utf-8")
+    for name in PAGES:
+        (HERE / name).write_text(page(name), "utf-8")
