@@ -31,9 +31,9 @@ from attrs import frozen
 
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.remote.base import RemoteBackend
+from lmkv.config.remote_url import SCHEMES, RemoteURL
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
-from lmkv.remote_url import SCHEMES, RemoteURL
 
 MIB = 1 << 20
 VALUE = 4 * MIB

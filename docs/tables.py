@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkv.config import Config, Setting
-from lmkv.lmcache import table
+from lmkv.config.lmcache import table
 
 HERE = Path(__file__).parent
 BEGIN = "<!-- From here to the end mark: python docs/tables.py -->\n"

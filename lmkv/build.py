@@ -13,10 +13,10 @@ from lmkv.backends.disk.description import describe
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
+from lmkv.config.remote_url import SCHEMES
 from lmkv.memory.shared_folder import check_in_memory, clamp_shared_memory
 from lmkv.policies import make_admission, make_policy
 from lmkv.protocols import Tier
-from lmkv.remote_url import SCHEMES
 from lmkv.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)

@@ -133,6 +133,7 @@ class Engine:
             )
         self._namespace = namespace
         self._layout = layout
+        self._pages = layout.pages_per_chunk(0)
         self._pin_ttl = pin_ttl
         self._copier: Copier | None = make_copier(memory, layout, store.slab, rank) if memory else None
         self._copy_lock = threading.Lock()
@@ -336,7 +337,7 @@ class Engine:
         """The keys of the whole chunks that `blocks` covers, and the block ids as plain ints."""
         self._check_copies()
         ids = block_ids(blocks)
-        return self.keys(tokens, variant)[: len(ids) // self._layout.pages_per_chunk(0)], ids
+        return self.keys(tokens, variant)[: len(ids) // self._pages], ids
 
     def _first_chunk(self, skip_tokens: Any, keys: Sequence[ChunkKey]) -> int:
         if isinstance(skip_tokens, bool) or not isinstance(skip_tokens, int) or skip_tokens < 0:
@@ -348,8 +349,8 @@ class Engine:
         return [self._chunk_copy(slot, blocks, index) for index, slot in enumerate(lease.slots, first)]
 
     def _chunk_copy(self, slot: int, blocks: list[int], index: int) -> ChunkCopy:
-        pages = self._layout.pages_per_chunk(0)
-        return ChunkCopy(slot, (Run(0, blocks[index * pages : (index + 1) * pages]),))
+        start = index * self._pages
+        return ChunkCopy(slot, (Run(0, blocks[start : start + self._pages]),))
 
     def _note_retrieved(self, keys: Sequence[ChunkKey], start: int, done: int) -> None:
         """Chunks [start, done) of those asked for were loaded, which is a use of all before `done`."""

@@ -185,6 +185,12 @@ class ObjectServer(Server):
         if self.kind != "rclone":
             self._create_bucket()
 
+    def expect(self, secret: str) -> None:
+        """Start rclone again: from now on its user has another secret."""
+        self.kill()
+        self._command = [f"{self.USER},{secret}" if self.USER in word else word for word in self._command]
+        self.start()
+
     def _create_bucket(self) -> None:
         path, headers = "/bucket", {}
         if self.kind == "azurite":

@@ -13,8 +13,7 @@ import pytest
 from attrs import evolve
 from attrs.exceptions import FrozenInstanceError
 
-import lmkv.config
-from lmkv.config import GIB, Config, Setting
+from lmkv.config import GIB, Config, Setting, lmcache
 from lmkv.errors import ConfigError, shown
 from lmkv.policies import FIFO, make_admission, make_policy
 
@@ -160,7 +159,7 @@ def test_reserved_and_foreign_variables_are_no_settings(name: str) -> None:
 
 
 def test_no_setting_looks_like_a_service_link() -> None:
-    assert not [name for name in DEFAULTS if lmkv.config.SERVICE_LINK.fullmatch(f"LMKV_{name.upper()}")]
+    assert not [name for name in DEFAULTS if lmcache.SERVICE_LINK.fullmatch(f"LMKV_{name.upper()}")]
 
 
 @pytest.mark.parametrize("word", ["true", "1", "yes", "on", "TRUE", "On", " yes "])

@@ -17,7 +17,8 @@ import torch
 from attrs import define, evolve, field, frozen
 from hypothesis import event, given, settings, strategies as st
 
-from lmkv import Config, Engine, lmcache
+from lmkv import Config, Engine
+from lmkv.config import lmcache
 from lmkv.errors import ConfigError, UsageError
 from tests.kit import LIMIT
 

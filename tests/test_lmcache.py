@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmkv import Config, Engine, lmcache
-from lmkv.config import read_yaml
+from lmkv import Config, Engine
+from lmkv.config import lmcache, read_yaml
 from lmkv.errors import ConfigError, shown
 from tests.test_config import ALIASES
 

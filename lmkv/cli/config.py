@@ -15,11 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lmkv import lmcache
 from lmkv.cli.doctor import json_object
-from lmkv.config import Config, Setting, read_yaml
+from lmkv.config import Config, Setting, lmcache, read_yaml
+from lmkv.config.lmcache import Translation
 from lmkv.errors import ConfigError
-from lmkv.lmcache import Translation
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and convert settings, lmkv's own and LMCache's.")
 

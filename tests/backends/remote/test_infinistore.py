@@ -19,8 +19,8 @@ from tests.backends.remote.own_network import Server, own_network
 from tests.servers import missing
 
 PORT = 22345
-PYTHON = os.environ.get("INFINISTORE_PYTHON", sys.executable)
-"""The server was built for uvloop 0.21, and needs an environment that has it."""
+UVLOOP = os.environ.get("INFINISTORE_UVLOOP", "")
+"""The server was built for uvloop 0.21: a folder that has it, where the environment's is another one."""
 
 SERVER = """if True:
     import infinistore.server
@@ -33,19 +33,24 @@ SERVER = """if True:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if importlib.util.find_spec("infinistore") is None:
         missing("infinistore", "pip install --no-deps infinistore")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([UVLOOP, os.environ.get("PYTHONPATH", "")])}
     uvloop = subprocess.run(
-        [PYTHON, "-c", "import uvloop; print(uvloop.__version__)"], check=False, capture_output=True, text=True
+        [sys.executable, "-c", "import uvloop; print(uvloop.__version__)"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=env,
     )
     if not uvloop.stdout.startswith("0.21."):
-        missing("infinistore", f"its server needs uvloop 0.21 in the environment of INFINISTORE_PYTHON={PYTHON}")
+        missing("infinistore", "needs uvloop 0.21: pip install --target DIR uvloop==0.21.0, INFINISTORE_UVLOOP=DIR")
     folder = tmp_path_factory.mktemp("infinistore")
     with own_network("infinistore"):
         server = Server(
             folder / "server.log",
             PORT,
-            *(PYTHON, "-c", SERVER, "--host", "127.0.0.1", "--service-port", str(PORT), "--manage-port", "18080"),
-            *("--prealloc-size", "1", "--log-level", "error"),
-            env={**os.environ, "LD_PRELOAD": str(device_in(folder))},
+            *(sys.executable, "-c", SERVER, "--service-port", str(PORT), "--manage-port", "18080"),
+            *("--host", "127.0.0.1", "--prealloc-size", "1", "--log-level", "error"),
+            env={**env, "LD_PRELOAD": str(device_in(folder))},
         )
         yield server
         server.kill()

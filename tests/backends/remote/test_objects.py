@@ -465,6 +465,19 @@ def test_wrong_keys_are_refused_and_shown_nowhere(
     assert not [text for text in texts if secret in text or quote(secret) in text]
 
 
+def test_keys_that_end_in_the_middle_are_misses_until_they_hold_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with object_server("rclone", tmp_path) as server, closing(backend_of(server.url())) as backend:
+        chunk = chunk_of(100)
+        assert statuses(backend, [chunk]) == [STORED]
+        server.expect("another")
+        texts = assert_unavailable(backend, chunk)
+        server.expect(SECRET)
+        assert read_back(backend, chunk) == chunk.payload
+    assert not [text for text in [*texts, caplog.text] if SECRET in text or quote(SECRET) in text]
+
+
 def test_a_shared_access_signature_is_shown_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with object_server("azurite", tmp_path) as server:

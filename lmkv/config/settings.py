@@ -18,11 +18,11 @@ from urllib.parse import unquote
 
 from attrs import Attribute, field, fields, frozen
 
-from lmkv import lmcache
+from lmkv.config import lmcache
+from lmkv.config.lmcache import EXTRA, SERVICE_LINK, VARIABLE
+from lmkv.config.remote_url import SCHEMES, RemoteURL, Secret
 from lmkv.errors import ConfigError, shown
-from lmkv.lmcache import EXTRA, SERVICE_LINK, VARIABLE
 from lmkv.policies import ADMISSIONS, POLICIES
-from lmkv.remote_url import SCHEMES, RemoteURL, Secret
 
 GIB: Final = 1 << 30
 """Bytes in a GiB, which sizes are given in."""

@@ -94,7 +94,7 @@ class Translation:
 @functools.cache
 def table() -> Mapping[str, Entry]:
     """Everything that lmkv knows of LMCache's settings, by key."""
-    groups = tomllib.loads((files("lmkv") / "lmcache.toml").read_text("utf-8"))
+    groups = tomllib.loads((files("lmkv.config") / "lmcache.toml").read_text("utf-8"))
     entries = [Entry(key=key, kind="mapped", **row) for key, row in groups.pop("mapped").items()]
     for kind, rows in groups.items():
         entries += [Entry(kind=kind, key=key, **row) for row in rows for key in row.pop("keys")]
