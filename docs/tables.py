@@ -100,7 +100,7 @@ def cell(text: str) -> str:
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
-    "commands.md": commands,
+    "command-options.md": commands,
     "configuration.md": settings,
     "moving-from-lmcache.md": lmcache,
 }
