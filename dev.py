@@ -41,6 +41,8 @@ OLDEST_VLLM = "0.29.0"
 """The CPU build. Its dependencies are those of the one in the environment, which it lies beside."""
 
 UNIT = ["-m", "not vllm and not gpu and not nightly"]
+IN_PARALLEL = ["-n", str(min(8, 1 + (os.cpu_count() or 1))), "--dist", "worksteal"]
+"""One process more than cores: some tests wait."""
 ON_VLLM = ["-m", "vllm and not gpu and not nightly"]
 CALLS_OF_THE_CONNECTOR = [
     "tests/vllm/test_connector.py",
@@ -168,7 +170,7 @@ def pytest(*args: str, **variables: str) -> int:
 def test(args: list[str]) -> int:
     if args:
         return pytest(*args)
-    parts = {"unit": UNIT, "vllm": ON_VLLM}
+    parts = {"unit": [*UNIT, *IN_PARALLEL], "vllm": ON_VLLM}
     if has_nvidia_gpu():
         parts["gpu"] = ON_GPU
     failed = False
@@ -184,7 +186,7 @@ def test(args: list[str]) -> int:
 
 
 def unit(args: list[str]) -> int:
-    return pytest(*UNIT, *args)
+    return pytest(*UNIT, *IN_PARALLEL, *args)
 
 
 def oldest(args: list[str]) -> int:
