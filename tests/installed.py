@@ -17,7 +17,7 @@ def main(checkout: Path) -> None:
     installed = Path(lmkv.__file__).parent
     assert "site-packages" in installed.parts, installed
     assert content(installed) == content(checkout / "lmkv")
-    assert {"py.typed", "lmcache.toml"} <= content(installed)
+    assert {"py.typed", "config/lmcache.toml"} <= content(installed)
 
     ours = distribution("lmkv")
     assert any(file.match("licenses/LICENSE") for file in ours.files or []), ours.files
