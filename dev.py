@@ -6,7 +6,8 @@
     python3 dev.py test ARGS        pytest ARGS
     python3 dev.py unit [ARGS]      only what needs no vLLM
     python3 dev.py oldest [ARGS]    part of the suite on the oldest vLLM that is supported
-    python3 dev.py lint             ruff check, ruff format --check, mypy --strict
+    python3 dev.py lint             ruff check, ruff format --check, mypy --strict, docs
+    python3 dev.py docs             the documentation as a site, in build/docs
     python3 dev.py bench [ARGS]     lmkv bench
     python3 dev.py sh CMD [ARGS]    any command, inside the environment
 
@@ -32,6 +33,7 @@ VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 STAMP = VENV / "lmkv-installed"
 REQUIREMENTS = ROOT / "requirements"
+TOOLS = ["-r", str(REQUIREMENTS / "dev.txt"), "-r", str(REQUIREMENTS / "docs.txt")]
 
 Command = list[str]
 
@@ -99,7 +101,7 @@ def steps_to_install() -> Iterator[tuple[str, Command]]:
     if has_nvidia_gpu():
         # Not run yet on a machine with a GPU.
         yield "vllm 0.32.0", pip("install", "vllm==0.32.0")
-        yield "tools", pip("install", "-r", str(REQUIREMENTS / "dev.txt"))
+        yield "tools", pip("install", *TOOLS)
         yield "lmkv", pip("install", "-e", f"{ROOT}[cli]")
         return
     yield "torch 2.13.0", pip("install", "torch==2.13.0")
@@ -108,7 +110,7 @@ def steps_to_install() -> Iterator[tuple[str, Command]]:
     # vLLM imports these where it finds them, and they must match torch to the build.
     misfits = ("torchvision", "torchaudio", "torchcodec")
     yield f"no {', '.join(misfits)}", pip("uninstall", "-y", *misfits)
-    yield "tools", pip("install", "-r", str(REQUIREMENTS / "dev.txt"))
+    yield "tools", pip("install", *TOOLS)
     yield "lmkv", pip("install", "--no-deps", "-e", str(ROOT))
 
 
@@ -201,7 +203,12 @@ def oldest(args: list[str]) -> int:
 def lint(args: list[str]) -> int:
     checks = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "--strict", "lmkv"])
     codes = [run(*check, cwd=ROOT) for check in checks]
-    return max(codes)
+    return max(*codes, docs([]))
+
+
+def docs(args: list[str]) -> int:
+    # A missing name of ours, a broken link, a heading that is skipped: each is an error.
+    return run("sphinx-build", "-W", "--keep-going", "-n", "-E", "-q", "docs", "build/docs", *args, cwd=ROOT)
 
 
 def demo(args: list[str]) -> int:
@@ -217,7 +224,7 @@ def sh(args: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (demo, test, unit, oldest, lint, bench, sh)
+    command.__name__: command for command in (demo, test, unit, oldest, lint, docs, bench, sh)
 }
 
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "engine": ("Engine", "EngineStats", "Variant"),
+    "config": ("Config",),
     "chunks.layout": ("KVLayout", "LayerPages"),
     "chunks.namespace": ("Namespace",),
-    "config": ("Config",),
-    "engine": ("Engine", "EngineStats", "Variant"),
     "errors": (
         *("BackendError", "BackendUnavailable", "ClosedError", "ConfigError", "CorruptChunkError"),
         *("LmkvError", "NoSpaceError", "TransferTimeout", "UsageError"),

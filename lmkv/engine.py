@@ -191,7 +191,7 @@ class Engine:
 
     @property
     def chunk_size(self) -> int:
-        """Tokens per chunk: only whole chunks are stored and found."""
+        """Tokens per chunk; only whole chunks are stored and found."""
         return self._layout.chunk_size
 
     def keys(self, tokens: Tokens, variant: Variant = _PLAIN) -> list[ChunkKey]:

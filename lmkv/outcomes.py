@@ -14,11 +14,11 @@ class Presence(Enum):
 
     MISS = "miss"
     READY = "ready"
-    """Complete in the primary tier: it can be leased now."""
+    """Complete in the primary tier; it can be leased now."""
     PENDING = "pending"
     """Being stored in the primary tier, or promoted into it."""
     SECONDARY = "secondary"
-    """In a lower tier only: it can be promoted."""
+    """In a lower tier only; it can be promoted."""
 
 
 class ReadStatus(Enum):

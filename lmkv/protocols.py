@@ -186,8 +186,8 @@ class Tier:
         At most so many bytes; None for as many as the backend takes. A primary tier's is that of its slots.
     admission : Admission, optional
         Which chunks the tier takes; None for all. A primary tier takes all.
-    write : {"through", "back"}
-        Whether a lower tier gets a chunk as it is stored, or as it is evicted from host memory.
+    write : str
+        When a lower tier gets a chunk: "through": as it is stored, "back": as it is evicted from host memory.
 
     Examples
     --------

@@ -9,7 +9,9 @@ from pathlib import Path
 from attrs import frozen
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "docs" / "index.md"})
+"""Those that are read on GitHub: all but the list of pages that the site is made from."""
+
 
 FENCE = re.compile(
     r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -104,6 +105,7 @@ def test_the_backend_of_the_docs_is_short(tmp_path: Path) -> None:
     ("page", "script", "printed"),
     [
         ("write-a-backend.md", "use_it.py", ["stored 768", "retrieved 768", "equal True"]),
+        ("policies.md", "own_policy.py", ["[b'b']"]),
         ("tutorial.md", "library.py", ["stored 768", "on disk 768", "prefetched 768 {'disk': 768}", "retrieved 768"]),
     ],
 )
@@ -121,15 +123,22 @@ def rows(page: str) -> list[str]:
     return [line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("| ")]
 
 
-def test_the_settings_are_those_of_config() -> None:
-    """On failure, put what is expected into docs/configuration.md."""
-    expected = []
-    for setting in Config().describe():
-        value = str(setting.default)
-        default = {"None": "none", "True": "true", "False": "false"}.get(value, value)
-        unit = f" {setting.unit}" if setting.unit.isalpha() else ""
-        expected.append(f"| `{setting.name}` | {default}{unit} | {setting.doc} |")
-    assert [row for row in rows("configuration.md") if row.startswith("| `")] == expected
+TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+DRAW = runpy.run_path(str(ROOT / "docs" / "drawings" / "draw.py"))
+
+
+@pytest.mark.parametrize("name", TABLES["PAGES"])
+def test_what_pages_have_from_the_code_is_up_to_date(name: str) -> None:
+    """On failure: python docs/tables.py"""
+    assert (ROOT / "docs" / name).read_text() == TABLES["page"](name)
+
+
+@pytest.mark.parametrize("source", DRAW["SOURCES"], ids=name_of)
+def test_drawings_are_those_of_their_sources(source: Path) -> None:
+    """On failure: python docs/drawings/draw.py"""
+    drawing = source.with_suffix(".svg").read_text()
+    assert DRAW["digest"](source) in drawing
+    assert ElementTree.fromstring(drawing).tag == "{http://www.w3.org/2000/svg}svg"
 
 
 def test_every_exception_is_explained() -> None:
@@ -158,12 +167,6 @@ def test_every_test_that_proves_a_row_exists(page: str) -> None:
     ]
     assert named
     assert missing == []
-
-
-def test_the_tables_of_lmcache_settings_are_up_to_date() -> None:
-    """On failure: python docs/lmcache_tables.py"""
-    written = runpy.run_path(str(ROOT / "docs" / "lmcache_tables.py"))
-    assert (ROOT / "docs" / "moving-from-lmcache.md").read_text() == written["page"]()
 
 
 def test_every_row_of_the_documents_names_a_test_or_is_open() -> None:

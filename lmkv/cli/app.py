@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as version_of
-
 import typer
 
+from lmkv import __version__
 from lmkv.cli import bench, config, demo, doctor, inspect, model, server, top
 
 app = typer.Typer(
@@ -32,4 +31,4 @@ app.command("model")(model.model)
 @app.command("version")
 def version() -> None:
     """Print the version of lmkv."""
-    typer.echo(version_of("lmkv"))
+    typer.echo(__version__)

@@ -21,6 +21,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lmkv import __version__
 from lmkv.chunks import codec
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import ALIGNMENT
@@ -226,8 +227,8 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
 
 def examine_versions() -> Iterator[Finding]:
     yield Finding("versions", "Python", platform.python_version())
-    for name in ("lmkv", "torch"):
-        yield Finding("versions", name, version(name))
+    yield Finding("versions", "lmkv", __version__)
+    yield Finding("versions", "torch", version("torch"))
     checksums = codec.CHECKSUMS
     slow = 'a third of the time with: pip install "lmkv[disk]"' if checksums == "zlib" else ""
     yield Finding("versions", "checksums", checksums, note=slow)
@@ -290,12 +291,21 @@ def show(findings: list[Finding], problems: list[str]) -> None:
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True, width=names)
         table.add_column(overflow="fold")
-        table.add_column(overflow="fold", style="dim")
-        for found in group:
-            value = Text(found.value, "red" if found.problem else "")
-            table.add_row(Text(found.name), value, Text(found.note))
+        for row in values_and_notes(list(group), console.width - names - 4):
+            table.add_row(*row)
         console.print(Text(area, "bold"), Padding(table, (0, 0, 1, 2)), sep="\n")
     for problem in problems:
         console.print(Text.assemble(("Will not work:", "red"), " ", problem), soft_wrap=True)
     if not problems:
         console.print("Nothing is wrong.")
+
+
+def values_and_notes(findings: list[Finding], room: int) -> Iterator[tuple[Text, Text]]:
+    """Names, and values with their notes: in a column beside them, or below where that would break words."""
+    beside = [found for found in findings if len(found.value) + 2 + len(found.note) <= room]
+    width = max((len(found.value) for found in beside), default=0)
+    for found in findings:
+        fits = max(width, len(found.value)) + 2 + len(found.note) <= room
+        gap = " " * (width - len(found.value) + 2) if fits else "\n"
+        value = Text(found.value, "red" if found.problem else "")
+        yield Text(found.name), Text.assemble(value, gap if found.note else "", (found.note, "dim"))

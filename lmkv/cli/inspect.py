@@ -173,7 +173,7 @@ def show(found: list[Content], totals: list[Totals]) -> None:
         row = (
             one.digest.hex()[:_SHOWN_DIGITS],
             one.namespace.model if one.namespace else "not described",
-            one.namespace.dtype if one.namespace else "",
+            one.namespace.dtype.removeprefix("torch.") if one.namespace else "",
             f"{len(one.chunks):,}",
             f"{total.tokens:,}",
             f"{one.nbytes / GIB:.2f}",

@@ -188,6 +188,16 @@ class TestShow:
         assert shown.count(value) == 6
         assert f"Will not work: problem {value}" in shown
 
+    def test_no_word_is_broken_at_80_columns(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "80")
+        path, note = f"/{'folder' * 8}", "environment LMKV_LOCAL_DISK"
+        found = [Finding("area", "a_name_of_twenty_letters", path, note=note), Finding("area", "short", "1", note=note)]
+        doctor.show(found, [])
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert lines[1:4] == [["a_name_of_twenty_letters", path], note.split(), ["short", "1", *note.split()]]
+
     def test_the_command_shows_a_bad_value_as_it_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(old_vllm(tmp_path))
         for value in ("[/x]", "[red]"):

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from lmkv.cli.measure.small_model import SmallModel
-from tests.pages import ROOT, extracted
+from tests.pages import ROOT
 from tests.vllm.server import child_environment
 
 EXAMPLES = ROOT / "examples"
@@ -22,11 +22,10 @@ EAGER = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
 NOT_COMPUTED = re.compile(r"([\d,]+) of ([\d,]+) prompt tokens not computed$", re.MULTILINE)
 
 
-def run(script: Path, *arguments: str, folder: Path | None = None, **env: str) -> str:
+def run(script: Path, *arguments: str, **env: str) -> str:
     """What the script prints on its standard output."""
     done = subprocess.run(
         [sys.executable, script, *arguments],
-        cwd=folder,
         # In one process it starts sooner; test_multiprocess has the other mode.
         env=child_environment(**{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", **env}),
         capture_output=True,
@@ -86,12 +85,3 @@ def test_offline_with_spawned_processes(tmp_path: Path) -> None:
     texts = re.findall(r"^Generated text: .+$", printed, re.MULTILINE)
     assert len(texts) == 2
     assert texts[0] == texts[1]
-
-
-def test_the_tutorials_first_step(model: Path, tmp_path: Path) -> None:
-    extracted("tutorial.md", tmp_path)
-    (tmp_path / "small-model").symlink_to(model)
-    printed = run(tmp_path / "offline.py", folder=tmp_path)
-    lines = printed.splitlines()[-2:]
-    assert lines[0] == "first: 0 tokens loaded"
-    assert "".join(f"    {line}\n" for line in lines) in (ROOT / "docs" / "tutorial.md").read_text()
