@@ -162,7 +162,9 @@ class Engine:
         mapping, the names in their order are part of the namespace by themselves. Raises UsageError for tensors
         that are not blocks of dense bytes.
         """
-        config = config or Config.load()
+        config = Config.load() if config is None else config
+        if not isinstance(config, Config):
+            raise UsageError(f"config must be a Config, as Config.load(...) makes one, not {shown(config)}")
         if not isinstance(kv_caches, Iterable):
             raise UsageError(f"kv_caches must be tensors, one per layer, not a {type(kv_caches).__name__}")
         tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)

@@ -275,6 +275,12 @@ def test_a_block_size_that_is_no_count_is_refused(size: Any) -> None:
         Engine.open(paged(), block_size=size, model="m", config=Config(max_local_cpu_size=0.001))
 
 
+@pytest.mark.parametrize("config", [{"chunk_size": 256}, {}, "lmkv.yaml"], ids=repr)
+def test_what_is_no_config_is_refused(config: Any) -> None:
+    with pytest.raises(UsageError, match=r"as Config\.load"):
+        Engine.open([torch.zeros(4, 4, 2)], block_size=4, model="m", config=config)
+
+
 def test_a_file_in_the_way_of_the_disk_tier_is_named(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a file")
     for folder in (tmp_path / "kv", tmp_path / "kv" / "below"):
