@@ -73,7 +73,7 @@ class Engines:
         wanted = body.pop("engine", None)
         numbers = [self.number, *sorted(self._others)]
         if wanted not in (None, *numbers):
-            raise EngineError(f"there is no engine {wanted}; there are {', '.join(map(str, numbers))}", 404)
+            raise EngineError(f"there is no such engine; there are {', '.join(map(str, numbers))}", 400)
         asked = numbers if wanted is None else [wanted]
         others = [self._other(number, method, path, body) for number in asked if number != self.number]
         mine = [run_in_threadpool(call)] if self.number in asked else []
@@ -90,7 +90,8 @@ class Engines:
             if (status := error.response.status_code) in _REFUSED:
                 raise EngineError(_detail(error.response), status) from None
             return None if status == 404 else {"away": str(error)}
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, ValueError) as error:
+            # ValueError: what was asked, or is answered, is no JSON.
             return {"away": f"{type(error).__name__}: {error}"}
 
     async def close(self) -> None:

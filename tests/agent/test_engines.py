@@ -111,7 +111,7 @@ def test_an_engine_that_is_away_is_named(stores: list[TieredStore], servers: lis
     assert "ConnectError" in client.requests()["away"]["1"]
     with pytest.raises(httpx.HTTPStatusError, match=r"503 .*engine 1 is away"):
         client.lookup(TEXT, engine=1)
-    with pytest.raises(httpx.HTTPStatusError, match=r"404 .*there is no engine 7; there are 0, 1"):
+    with pytest.raises(httpx.HTTPStatusError, match=r"400 .*there is no such engine; there are 0, 1"):
         client.lookup(TEXT, engine=7)
 
 

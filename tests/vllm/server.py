@@ -86,8 +86,8 @@ def free_port() -> int:
 class Server:
     """vLLM's OpenAI API server in its default multi-process mode, on loopback.
 
-    `options` go to lmkv, as `kv_connector_extra_config`. What it prints is in `log`. Its KV space is twice as
-    large as the longest request.
+    `options` go to lmkv, as `kv_connector_extra_config`. `engines`: with data parallelism. What it prints is in
+    `log`. Its KV space is twice as large as the longest request.
     """
 
     def __init__(
@@ -97,11 +97,13 @@ class Server:
         options: Mapping[str, Any],
         role: str = "kv_both",
         max_model_len: int = 2048,
+        engines: int = 1,
         **environment: str,
     ) -> None:
         self.log = log
         self.max_model_len = max_model_len
         self.role = role
+        self.engines = engines
         self.port = free_port()
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
@@ -129,6 +131,7 @@ class Server:
             "--max-model-len": self.max_model_len,
             "--block-size": BLOCK,
             "--kv-cache-memory-bytes": self.max_model_len * (17 << 20) // 2048,
+            "--data-parallel-size": self.engines,
             "--kv-transfer-config": json.dumps(transfer),
         }
         named = [str(word) for flag in flags.items() for word in flag]

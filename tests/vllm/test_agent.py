@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from lmkv.agent.client import Client
-from tests.kit import LIMIT
+from tests.kit import LIMIT, eventually
 from tests.vllm.harness import engine, external_hits
+from tests.vllm.server import SERVED_NAME, Server, serving_together
 
 TEXT = "The same words are before every question. " * 40
 """A token per byte."""
@@ -58,3 +61,33 @@ def test_a_prompt_is_prefetched_from_disk_before_its_request(
             assert external_hits(first.run([ids])[0]) == 0
     with pytest.raises(httpx.ConnectError), Client(url, "letmein") as client:
         client.stats()
+
+
+@pytest.mark.nightly
+def test_one_address_answers_for_both_engines_of_a_server(model: Path, tmp_path: Path) -> None:
+    path = f"/tmp/lmkv-{os.getpid()}-engines.sock"
+    options = {"local_disk": str(tmp_path / "kv"), "max_local_cpu_size": 0.125, "disk_min_free": 0.0}
+    options |= {"max_local_disk_size": 1.0, "agent_listen": f"unix:{path}"}
+    made = Server(model, tmp_path / "log", options, engines=2)
+
+    def complete(engine: int) -> Any:
+        body = {"model": SERVED_NAME, "prompt": TEXT, "max_tokens": 1}
+        headers = {"X-data-parallel-rank": str(engine)}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=LIMIT)
+        return answer.raise_for_status().json()
+
+    with serving_together(made) as (server,), Client(f"unix:{path}") as client:
+        eventually(lambda: len(client.stats().get("engines", ())) == 2, "the second engine's announcement")
+        complete(0)
+        eventually(lambda: client.lookup(TEXT, engine=1)["sources"] == {"disk": len(TEXT)}, "the chunks on the disk")
+        ready = client.prefetch(TEXT, wait=LIMIT, engine=1)
+        assert ready["ready_tokens"] == len(TEXT)
+        answer = complete(1)
+        explained = client.explain(answer["id"])
+        assert (explained["engine"], explained["sources"]) == (1, {"cpu": len(TEXT) - 1})
+        assert [each["engine"] for each in client.requests()["requests"]] == [1, 0]
+        assert client.clear()["deleted_chunks"] > 0
+        assert client.lookup(TEXT)["hit_tokens"] == 0
+    for left in Path("/tmp").glob(f"{Path(path).name}*"):
+        # vLLM does not wait long for an engine's end; the next start would replace it.
+        left.unlink()
