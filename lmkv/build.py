@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 
+from attrs import evolve
+
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.description import describe
+from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
@@ -38,7 +41,7 @@ def build_store(
     )
     return TieredStore(
         Tier(host, make_policy(config.cache_policy)),
-        list(_lower_tiers(config, namespace)),
+        list(_lower_tiers(config, namespace, config.authentication_bytes)),
         io_threads=config.disk_io_threads,
         prefetch_share=config.prefetch_share,
         # Without a CPU tier the slots are mere staging.
@@ -47,12 +50,14 @@ def build_store(
     )
 
 
-def _lower_tiers(config: Config, namespace: Namespace) -> Iterator[Tier]:
-    """Nearest first."""
+def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Iterator[Tier]:
+    """Nearest first. Engines with different keys, or with and without one, have different namespaces."""
+    if key is not None:
+        namespace = evolve(namespace, extra={**dict(namespace.extra), "authentication": Authenticator(key).identifier})
     if config.shared_memory:
-        yield _shared_memory_tier(config, config.shared_memory, namespace)
+        yield _shared_memory_tier(config, config.shared_memory, namespace, key)
     if config.local_disk:
-        yield _disk_tier(config, config.local_disk, namespace)
+        yield _disk_tier(config, config.local_disk, namespace, key)
     names: Counter[str] = Counter()
     for url in config.remote_url:
         engine = SCHEMES[url.scheme]
@@ -67,15 +72,22 @@ def _lower_tiers(config: Config, namespace: Namespace) -> Iterator[Tier]:
             timeout=config.remote_timeout,
             chunk_tokens=namespace.chunk_size,
             name=engine if names[engine] == 1 else f"{engine}-{names[engine]}",
+            authentication_key=key,
         )
         # How many bytes it takes, and what it evicts, is the store's own business.
         yield Tier(backend, make_policy(config.cache_policy))
 
 
-def _shared_memory_tier(config: Config, folder: str, namespace: Namespace) -> Tier:
+def _shared_memory_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None) -> Tier:
     """Files in memory: what bypasses a page cache, syncs, or leaves free space on a disk is of no use there."""
     backend = LocalDiskBackend(
-        folder, namespace.digest, direct="off", chunk_tokens=namespace.chunk_size, shared=True, name="shared_memory"
+        folder,
+        namespace.digest,
+        direct="off",
+        chunk_tokens=namespace.chunk_size,
+        shared=True,
+        authentication_key=key,
+        name="shared_memory",
     )
     describe(folder, namespace)
     check_in_memory(folder)
@@ -83,7 +95,7 @@ def _shared_memory_tier(config: Config, folder: str, namespace: Namespace) -> Ti
     return Tier(backend, make_policy(config.cache_policy), capacity_bytes=capacity)
 
 
-def _disk_tier(config: Config, folder: str, namespace: Namespace) -> Tier:
+def _disk_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None) -> Tier:
     backend = LocalDiskBackend(
         folder,
         namespace.digest,
@@ -93,6 +105,7 @@ def _disk_tier(config: Config, folder: str, namespace: Namespace) -> Tier:
         chunk_tokens=namespace.chunk_size,
         # Another process may begin to use the folder at any time.
         shared=True,
+        authentication_key=key,
     )
     describe(folder, namespace)
     return Tier(

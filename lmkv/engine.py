@@ -11,17 +11,18 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, Self
 
 import torch
-from attrs import field, frozen
+from attrs import astuple, field, frozen
 
 from lmkv.build import build_store
 from lmkv.chunks.hashing import Tokens, chunk_keys, token_bytes
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
-from lmkv.errors import ClosedError, UsageError
+from lmkv.errors import ClosedError, UsageError, shown
 from lmkv.memory.copier import ChunkCopy, Copier, Run, block_ids
 from lmkv.memory.copiers import make_copier
 from lmkv.memory.layerwise import LayerReader, LayerWriter
@@ -34,6 +35,7 @@ from lmkv.store.tiers.iopool import Priority
 from lmkv.store.tiers.stats import StoreStats
 
 _READ_TIMEOUT = 30.0
+_FOREVER = 1e9
 
 
 @frozen
@@ -156,11 +158,15 @@ class Engine:
         """An engine over paged KV tensors, one per layer, with the tiers that `config` names.
 
         Each tensor has blocks of `block_size` tokens along `block_axis` (0, or 1 for `[2, block, ...]`).
-        `model` and `revision` must tell apart whatever computes different KV; shapes, strides and dtypes are
-        part of the namespace by themselves. Raises UsageError for tensors that are not blocks of dense bytes.
+        `model` and `revision` must tell apart whatever computes different KV; shapes, strides, dtypes and, of a
+        mapping, the names in their order are part of the namespace by themselves. Raises UsageError for tensors
+        that are not blocks of dense bytes.
         """
         config = config or Config.load()
+        if not isinstance(kv_caches, Iterable):
+            raise UsageError(f"kv_caches must be tensors, one per layer, not a {type(kv_caches).__name__}")
         tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
+        names = (list(kv_caches),) if isinstance(kv_caches, Mapping) else ()
         memory = PagedMemory.of(tensors, block_axis=block_axis)
         layout = memory.layout(config.chunk_size, [_positive(block_size, "block_size")])
         namespace = Namespace(
@@ -169,7 +175,7 @@ class Engine:
             dtype=str(tensors[0].dtype),
             chunk_size=config.chunk_size,
             block_size=block_size,
-            layout=repr((block_axis, [_page_format(tensor, block_axis) for tensor in tensors])),
+            layout=repr((block_axis, [_page_format(tensor, block_axis) for tensor in tensors], *names)),
         )
         store = build_store(config, namespace, layout, shared=False)
         try:
@@ -190,6 +196,7 @@ class Engine:
 
     def keys(self, tokens: Tokens, variant: Variant = _PLAIN) -> list[ChunkKey]:
         """The chunk keys of a prompt, one for each whole chunk."""
+        _check_variant(variant)
         root = self._namespace.root(
             cache_salt=variant.cache_salt,
             lora=variant.lora,
@@ -210,7 +217,7 @@ class Engine:
         `wait`: then every tier gets every chunk that it takes, and a prompt may be longer than host memory.
         """
         keys, ids = self._request(tokens, blocks, variant)
-        deadline = time.monotonic() + wait
+        deadline = time.monotonic() + _seconds(wait, "wait")
         done = self._store.match(keys)[1]
         with self._pace_lock if wait else contextlib.nullcontext():
             idle = False
@@ -341,7 +348,7 @@ class Engine:
 
     def _first_chunk(self, skip_tokens: Any, keys: Sequence[ChunkKey]) -> int:
         if isinstance(skip_tokens, bool) or not isinstance(skip_tokens, int) or skip_tokens < 0:
-            raise UsageError(f"skip_tokens must be an int of at least 0, not {skip_tokens!r}")
+            raise UsageError(f"skip_tokens must be an int of at least 0, not {shown(skip_tokens)}")
         return min(skip_tokens // self.chunk_size, len(keys))
 
     def _block_copies(self, lease: Lease, blocks: list[int], first: int) -> list[ChunkCopy]:
@@ -367,7 +374,7 @@ class Engine:
         # Half of the host tier at most: the rest serves everybody else meanwhile.
         promotion = self._store.promote(keys, limit=max(1, self._store.slab.num_slots // 2))
         try:
-            promotion.wait(timeout)
+            promotion.wait(_seconds(timeout, "timeout"))
             return self._store.lease(promotion.keys)
         finally:
             promotion.release()
@@ -403,9 +410,9 @@ class Engine:
         return self._store.match(keys)[1] * self.chunk_size
 
     def _discover(self, keys: Sequence[ChunkKey], timeout: float) -> None:
-        discovery = self._store.discover(keys)
+        seconds, discovery = _seconds(timeout, "timeout"), self._store.discover(keys)
         if discovery is not None:
-            discovery.wait(timeout)
+            discovery.wait(seconds)
 
     def prefetch(self, tokens: Tokens, *, variant: Variant = _PLAIN) -> Prefetch:
         """Start to bring a prompt's KV into host memory and return at once.
@@ -422,7 +429,7 @@ class Engine:
     def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = _PLAIN) -> int:
         """Keep what host memory has of a prompt there for `ttl` seconds; returns how many tokens that is."""
         self._check_open()
-        seconds = self._pin_ttl if ttl is None else ttl
+        seconds = self._pin_ttl if ttl is None else _seconds(ttl, "ttl")
         return self._store.pin(self.keys(tokens, variant), seconds) * self.chunk_size
 
     def unpin(self, tokens: Tokens, *, variant: Variant = _PLAIN) -> int:
@@ -448,13 +455,13 @@ class Engine:
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
         """Wait until what persistent tiers store is known, at most `timeout` seconds. Nothing requires it."""
-        return self._store.wait_indexed(timeout)
+        return self._store.wait_indexed(None if timeout is None else _seconds(timeout, "timeout"))
 
     def drain(self, timeout: float = 10.0) -> bool:
         """Wait until what was stored is in every tier that takes it, at most `timeout` seconds."""
         if self._store.forked:
             self._check_open()
-        return self._store.drain(timeout)
+        return self._store.drain(_seconds(timeout, "timeout"))
 
     def close(self) -> None:
         """Finish the I/O under way, bounded in time, and release memory and files. Idempotent."""
@@ -484,8 +491,26 @@ class Engine:
 
 def _positive(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} must be a positive int, not {value!r}")
+        raise UsageError(f"{name} must be a positive int, not {shown(value)}")
     return value
+
+
+def _check_variant(given: object) -> None:
+    """Its types, which decide what a key is made of."""
+    parts: Any = astuple(given, recurse=False) if isinstance(given, Variant) else (None, None, None)
+    salt, lora, tags = parts
+    if isinstance(tags, Mapping) and isinstance(lora, tuple | None):
+        texts = (*(lora or ("", "")), *tags, *tags.values(), "" if salt is None else salt)
+        if len(lora or "ab") == 2 and all(isinstance(text, str) for text in texts):
+            return
+    raise UsageError(f"variant must be a Variant of a str, a pair of them and a mapping of them, not {shown(given)}")
+
+
+def _seconds(value: Any, name: str) -> float:
+    """As a float that every clock can add: more than thirty years are as good as for ever."""
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+        raise UsageError(f"{name} must be a number of seconds, not {shown(value)}")
+    return float(value) if value < _FOREVER else _FOREVER
 
 
 def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:

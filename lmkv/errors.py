@@ -9,9 +9,6 @@ from __future__ import annotations
 import re
 import reprlib
 
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 80, 80, 40
-
 _IN_USER = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
 _IN_QUERY = re.compile(r"(?i)([?&][^=&#]*(?:password|passwd|secret|token|key|signature|\bsig)[^=&#]*)=[^&#]*")
 
@@ -25,6 +22,16 @@ def masked(text: str) -> str:
     return _IN_QUERY.sub(r"\1=***", _IN_USER.sub(r"\1:***@", text))
 
 
+def _masked_repr(x: str, level: int) -> str:
+    """Of a string at any depth, without the passwords in it."""
+    return reprlib.Repr.repr_str(_SHORT, masked(x), level)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 80, 80, 40
+_SHORT.repr_str = _masked_repr  # type: ignore[method-assign]
+
+
 def shown(value: object) -> str:
     """A value in a message: its repr in a line at most, however large the value is or bad its repr.
 
@@ -34,7 +41,7 @@ def shown(value: object) -> str:
     'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' [[[...]]]
     """
     try:
-        return _SHORT.repr(masked(value) if isinstance(value, str) else value)
+        return _SHORT.repr(value)
     except (ValueError, RecursionError, RuntimeError, TypeError):
         # An int of 5,000 digits has no repr; neither has an object of a user's that is broken.
         return f"a {type(value).__name__}"

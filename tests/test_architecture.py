@@ -57,30 +57,30 @@ ALLOWED: dict[str, frozenset[str]] = {
     "vllm.scheduler": STORE | {"vllm"},
     "testing": BASE | {"memory", "backends"},
     "cli.measure": BUILT | {"", "engine"},
-    "cli": BUILT | {"", "engine", "vllm", "cli.measure"},
+    "cli": BUILT | {"", "engine", "vllm", "cli.measure", "agent"},
 }
 """Room -> other rooms that it may import. A room is a folder or a module at the root, "" the package."""
 
 BUDGET = {
     "": 60,
-    "errors": 32,
+    "errors": 35,
     "outcomes": 50,
     "protocols": 90,
-    "config": 545,
-    "build": 85,
-    "engine": 320,
+    "config": 580,
+    "build": 95,
+    "engine": 335,
     "registry": 30,
-    "chunks": 360,
-    "memory": 1030,
+    "chunks": 495,
+    "memory": 1040,
     "policies": 165,
     "store": 980,
     "store.tiers": 1110,
     "backends": 370,
     "backends.disk": 730,
     "backends.remote": 980,
-    "agent": 305,
+    "agent": 640,
     "vllm": 1420,
-    "vllm.scheduler": 1420,
+    "vllm.scheduler": 1460,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 

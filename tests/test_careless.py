@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from lmkv import Config, Engine
-from lmkv.errors import BackendUnavailable, ClosedError, UsageError
+from lmkv import Config, Engine, Variant
+from lmkv.errors import BackendUnavailable, ClosedError, UsageError, shown
 from lmkv.protocols import Backend
 from lmkv.store.tiers.iopool import Job, Priority
 from tests.forked import Child
@@ -80,11 +80,29 @@ def test_the_block_axis_belongs_to_the_layout(tmp_path: Path) -> None:
     assert found_by(tmp_path, together) == 0
 
 
+def test_layers_of_the_same_shape_belong_to_their_names(tmp_path: Path) -> None:
+    first, second = paged()
+    config = {"chunk_size": CHUNK, "max_local_cpu_size": 0.001, "local_disk": str(tmp_path), "max_local_disk_size": 0.1}
+
+    def engine_of(layers: dict[str, torch.Tensor]) -> Engine:
+        return Engine.open(layers, block_size=BLOCK, model="careless", config=Config(**config, disk_min_free=0))
+
+    with engine_of({"a": first, "b": second}) as engine:
+        assert engine.store(range(CHUNK), range(4)) == CHUNK
+        assert engine.drain(LIMIT)
+    for layers, found in (({"b": second, "a": first}, 0), ({"a": first, "b": second}, CHUNK)):
+        with engine_of(layers) as engine:
+            assert engine.wait_indexed(LIMIT)
+            assert engine.lookup(range(CHUNK)) == found
+
+
 # -- arguments -----------------------------------------------------------------------------------------
 
 BAD_BLOCKS = [None, "0123", 3, 1.5, {0: 1}, [[0, 1]], [0.0, 1.0, 2.0, 3.0], [0, 1, 2, float("nan")], [None] * 4]
+BAD_BLOCKS += [list, torch.zeros(4, dtype=torch.int64, device="meta")]
 BAD_BLOCKS += [[True] * 4, torch.ones(4), torch.ones(4, dtype=torch.bool), np.zeros((2, 2), int), [b"1"] * 4]
 BAD_TOKENS = [None, "tokens", 17, 1.5, dict.fromkeys(range(CHUNK), 1), [[1, 2]] * CHUNK, [1.5] * CHUNK, {1, 2}]
+BAD_TOKENS += [list, torch.ones(CHUNK, dtype=torch.int64, device="meta"), torch.ones(CHUNK).to_sparse()]
 BAD_TOKENS += [[float("nan")] * CHUNK, [-1] * CHUNK, [2**32] * CHUNK, torch.ones(CHUNK), np.ones((CHUNK, 1), int)]
 
 
@@ -146,6 +164,111 @@ def test_a_skip_that_is_no_count_of_tokens_is_refused(skip: Any) -> None:
         assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
 
 
+HUGE = 10**5000
+"""More digits than Python will write."""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.lookup([HUGE] * CHUNK),
+        lambda engine: engine.lookup(["x" * 100_000] * CHUNK),
+        lambda engine: engine.store(range(CHUNK), [0, 1, 2, HUGE]),
+        lambda engine: engine.store(range(CHUNK), [0, 1, 2, -HUGE]),
+        lambda engine: engine.store(range(CHUNK), ["x" * 100_000] * 4),
+        lambda engine: engine.retrieve(range(CHUNK), range(4), skip_tokens=-HUGE),
+        lambda engine: engine.lookup(range(CHUNK), variant=Variant(cache_salt=["x" * 100_000])),
+        lambda engine: Engine.open(paged(), block_size=-HUGE, model="m"),
+        lambda engine: Engine.open(paged(), block_size=HUGE, model="m"),
+        lambda engine: Engine.open(paged(), block_size=4, model=HUGE),
+        lambda engine: Engine.open(paged(), block_size=4, model="m", block_axis=HUGE),
+    ],
+)
+def test_what_is_huge_is_refused_in_a_line(engine: Engine, call: Callable[[Engine], object]) -> None:
+    with pytest.raises(UsageError) as refused:
+        call(engine)
+    assert len(str(refused.value)) < 300
+
+
+BAD_VARIANTS = [None, "salt", Variant(cache_salt=5), Variant(cache_salt=True), Variant(cache_salt=HUGE)]  # type: ignore[arg-type]
+BAD_VARIANTS += [Variant(lora=["a", "b"]), Variant(lora=("a",)), Variant(lora=("a", 1))]  # type: ignore[arg-type]
+BAD_VARIANTS += [Variant(tags=None), Variant(tags=["a"]), Variant(tags={"a": object()}), Variant(tags={1: "a"})]  # type: ignore[arg-type,dict-item]
+
+
+@pytest.mark.parametrize("variant", BAD_VARIANTS, ids=shown)
+def test_what_is_no_variant_is_refused(engine: Engine, variant: Any) -> None:
+    for call in (engine.lookup, engine.prefetch, engine.pin, engine.keys):
+        with pytest.raises(UsageError, match="variant"):
+            call(range(CHUNK), variant=variant)
+
+
+@pytest.mark.parametrize("seconds", [None, "3", float("nan"), True, [1]], ids=repr)
+def test_seconds_that_are_no_number_are_refused(engine: Engine, seconds: Any) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "wait": lambda: engine.store(range(CHUNK), range(4), wait=seconds),
+        "timeout": lambda: engine.retrieve(range(CHUNK), range(4), timeout=seconds),
+    }
+    for name, call in calls.items():
+        with pytest.raises(UsageError, match=name):
+            call()
+    for call in (lambda: engine.lookup(range(CHUNK), timeout=seconds), lambda: engine.drain(seconds)):
+        with pytest.raises(UsageError, match="timeout"):
+            call()
+    if seconds is not None:
+        with pytest.raises(UsageError, match="ttl"):
+            engine.pin(range(CHUNK), ttl=seconds)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), HUGE, 1e300, np.float32(60), -1], ids=shown)
+def test_any_number_of_seconds_will_do(tmp_path: Path, seconds: Any) -> None:
+    with open_engine(paged(), tmp_path) as engine:
+        assert engine.store(range(CHUNK), range(4), wait=LIMIT) == CHUNK
+        assert engine.store(range(CHUNK), range(4), wait=seconds) == CHUNK
+        assert engine.lookup(range(2 * CHUNK), timeout=seconds) == CHUNK
+        assert engine.retrieve(range(CHUNK), range(4), timeout=seconds) == CHUNK
+        assert engine.pin(range(CHUNK), ttl=seconds) == CHUNK
+        engine.drain(seconds)
+        engine.wait_indexed(seconds)
+
+
+BAD_TENSORS: dict[str, Any] = {
+    "none": None,
+    "a number": 5,
+    "nothing": [],
+    "a numpy array": [np.zeros((BLOCKS, BLOCK, 2))],
+    "no dimension": [torch.tensor(1.0)],
+    "no blocks": [torch.zeros(0, BLOCK)],
+    "empty blocks": [torch.zeros(BLOCKS, 0)],
+    "a tensor and a gap": [torch.zeros(BLOCKS, BLOCK), None],
+    "one block many times": [torch.zeros(1, BLOCK).expand(BLOCKS, BLOCK)],
+    "sparse": [torch.zeros(BLOCKS, BLOCK).to_sparse()],
+    "without memory": [torch.zeros(BLOCKS, BLOCK, device="meta")],
+}
+
+
+@pytest.mark.parametrize("tensors", BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_what_is_no_paged_memory_is_refused(tensors: Any) -> None:
+    with pytest.raises(UsageError):
+        open_engine(tensors)
+
+
+@pytest.mark.parametrize("axis", [2, -1, None, "0"])
+def test_an_axis_without_blocks_is_refused(axis: Any) -> None:
+    with pytest.raises(UsageError, match="block_axis"):
+        open_engine(paged(), block_axis=axis)
+    with pytest.raises(UsageError, match="axis 1"):
+        open_engine([torch.zeros(BLOCKS)], block_axis=1)
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 99, None, "0", 1.0], ids=repr)
+def test_a_layer_that_does_not_exist_is_refused(engine: Engine, layer: Any) -> None:
+    with engine.store_layers(range(CHUNK), range(4)) as writer, pytest.raises(UsageError, match="layer"):
+        writer.save(layer)
+    with engine.retrieve_layers(range(CHUNK), range(4)) as reader, pytest.raises(UsageError, match="layer"):
+        reader.wait(layer)
+    assert reader.tokens == CHUNK
+
+
 @pytest.mark.parametrize("size", [0, -4, 1.5, None, True])
 def test_a_block_size_that_is_no_count_is_refused(size: Any) -> None:
     with pytest.raises(UsageError, match="block_size"):
@@ -172,6 +295,30 @@ def test_many_short_prompts_stored_with_patience_all_reach_the_disk(tmp_path: Pa
         assert stats.tiers[1].chunks == 600
 
 
+def test_who_stores_with_patience_waits_for_a_disk_that_stands_still(tmp_path: Path) -> None:
+    with open_engine(paged(), tmp_path) as engine:
+        pool, going_on = engine._store._pool, threading.Event()
+
+        def stand_still(deferred: object) -> None:
+            going_on.wait(LIMIT)
+
+        pool.submit([Job(stand_still, Priority.STORE, lambda deferred: None) for _ in range(pool._storing)])
+
+        def store() -> None:
+            for number in range(200):
+                assert engine.store([number] * CHUNK, [0, 1, 2, 3], wait=LIMIT) == CHUNK
+
+        thread = threading.Thread(target=store)
+        thread.start()
+        waiters = pool._room._waiters  # type: ignore[attr-defined]
+        eventually(lambda: bool(waiters) or not thread.is_alive())
+        going_on.set()
+        thread.join(LIMIT)
+        assert engine.drain(LIMIT)
+        disk = engine.stats().store.tiers[1]
+        assert (disk.dropped, disk.chunks) == (0, 200)
+
+
 def test_threads_that_store_with_patience_lose_nothing_either(tmp_path: Path) -> None:
     with open_engine(paged(), tmp_path) as engine:
 
@@ -191,8 +338,8 @@ def test_threads_that_store_with_patience_lose_nothing_either(tmp_path: Path) ->
 # -- a fork --------------------------------------------------------------------------------------------
 
 
-def in_forked_child(engine: Engine) -> list[str]:
-    """Names of the exceptions that each verb raises in a forked child of this process."""
+def in_forked_child(engine: Engine, *more: Callable[[], object]) -> list[str]:
+    """Names of the exceptions that each verb, and each of `more`, raises in a forked child of this process."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # Python warns of forks beside threads, which is what is tried here.
@@ -207,6 +354,7 @@ def in_forked_child(engine: Engine) -> list[str]:
             lambda: engine.prefetch(range(CHUNK)),
             engine.drain,
             engine.close,
+            *more,
         ):
             try:
                 call()
@@ -235,6 +383,22 @@ def test_a_forked_child_is_told_at_once_and_the_parent_goes_on(tmp_path: Path) -
         assert answers == [*[ClosedError.__name__] * 5, "nothing"]
         assert engine.drain(LIMIT)
         assert engine.retrieve(range(CHUNK), [4, 5, 6, 7]) == CHUNK
+
+
+def test_nobody_waits_in_a_child_for_a_prefetch_of_its_parent(tmp_path: Path) -> None:
+    with open_engine(paged(), tmp_path) as engine:
+        assert engine.store(range(CHUNK), [0, 1, 2, 3]) == CHUNK
+        assert engine.drain(LIMIT)
+        engine._store.drop(engine.keys(range(CHUNK)))
+        going_on = threading.Event()
+        for _ in range(engine._store._pool._size):
+            job = Job(lambda deferred: (going_on.wait(LIMIT), None)[1], Priority.LOAD, lambda deferred: None)
+            engine._store._pool.submit([job])
+        prefetch = engine.prefetch(range(CHUNK))
+        assert in_forked_child(engine, prefetch.wait, prefetch.cancel)[-2:] == [ClosedError.__name__, "nothing"]
+        going_on.set()
+        assert prefetch.wait(LIMIT)
+        assert prefetch.tokens == CHUNK
 
 
 def test_a_store_that_fails_after_a_fork_keeps_no_other_from_being_closed() -> None:

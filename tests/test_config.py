@@ -42,6 +42,8 @@ DEFAULTS: dict[str, object] = {
     "remote_prefix": "lmkv:",
     "remote_ttl": 0,
     "remote_timeout": 1.0,
+    "authentication_key": None,
+    "authentication_key_file": None,
     "prefetch_share": 0.5,
     "prefetch_deadline": 0.8,
     "load_or_recompute": True,
@@ -466,6 +468,7 @@ ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         "chunk_size: *nobody",
         ALIASES,
         "x" * (1 << 21),
+        "chunk_size: [" + "[]," * 300_000 + "]",
         "chunk_size: .nan",
         "chunk_size: \x00",
         "- 1",
@@ -479,6 +482,18 @@ def test_a_file_that_is_no_configuration_is_one_short_error(tmp_path: Path, text
     with pytest.raises(ConfigError, match="file ") as caught:
         Config.load(file=file, env={})
     assert len(str(caught.value)) < 1000 + len(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(ALIASES, "aliases"), ("chunk_size: &a 64\npin_ttl: *a", "aliases"), ("#" * 70_000, "larger than 65536 bytes")],
+    ids=["bomb", "alias", "size"],
+)
+def test_what_could_be_costly_is_not_even_read(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        Config.load(file=file, env={})
 
 
 @pytest.mark.parametrize("value", [10**400, "9" * 5000, 1e308, 10**5000, "1" + "0" * 400], ids=lambda v: type(v))
@@ -511,6 +526,7 @@ def test_a_path_means_what_it_says(given: str, path: str) -> None:
     "given",
     [
         *(" /kv", "/kv ", "/kv\n", " ", "file:kv", "file://host/kv", "file:///kv?size=3", "file:///kv#3"),
+        *("/a/..", "file:///..", "file:///%2e%2e", "/."),
         *("file:///", "/", "//", "http://host/kv", "redis://host", "/k\0v", "file:///k%00v", b"/kv", 3),
     ],
 )
@@ -543,7 +559,14 @@ def test_remote_urls_are_one_text_or_a_list(given: object, file: Path) -> None:
     assert load(remote_url=config.remote_url) == config
 
 
-@pytest.mark.parametrize("bad", ["localhost:6379", "ftp://u:hunter2@host", 5, ["redis://a", 5], "redis-sentinel://h"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("localhost:6379", "ftp://u:hunter2@host", 5, ["redis://a", 5], "redis-sentinel://h"),
+        *(["ftp://u:hunter2@h"], {"a": "redis://u:hunter2@h"}, ["redis://u:hunter2@h", 5]),
+        *("redis://u:hunter2@[::1", "redis://u:hunter2@h\0", "s3://[x/y"),
+    ],
+)
 def test_what_is_no_remote_url_is_refused_and_its_password_not_shown(bad: object) -> None:
     with pytest.raises(ConfigError, match="remote_url = ") as refused:
         load(remote_url=bad)
@@ -584,3 +607,57 @@ def test_the_agent_api_needs_a_token_where_anybody_may_connect(tmp_path: Path) -
     assert "letmein" not in repr(load(agent_token="letmein"))
     with pytest.raises(ConfigError, match="both given"):
         load(agent_token="letmein", agent_token_file=str(tmp_path / "token"))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\nletmein", b"\xff\xfe"])
+@pytest.mark.parametrize("name", ["agent_token", "remote_password"])
+def test_a_file_without_a_secret_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    """Rather than an agent API that asks for no token."""
+    (tmp_path / "file").write_bytes(content)
+    config = load(**{f"{name}_file": str(tmp_path / "file")})
+    with pytest.raises(ConfigError, match=rf"{name}_file = .* (has an empty first line|is no text)"):
+        _ = config.token, config.password
+
+
+@pytest.mark.parametrize("name", ["remote_password", "agent_token", "authentication_key"])
+def test_a_secret_that_is_no_text_is_refused_and_not_shown(name: str) -> None:
+    """A variable of the environment may have any bytes."""
+    with pytest.raises(ConfigError, match=rf"^environment LMKV_{name.upper()}: {name} = .*UTF-8") as refused:
+        load(env={f"LMKV_{name.upper()}": "hunter2\udcff" * 9})
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("remote_passwort", "hunter2"), ("agent_token", ["hunter2"]), ("AUTHENTICATION_KEY", "hunter2")]
+)
+def test_a_secret_that_is_refused_is_not_shown(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name) as refused:
+        load(extra={name: value})
+    assert "hunter2" not in str(refused.value)
+
+
+def test_an_authentication_key_comes_from_a_setting_or_a_file(tmp_path: Path) -> None:
+    assert load().authentication_bytes is None
+    assert load(authentication_key="k" * 32).authentication_bytes == b"k" * 32
+    file = tmp_path / "key"
+    for content, key in (
+        (b"k" * 64 + b"\n", b"k" * 64),
+        (b"k" * 64 + b"\r\n", b"k" * 64),
+        (b"\xff\n\0" * 12 + b"k", b"\xff\n\0" * 12 + b"k"),
+    ):
+        file.write_bytes(content)
+        assert load(authentication_key_file=str(file)).authentication_bytes == key
+    with pytest.raises(ConfigError, match="both given"):
+        load(authentication_key_file=str(file), authentication_key="k" * 32)
+    assert "kkkk" not in repr(load(authentication_key="k" * 32))
+
+
+def test_what_is_too_short_for_an_authentication_key_is_refused_and_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"authentication_key = .*\*\*\*.* has 31 bytes, fewer than 32") as refused:
+        load(authentication_key="k" * 31)
+    assert "kkkk" not in str(refused.value)
+    (tmp_path / "key").write_bytes(b"k" * 31 + b"\n")
+    for name in ("key", "none"):
+        config = load(authentication_key_file=str(tmp_path / name))
+        with pytest.raises(ConfigError, match=r"authentication_key_file = .* (has 31 bytes|cannot be read)"):
+            _ = config.authentication_bytes

@@ -72,7 +72,7 @@ def models(draw: st.DrawFn) -> list[Layer]:
     """One block axis for all; sometimes a layer with fewer blocks than the others."""
     axis = draw(st.sampled_from([0, 0, 1]))
     found = [evolve(layer, axis=axis) for layer in draw(st.lists(layers, min_size=1, max_size=3))]
-    if draw(st.integers(1, 100)) > 90:
+    if draw(st.integers(1, 100)) > 80:
         found[-1] = evolve(found[-1], blocks=5)
     return found
 
@@ -211,7 +211,7 @@ def retyped(model: list[Layer]) -> list[Layer]:
 
 
 sessions = st.lists(
-    st.tuples(mostly(st.just(same), st.sampled_from([transposed, retyped])), st.lists(calls, min_size=4, max_size=9)),
+    st.tuples(st.sampled_from([same, same, transposed, retyped]), st.lists(calls, min_size=4, max_size=9)),
     min_size=1,
     max_size=3,
 )
@@ -269,7 +269,8 @@ def loads_or_refuses(load: Callable[[], Config]) -> None:
         config = load()
         shown = {setting.name: setting.value for setting in config.describe()}
         # What has passwords is not shown as it is.
-        masked = {name: getattr(config, name) for name in ("remote_url", "remote_password", "agent_token")}
+        secrets = ("remote_url", "remote_password", "agent_token", "authentication_key")
+        masked = {name: getattr(config, name) for name in secrets}
         assert Config(**{**shown, **masked}) == config
         event("loaded")
     except ConfigError as error:

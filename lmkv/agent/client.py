@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 
@@ -20,48 +21,72 @@ class _Calls(ABC, Generic[Answer]):
         self._url = url
         self._timeout = timeout
         self._socket = url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
-        self._base: dict[str, Any] = {"base_url": "http://engine" if self._socket else url, "headers": _headers(token)}
+        self._base: dict[str, Any] = {
+            "base_url": "http://engine" if self._socket else url,
+            "headers": _headers(token),
+            # No proxy, nor another's password, for what is on this machine.
+            "trust_env": url.startswith("https:"),
+        }
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._url}>"
 
     @abstractmethod
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer: ...
+    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        """Any call of the service, as its OpenAPI page has them."""
+        ...
 
     def _limit(self, body: Mapping[str, Any] | None) -> float:
         return self._timeout + float((body or {}).get("wait", 0.0))
 
     def lookup(self, prompt: PromptLike, **apart: Any) -> Answer:
         """`total_tokens`, `hit_tokens` and the `sources` that have them."""
-        return self._send("POST", "/v1/lookup", _body(prompt, apart))
+        return self.send("POST", "/v1/lookup", _body(prompt, apart))
 
     def prefetch(self, prompt: PromptLike, *, wait: float = 0.0, **apart: Any) -> Answer:
         """`id`, `done`, `found_tokens` and `ready_tokens`, after `wait` seconds at most."""
-        return self._send("POST", "/v1/prefetch", {**_body(prompt, apart), "wait": wait})
+        return self.send("POST", "/v1/prefetch", {**_body(prompt, apart), "wait": wait})
 
     def prefetched(self, name: str) -> Answer:
         """How far the prefetch with this `id` is."""
-        return self._send("GET", f"/v1/prefetch/{name}")
+        return self.send("GET", f"/v1/prefetch/{name}")
 
     def cancel(self, name: str) -> Answer:
         """Stop the prefetch with this `id`."""
-        return self._send("DELETE", f"/v1/prefetch/{name}")
+        return self.send("DELETE", f"/v1/prefetch/{name}")
 
     def pin(self, prompt: PromptLike, *, seconds: float | None = None, **apart: Any) -> Answer:
         """`pinned_tokens`, and for how many `seconds`."""
-        return self._send("POST", "/v1/pin", {**_body(prompt, apart), "seconds": seconds})
+        return self.send("POST", "/v1/pin", {**_body(prompt, apart), "seconds": seconds})
 
     def unpin(self, prompt: PromptLike, **apart: Any) -> Answer:
         """`unpinned_chunks`."""
-        return self._send("POST", "/v1/unpin", _body(prompt, apart))
+        return self.send("POST", "/v1/unpin", _body(prompt, apart))
 
     def clear(self, prompt: PromptLike | None = None, **apart: Any) -> Answer:
         """`deleted_chunks`: a prompt's, or without one all there are."""
-        return self._send("POST", "/v1/clear", {"everything": True} if prompt is None else _body(prompt, apart))
+        what = {"everything": True, **apart} if prompt is None else _body(prompt, apart)
+        return self.send("POST", "/v1/clear", what)
 
     def stats(self) -> Answer:
         """The counters of the tiers."""
-        return self._send("GET", "/v1/stats")
+        return self.send("GET", "/v1/stats")
+
+    def requests(self) -> Answer:
+        """What the last `requests` have found and missed, newest first."""
+        return self.send("GET", "/v1/requests")
+
+    def explain(self, request: str) -> Answer:
+        """One of these reports, by the id that the answer had, with an `explanation`."""
+        return self.send("GET", f"/v1/explain/{quote(request, safe='')}")
+
+    def history(self) -> Answer:
+        """What the tiers had, and what requests found, over the last hour."""
+        return self.send("GET", "/v1/history")
+
+    def announce(self, engine: int) -> Answer:
+        """By an engine to the first one of its server."""
+        return self.send("POST", "/v1/engines", {"engine": engine})
 
 
 class Client(_Calls[dict[str, Any]]):
@@ -99,7 +124,7 @@ class Client(_Calls[dict[str, Any]]):
         transport = httpx.HTTPTransport(uds=self._socket) if self._socket else None
         self._http = httpx.Client(transport=transport, **self._base)
 
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return _answer(self._http.request(method, path, json=body, timeout=self._limit(body)))
 
     def close(self) -> None:
@@ -120,7 +145,7 @@ class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
         transport = httpx.AsyncHTTPTransport(uds=self._socket) if self._socket else None
         self._http = httpx.AsyncClient(transport=transport, **self._base)
 
-    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return _answer(await self._http.request(method, path, json=body, timeout=self._limit(body)))
 
     async def aclose(self) -> None:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import os
+import secrets
 import socket
 import stat
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from ipaddress import ip_address
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from attrs import frozen
-from fastapi import Depends, FastAPI, Header, HTTPException, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ConfigDict, Field
 from uvicorn import Config, Server
 
+from lmkv.agent.engines import EngineError, Engines, merged, merged_requests, merged_stats
+from lmkv.agent.guard import Guard, as_json, refused
+from lmkv.agent.history import History
+from lmkv.agent.page import PAGE, PAGE_HEADERS
 from lmkv.agent.service import CacheService, Prompt
-from lmkv.errors import ConfigError, LmkvError, UsageError
+from lmkv.errors import ConfigError, LmkvError, UsageError, shown
 
 logger = logging.getLogger("lmkv.agent")
 
@@ -29,7 +37,7 @@ _END_LIMIT = 5.0
 
 
 class PromptBody(BaseModel):
-    """A prompt: one of `text`, `messages` and `tokens`."""
+    """A prompt: one of `text`, `messages` and `tokens`. `engine`: one of several, by number; all unless it is given."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,14 +46,16 @@ class PromptBody(BaseModel):
     tokens: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = None
     cache_salt: str | None = None
     tags: dict[str, str] = {}
+    engine: int | None = None
 
     def prompt(self) -> Prompt:
         return Prompt(self.text, self.messages, self.tokens, self.cache_salt, self.tags)
 
 
 class PrefetchBody(PromptBody):
-    """`wait`: seconds to wait for the end of it."""
+    """`wait`: seconds to wait for the end of it. `id`: what to call it; drawn unless it is given."""
 
+    id: str | None = Field(default=None, pattern=r"^[\w-]{1,64}$")
     wait: float = Field(default=0.0, ge=0, le=60)
 
 
@@ -61,66 +71,129 @@ class ClearBody(PromptBody):
     everything: bool = False
 
 
-def application(service: CacheService, token: str | None) -> FastAPI:
-    """The routes. With a token each request must have it: `Authorization: Bearer ...`."""
+class EngineBody(BaseModel):
+    """The number of an engine of this server."""
+
+    engine: int
+
+
+def application(service: CacheService, token: str | None, engines: Engines | None = None) -> FastAPI:
+    """The routes. With a token each request must have it: `Authorization: Bearer ...`. The page needs none."""
+    engines = engines or Engines()
 
     def authorized(authorization: Annotated[str, Header()] = "") -> None:
         if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
             raise HTTPException(401, "the header Authorization: Bearer TOKEN is missing or wrong")
 
-    app = FastAPI(title="lmkv", summary="The KV cache of an engine", dependencies=[Depends(authorized)])
+    async def stats_of_all() -> dict[str, Any]:
+        return merged_stats(await engines.ask(service.stats, "GET", "/v1/stats"))
+
+    history = History(stats_of_all)
+
+    @asynccontextmanager
+    async def running(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(each) for each in (history.run(), engines.announce())]
+        yield
+        for task in tasks:
+            task.cancel()
+        await engines.close()
+
+    app = FastAPI(title="lmkv", summary="The KV cache of an engine", lifespan=running, redirect_slashes=False)
     app.add_exception_handler(LmkvError, _as_answer)
+    app.add_exception_handler(RequestValidationError, refused)
+    app.add_middleware(Guard, token=token)
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(authorized)])
 
-    @app.post("/v1/lookup")
-    def lookup(body: PromptBody) -> dict[str, Any]:
+    async def each(call: Callable[[], dict[str, Any]], path: str, body: PromptBody) -> dict[str, Any]:
+        fields = body.model_dump(exclude_defaults=True)
+        return merged(await engines.ask(call, "POST", path, fields))
+
+    async def prefetches(call: Callable[[], dict[str, Any] | None], method: str, name: str) -> dict[str, Any]:
+        found = await engines.ask(call, method, f"/v1/prefetch/{quote(name, safe='')}")
+        if not found:
+            raise HTTPException(404, f"there is no prefetch {name}, or its time is over")
+        return merged(found)
+
+    @v1.post("/lookup")
+    async def lookup(body: PromptBody) -> dict[str, Any]:
         """How many leading tokens of a prompt are stored, and where."""
-        return service.lookup(body.prompt())
+        return await each(lambda: service.lookup(body.prompt()), "/v1/lookup", body)
 
-    @app.post("/v1/prefetch")
-    def prefetch(body: PrefetchBody) -> dict[str, Any]:
+    @v1.post("/prefetch")
+    async def prefetch(body: PrefetchBody) -> dict[str, Any]:
         """Load a prompt's chunks into host memory ahead of its request."""
-        return service.prefetch(body.prompt(), body.wait)
+        body.id = body.id or secrets.token_hex(8)
+        return await each(lambda: service.prefetch(body.prompt(), body.wait, body.id), "/v1/prefetch", body)
 
-    @app.get("/v1/prefetch/{name}")
-    def prefetched(name: str) -> dict[str, Any]:
+    @v1.get("/prefetch/{name}")
+    async def prefetched(name: str) -> dict[str, Any]:
         """How far a prefetch is."""
-        state = service.prefetched(name)
-        if state is None:
-            raise HTTPException(404, f"there is no prefetch {name}, or its time is over")
-        return state
+        return await prefetches(lambda: service.prefetched(name), "GET", name)
 
-    @app.delete("/v1/prefetch/{name}")
-    def cancel(name: str) -> dict[str, Any]:
+    @v1.delete("/prefetch/{name}")
+    async def cancel(name: str) -> dict[str, Any]:
         """Stop a prefetch, and keep its chunks no longer than any others."""
-        if not service.cancel(name):
-            raise HTTPException(404, f"there is no prefetch {name}, or its time is over")
-        return {"id": name, "cancelled": True}
+        answer = {"id": name, "cancelled": True}
+        return await prefetches(lambda: answer if service.cancel(name) else None, "DELETE", name)
 
-    @app.post("/v1/pin")
-    def pin(body: PinBody) -> dict[str, Any]:
+    @v1.post("/pin")
+    async def pin(body: PinBody) -> dict[str, Any]:
         """Keep a prompt's chunks in host memory for a while."""
-        return service.pin(body.prompt(), body.seconds)
+        return await each(lambda: service.pin(body.prompt(), body.seconds), "/v1/pin", body)
 
-    @app.post("/v1/unpin")
-    def unpin(body: PromptBody) -> dict[str, Any]:
+    @v1.post("/unpin")
+    async def unpin(body: PromptBody) -> dict[str, Any]:
         """End the pins of a prompt's chunks."""
-        return service.unpin(body.prompt())
+        return await each(lambda: service.unpin(body.prompt()), "/v1/unpin", body)
 
-    @app.post("/v1/clear")
-    def clear(body: ClearBody) -> dict[str, Any]:
+    @v1.post("/clear")
+    async def clear(body: ClearBody) -> dict[str, Any]:
         """Delete a prompt's chunks, or everything, from every tier."""
-        return service.clear(None if body.everything else body.prompt())
+        if body.everything and body.model_fields_set - {"everything", "engine"}:
+            raise UsageError("everything cannot be narrowed down: chunks do not say whose they are; give a prompt")
+        return await each(lambda: service.clear(None if body.everything else body.prompt()), "/v1/clear", body)
 
-    @app.get("/v1/stats")
-    def stats() -> dict[str, Any]:
-        """The counters of the tiers."""
-        return service.stats()
+    @v1.get("/stats")
+    async def stats() -> dict[str, Any]:
+        """The counters of the tiers, and what requests looked up and found."""
+        return await stats_of_all()
 
+    @v1.get("/history")
+    async def samples() -> dict[str, Any]:
+        """What the tiers had, and what requests found, over the last hour."""
+        return history.snapshot()
+
+    @v1.get("/requests")
+    async def requests(limit: Annotated[int, Query(ge=1)] = 200) -> dict[str, Any]:
+        """What the last requests, 200 at most, have found and missed, newest first."""
+        return merged_requests(await engines.ask(service.requests, "GET", "/v1/requests"), limit)
+
+    @v1.get("/explain/{request}")
+    async def explain(request: str) -> dict[str, Any]:
+        """Why a request was not loaded from the cache, or not all of it."""
+        found = await engines.ask(lambda: service.explain(request), "GET", f"/v1/explain/{quote(request, safe='')}")
+        known = [{"engine": number, **report} for number, report in found.items() if "away" not in report]
+        if not known:
+            raise HTTPException(404, f"request {request} is not among the last ones that were scheduled")
+        return known[0]
+
+    @v1.post("/engines", include_in_schema=False)
+    async def announced(body: EngineBody) -> dict[str, Any]:
+        """Another engine of this server is there."""
+        engines.announced(body.engine)
+        return {}
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
+    app.include_router(v1)
     return app
 
 
-async def _as_answer(_: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": str(error)}, 400 if isinstance(error, UsageError) else 503)
+async def _as_answer(_: Request, error: Exception) -> Response:
+    status = error.status if isinstance(error, EngineError) else 400 if isinstance(error, UsageError) else 503
+    return as_json(str(error), status)
 
 
 @frozen
@@ -128,6 +201,11 @@ class Address:
     """Where the service listens: a port of loopback, or the path of a unix socket."""
 
     text: str
+
+    @property
+    def url(self) -> str:
+        """As clients give it."""
+        return self.text if self.text.startswith(_UNIX) else f"http://{self.text}"
 
     def of_engine(self, number: int) -> Address:
         """Of one of several engines of a server: each has the next port, or a socket of its own."""
@@ -139,18 +217,20 @@ class Address:
 
     def bind(self) -> tuple[socket.socket, str]:
         """`(socket, URL)`. Raises ConfigError for other addresses, OSError where it cannot be bound."""
-        if self.text.startswith(_UNIX):
+        # Without a path it would be an abstract socket, which is open to all users.
+        if self.text.startswith(f"{_UNIX}/") and "\0" not in self.text:
             return _unix_socket(self.text.removeprefix(_UNIX)), self.text
         host, _, port = self.text.rpartition(":")
         host = host.strip("[]")
         with suppress(ValueError):
-            if ip_address("127.0.0.1" if host == "localhost" else host).is_loopback and port.isdigit():
+            loopback = ip_address("127.0.0.1" if host == "localhost" else host).is_loopback
+            if loopback and port.isdigit() and int(port) < 1 << 16:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 bound = socket.create_server((host, int(port)), family=family)
-                shown = f"[{host}]" if ":" in host else host
-                return bound, f"http://{shown}:{bound.getsockname()[1]}"
+                literal = f"[{host}]" if ":" in host else host
+                return bound, f"http://{literal}:{bound.getsockname()[1]}"
         raise ConfigError(
-            f"agent_listen = {self.text!r} must be an address of this machine alone, 127.0.0.1:8377, or unix:/path"
+            f"agent_listen = {shown(self.text)} must be an address of this machine alone, 127.0.0.1:8377, or unix:/path"
         )
 
 
@@ -160,15 +240,13 @@ def _unix_socket(path: str) -> socket.socket:
             # Of a server that has ended.
             os.unlink(path)
     bound = socket.socket(socket.AF_UNIX)
-    # The file is its user's alone from the start.
-    before = os.umask(0o177)
     try:
         bound.bind(path)
+        # Its user's alone before anybody can connect, which takes a `listen`. An umask would be every thread's.
+        os.chmod(path, 0o600)
     except OSError:
         bound.close()
         raise
-    finally:
-        os.umask(before)
     return bound
 
 
@@ -177,7 +255,7 @@ class AgentServer:
 
     def __init__(self, make: Callable[[], FastAPI], address: Address) -> None:
         self._socket, self.url = address.bind()
-        config = Config(make(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        config = Config(make(), log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1)
         self._server = Server(config)
         self._thread = threading.Thread(target=self._run, name="lmkv-agent", daemon=True)
         self._thread.start()

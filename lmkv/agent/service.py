@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import asdict, field, frozen
 from cachetools import TTLCache
 
+from lmkv.agent.explain import explained
 from lmkv.chunks.hashing import TailKey
-from lmkv.errors import UsageError
+from lmkv.errors import LmkvError, UsageError
 from lmkv.protocols import ChunkKey
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
@@ -41,6 +44,13 @@ Tokenize = Callable[[str | Sequence[Mapping[str, Any]]], Sequence[int]]
 KeysOf = Callable[[Sequence[int], str | None, Mapping[str, str]], list[ChunkKey]]
 """The keys of a prompt's chunks, by tokens, cache salt and tags."""
 
+Requests = Callable[[], Mapping[str, Any]]
+"""The last `requests`, newest first, and the `lookup_tokens` and `hit_tokens` of all."""
+
+
+def _no_requests() -> Mapping[str, Any]:
+    return {"lookup_tokens": 0, "hit_tokens": 0, "requests": []}
+
 
 class CacheService:
     """Looks up, prefetches, pins and clears in one store.
@@ -55,6 +65,8 @@ class CacheService:
         Tokens per chunk.
     pin_ttl : float
         Seconds that pins and prefetches last unless they say so themselves.
+    requests : callable, optional
+        What the engine's requests have found.
 
     Raises
     ------
@@ -63,7 +75,7 @@ class CacheService:
 
     Notes
     -----
-    Thread-safe; takes no lock but the store's. Engines answer their own requests meanwhile.
+    Thread-safe; holds no lock while it waits for the store. Engines answer their own requests meanwhile.
 
     Examples
     --------
@@ -83,13 +95,23 @@ class CacheService:
     """
 
     def __init__(
-        self, store: TieredStore, keys_of: KeysOf, tokenize: Tokenize, *, chunk_size: int, pin_ttl: float
+        self,
+        store: TieredStore,
+        keys_of: KeysOf,
+        tokenize: Tokenize,
+        *,
+        chunk_size: int,
+        pin_ttl: float,
+        requests: Requests = _no_requests,
     ) -> None:
         self._store = store
         self._keys_of = keys_of
         self._tokenize = tokenize
         self._chunk_size = chunk_size
         self._pin_ttl = pin_ttl
+        self._requests = requests
+        # Not thread-safe by itself.
+        self._lock = threading.Lock()
         self._prefetches: TTLCache[str, tuple[Promotion, list[ChunkKey]]] = TTLCache(_MOST_PREFETCHES, pin_ttl)
 
     def __repr__(self) -> str:
@@ -108,23 +130,26 @@ class CacheService:
             sources[tier] = sources.get(tier, 0) + self._tokens([key])
         return {"total_tokens": len(tokens), "hit_tokens": self._tokens(keys[:found]), "sources": sources}
 
-    def prefetch(self, prompt: Prompt, wait: float = 0.0) -> dict[str, Any]:
+    def prefetch(self, prompt: Prompt, wait: float = 0.0, name: str | None = None) -> dict[str, Any]:
         """Load a prompt's chunks into host memory, and keep them there for a while. Waits `wait` seconds at most."""
         _, keys = self._read(prompt)
         promotion = self._store.promote(keys, priority=Priority.PREFETCH, ttl=self._pin_ttl, discover=True)
         promotion.wait(wait)
-        name = secrets.token_hex(8)
-        self._prefetches[name] = promotion, keys
+        name = name or secrets.token_hex(8)
+        with self._lock:
+            self._prefetches[name] = promotion, keys
         return self._state(name, promotion, keys)
 
     def prefetched(self, name: str) -> dict[str, Any] | None:
         """How far a prefetch is; None when there is none of this name, or its time is over."""
-        promotion, keys = self._prefetches.get(name, (None, []))
+        with self._lock:
+            promotion, keys = self._prefetches.get(name, (None, []))
         return None if promotion is None else self._state(name, promotion, keys)
 
     def cancel(self, name: str) -> bool:
         """Read no more for a prefetch, and keep its chunks no longer than any others; whether there was one."""
-        promotion, _ = self._prefetches.pop(name, (None, []))
+        with self._lock:
+            promotion, _ = self._prefetches.pop(name, (None, []))
         if promotion is not None:
             promotion.release()
         return promotion is not None
@@ -148,16 +173,40 @@ class CacheService:
         return {"deleted_chunks": self._store.delete(keys)}
 
     def stats(self) -> dict[str, Any]:
-        """The store's counters, by tier."""
-        return asdict(self._store.stats())
+        """The store's counters, by tier, and what requests looked up and found."""
+        found = self._requests()
+        totals = {name: found[name] for name in ("lookup_tokens", "hit_tokens")}
+        return {"time": time.time(), **asdict(self._store.stats()), **totals}
+
+    def requests(self) -> dict[str, Any]:
+        """What the last requests have found and missed, newest first."""
+        return dict(self._requests())
+
+    def explain(self, request: str) -> dict[str, Any] | None:
+        """One request's report, with a sentence; None when it is not among the last ones.
+
+        `request`: as the answer had it. vLLM's own ids go on after that.
+        """
+        known = self._requests()["requests"]
+        ids = (request, f"{request}-")
+        found = next((each for each in known if each["request"] == ids[0] or each["request"].startswith(ids[1])), None)
+        return None if found is None else explained(found)
 
     def _read(self, prompt: Prompt) -> tuple[Sequence[int], list[ChunkKey]]:
         given = [each for each in (prompt.text, prompt.messages, prompt.tokens) if each is not None]
         if len(given) != 1:
             raise UsageError("give one of text, messages and tokens")
-        words = prompt.text if prompt.text is not None else prompt.messages or ()
-        tokens = prompt.tokens if prompt.tokens is not None else self._tokenize(words)
+        tokens = self._tokens_of(prompt) if prompt.tokens is None else prompt.tokens
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
+
+    def _tokens_of(self, prompt: Prompt) -> Sequence[int]:
+        try:
+            return self._tokenize(prompt.text if prompt.text is not None else prompt.messages or ())
+        except LmkvError:
+            raise
+        except Exception as error:
+            # Tokenizers and templates raise whatever they please about what they do not understand.
+            raise UsageError(f"the tokenizer does not take this prompt: {type(error).__name__}") from error
 
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:
         return sum(key.tokens if isinstance(key, TailKey) else self._chunk_size for key in keys)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
+from hmac import compare_digest
 
 from attrs import field, frozen
 
+from lmkv.chunks.authentication import HEADER_TAG_BYTES, SALT_BYTES, TAG_BYTES, Authenticator
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.chunks.layout import align_up
 from lmkv.errors import LmkvError
@@ -30,11 +32,13 @@ VERSION = 1
 PAGE = 4096
 MAX_HEADER_BYTES = 1 << 20
 DEFAULT_SEGMENT_BYTES = 1 << 20
+DEFAULT_TOKEN_ROOM = 512
 MAX_SEGMENT_BYTES = 16 << 20
 
 _FIXED = struct.Struct("<8sHHIQIII32s32s32s")
 _CHECKSUM = struct.Struct("<I")
 _HAS_PARENT = 1
+_AUTHENTICATED = 2
 _NO_PARENT = bytes(KEY_BYTES)
 
 
@@ -47,8 +51,8 @@ class Header:
     """The header of a chunk file.
 
     `tokens`: little-endian uint32 ids, empty when not recorded. `parent`: empty for a chain's first chunk.
-    `checksums`: CRC-32 of each `segment_bytes` of payload, the last one of what is left.
-    `header_bytes`: the offset of the payload.
+    `checksums`: CRC-32 of each `segment_bytes` of payload, the last one of what is left. `header_bytes`: the
+    offset of the payload. `salt`, `tags`: of an authenticated file, the tags joined; empty in others.
     """
 
     namespace: bytes = field(repr=bytes.hex)
@@ -59,6 +63,8 @@ class Header:
     header_bytes: int = PAGE
     parent: bytes = field(default=b"", repr=bytes.hex)
     tokens: bytes = field(default=b"", repr=False)
+    salt: bytes = field(default=b"", repr=False)
+    tags: bytes = field(default=b"", repr=False)
 
     @property
     def file_bytes(self) -> int:
@@ -66,9 +72,11 @@ class Header:
 
 
 @lru_cache(maxsize=1024)
-def header_bytes(payload_bytes: int, segment_bytes: int, token_room: int) -> int:
+def header_bytes(payload_bytes: int, segment_bytes: int, token_room: int, *, authenticated: bool = False) -> int:
     """Size of the header for a payload of that size, with room for `token_room` token ids."""
-    needed = _FIXED.size + 4 * (-(-payload_bytes // segment_bytes) + token_room) + _CHECKSUM.size
+    segments = -(-payload_bytes // segment_bytes)
+    tags = SALT_BYTES + segments * TAG_BYTES + HEADER_TAG_BYTES if authenticated else 0
+    needed = _FIXED.size + 4 * (segments + token_room) + tags + _CHECKSUM.size
     return align_up(needed, PAGE)
 
 
@@ -77,22 +85,35 @@ def segment_checksums(payload: memoryview, segment_bytes: int) -> tuple[int, ...
     return tuple(crc32(payload[at : at + segment_bytes]) for at in range(0, len(payload), segment_bytes))
 
 
-def pack_header(header: Header, into: memoryview) -> None:
-    """Write the header over the `header.header_bytes` bytes of `into`."""
+def pack_header(header: Header, into: memoryview, authenticator: Authenticator | None = None) -> None:
+    """Write the header over the `header.header_bytes` bytes of `into`. With tags it needs the authenticator."""
     counts = len(header.checksums), len(header.tokens) // 4
-    body = _FIXED.size + 4 * sum(counts)
-    if body + _CHECKSUM.size > header.header_bytes or header.header_bytes > MAX_HEADER_BYTES:
+    at_tokens = _FIXED.size + 4 * counts[0]
+    at_tags = at_tokens + len(header.tokens)
+    body = at_tags + len(header.salt + header.tags)
+    end = _end_of_body(header.header_bytes, authenticated=authenticator is not None)
+    if body > end or header.header_bytes > MAX_HEADER_BYTES:
         raise FormatError(f"{counts} checksums and tokens do not fit {header.header_bytes} bytes of header")
-    flags = _HAS_PARENT if header.parent else 0
+    flags = (_HAS_PARENT if header.parent else 0) | (_AUTHENTICATED if authenticator else 0)
     sizes = header.header_bytes, header.payload_bytes, header.segment_bytes, *counts
     digests = header.namespace, header.key, header.parent or _NO_PARENT
     if any(len(digest) != KEY_BYTES for digest in digests):
         raise FormatError("a digest is not 32 bytes long")
+    if body - at_tags != (SALT_BYTES + counts[0] * TAG_BYTES if authenticator else 0):
+        raise FormatError("there must be a tag for each checksum, and none without an authenticator")
     _FIXED.pack_into(into, 0, MAGIC, VERSION, flags, *sizes, *digests)
     struct.pack_into(f"<{counts[0]}I", into, _FIXED.size, *header.checksums)
-    into[body - len(header.tokens) : body] = header.tokens
-    into[body : header.header_bytes - _CHECKSUM.size] = bytes(header.header_bytes - _CHECKSUM.size - body)
+    into[at_tokens:at_tags] = header.tokens
+    into[at_tags:body] = header.salt + header.tags
+    into[body:end] = bytes(end - body)
+    if authenticator:
+        into[end : end + HEADER_TAG_BYTES] = authenticator.of_header(into[:end])
     _CHECKSUM.pack_into(into, header.header_bytes - 4, crc32(into[: header.header_bytes - 4]))
+
+
+def _end_of_body(nbytes: int, *, authenticated: bool) -> int:
+    """Where the header's own tag, if any, and its checksum begin."""
+    return nbytes - _CHECKSUM.size - (HEADER_TAG_BYTES if authenticated else 0)
 
 
 def peek_header_bytes(start: memoryview) -> int:
@@ -109,28 +130,38 @@ def peek_header_bytes(start: memoryview) -> int:
     return int(nbytes)
 
 
-def parse_header(data: memoryview) -> Header:
-    """The header at the start of `data`, which may be longer. Raises `FormatError` and nothing else."""
+def parse_header(data: memoryview, authenticator: Authenticator | None = None) -> Header:
+    """The header at the start of `data`, which may be longer. Raises `FormatError` and nothing else.
+
+    With an authenticator, only a header that was written with the same key.
+    """
     nbytes = peek_header_bytes(data)
     if nbytes > len(data):
         raise FormatError(f"its header of {nbytes} bytes is cut off after {len(data)}")
     (checksum,) = _CHECKSUM.unpack_from(data, nbytes - 4)
     if crc32(data[: nbytes - 4]) != checksum:
         raise FormatError("the header does not match its checksum")
+    if authenticator:
+        end = _end_of_body(nbytes, authenticated=True)
+        if not compare_digest(authenticator.of_header(data[:end]), data[end : end + HEADER_TAG_BYTES]):
+            raise FormatError("the header was not written with this authentication key")
     return _decode(data, nbytes)
 
 
 def _decode(data: memoryview, nbytes: int) -> Header:
     _, _, flags, _, payload, segment, sums, tokens, namespace, key, parent = _FIXED.unpack_from(data)
-    if flags & ~_HAS_PARENT:
+    if flags & ~(_HAS_PARENT | _AUTHENTICATED):
         raise FormatError(f"it has unknown flags: {flags:#x}")
     if segment % PAGE or not PAGE <= segment <= MAX_SEGMENT_BYTES:
         raise FormatError(f"segments cannot be {segment} bytes long")
     if payload == 0 or sums != -(-payload // segment):
         raise FormatError(f"it has {sums} checksums for a payload of {payload} bytes")
+    authenticated = bool(flags & _AUTHENTICATED)
     at_tokens = _FIXED.size + 4 * sums
-    body = at_tokens + 4 * tokens
-    if body + _CHECKSUM.size > nbytes:
+    at_salt = at_tokens + 4 * tokens
+    at_tags = at_salt + (SALT_BYTES if authenticated else 0)
+    body = at_tags + (TAG_BYTES * sums if authenticated else 0)
+    if body > _end_of_body(nbytes, authenticated=authenticated):
         raise FormatError(f"its {tokens} tokens do not fit the header")
     return Header(
         namespace=namespace,
@@ -140,16 +171,30 @@ def _decode(data: memoryview, nbytes: int) -> Header:
         segment_bytes=segment,
         header_bytes=nbytes,
         parent=parent if flags & _HAS_PARENT else b"",
-        tokens=bytes(data[at_tokens:body]),
+        tokens=bytes(data[at_tokens:at_salt]),
+        salt=bytes(data[at_salt:at_tags]),
+        tags=bytes(data[at_tags:body]),
     )
 
 
-def verify_segments(header: Header, payload: memoryview, first: int = 0) -> None:
+def verify_segments(
+    header: Header, payload: memoryview, first: int = 0, authenticator: Authenticator | None = None
+) -> None:
     """Verify consecutive segments, the first of which is number `first`. Raises `FormatError`."""
+    if authenticator:
+        _authenticate_segments(header, payload, first, authenticator)
+        return
     sums = segment_checksums(payload, header.segment_bytes)
     for index, found in enumerate(sums, first):
         if found != header.checksums[index]:
             raise FormatError(f"segment {index} does not match its checksum")
+
+
+def _authenticate_segments(header: Header, payload: memoryview, first: int, authenticator: Authenticator) -> None:
+    found = authenticator.of_segments(header.salt, header.key, payload, header.segment_bytes, first)
+    at = first * TAG_BYTES
+    if not compare_digest(found, header.tags[at : at + len(found)]):
+        raise FormatError("a segment was not written with this authentication key")
 
 
 def plausible_file_bytes(nbytes: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from lmkv import __version__
-from lmkv.cli import bench, config, demo, doctor, inspect, model
+from lmkv.cli import bench, config, demo, doctor, inspect, model, server, top
 
 app = typer.Typer(
     name="lmkv",
@@ -20,6 +20,11 @@ app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("prune")(inspect.prune)
 app.command("clear")(inspect.clear)
+app.command("top")(top.top)
+app.command("lookup")(server.lookup)
+app.command("prefetch")(server.prefetch)
+app.command("pin")(server.pin)
+app.command("unpin")(server.unpin)
 app.command("model")(model.model)
 
 

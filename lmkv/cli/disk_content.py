@@ -16,6 +16,7 @@ from lmkv.backends.disk.fileio import opened, read_fully
 from lmkv.backends.disk.folder import QUARANTINE, ChunkFolder
 from lmkv.chunks import codec
 from lmkv.chunks.codec import Header
+from lmkv.chunks.format import ChunkFormat
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import Listed
 
@@ -62,7 +63,7 @@ def _content(root: Path, digest: bytes) -> Content:
 def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -> Totals:
     """Read every header, and every payload if wanted. A chunk that is deleted meanwhile does not count."""
     folder, totals = ChunkFolder(str(content.root), content.digest), Totals()
-    files = ChunkFiles(content.digest, codec.DEFAULT_SEGMENT_BYTES, token_room=0, sync="none", direct=False)
+    files = ChunkFiles(ChunkFormat(content.digest), sync="none", direct=False)
     for chunk in content.chunks:
         path = folder.path_of(chunk.key)
         try:

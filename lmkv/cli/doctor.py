@@ -23,6 +23,7 @@ from rich.text import Text
 
 from lmkv import __version__
 from lmkv.chunks import codec
+from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.cli.measure.probe import try_folder
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
@@ -96,6 +97,7 @@ def examine(env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | 
         yield Finding("configuration", "", "", problem=str(error))
     else:
         yield from examine_configuration(config)
+        yield from examine_secrets(config)
         yield from examine_memory(config)
         yield from examine_shared_memory(config)
         yield from examine_disk(config)
@@ -112,6 +114,23 @@ def examine_configuration(config: Config) -> Iterator[Finding]:
         unit = setting.unit if setting.unit.isalpha() else ""
         value = "none" if setting.value is None else f"{setting.value} {unit}".strip()
         yield Finding("configuration", setting.name, value, note=setting.source)
+
+
+def examine_secrets(config: Config) -> Iterator[Finding]:
+    """Whether those that are in files can be read, and which key chunks are authenticated with."""
+    for name in ("password", "token"):
+        try:
+            getattr(config, name)
+        except ConfigError as error:
+            yield Finding("secrets", "file", "none", problem=str(error))
+    try:
+        key = config.authentication_bytes
+    except ConfigError as error:
+        yield Finding("secrets", "authentication key", "none", problem=str(error))
+    else:
+        if key is not None:
+            name = Authenticator(key).identifier
+            yield Finding("secrets", "authentication key", f"{name[:12]}...", note="its public identifier")
 
 
 def examine_memory(config: Config) -> Iterator[Finding]:

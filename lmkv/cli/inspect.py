@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from attrs import asdict
@@ -21,7 +21,9 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from lmkv.cli import server
 from lmkv.cli.disk_content import Content, Totals, add_up, contents, delete, least_recently_used
+from lmkv.cli.server import fail
 from lmkv.config import GIB
 from lmkv.errors import BackendError
 from lmkv.protocols import Listed
@@ -29,7 +31,8 @@ from lmkv.protocols import Listed
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _SHOWN_DIGITS = 12
 
-Root = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The folder that local_disk names.")]
+_FOLDER = "The folder that local_disk names."
+Root = Annotated[Path, typer.Argument(exists=True, file_okay=False, help=_FOLDER)]
 Which = Annotated[str, typer.Option("--namespace", help="Only namespaces that begin with these hexadecimal digits.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, no table.")]
 
@@ -70,12 +73,32 @@ def prune(
 
 
 def clear(
-    path: Root,
+    path: Annotated[Path | None, typer.Argument(exists=True, file_okay=False, help=_FOLDER)] = None,
     namespace: Which = "",
+    url: server.Url = "",
+    text: Annotated[str, typer.Option(help="With --url: only this prompt's chunks; - reads standard input.")] = "",
+    tokens: server.TokenIds = "",
+    cache_salt: server.Salt = None,
+    tag: server.Tags = None,
+    engine: server.Number = None,
+    token_file: server.TokenFile = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete all chunks of a folder."""
+    """Delete all chunks of a folder, or with --url all of a running server or of one prompt."""
+    if (path is None) == (not url):
+        raise typer.BadParameter("say what to clear: a folder, or a server with --url")
+    if namespace if url else text or tokens or cache_salt or tag or engine is not None:
+        raise typer.BadParameter("--namespace is for a folder; a prompt and --engine are for a server with --url")
+    if path is None:
+        prompt = server.prompt_of(text, tokens) if text or tokens else None
+        apart = server.apart_from(cache_salt, tag, engine)
+        if prompt is None and not yes:
+            typer.confirm(f"Delete all chunks of {url} from every tier?", abort=True)
+        with server.client_of(url, token_file) as client:
+            answer = client.clear(prompt, **apart)
+        server.show(answer, lambda one: f"deleted {one['deleted_chunks']:,} chunks", as_json=as_json)
+        return
     chunks = {one.digest: one.chunks for one in found_in(path, namespace)}
     count = sum(map(len, chunks.values()))
     if count and not yes:
@@ -92,11 +115,6 @@ def found_in(path: Path, namespace: str) -> list[Content]:
     if not found:
         fail(f"{path}: there is no namespace{f' that begins with {namespace}' if namespace else ''} of lmkv's chunks")
     return found
-
-
-def fail(reason: object) -> NoReturn:
-    typer.echo(str(reason), err=True)
-    raise typer.Exit(1)
 
 
 def seconds_of(duration: str) -> float:

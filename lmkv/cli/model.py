@@ -45,6 +45,8 @@ def model(
         made.write_tokenizer(folder, lines_of(text) if text else ())
     except ImportError as error:
         sys.exit(f'lmkv model needs transformers and safetensors: pip install "lmkv[cli]" ({error})')
+    except OSError as error:
+        sys.exit(f"the model cannot be written: {error}")
     typer.echo(f"{folder}: {layers} layers, {made.kv_bytes_per_token:,} bytes of KV per token ({dtype})")
 
 

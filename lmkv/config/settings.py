@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NoReturn, TypeVar
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from attrs import Attribute, field, fields, frozen
 
@@ -36,7 +36,13 @@ RESERVED_ENV: Final = frozenset({ENV_FILE, "LMKV_LOG_LEVEL", "LMKV_CHECK_LOCKS"}
 _FILE_URL: Final = re.compile(r"(?i:file):(//(localhost)?(?=/))?(?P<path>/(?!/).*)")
 _OTHER_URL: Final = re.compile(r"(?i)file:|[a-z][a-z0-9+.-]*://")
 
-_MAX_FILE_BYTES: Final = 1 << 20
+_LIKE_A_SECRET: Final = re.compile("(?i)passw|secret|token|key")
+"""In the name of a setting that does not exist, most likely by a slip of the keyboard."""
+
+MIN_KEY_BYTES: Final = 32
+
+_MAX_FILE_BYTES: Final = 1 << 16
+"""A megabyte of brackets would keep the parser busy for half a minute."""
 _T = TypeVar("_T")
 _Parse = Callable[[object], Any]
 
@@ -117,9 +123,10 @@ def _path(value: object) -> str | None:
         text = unquote(url["path"])
     elif isinstance(text, bytes) or _OTHER_URL.match(text):
         raise ValueError("must be a path or file:///path")
-    if "\0" in text or text.strip("/") == "":
-        raise ValueError("must be a path or file:///path")
-    return os.path.normpath(os.path.expanduser(text))
+    path = os.path.normpath(os.path.expanduser(text))
+    if "\0" in text or path.strip("/") == "":
+        raise ValueError("must be a path or file:///path, and not that of everything")
+    return path
 
 
 def _remote_urls(value: object) -> tuple[RemoteURL, ...]:
@@ -130,6 +137,10 @@ def _remote_urls(value: object) -> tuple[RemoteURL, ...]:
     urls = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
     if any(url.scheme not in SCHEMES for url in urls):
         raise ValueError(f"must begin with one of {', '.join(f'{scheme}://' for scheme in SCHEMES)}")
+    if not all(url.text.isprintable() for url in urls):
+        raise ValueError("must have printable characters alone")
+    for url in urls:
+        urlsplit(url.text)  # which knows what a host can be
     return tuple(urls)
 
 
@@ -140,6 +151,10 @@ def _secret(value: object) -> Secret | None:
         return value
     if not isinstance(value, str | int):
         raise ValueError("must be a password")
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be text in UTF-8") from None
     return Secret(str(value))
 
 
@@ -178,7 +193,8 @@ def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
     try:
         return _Parsed(attribute.metadata["parse"](value))
     except ValueError as error:
-        raise ConfigError(f"{source}: {attribute.name} = {shown(value)} {error}") from None
+        told = "'***'" if attribute.metadata["parse"] is _secret else shown(value)
+        raise ConfigError(f"{source}: {attribute.name} = {told} {error}") from None
 
 
 @frozen
@@ -283,6 +299,14 @@ class Config:
     remote_timeout: float = _option(
         1.0, _number(0, above=True), "How long to wait for a remote store's connection or answer", "s"
     )
+    authentication_key: Secret | None = _option(
+        None,
+        _secret,
+        "Serve only what was written to the lower tiers with this key, 32 bytes or more; nothing shows it",
+    )
+    authentication_key_file: str | None = _option(
+        None, _path, "File that is the key, but for a line break at its end: openssl rand -hex 32 > FILE"
+    )
     prefetch_share: float = _option(
         0.5, _number(0, 1), "Most of host memory that prefetches from disk may take at a time", "0..1"
     )
@@ -321,9 +345,11 @@ class Config:
     def __attrs_post_init__(self) -> None:
         self._check_folder("shared_memory", "max_shared_memory_size")
         self._check_folder("local_disk", "max_local_disk_size")
-        for name in ("remote_password", "agent_token"):
+        for name in ("remote_password", "agent_token", "authentication_key"):
             if getattr(self, name) and getattr(self, f"{name}_file"):
                 self._refuse(f"{name}_file", f"and {name} are both given")
+        if self.authentication_key:
+            self._check_key("authentication_key", self.authentication_key.value.encode())
         open_to_all = self.agent_listen and not self.agent_listen.startswith("unix:")
         if open_to_all and not (self.agent_token or self.agent_token_file):
             self._refuse("agent_listen", "needs an agent_token: whoever may connect may clear the cache")
@@ -394,15 +420,36 @@ class Config:
         """Of the agent API, from the setting or its file. Raises ConfigError when that cannot be read."""
         return self._secret("agent_token")
 
+    @property
+    def authentication_bytes(self) -> bytes | None:
+        """Of what is written to lower tiers, from the setting or its file. Raises ConfigError when it is no key."""
+        if self.authentication_key_file is None:
+            return self.authentication_key.value.encode() if self.authentication_key else None
+        content = self._content("authentication_key_file")
+        return self._check_key("authentication_key_file", content.removesuffix(b"\n").removesuffix(b"\r"))
+
+    def _check_key(self, name: str, key: bytes) -> bytes:
+        if len(key) < MIN_KEY_BYTES:
+            self._refuse(name, f"has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make one with openssl rand -hex 32")
+        return key
+
     def _secret(self, name: str) -> str | None:
-        path, given = getattr(self, f"{name}_file"), getattr(self, name)
-        if path is None:
+        if getattr(self, f"{name}_file") is None:
+            given = getattr(self, name)
             return given.value if given else None
         try:
-            lines = Path(path).read_text().splitlines()
-        except (OSError, UnicodeError) as error:
-            self._refuse(f"{name}_file", f"cannot be read: {error}")
-        return lines[0] if lines else None
+            lines = self._content(f"{name}_file").decode().splitlines()
+        except UnicodeError:
+            self._refuse(f"{name}_file", "is no text")
+        # Nothing at all would be as good as no token.
+        return lines[0] if lines and lines[0] else self._refuse(f"{name}_file", "has an empty first line")
+
+    def _content(self, name: str) -> bytes:
+        try:
+            with Path(getattr(self, name)).open("rb") as file:
+                return file.read(_MAX_FILE_BYTES)
+        except OSError as error:
+            self._refuse(name, f"cannot be read: {error}")
 
     def source(self, name: str) -> str:
         """Where the value of `name` comes from."""
@@ -506,7 +553,8 @@ def read_yaml(path: Path) -> dict[Any, object]:
 def _known(key: Any, value: object, source: str) -> Attribute[Any]:
     if key in _OPTIONS:
         return _OPTIONS[key]
-    raise ConfigError(f"{source}: unknown key {shown(key)} = {shown(value)}{_hint(key)}")
+    told = "'***'" if isinstance(key, str) and _LIKE_A_SECRET.search(key[:100]) else shown(value)
+    raise ConfigError(f"{source}: unknown key {shown(key)} = {told}{_hint(key)}")
 
 
 def _hint(key: object) -> str:

@@ -94,7 +94,11 @@ def block_ids(blocks: object) -> list[int]:
 
     Raises UsageError for anything else, floats and booleans included: numpy would take those for other ids.
     """
-    ids = blocks.tolist() if hasattr(blocks, "tolist") else blocks
+    try:
+        ids = blocks.tolist() if hasattr(blocks, "tolist") else blocks
+    except (RuntimeError, TypeError):
+        # A tensor without memory or layout, or a class.
+        ids = None
     if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray)):
         raise UsageError(f"block ids must be a sequence of integers, not {shown(blocks)}")
     return list(ids) if {int}.issuperset(map(type, ids)) else list(map(_block_id, ids))
@@ -120,7 +124,8 @@ def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mappin
     for group, limit in num_blocks.items():
         ids = block_ids(list(chain.from_iterable(copy.runs[group].blocks for copy in copies)))
         if ids and (min(ids) < 0 or max(ids) >= limit):
-            raise UsageError(f"block ids {min(ids)}..{max(ids)} do not exist: there are {limit} blocks")
+            found = f"{shown(min(ids))}..{shown(max(ids))}"
+            raise UsageError(f"block ids {found} do not exist: there are {limit} blocks")
 
 
 def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from lmkv.errors import UsageError, shown
 from lmkv.memory.copier import DONE, ChunkCopy, Copier, Event
 
 Guard = Callable[[], AbstractContextManager[object]]
@@ -21,6 +22,10 @@ class _Layers:
         self.done = 0
         self.last: Event = DONE
 
+    def check(self, layer: object) -> None:
+        if not isinstance(layer, int) or not 0 <= layer < self.num_layers:
+            raise UsageError(f"there is no layer {shown(layer)}: there are {self.num_layers}")
+
     def upto(self, layer: int) -> None:
         while self.done <= layer:
             with self._guard():
@@ -32,7 +37,7 @@ class LayerReader:
     """Fills blocks layer by layer. `tokens`: how many leading tokens of the prompt are loaded in the end.
 
     Call `wait(layer)` before you launch what reads that layer; later layers are being copied meanwhile.
-    Raises what the copier raises.
+    Raises UsageError for a layer that does not exist, and what the copier raises.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class LayerReader:
 
     def wait(self, layer: int) -> None:
         """Have what is launched from now on see this layer, and the layers before it, loaded."""
+        self._layers.check(layer)
         self._layers.upto(layer)
 
     def finish(self) -> Event:
@@ -59,7 +65,8 @@ class LayerReader:
 class LayerWriter:
     """Stores blocks layer by layer. `tokens`: how many leading tokens of the prompt are stored in the end.
 
-    Call `save(layer)` once you have launched what computes that layer. Raises what the copier raises.
+    Call `save(layer)` once you have launched what computes that layer. Raises UsageError for a layer that does
+    not exist, and what the copier raises.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class LayerWriter:
 
     def save(self, layer: int) -> None:
         """Store this layer once the layers before it are stored: they may be computed in any order."""
+        self._layers.check(layer)
         self._computed.add(layer)
         while self._layers.done in self._computed:
             self._layers.upto(self._layers.done)

@@ -7,11 +7,12 @@ run of memory in each plane; blocks of several layers may be interleaved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from lmkv.chunks.layout import KVLayout, LayerPages
-from lmkv.errors import UsageError
+from lmkv.errors import UsageError, shown
 
 
 def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
@@ -37,13 +38,17 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
     )
 
 
-def planes(tensor: torch.Tensor, block_axis: int) -> list[torch.Tensor]:
+def planes(tensor: Any, block_axis: int) -> list[torch.Tensor]:
     """The parts of a layer's tensor whose first axis is the block: `[2, block, ...]` has two of them."""
-    if block_axis == 0:
-        return [tensor]
-    if block_axis == 1:
-        return list(tensor.unbind(0))
-    raise UsageError(f"block_axis {block_axis} is not supported: blocks must be the first or second axis")
+    if block_axis not in (0, 1):
+        raise UsageError(f"block_axis {shown(block_axis)} is not supported: blocks must be the first or second axis")
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() <= block_axis or not tensor.numel():
+        raise UsageError(f"a KV tensor must have blocks along axis {block_axis}, not be {_described(tensor)}")
+    return list(tensor.unbind(0)) if block_axis else [tensor]
+
+
+def _described(tensor: object) -> str:
+    return f"of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
 
 
 class PagedMemory:
@@ -122,7 +127,8 @@ class PagedMemory:
         layers = []
         for row, group in zip(self.rows, self.groups, strict=True):
             if chunk_size % block_sizes[group]:
-                raise UsageError(f"chunk_size {chunk_size} is not a multiple of the block size {block_sizes[group]}")
+                size = shown(block_sizes[group])
+                raise UsageError(f"chunk_size {chunk_size} is not a multiple of the block size {size}")
             layers.append(LayerPages(row.shape[1], chunk_size // block_sizes[group], group))
         return KVLayout(chunk_size, tuple(layers), num_ranks)
 

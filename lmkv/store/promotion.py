@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 
+from lmkv.errors import ClosedError
 from lmkv.protocols import ChunkKey
 from lmkv.store.discovery import Discovery
 from lmkv.store.tiers.iopool import Deferred, Priority
@@ -39,6 +41,7 @@ class Promotion:
         self._unfinished = 0
         self._failed_at: int | None = None
         self._done = threading.Event()
+        self._process = os.getpid()
         self._callbacks: list[Callable[[], None]] = []
         self.released = False
         self.waiting_keys: Sequence[ChunkKey] = ()
@@ -75,7 +78,12 @@ class Promotion:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until done, at most `timeout` seconds. Returns `done`."""
+        """Wait until done, at most `timeout` seconds. Returns `done`.
+
+        Raises ClosedError in a forked child, where nobody will bring it about.
+        """
+        if not self.done and os.getpid() != self._process:
+            raise ClosedError("a promotion belongs to the process that this one was forked from")
         return self._done.wait(timeout)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:

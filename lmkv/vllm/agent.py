@@ -24,16 +24,24 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, chunk_si
     if config.agent_listen is None:
         return None
     try:
+        from lmkv.agent.engines import Engines
         from lmkv.agent.http import Address, AgentServer, application
         from lmkv.agent.service import CacheService
     except ImportError as error:
         raise ConfigError(f'agent_listen needs fastapi and uvicorn: pip install "lmkv[agent]" ({error})') from error
     service = CacheService(
-        scheduler.store, scheduler.keys_of, compat.tokenizer(vllm_config), chunk_size=chunk_size, pin_ttl=config.pin_ttl
+        scheduler.store,
+        scheduler.keys_of,
+        compat.tokenizer(vllm_config),
+        chunk_size=chunk_size,
+        pin_ttl=config.pin_ttl,
+        requests=scheduler.recent.snapshot,
     )
-    address = Address(config.agent_listen).of_engine(compat.local_engine(vllm_config))
+    first, number = Address(config.agent_listen), compat.local_engine(vllm_config)
+    address = first.of_engine(number)
+    engines = Engines(number, lambda other: first.of_engine(other).url, config.token)
     try:
-        server = AgentServer(lambda: application(service, config.token), address)
+        server = AgentServer(lambda: application(service, config.token, engines), address)
     except OSError as error:
         logger.error("lmkv: the agent API cannot listen at %s: %s; going on without it", address.text, error)
         return None

@@ -14,47 +14,28 @@ import httpx
 import pytest
 
 from lmkv.agent.client import AsyncClient, Client
+from lmkv.agent.history import History
 from lmkv.agent.http import Address, AgentServer, application
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.chunks.hashing import KeyChain
-from lmkv.chunks.namespace import Namespace
 from lmkv.errors import ConfigError, UsageError
 from lmkv.policies import LRU
-from lmkv.protocols import ChunkKey, Tier
+from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
+from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, store_over, tokenize
 from tests.kit import LIMIT, eventually
-
-SIZE = 4
-NAMESPACE = Namespace(model="small", dtype="float32", chunk_size=SIZE, block_size=SIZE)
-TOKEN = "letmein"
-
-
-def keys_of(tokens: Any, cache_salt: str | None, tags: Any) -> list[ChunkKey]:
-    chain = KeyChain(NAMESPACE.root(cache_salt=cache_salt, extra=tags), SIZE)
-    chain.extend(tokens)
-    tail = chain.tail(tokens)
-    return chain.keys if tail is None else [*chain.keys, tail]
-
-
-def tokenize(prompt: Any) -> list[int]:
-    text = prompt if isinstance(prompt, str) else "".join(f"<{each['role']}>{each['content']}" for each in prompt)
-    return list(text.encode())
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TieredStore]:
-    disk = Tier(LocalDiskBackend(tmp_path / "kv", NAMESPACE.digest, shared=True), LRU())
-    store = TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()), [disk])
-    assert store.wait_indexed(LIMIT)
-    yield store
-    store.close()
+    with store_over(tmp_path / "kv") as store:
+        yield store
 
 
 @pytest.fixture
 def service(store: TieredStore) -> CacheService:
-    return CacheService(store, keys_of, tokenize, chunk_size=SIZE, pin_ttl=60.0)
+    return service_of(store)
 
 
 @pytest.fixture
@@ -68,15 +49,6 @@ def server(service: CacheService) -> Iterator[AgentServer]:
 def client(server: AgentServer) -> Iterator[Client]:
     with Client(server.url, TOKEN) as client:
         yield client
-
-
-def put(store: TieredStore, text: str, salt: str | None = None, **tags: str) -> list[ChunkKey]:
-    """As an engine stores a prompt: to host memory and the disk."""
-    keys = keys_of(tokenize(text), salt, tags)
-    with store.reserve(keys) as reservation:
-        reservation.commit()
-    assert store.drain(LIMIT)
-    return keys
 
 
 def test_lookup_says_how_many_tokens_are_where(store: TieredStore, client: Client) -> None:
@@ -149,10 +121,37 @@ def test_clear_deletes_a_prompt_or_everything(store: TieredStore, client: Client
     assert client.lookup("the other prompt", cache_salt="tenant")["hit_tokens"] == 0
 
 
+def test_everything_cannot_be_narrowed_down(store: TieredStore, client: Client) -> None:
+    put(store, "the first prompt", "tenant")
+    for apart in ({"cache_salt": "tenant"}, {"tags": {"team": "a"}}):
+        with pytest.raises(httpx.HTTPStatusError, match=r"400 .* cannot be narrowed down"):
+            client.clear(**apart)
+    assert store.stats().primary.chunks == 4
+
+
 def test_stats_are_the_stores(store: TieredStore, client: Client) -> None:
     put(store, "16 tokens it has")
     cpu, disk = client.stats()["tiers"]
     assert (cpu["name"], cpu["chunks"], disk["name"], disk["chunks"]) == ("cpu", 4, "disk", 4)
+
+
+def test_the_last_hour_is_sampled(service: CacheService, store: TieredStore, client: Client) -> None:
+    put(store, "16 tokens it has")
+    eventually(lambda: bool(client.history()["samples"]))
+    assert {tier["name"] for tier in client.history()["samples"][0]["tiers"]} == {"cpu", "disk"}
+
+    async def stats() -> dict[str, Any]:
+        return service.stats()
+
+    async def sampled() -> list[dict[str, Any]]:
+        history = History(stats, interval=0.0, size=3)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(history.run(), 0.1)
+        return history.snapshot()["samples"]
+
+    first, *_, last = asyncio.run(sampled())
+    assert last["time"] >= first["time"]
+    assert [tier["chunks"] for tier in last["tiers"]] == [4, 4]
 
 
 def test_the_async_client_does_the_same(store: TieredStore, server: AgentServer) -> None:
@@ -219,7 +218,15 @@ class TestAddresses:
         assert url.endswith(f":{bound.getsockname()[1]}")
         bound.close()
 
-    @pytest.mark.parametrize("text", ["0.0.0.0:1", "[::]:1", "example.com:80", "8377", ":1", "localhost", ""])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("0.0.0.0:1", "[::]:1", "example.com:80", "8377", ":1", "localhost", "", "127.0.0.1:65536", "::1:-1"),
+            # Abstract sockets, which every user may connect to, and paths that mean nothing.
+            *("unix:", "unix:\0name", "unix:/a\0b", "unix:relative.sock", f"127.0.0.1:{'9' * 5000}"),
+        ],
+        ids=lambda text: repr(text)[:20],
+    )
     def test_of_others_are_refused(self, text: str) -> None:
         with pytest.raises(ConfigError, match="must be an address of this machine alone"):
             Address(text).bind()

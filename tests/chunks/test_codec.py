@@ -120,7 +120,7 @@ def test_sealed_lies_are_rejected_or_harmless(at: int, junk: bytes) -> None:
     [
         (0, "<Q", 0, "magic"),
         (8, "<H", 2, "version 2"),
-        (10, "<H", 2, "flags"),
+        (10, "<H", 4, "flags"),
         (12, "<I", 0, "header cannot be 0 bytes"),
         (12, "<I", 4095, "header cannot be 4095 bytes"),
         (12, "<I", 8192, "header of 8192"),

@@ -62,6 +62,23 @@ class TestConfiguration:
             doctor.json_object(text)
 
 
+class TestSecrets:
+    def test_files_that_have_none_are_problems(self, tmp_path: Path) -> None:
+        (tmp_path / "empty").touch()
+        names = ("remote_password_file", "agent_token_file", "authentication_key_file")
+        config = Config(**dict.fromkeys(names, str(tmp_path / "empty")))  # type: ignore[arg-type]
+        problems = [found.problem for found in doctor.examine_secrets(config)]
+        assert [name for name, problem in zip(names, problems, strict=True) if name in problem] == list(names)
+
+    def test_the_key_is_named_and_not_shown(self, tmp_path: Path) -> None:
+        (tmp_path / "key").write_bytes(b"k" * 32)
+        (found,) = doctor.examine_secrets(Config(authentication_key_file=str(tmp_path / "key")))
+        (same,) = doctor.examine_secrets(Config(authentication_key="k" * 32))
+        assert found == same
+        assert "kk" not in found.value
+        assert list(doctor.examine_secrets(Config())) == []
+
+
 class TestMemory:
     def test_limits_are_named(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=0.01))))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 from typer.testing import CliRunner
 
 from lmkv.backends.disk import usage
@@ -173,3 +174,11 @@ def test_a_description_that_is_not_the_folders_is_not_believed(tmp_path: Path, f
 
 def test_the_version() -> None:
     assert run("version").stdout.strip()[0].isdigit()
+
+
+def test_a_description_that_writes_to_terminals_is_none(tmp_path: Path) -> None:
+    hostile = evolve(SMALL, model="\x1b]0;title\x07")
+    LocalDiskBackend(tmp_path, hostile.digest)
+    describe(str(tmp_path), hostile)
+    assert description(str(tmp_path / hostile.digest.hex())) is None
+    assert "\x1b]0" not in run("inspect", tmp_path).output

@@ -98,3 +98,12 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, ["model", str(tmp_path / "file")])
     assert result.exit_code == 2, result.output
+
+
+def test_a_place_where_nothing_can_be_written_is_an_error_in_a_line(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["model", str(tmp_path / "file" / "[/x]"), "--layers", "1", "--hidden", "64"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "the model cannot be written: [Errno 20]" in str(result.exception) + result.output

@@ -45,6 +45,12 @@ def test_a_prompt_is_prefetched_from_disk_before_its_request(
             assert external_hits(warm) == len(ids) - 1
             assert warm.kv_transfer_params["lmkv"]["sources"] == {"cpu": len(ids) - 1}
             assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+            latest, earlier = client.requests()["requests"]
+            assert latest["sources"] == {"cpu": len(ids) - 1}
+            assert earlier["missed"] == {"reason": "not_stored", "tokens": len(ids) - 1}
+            explained = client.explain(warm.request_id)
+            assert f"lmkv loaded {len(ids) - 1:,} from cpu" in explained["explanation"]
+            assert client.stats()["hit_tokens"] == len(ids) - 1
             messages = [{"role": "user", "content": TEXT}]
             assert client.lookup(messages)["total_tokens"] > len(TEXT)
             client.clear()

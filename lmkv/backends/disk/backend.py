@@ -17,7 +17,9 @@ from lmkv.backends.disk.fileio import FreeSpace, ShortReadError, probe_direct, s
 from lmkv.backends.disk.folder import ChunkFolder
 from lmkv.backends.disk.usage import NAME, Usage
 from lmkv.chunks import codec
+from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import FormatError
+from lmkv.chunks.format import ChunkFormat
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import (
     BackendError,
@@ -69,6 +71,9 @@ class LocalDiskBackend:
         How many damaged files to keep for inspection under `quarantine/`, besides the tier's capacity.
     shared
         Whether the store should look for chunks of other processes again and again.
+    authentication_key
+        32 random bytes or more: only chunks that were written with them are served, whoever else may write to
+        the folder. Give other keys other namespaces: one's chunks are damaged ones to the other.
     name
         What logs and statistics call the tier.
     clock
@@ -77,7 +82,7 @@ class LocalDiskBackend:
     Raises
     ------
     ConfigError
-        For a bad setting, or when `direct="on"` does not work.
+        For a bad setting, a short key, or when `direct="on"` does not work.
     BackendUnavailable
         When `path` cannot be created.
 
@@ -108,9 +113,10 @@ class LocalDiskBackend:
     direct: Literal["auto", "on", "off"] = field(default="auto", kw_only=True)
     min_free: int = field(default=0, kw_only=True, validator=validators.ge(0))
     segment_bytes: int = field(default=codec.DEFAULT_SEGMENT_BYTES, kw_only=True)
-    chunk_tokens: int = field(default=512, kw_only=True, validator=validators.ge(0))
+    chunk_tokens: int = field(default=codec.DEFAULT_TOKEN_ROOM, kw_only=True, validator=validators.ge(0))
     keep_corrupt: int = field(default=0, kw_only=True, validator=validators.ge(0))
     shared: bool = field(default=False, kw_only=True)
+    authentication_key: bytes | None = field(default=None, kw_only=True)
     name: str = field(default="disk", kw_only=True)
     clock: Clock = field(default=time.monotonic, kw_only=True)
     _folder: ChunkFolder = field(init=False)
@@ -123,7 +129,9 @@ class LocalDiskBackend:
         _check_settings(self)
         self._folder = ChunkFolder(self.path, self.namespace, self.keep_corrupt)
         direct = self._prepare_folder()
-        self._files = ChunkFiles(self.namespace, self.segment_bytes, self.chunk_tokens, self.sync, direct)
+        authenticator = Authenticator.of(self.authentication_key)
+        chunk_format = ChunkFormat(self.namespace, self.segment_bytes, self.chunk_tokens, authenticator)
+        self._files = ChunkFiles(chunk_format, self.sync, direct)
         self._space = FreeSpace(self.path, self.min_free, self.clock)
         self._usage = Usage(os.path.join(self.path, NAME))
 

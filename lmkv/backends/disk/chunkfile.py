@@ -23,6 +23,7 @@ from lmkv.backends.disk.fileio import (
 )
 from lmkv.chunks import codec
 from lmkv.chunks.codec import PAGE, FormatError, Header
+from lmkv.chunks.format import Checks, ChunkFormat
 from lmkv.chunks.layout import align_up
 from lmkv.protocols import Chunk, ChunkKey
 
@@ -47,18 +48,13 @@ class ChunkFiles:
     `direct`: use O_DIRECT for memory that is aligned to pages. `sync`: see `LocalDiskBackend`.
     """
 
-    namespace: bytes = field(repr=bytes.hex)
-    segment_bytes: int
-    token_room: int
+    format: ChunkFormat
     sync: str
     direct: bool
     _scratch: Scratch = field(factory=Scratch, init=False, repr=False)
 
-    def header_bytes(self, payload_bytes: int) -> int:
-        return codec.header_bytes(payload_bytes, self.segment_bytes, self.token_room)
-
     def file_bytes(self, payload_bytes: int) -> int:
-        return self.header_bytes(payload_bytes) + align_up(payload_bytes, PAGE)
+        return self.format.header_bytes(payload_bytes) + align_up(payload_bytes, PAGE)
 
     def write(self, chunk: Chunk, path: str) -> None:
         """Create the chunk's file at `path`, completely or not at all.
@@ -80,32 +76,23 @@ class ChunkFiles:
             _sync_or_remove(folder, path)
 
     def _write_at_once(self, fd: int, chunk: Chunk) -> None:
-        checksums = codec.segment_checksums(chunk.payload, self.segment_bytes)
-        write_fully(fd, [self._packed(chunk, checksums), *self._padded(chunk.payload)])
+        checks = Checks(chunk.key, self.format)
+        checks.add(chunk.payload)
+        write_fully(fd, [self._packed(chunk, checks), *self._padded(chunk.payload)])
 
     def _write_in_pieces(self, fd: int, chunk: Chunk) -> None:
         """Write each piece before its checksums are computed, and the header last: no I/O waits for them."""
-        begin, step = self.header_bytes(len(chunk.payload)), self._piece(self.segment_bytes)
-        checksums: tuple[int, ...] = ()
+        begin, step = self.format.header_bytes(len(chunk.payload)), self._piece(self.format.segment_bytes)
+        checks = Checks(chunk.key, self.format)
         for at in range(0, len(chunk.payload), step):
             piece = chunk.payload[at : at + step]
             write_fully(fd, self._padded(piece), begin + at)
-            checksums += codec.segment_checksums(piece, self.segment_bytes)
-        write_fully(fd, [self._packed(chunk, checksums)])
+            checks.add(piece)
+        write_fully(fd, [self._packed(chunk, checks)])
 
-    def _packed(self, chunk: Chunk, checksums: tuple[int, ...]) -> memoryview:
-        header = Header(
-            namespace=self.namespace,
-            key=chunk.key,
-            payload_bytes=len(chunk.payload),
-            checksums=checksums,
-            segment_bytes=self.segment_bytes,
-            header_bytes=self.header_bytes(len(chunk.payload)),
-            parent=chunk.parent,
-            tokens=chunk.tokens if len(chunk.tokens) <= 4 * self.token_room else b"",
-        )
-        packed = self._scratch.take("header", header.header_bytes)
-        codec.pack_header(header, packed)
+    def _packed(self, chunk: Chunk, checks: Checks) -> memoryview:
+        packed = self._scratch.take("header", self.format.header_bytes(len(chunk.payload)))
+        self.format.pack(packed, checks, len(chunk.payload), chunk.parent, chunk.tokens)
         return packed
 
     def read(self, path: str, key: ChunkKey, into: memoryview) -> None:
@@ -120,7 +107,7 @@ class ChunkFiles:
             for at in range(done, len(into), step):
                 part = into[at : at + step]
                 self._fill(fd, header.header_bytes + at, part)
-                codec.verify_segments(header, part, at // header.segment_bytes)
+                self.format.verify(header, part, at // header.segment_bytes)
 
     def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
         """The header, and how many bytes of `into` were read with it and are verified.
@@ -128,11 +115,11 @@ class ChunkFiles:
         A file of the size that `write` gives it most likely has a header of the same length, too, so that one
         system call can read the header and the first piece. If not, the piece is read again.
         """
-        header_bytes, first = self.header_bytes(len(into)), into[: self._piece(self.segment_bytes)]
+        header_bytes, first = self.format.header_bytes(len(into)), into[: self._piece(self.format.segment_bytes)]
         if size == self.file_bytes(len(into)):
             start = self._scratch.take("header", header_bytes)
             self._fill(fd, 0, first, start)
-            header = self._checked(codec.parse_header(start), size, key)
+            header = self._checked(start, size, key)
         else:
             header, first = self._header_of(fd, size, key), into[:0]
         if header.payload_bytes != len(into):
@@ -140,7 +127,7 @@ class ChunkFiles:
         whole_segments = len(first) == len(into) or len(first) % header.segment_bytes == 0
         if header.header_bytes != header_bytes or not whole_segments:
             return header, 0
-        codec.verify_segments(header, first)
+        self.format.verify(header, first)
         return header, len(first)
 
     def _fill(self, fd: int, offset: int, into: memoryview, *before: memoryview) -> None:
@@ -194,11 +181,10 @@ class ChunkFiles:
         if nbytes > PAGE:
             start = self._scratch.take("header", nbytes)
             read_fully(fd, [start])
-        return self._checked(codec.parse_header(start), size, key)
+        return self._checked(start, size, key)
 
-    def _checked(self, header: Header, size: int, key: ChunkKey) -> Header:
-        if (header.namespace, header.key) != (self.namespace, key):
-            raise FormatError(f"it is chunk {header.key.hex()} of namespace {header.namespace.hex()}")
+    def _checked(self, start: memoryview, size: int, key: ChunkKey) -> Header:
+        header = self.format.parse(key, start)
         if header.file_bytes != size:
             raise FormatError(f"it has {size} bytes, {header.file_bytes} by its header")
         return header

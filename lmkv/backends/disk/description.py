@@ -36,7 +36,9 @@ def description(folder: str) -> Namespace | None:
         namespace = Namespace(**_fields(os.path.join(folder, NAME)))
     except (OSError, ValueError, TypeError, UsageError):
         return None
-    return namespace if namespace.digest.hex() == os.path.basename(folder) else None
+    # Whoever may write to the folder would write to the terminals of those who look at it.
+    plain = (namespace.model + namespace.dtype).isprintable()
+    return namespace if plain and namespace.digest.hex() == os.path.basename(folder) else None
 
 
 def _fields(path: str) -> dict[str, Any]:

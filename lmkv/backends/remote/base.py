@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from lmkv.backends.remote.blobs import Blobs, WrongLengthError
+from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import FormatError
+from lmkv.chunks.format import ChunkFormat
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, CorruptChunkError, UsageError
 from lmkv.outcomes import HIT, MISS, Read, Written
@@ -30,6 +32,8 @@ class RemoteBackend(ABC):
         Most token ids that a value records.
     name
         What logs and statistics call the tier.
+    authentication_key
+        32 random bytes or more: only values that were written with them are served.
 
     Notes
     -----
@@ -71,13 +75,16 @@ class RemoteBackend(ABC):
 
     shared: ClassVar[bool] = True
 
-    def __init__(self, namespace: bytes, *, prefix: str, chunk_tokens: int, name: str) -> None:
+    def __init__(
+        self, namespace: bytes, *, prefix: str, chunk_tokens: int, name: str, authentication_key: bytes | None = None
+    ) -> None:
         if len(namespace) != KEY_BYTES:
             raise ConfigError(f"namespace must have {KEY_BYTES} bytes, not {len(namespace)}")
         self.namespace = namespace
         self.name = name
         self.prefix = prefix
-        self.blobs = Blobs(namespace, chunk_tokens)
+        authenticator = Authenticator.of(authentication_key)
+        self.blobs = Blobs(ChunkFormat(namespace, token_room=chunk_tokens, authenticator=authenticator))
         self._root = f"{prefix}{namespace.hex()}"
         self._closed = False
 

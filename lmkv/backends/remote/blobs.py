@@ -6,10 +6,11 @@ somebody else has put under the key, or a torn one, is found to be none.
 
 from __future__ import annotations
 
-from attrs import field, frozen
+from attrs import frozen
 
 from lmkv.chunks import codec
 from lmkv.chunks.codec import FormatError, Header
+from lmkv.chunks.format import Checks, ChunkFormat
 from lmkv.protocols import Chunk, ChunkKey
 
 
@@ -19,14 +20,12 @@ class WrongLengthError(Exception):
 
 @frozen
 class Blobs:
-    """Makes and checks the values of one namespace. `token_room`: most token ids that a header records."""
+    """Makes and checks the values of one namespace."""
 
-    namespace: bytes = field(repr=bytes.hex)
-    token_room: int = 512
-    segment_bytes: int = codec.DEFAULT_SEGMENT_BYTES
+    format: ChunkFormat
 
     def header_bytes(self, payload_bytes: int) -> int:
-        return codec.header_bytes(payload_bytes, self.segment_bytes, self.token_room)
+        return self.format.header_bytes(payload_bytes)
 
     def blob_bytes(self, payload_bytes: int) -> int:
         """Length of the whole value."""
@@ -36,17 +35,9 @@ class Blobs:
         """What comes before the chunk's payload."""
         payload = chunk.payload
         packed = memoryview(bytearray(self.header_bytes(len(payload))))
-        header = Header(
-            namespace=self.namespace,
-            key=chunk.key,
-            payload_bytes=len(payload),
-            checksums=codec.segment_checksums(payload, self.segment_bytes),
-            segment_bytes=self.segment_bytes,
-            header_bytes=len(packed),
-            parent=chunk.parent,
-            tokens=chunk.tokens if len(chunk.tokens) <= 4 * self.token_room else b"",
-        )
-        codec.pack_header(header, packed)
+        checks = Checks(chunk.key, self.format)
+        checks.add(payload)
+        self.format.pack(packed, checks, len(payload), chunk.parent, chunk.tokens)
         return packed
 
     def parsed(self, key: ChunkKey, data: memoryview, expected: int) -> Header:
@@ -54,18 +45,19 @@ class Blobs:
 
         Raises `FormatError` for anything but a value of this chunk, and `WrongLengthError`.
         """
-        header = codec.parse_header(data)
-        if (header.namespace, header.key) != (self.namespace, key):
-            raise FormatError(f"it is chunk {header.key.hex()} of namespace {header.namespace.hex()}")
+        header = self.format.parse(key, data)
         if header.payload_bytes != expected:
             raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the buffer {expected}")
         return header
 
     def unpack(self, key: ChunkKey, value: memoryview, into: memoryview) -> None:
-        """Fill `into` with the payload of a whole value. Raises as `parsed` does."""
-        header = self.parsed(key, value, len(into))
+        """Fill `into` with the payload of a whole value. Raises as `parsed` does.
+
+        What is checked is a copy: others may still write to `value`.
+        """
+        start = bytes(value[: codec.peek_header_bytes(value)])
+        header = self.parsed(key, memoryview(start), len(into))
         if len(value) != header.header_bytes + len(into):
             raise FormatError(f"it has {len(value)} bytes, {header.header_bytes + len(into)} by its header")
-        payload = value[header.header_bytes :]
-        codec.verify_segments(header, payload)
-        into[:] = payload
+        into[:] = value[header.header_bytes :]
+        self.format.verify(header, into)

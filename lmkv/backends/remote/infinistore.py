@@ -36,6 +36,8 @@ class InfiniStoreBackend(IsolatedBackend):
         Most token ids that a value records.
     name
         What logs and statistics call the tier.
+    authentication_key
+        32 random bytes or more: only values that were written with them are served.
 
     Raises
     ------

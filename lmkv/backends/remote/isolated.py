@@ -69,10 +69,17 @@ class IsolatedBackend(RemoteBackend):
         timeout: float = 1.0,
         chunk_tokens: int = 512,
         name: str = "",
+        authentication_key: bytes | None = None,
     ) -> None:
         self._engine = type(self).__module__
         default = self._engine.rpartition(".")[2]
-        super().__init__(namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name or default)
+        super().__init__(
+            namespace,
+            prefix=prefix,
+            chunk_tokens=chunk_tokens,
+            name=name or default,
+            authentication_key=authentication_key,
+        )
         self._shown = masked(url)
         options = self._options(url)
         clients = options.pop("clients", 2)

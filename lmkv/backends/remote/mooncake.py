@@ -39,6 +39,8 @@ class MooncakeBackend(IsolatedBackend):
         Most token ids that a value records.
     name
         What logs and statistics call the tier.
+    authentication_key
+        32 random bytes or more: only values that were written with them are served.
 
     Raises
     ------

@@ -67,6 +67,8 @@ class ObjectStoreBackend(RemoteBackend):
         Most token ids that a value records.
     name
         What logs and statistics call the tier.
+    authentication_key
+        32 random bytes or more: only values that were written with them are served.
 
     Raises
     ------
@@ -98,8 +100,11 @@ class ObjectStoreBackend(RemoteBackend):
         timeout: float = 10.0,
         chunk_tokens: int = 512,
         name: str = "objects",
+        authentication_key: bytes | None = None,
     ) -> None:
-        super().__init__(namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name)
+        super().__init__(
+            namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
+        )
         self._shown = masked(url)
         if ttl:
             raise ConfigError(f"{self._shown}: no ttl here; a lifecycle rule of the bucket expires its objects")

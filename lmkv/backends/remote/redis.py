@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from lmkv.backends.remote.base import SLOWEST, RemoteBackend
-from lmkv.chunks import codec
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError, masked
@@ -71,6 +70,8 @@ class RedisBackend(RemoteBackend):
         Most token ids that a value records.
     name
         What logs and statistics call the tier.
+    authentication_key
+        32 random bytes or more: only values that were written with them are served.
 
     Raises
     ------
@@ -101,8 +102,11 @@ class RedisBackend(RemoteBackend):
         timeout: float = 1.0,
         chunk_tokens: int = 512,
         name: str = "redis",
+        authentication_key: bytes | None = None,
     ) -> None:
-        super().__init__(namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name)
+        super().__init__(
+            namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
+        )
         parts = urlsplit(url)
         self._url = _SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
         self._shown = masked(url)
@@ -202,7 +206,7 @@ class RedisBackend(RemoteBackend):
             raise FormatError(f"it has {nbytes} bytes, {header.header_bytes + len(into)} by its header")
         reply.fill(into)
         reply.end()
-        codec.verify_segments(header, into)
+        self.blobs.format.verify(header, into)
         return True
 
     def _put(self, name: str, header: memoryview, payload: memoryview) -> Written:

@@ -23,6 +23,7 @@ from lmkv.vllm.scheduler.events import Event, EventRecorder
 from lmkv.vllm.scheduler.explain import Explainer
 from lmkv.vllm.scheduler.loading import LoadPlanner
 from lmkv.vllm.scheduler.options import SchedulerOptions
+from lmkv.vllm.scheduler.recent import RecentRequests
 from lmkv.vllm.scheduler.request import BlockTables, Request, RequestOptions, RequestState
 from lmkv.vllm.scheduler.storing import StorePlanner
 from lmkv.vllm.scheduler.telemetry import Telemetry
@@ -56,6 +57,7 @@ class Scheduler:
         shared = store, geometry, self._builder, self._options, self._telemetry, self._explainer, events
         self._loading, self._storing = LoadPlanner(*shared), StorePlanner(*shared)
         self._requests: dict[str, RequestState] = {}
+        self.recent = RecentRequests()
         self._reports: dict[int, JobReport] = {}
         self._mapped = False
         self._epoch = ""
@@ -130,6 +132,7 @@ class Scheduler:
         state = self._forget(request.request_id)
         if state is None:
             return None
+        self.recent.finished(state)
         keys = state.keys_with_tail(len(state.chain.keys))
         self._store.touch(keys)
         if state.options.pin_seconds:
@@ -184,7 +187,9 @@ class Scheduler:
 
     def update_state_after_alloc(self, request: Request, block_ids: BlockTables, num_external_tokens: int) -> None:
         """Blocks are allocated: order the load that was promised, or release its lease."""
-        self._loading.allocated(self._state_of(request), block_ids, num_external_tokens)
+        state = self._state_of(request)
+        self._loading.allocated(state, block_ids, num_external_tokens)
+        self.recent.scheduled(state)
 
     def hit_sources(self, request_id: str) -> dict[str, int]:
         """The tokens that were last promised to a request, by tier."""

@@ -1,0 +1,163 @@
+"""One service for all engines of a server on this node: the first engine's asks the others, and adds up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import httpx
+from starlette.concurrency import run_in_threadpool
+
+from lmkv.agent.client import AsyncClient
+from lmkv.errors import LmkvError
+
+Answer = dict[str, Any]
+Url = Callable[[int], str]
+
+_RETRY, _AGAIN = 1.0, 10.0
+_MOST_ENGINES = 1024
+_REFUSED = (400, 422)
+"""What the caller has to mend."""
+
+
+class EngineError(LmkvError):
+    """An engine cannot be asked, or does not do it. `status`: of HTTP."""
+
+    def __init__(self, reason: str, status: int = 503) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Engines:
+    """The engines of one server, by number. Those after the first announce themselves to it, again and again.
+
+    `url`: of an engine's service by its number; `number`: this one's. Called on the service's event loop only.
+    """
+
+    def __init__(self, number: int = 0, url: Url | None = None, token: str | None = None) -> None:
+        self.number = number
+        self._url = url
+        self._token = token
+        self._others: dict[int, AsyncClient] = {}
+
+    def __repr__(self) -> str:
+        return f"<Engines: {self.number} and {len(self._others)} others>"
+
+    def announced(self, number: int) -> None:
+        """Another engine answers from now on."""
+        if self._url is not None and 0 < number < _MOST_ENGINES and number not in (self.number, *self._others):
+            self._others[number] = AsyncClient(self._url(number), self._token)
+
+    async def announce(self) -> None:
+        """Tell the first engine that this one is there; for ever, as that one may have started again."""
+        if self._url is None or not self.number:
+            return
+        async with AsyncClient(self._url(0), self._token) as first:
+            while True:
+                try:
+                    await first.announce(self.number)
+                    await asyncio.sleep(_AGAIN)
+                except httpx.HTTPError:
+                    await asyncio.sleep(_RETRY)
+
+    async def ask(
+        self, call: Callable[[], Answer | None], method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> dict[int, Answer]:
+        """Each engine's answer: `call()` is this one's. Without those that have none; the rest say why they are away.
+
+        With an `engine` in the body it alone is asked. Raises EngineError when that one is away, or there is none.
+        """
+        body = dict(body or {})
+        wanted = body.pop("engine", None)
+        numbers = [self.number, *sorted(self._others)]
+        if wanted not in (None, *numbers):
+            raise EngineError(f"there is no engine {wanted}; there are {', '.join(map(str, numbers))}", 404)
+        asked = numbers if wanted is None else [wanted]
+        others = [self._other(number, method, path, body) for number in asked if number != self.number]
+        mine = [run_in_threadpool(call)] if self.number in asked else []
+        answers = await asyncio.gather(*mine, *others)
+        found = {number: answer for number, answer in zip(asked, answers, strict=True) if answer is not None}
+        if wanted is not None and "away" in found.get(wanted, {}):
+            raise EngineError(f"engine {wanted} is away: {found[wanted]['away']}")
+        return found
+
+    async def _other(self, number: int, method: str, path: str, body: Mapping[str, Any]) -> Answer | None:
+        try:
+            return await self._others[number].send(method, path, body if method == "POST" else None)
+        except httpx.HTTPStatusError as error:
+            if (status := error.response.status_code) in _REFUSED:
+                raise EngineError(_detail(error.response), status) from None
+            return None if status == 404 else {"away": str(error)}
+        except httpx.HTTPError as error:
+            return {"away": f"{type(error).__name__}: {error}"}
+
+    async def close(self) -> None:
+        for other in self._others.values():
+            await other.aclose()
+
+
+def _detail(response: httpx.Response) -> str:
+    with suppress(ValueError, KeyError, TypeError):
+        return str(response.json()["detail"])
+    return response.text
+
+
+# -- adding up ----------------------------------------------------------------------------------------------
+
+_LEADING = ("hit_tokens", "ready_tokens", "pinned_tokens")
+_SUMS = ("deleted_chunks", "unpinned_chunks", "lookup_tokens", "leased", "pinned", "writing", "loading", "pending_io")
+_OF_THE_MEDIUM = ("chunks", "used_bytes", "capacity_bytes")
+_BREAKER = ("closed", "half-open", "open")
+
+
+def merged(answers: Mapping[int, Answer]) -> Answer:
+    """Of one engine its answer; of several the best one, with totals where they add up, and `engines`: each one's."""
+    here = {number: answer for number, answer in answers.items() if "away" not in answer}
+    if len(answers) == 1 and here:
+        return next(iter(here.values()))
+    best = max(here, key=lambda number: max(here[number].get(name, 0) for name in _LEADING), default=None)
+    if best is None:
+        raise EngineError("no engine answers")
+    whole = {"engine": best, **here[best]}
+    whole |= {name: sum(answer[name] for answer in here.values()) for name in _SUMS if name in whole}
+    if "done" in whole:
+        whole["done"] = all(answer["done"] for answer in here.values())
+    return {**whole, "engines": [{"engine": number, **answer} for number, answer in sorted(answers.items())]}
+
+
+def merged_stats(answers: Mapping[int, Answer]) -> Answer:
+    """Tiers by name. Each engine has host memory of its own; what is below it all engines of a node share."""
+    whole = merged(answers)
+    if "engines" not in whole:
+        return whole
+    here = [answer for answer in answers.values() if "away" not in answer]
+    tiers = zip(*(answer["tiers"] for answer in here), strict=False)
+    whole["tiers"] = [_merged_tier(each, first=not number) for number, each in enumerate(tiers)]
+    whole["hit_tokens"] = sum(answer["hit_tokens"] for answer in here)
+    del whole["engine"]
+    return whole
+
+
+def _merged_tier(tiers: Iterable[Answer], *, first: bool) -> Answer:
+    columns = {name: [tier[name] for tier in tiers] for name in next(iter(tiers))}
+    return {name: _merged_value(name, values, first=first) for name, values in columns.items()}
+
+
+def _merged_value(name: str, values: list[Any], *, first: bool) -> Any:
+    if name == "name" or None in values:
+        return values[0]
+    if isinstance(values[0], str):
+        return max(values, key=_BREAKER.index)
+    return max(values) if name in _OF_THE_MEDIUM and not first else sum(values)
+
+
+def merged_requests(answers: Mapping[int, Answer], most: int) -> Answer:
+    """The newest of all, each with its `engine`."""
+    here = {number: answer for number, answer in answers.items() if "away" not in answer}
+    requests = [{"engine": number, **each} for number, answer in here.items() for each in answer["requests"]]
+    requests.sort(key=lambda each: each["time"], reverse=True)
+    totals = {name: sum(answer[name] for answer in here.values()) for name in ("lookup_tokens", "hit_tokens")}
+    away = {str(number): answer["away"] for number, answer in answers.items() if "away" in answer}
+    return {**totals, "requests": requests[:most], **({"away": away} if away else {})}

@@ -1,0 +1,41 @@
+"""Puts a request's report into words: what was loaded, what was not, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ADVICE = {
+    "not_stored": "No tier is known to have it. Another model, data type, salt, tag or adapter has chunks of its own.",
+    "evicted": "A larger tier, or one more below it, would have kept it.",
+    "too_short": "Less than a chunk is left, or less than min_retrieve_tokens was found.",
+    "not_ready": "It is just being stored: a request that comes later finds it.",
+    "tier_unavailable": "That tier fails, and counts as empty until it answers again: see the log.",
+    "deadline": "It did not arrive within prefetch_deadline: prefetch it, or raise that setting.",
+    "slower": "Computing it is faster than that tier: load_or_recompute measures both.",
+    "not_promoted": "It could not be read, or host memory had no room for it: see max_local_cpu_size.",
+    "limited": "The request's max_load_tokens forbids more.",
+    "skip_load": "The request asks for no loads with lmkv.skip_load, or its prompt has no tokens.",
+    "not_taken": "vLLM did without what was found, for prompt log-probabilities or another connector.",
+    "failed": "A load for this request failed before: see the log.",
+}
+"""By reason of a miss, what it means and what to do."""
+
+
+def explained(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The report with an `explanation`."""
+    return {**report, "explanation": " ".join(_sentences(report))}
+
+
+def _sentences(report: Mapping[str, Any]) -> list[str]:
+    loaded = " and ".join(f"{tokens:,} from {tier}" for tier, tokens in report["sources"].items()) or "none"
+    found = f"Of {report['tokens']:,} tokens vLLM's own cache had {report['vllm_tokens']:,}; lmkv loaded {loaded}."
+    missed = report.get("missed")
+    return [found] if missed is None else [found, _miss(missed), ADVICE.get(missed["reason"], "")]
+
+
+def _miss(missed: Mapping[str, Any]) -> str:
+    tier, ago = missed.get("tier"), missed.get("seconds_ago")
+    where = "" if tier is None else f" from {tier}" if missed["reason"] == "evicted" else f" in {tier}"
+    when = "" if ago is None else f" {ago:.0f} s before"
+    return f"{missed['tokens']:,} were missed: {missed['reason'].replace('_', ' ')}{where}{when}."

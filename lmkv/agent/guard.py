@@ -1,0 +1,66 @@
+"""What stands before the agent API: the token, checked before a byte of a body is read, and a bound on bodies."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from typing import Any
+
+from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_BODY_BYTES = 64 << 20
+"""Room for a prompt of several million tokens."""
+
+PROTECTED = "/v1/"
+_SHOWN_ERRORS = 3
+
+
+class Guard:
+    """An ASGI application before another one. With a `token` each request below `/v1/` must have it."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif self._admits(scope):
+            await self._app(scope, _bounded(receive), send)
+        else:
+            refusal = as_json("the header Authorization: Bearer TOKEN is missing or wrong", 401)
+            await refusal(scope, receive, send)
+
+    def _admits(self, scope: Scope) -> bool:
+        if self._expected is None or not scope["path"].startswith(PROTECTED):
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(given, self._expected)
+
+
+def _bounded(receive: Receive) -> Receive:
+    read = 0
+
+    async def receive_at_most() -> Message:
+        nonlocal read
+        message = await receive()
+        read += len(message.get("body", b""))
+        if read > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        return message
+
+    return receive_at_most
+
+
+def as_json(detail: str, status: int) -> Response:
+    """An answer that says why not. In ASCII: what a caller gave may not be encodable."""
+    return Response(json.dumps({"detail": detail}), status, media_type="application/json")
+
+
+async def refused(_: Request, error: Any) -> Response:
+    """What is wrong with which fields; not what was in them, which are prompts and salts."""
+    assert isinstance(error, RequestValidationError)
+    wrong = [f"{'.'.join(map(str, each['loc']))[:80]}: {each['msg']}" for each in error.errors()[:_SHOWN_ERRORS]]
+    return as_json("; ".join(wrong), 422)

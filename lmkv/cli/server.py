@@ -1,0 +1,201 @@
+"""`lmkv lookup`, `prefetch`, `pin` and `unpin`: what the agent API of a running server does, as commands."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from lmkv.config import Config
+from lmkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmkv.agent.client import Client
+
+DEFAULT = "127.0.0.1:8377"
+
+Url = Annotated[
+    str, typer.Option(help=f"The server's agent API: URL, HOST:PORT or unix:/path; else agent_listen, else {DEFAULT}.")
+]
+TokenFile = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="The token is its first line; else agent_token.")
+]
+TokenIds = Annotated[str, typer.Option(help="The prompt as token ids, 1,2,3, instead of a text.")]
+Salt = Annotated[str | None, typer.Option(help="cache_salt of the prompt's requests.")]
+Tags = Annotated[list[str] | None, typer.Option("--tag", metavar="NAME=VALUE", help="A tag of the prompt's requests.")]
+Number = Annotated[int | None, typer.Option("--engine", min=0, help="One of the server's engines; else all.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The server's answer, as one JSON object.")]
+
+Prompt = str | list[int]
+Answer = dict[str, Any]
+Words = Callable[[Answer], str]
+"""One engine's answer in one line."""
+
+
+def _common(
+    text: Annotated[str, typer.Argument(help="The prompt; standard input unless it is given.")] = "-",
+    tokens: TokenIds = "",
+    cache_salt: Salt = None,
+    tag: Tags = None,
+    engine: Number = None,
+    url: Url = "",
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """What all commands about a prompt have."""
+
+
+def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[..., None]:
+    """A command with the options of `_common` besides its own, of `command(client, prompt, apart, **own)`."""
+
+    @functools.wraps(command)
+    def run(text: str, tokens: str, url: str, token_file: Path | None, as_json: bool, **rest: Any) -> None:
+        prompt = prompt_of(text, tokens)
+        apart = apart_from(rest.pop("cache_salt"), rest.pop("tag"), rest.pop("engine"))
+        with client_of(url, token_file) as client:
+            answer, words = command(client, prompt, apart, **rest)
+        show(answer, words, as_json=as_json)
+
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[3:]
+    common = inspect.signature(_common, eval_str=True).parameters.values()
+    # As typer reads it.
+    run.__signature__ = inspect.Signature([*common, *own])  # type: ignore[attr-defined]
+    run.__annotations__ = {}
+    return run
+
+
+@about_a_prompt
+def lookup(client: Any, prompt: Prompt, apart: Answer) -> tuple[Answer, Words]:
+    """Show how much of a prompt a running server would not compute, and which tiers have it."""
+    return client.lookup(prompt, **apart), _looked_up
+
+
+def _looked_up(found: Answer) -> str:
+    where = ", ".join(f"{tokens:,} in {tier.replace('_', ' ')}" for tier, tokens in found["sources"].items())
+    return f"{found['hit_tokens']:,} of {found['total_tokens']:,} tokens are stored{where and ': '}{where}"
+
+
+Wait = Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait for the end of it.")]
+
+
+@about_a_prompt
+def prefetch(client: Any, prompt: Prompt, apart: Answer, wait: Wait = 10.0) -> tuple[Answer, Words]:
+    """Load a prompt's chunks into a running server's host memory, ahead of its request."""
+    return client.prefetch(prompt, wait=wait, **apart), _prefetched
+
+
+def _prefetched(state: Answer) -> str:
+    rest = "" if state["done"] else "; the rest is being read"
+    return f"{state['ready_tokens']:,} of {state['found_tokens']:,} stored tokens are in host memory{rest}"
+
+
+Seconds = Annotated[float | None, typer.Option(min=1, max=86_400, help="How long; else the server's pin_ttl.")]
+
+
+@about_a_prompt
+def pin(client: Any, prompt: Prompt, apart: Answer, seconds: Seconds = None) -> tuple[Answer, Words]:
+    """Keep a prompt's chunks in a running server's host memory for a while."""
+    answer = client.pin(prompt, seconds=seconds, **apart)
+    return answer, lambda one: f"{one['pinned_tokens']:,} tokens are pinned for {one['seconds']:g} s"
+
+
+@about_a_prompt
+def unpin(client: Any, prompt: Prompt, apart: Answer) -> tuple[Answer, Words]:
+    """End the pins of a prompt's chunks."""
+    return client.unpin(prompt, **apart), lambda one: f"{one['unpinned_chunks']:,} chunks are unpinned"
+
+
+# -- the parts of them --------------------------------------------------------------------------------------
+
+
+def prompt_of(text: str, tokens: str) -> Prompt:
+    if tokens:
+        try:
+            return [int(each) for each in re.findall(r"[^\s,\[\]]+", tokens)]
+        except ValueError:
+            raise typer.BadParameter(f"{tokens!r} is no list of token ids such as 1,2,3") from None
+    if text != "-":
+        return text
+    if sys.stdin.isatty():
+        raise typer.BadParameter("give the prompt: as TEXT, with --tokens, or on standard input")
+    return sys.stdin.read()
+
+
+def apart_from(cache_salt: str | None, tags: list[str] | None, engine: int | None) -> Answer:
+    """What decides, besides its text, whose the prompt is; and who is asked."""
+    pairs = [tag.partition("=") for tag in tags or ()]
+    if not all(separator for _, separator, _ in pairs):
+        raise typer.BadParameter("a tag is given as NAME=VALUE", param_hint="--tag")
+    given = {"cache_salt": cache_salt, "tags": {name: value for name, _, value in pairs}, "engine": engine}
+    return {name: value for name, value in given.items() if value not in (None, {})}
+
+
+@contextmanager
+def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
+    """A client of the server; what goes wrong ends the command with one line."""
+    try:
+        import httpx
+
+        from lmkv.agent.client import Client
+    except ImportError:
+        fail('this command needs httpx: pip install "lmkv[cli,agent]"')
+    url, token = address_of(url, token_file)
+    try:
+        with Client(url, token) as client:
+            yield client
+    except httpx.HTTPStatusError as error:
+        fail(refusal(url, error.response.status_code, error.response.text))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        fail(f"{url} does not answer ({reason}): is agent_listen set, or is it another --url?")
+    except ValueError:
+        fail(f"{url} is something else than lmkv's agent API: give that with --url")
+
+
+def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
+    """`(URL, token)`: as given, or as the server's own settings have them where this command finds them, too."""
+    try:
+        token = token_file.read_text().partition("\n")[0].strip() if token_file else None
+        if not url or token is None:
+            config = Config.load()
+            url, token = url or config.agent_listen or DEFAULT, token or config.token
+    except (ConfigError, OSError, UnicodeError) as error:
+        fail(error)
+    return url if re.match(r"unix:|https?://", url) else f"http://{url}", token
+
+
+def refusal(url: str, status: int, text: str) -> str:
+    if status == 401:
+        return f"{url} wants another token: give the server's agent_token as LMKV_AGENT_TOKEN or with --token-file"
+    try:
+        detail = json.loads(text)["detail"]
+    except (ValueError, KeyError, TypeError):
+        return f"{url} is something else than lmkv's agent API ({status}): give that with --url"
+    return f"{url}: {detail}"
+
+
+def fail(reason: object) -> NoReturn:
+    typer.echo(str(reason), err=True)
+    raise typer.Exit(1)
+
+
+def show(answer: Answer, words: Words, *, as_json: bool) -> None:
+    """A line, or one for each of several engines."""
+    if as_json:
+        typer.echo(json.dumps(answer))
+    elif "engines" not in answer:
+        typer.echo(words(answer))
+    for each in [] if as_json else answer.get("engines", []):
+        typer.echo(f"engine {each['engine']}: {away(each) or words(each)}")
+
+
+def away(engine: Mapping[str, Any]) -> str:
+    return f"away: {engine['away']}" if "away" in engine else ""

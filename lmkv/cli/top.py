@@ -1,0 +1,175 @@
+"""`lmkv top`: what a running server has and finds, again and again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lmkv.cli.inspect import duration
+from lmkv.cli.server import TokenFile, away, client_of
+from lmkv.config import GIB
+
+if TYPE_CHECKING:
+    from lmkv.agent.client import Client
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_BINS = 24
+_BESIDE = 8
+"""Lines of a terminal that requests do not get, besides those of tiers and engines."""
+
+
+def top(
+    url: Annotated[str, typer.Argument(help="URL, HOST:PORT or unix:/path; else agent_listen.")] = "",
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds from one look to the next.")] = 2.0,
+    token_file: TokenFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One look, as one JSON object.")] = False,
+) -> None:
+    """Watch a running server's tiers and requests; one look where the output is no terminal. Ends with Ctrl+C."""
+    console = Console(highlight=False)
+    with client_of(url, token_file) as client:
+        seen = look(client)
+        if as_json:
+            typer.echo(json.dumps(seen))
+        elif not console.is_terminal:
+            console.print(picture(seen, rows=20))
+        else:
+            watch(console, client, seen, interval)
+
+
+def look(client: Client) -> dict[str, Any]:
+    return {"stats": client.stats(), "history": client.history(), **client.requests()}
+
+
+def watch(console: Console, client: Client, seen: dict[str, Any], interval: float) -> None:
+    """Until Ctrl+C, or until the server is away."""
+    with Live(picture(seen, room(console, seen)), console=console, screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(interval)
+                seen = look(client)
+                live.update(picture(seen, room(console, seen)), refresh=True)
+        except KeyboardInterrupt:
+            pass
+
+
+def room(console: Console, seen: dict[str, Any]) -> int:
+    """How many requests there is room for."""
+    stats = seen["stats"]
+    return max(1, console.height - _BESIDE - len(stats["tiers"]) - len(stats.get("engines", ())))
+
+
+def picture(seen: dict[str, Any], rows: int) -> Group:
+    stats = seen["stats"]
+    parts: list[RenderableType] = [headline(seen), Text(), tiers(stats["tiers"])]
+    if "engines" in stats:
+        parts += [Text(), engines(stats["engines"])]
+    return Group(*parts, Text(), requests(seen["requests"][:rows], stats["time"]))
+
+
+def headline(seen: dict[str, Any]) -> Text:
+    stats = seen["stats"]
+    share = percent(stats["hit_tokens"], stats["lookup_tokens"])
+    words = Text.assemble(("hit rate ", "bold"), f"{share} of {stats['lookup_tokens']:,} tokens")
+    line = sparkline(seen["history"]["samples"])
+    return words.append_text(Text(f"   last hour {line}", "dim")) if line.strip() else words
+
+
+def percent(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def sparkline(samples: list[dict[str, Any]]) -> str:
+    """The hit rate over time; a blank where nothing was looked up."""
+    size = max(1, -(-len(samples) // _BINS))
+    picked = [*samples[:-1:size], *samples[-1:]]
+    changes = [
+        (after["hit_tokens"] - before["hit_tokens"], after["lookup_tokens"] - before["lookup_tokens"])
+        for before, after in pairwise(picked)
+    ]
+    return "".join(_level(hit, asked) for hit, asked in changes)
+
+
+def _level(hit: int, asked: int) -> str:
+    # Negative where an engine was away.
+    return _LEVELS[min(7, 8 * hit // asked)] if asked > 0 and 0 <= hit <= asked else " "
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    made = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), expand=True, pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    return made
+
+
+def tiers(found: list[dict[str, Any]]) -> Table:
+    made = table("tier", "in use", "", "chunks", "served", "evicted", right=("chunks", "served", "evicted"))
+    for tier in found:
+        failing = "open" in (tier["breaker"], tier["write_breaker"])
+        name = Text(tier["name"].replace("_", " "), "red" if failing else "bold")
+        numbers = (f"{tier[each]:,}" for each in ("chunks", "hits", "evictions"))
+        made.add_row(name, bar(tier), in_use(tier), *numbers)
+    return made
+
+
+def bar(tier: dict[str, Any]) -> ProgressBar | Text:
+    capacity = tier["capacity_bytes"]
+    return ProgressBar(total=capacity, completed=tier["used_bytes"], width=12) if capacity else Text()
+
+
+def in_use(tier: dict[str, Any]) -> str:
+    capacity = tier["capacity_bytes"]
+    return size(tier["used_bytes"]) + (f" of {size(capacity)}" if capacity else "")
+
+
+def size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
+
+
+def engines(found: list[dict[str, Any]]) -> Table:
+    made = table("engine", "host memory", "", "hit rate", right=("hit rate",))
+    for engine in found:
+        if away(engine):
+            made.add_row(str(engine["engine"]), Text(away(engine), "red"))
+        else:
+            host, rate = engine["tiers"][0], percent(engine["hit_tokens"], engine["lookup_tokens"])
+            made.add_row(str(engine["engine"]), bar(host), in_use(host), rate)
+    return made
+
+
+def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
+    if not found:
+        return Text("no request has been scheduled yet", "dim")
+    made = table("when", "request", "tokens", "vLLM", "loaded", "why not more", right=("tokens", "vLLM", "loaded"))
+    for each in found:
+        counts = (f"{each[name]:,}" for name in ("tokens", "vllm_tokens", "hit_tokens"))
+        made.add_row(duration(now - each["time"]), Text(shortened(each["request"])), *counts, Text(why(each), "dim"))
+    return made
+
+
+def shortened(request: str, width: int = 20) -> str:
+    """The beginnings and the ends of ids differ. Clients choose them: nothing of them is for the terminal."""
+    request = "".join(each if each.isprintable() else "?" for each in request)
+    return request if len(request) <= width else f"{request[: width - 9]}…{request[-8:]}"
+
+
+def why(request: dict[str, Any]) -> str:
+    return ", ".join(_why(request.get("missed") or {}))
+
+
+def _why(missed: dict[str, Any]) -> Iterator[str]:
+    if missed:
+        where = "from" if missed["reason"] == "evicted" else "in"
+        tier = f" {where} {missed['tier'].replace('_', ' ')}" if "tier" in missed else ""
+        yield missed["reason"].replace("_", " ") + tier
+    if "seconds_ago" in missed:
+        yield f"{duration(missed['seconds_ago'])} before"

@@ -1,0 +1,72 @@
+"""`RecentRequests`: what the last requests have found and missed, for whoever asks the agent API."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from lmkv.protocols import Clock
+from lmkv.vllm.scheduler.request import RequestState
+
+_ID_CHARACTERS = 200
+"""Of ids, which clients choose."""
+
+
+class RecentRequests:
+    """Reports of the last `size` requests, without tokens, and the tokens that all of them looked up and found.
+
+    Noted on the scheduling thread, read on any. A report is replaced, never changed: readers may keep it.
+    """
+
+    def __init__(self, size: int = 200, clock: Clock = time.time) -> None:
+        self._size = size
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._reports: dict[str, dict[str, Any]] = {}
+        self._lookup_tokens = self._hit_tokens = 0
+
+    def scheduled(self, state: RequestState) -> None:
+        """Its blocks are allocated, so that what it has found is known; again after a preemption."""
+        name = _name(state)
+        report = {
+            "request": name,
+            "time": self._clock(),
+            "running": True,
+            "tokens": state.request.num_tokens,
+            "vllm_tokens": state.computed,
+            **_report(state),
+        }
+        with self._lock:
+            known = self._reports.get(name)
+            self._reports[name] = report if known is None else report | {"time": known["time"]}
+            if known is None:
+                self._hit_tokens += state.hit_tokens
+                self._lookup_tokens += state.hit_tokens + (0 if state.miss is None else state.miss.tokens)
+            if len(self._reports) > self._size:
+                del self._reports[next(iter(self._reports))]
+
+    def finished(self, state: RequestState) -> None:
+        """It has ended: how its loads went is known, too."""
+        name = _name(state)
+        with self._lock:
+            known = self._reports.get(name)
+            if known is not None:
+                self._reports[name] = known | _report(state) | {"running": False}
+
+    def snapshot(self) -> dict[str, Any]:
+        """`requests`, newest first, and the tokens of all since the start: `lookup_tokens`, `hit_tokens`."""
+        with self._lock:
+            newest = list(reversed(self._reports.values()))
+            totals = {"lookup_tokens": self._lookup_tokens, "hit_tokens": self._hit_tokens}
+        return {**totals, "requests": newest}
+
+
+def _name(state: RequestState) -> str:
+    return state.request_id[:_ID_CHARACTERS].encode(errors="replace").decode()
+
+
+def _report(state: RequestState) -> dict[str, Any]:
+    """As the request's own, with those tiers alone that something was loaded from."""
+    sources = state.sources if state.hit_tokens else {}
+    return state.report() | {"sources": {tier: tokens for tier, tokens in sources.items() if tokens}}

@@ -1,0 +1,97 @@
+"""Real stores with the agent API before them, through real sockets: one engine, or several of a server."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lmkv.agent.client import Client
+from lmkv.agent.engines import Engines
+from lmkv.agent.http import Address, AgentServer, application
+from lmkv.agent.service import CacheService
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.chunks.hashing import KeyChain
+from lmkv.chunks.namespace import Namespace
+from lmkv.policies import LRU
+from lmkv.protocols import ChunkKey, Tier
+from lmkv.store.tiered import TieredStore
+from lmkv.vllm.scheduler.scheduler import Scheduler
+from tests.kit import LIMIT, eventually
+
+SIZE = 4
+NAMESPACE = Namespace(model="small", dtype="float32", chunk_size=SIZE, block_size=SIZE)
+TOKEN = "letmein"
+_numbers = itertools.count()
+
+
+def keys_of(tokens: Any, cache_salt: str | None, tags: Any) -> list[ChunkKey]:
+    chain = KeyChain(NAMESPACE.root(cache_salt=cache_salt, extra=tags), SIZE)
+    chain.extend(tokens)
+    tail = chain.tail(tokens)
+    return chain.keys if tail is None else [*chain.keys, tail]
+
+
+def tokenize(prompt: Any) -> list[int]:
+    text = prompt if isinstance(prompt, str) else "".join(f"<{each['role']}>{each['content']}" for each in prompt)
+    return list(text.encode())
+
+
+@contextmanager
+def store_over(folder: Path) -> Iterator[TieredStore]:
+    """64 chunks of host memory over a disk that others may use."""
+    disk = Tier(LocalDiskBackend(folder, NAMESPACE.digest, shared=True), LRU())
+    store = TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()), [disk])
+    assert store.wait_indexed(LIMIT)
+    yield store
+    store.close()
+
+
+def service_of(store: TieredStore, **options: Any) -> CacheService:
+    return CacheService(store, keys_of, tokenize, chunk_size=SIZE, pin_ttl=60.0, **options)
+
+
+def service_of_scheduler(scheduler: Scheduler, chunk_size: int) -> CacheService:
+    requests = scheduler.recent.snapshot
+    return CacheService(
+        scheduler.store, scheduler.keys_of, tokenize, chunk_size=chunk_size, pin_ttl=60.0, requests=requests
+    )
+
+
+def put(store: TieredStore, text: str, salt: str | None = None, **tags: str) -> list[ChunkKey]:
+    """As an engine stores a prompt: to host memory and the disk."""
+    keys = keys_of(tokenize(text), salt, tags)
+    with store.reserve(keys) as reservation:
+        reservation.commit()
+    assert store.drain(LIMIT)
+    return keys
+
+
+@contextmanager
+def serving(*services: CacheService, token: str | None = TOKEN) -> Iterator[list[AgentServer]]:
+    """The engines of one server, the first at a unix socket; the others have announced themselves to it."""
+    # Sockets' paths are short; those of tests are not.
+    first = Address(f"unix:/tmp/lmkv-{os.getpid()}-{next(_numbers)}.sock")
+    servers = [
+        AgentServer(_application(service, token, number, first), first.of_engine(number))
+        for number, service in enumerate(services)
+    ]
+    try:
+        with Client(servers[0].url, token) as client:
+            eventually(lambda: len(engines_of(client.stats()) or [0]) == len(services), "the announcements")
+        yield servers
+    finally:
+        for server in reversed(servers):
+            server.close()
+
+
+def _application(service: CacheService, token: str | None, number: int, first: Address) -> Callable[[], Any]:
+    return lambda: application(service, token, Engines(number, lambda other: first.of_engine(other).url, token))
+
+
+def engines_of(answer: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    return {each["engine"]: each for each in answer.get("engines", ())}

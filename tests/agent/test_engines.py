@@ -1,0 +1,132 @@
+"""Several engines of a server behind one address: real services that ask each other through real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lmkv.agent.client import Client
+from lmkv.agent.http import AgentServer
+from lmkv.store.tiered import TieredStore
+from tests.agent.serving import TOKEN, engines_of, put, service_of, serving, store_over
+from tests.kit import LIMIT
+
+TEXT = "the 24 bytes of a prompt"
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[list[TieredStore]]:
+    """Of two engines, which share a disk."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(store_over(tmp_path / "kv")) for _ in range(2)]
+
+
+@pytest.fixture
+def servers(stores: list[TieredStore]) -> Iterator[list[AgentServer]]:
+    with serving(*map(service_of, stores)) as servers:
+        yield servers
+
+
+@pytest.fixture
+def client(servers: list[AgentServer]) -> Iterator[Client]:
+    """Of the first engine."""
+    with Client(servers[0].url, TOKEN) as client:
+        yield client
+
+
+def hits(answer: dict[str, Any], what: str = "hit_tokens") -> list[int]:
+    return [engine[what] for _, engine in sorted(engines_of(answer).items())]
+
+
+def test_lookup_has_the_best_and_each(stores: list[TieredStore], client: Client) -> None:
+    put(stores[1], TEXT)
+    stores[1].delete(put(stores[0], TEXT)[4:])
+    found = client.lookup(TEXT)
+    assert hits(found) == [24, 16]
+    assert (found["engine"], found["hit_tokens"], found["sources"]) == (0, 24, {"cpu": 24})
+    only = client.lookup(TEXT, engine=1)
+    assert only == {"total_tokens": 24, "hit_tokens": 16, "sources": {"cpu": 16}}
+
+
+def test_a_prefetch_is_for_all_under_one_name(stores: list[TieredStore], client: Client) -> None:
+    for store in stores:
+        store.drop(put(store, TEXT))
+    begun = client.prefetch(TEXT, wait=LIMIT)
+    assert begun["done"]
+    assert hits(begun, "ready_tokens") == [24, 24]
+    assert {engine["id"] for engine in engines_of(begun).values()} == {begun["id"]}
+    assert [store.stats().leased for store in stores] == [6, 6]
+    assert hits(client.prefetched(begun["id"]), "ready_tokens") == [24, 24]
+    assert client.cancel(begun["id"])["cancelled"]
+    assert [store.stats().leased for store in stores] == [0, 0]
+    with pytest.raises(httpx.HTTPStatusError, match="404"):
+        client.prefetched(begun["id"])
+
+
+def test_a_prefetch_may_be_for_one(stores: list[TieredStore], client: Client) -> None:
+    for store in stores:
+        store.drop(put(store, TEXT))
+    begun = client.prefetch(TEXT, wait=LIMIT, engine=1, id="mine")
+    assert begun == {"id": "mine", "done": True, "found_tokens": 24, "ready_tokens": 24}
+    assert client.prefetched("mine") == begun
+    assert [store.stats().leased for store in stores] == [0, 6]
+
+
+def test_pins_and_clears_are_for_all(stores: list[TieredStore], client: Client) -> None:
+    for store in stores:
+        put(store, TEXT)
+    assert hits(client.pin(TEXT, seconds=30), "pinned_tokens") == [24, 24]
+    assert client.unpin(TEXT, engine=0) == {"unpinned_chunks": 6}
+    assert client.unpin(TEXT)["unpinned_chunks"] == 6
+    assert client.clear(TEXT, engine=1) == {"deleted_chunks": 6}
+    assert [store.stats().primary.chunks for store in stores] == [6, 0]
+    client.clear()
+    assert [store.stats().primary.chunks for store in stores] == [0, 0]
+
+
+def test_stats_add_up_what_each_has_of_its_own(stores: list[TieredStore], client: Client) -> None:
+    put(stores[0], TEXT)
+    put(stores[1], "another!")
+    own, shared = client.stats()["tiers"]
+    assert (own["chunks"], own["used_bytes"], own["capacity_bytes"]) == (8, 8 << 12, 128 << 12)
+    tiers = [store.stats().tiers[1] for store in stores]
+    assert shared["writes"] == sum(tier.writes for tier in tiers) == 8
+    assert shared["used_bytes"] == max(tier.used_bytes for tier in tiers)
+    assert [engine["tiers"][0]["chunks"] for engine in engines_of(client.stats()).values()] == [6, 2]
+
+
+def test_an_engine_that_is_away_is_named(stores: list[TieredStore], servers: list[AgentServer], client: Client) -> None:
+    put(stores[0], TEXT)
+    servers[1].close()
+    found = client.lookup(TEXT)
+    assert found["hit_tokens"] == 24
+    assert "ConnectError" in engines_of(found)[1]["away"]
+    assert client.prefetch(TEXT)["ready_tokens"] == 24
+    assert client.stats()["tiers"][0]["chunks"] == 6
+    assert "ConnectError" in client.requests()["away"]["1"]
+    with pytest.raises(httpx.HTTPStatusError, match=r"503 .*engine 1 is away"):
+        client.lookup(TEXT, engine=1)
+    with pytest.raises(httpx.HTTPStatusError, match=r"404 .*there is no engine 7; there are 0, 1"):
+        client.lookup(TEXT, engine=7)
+
+
+def test_what_one_refuses_is_said(client: Client) -> None:
+    for engine in (0, 1):
+        with pytest.raises(httpx.HTTPStatusError, match=r"400 .*one of text, messages and tokens"):
+            client.send("POST", "/v1/lookup", {"engine": engine})
+
+
+def test_the_other_engines_answer_for_themselves(stores: list[TieredStore], servers: list[AgentServer]) -> None:
+    put(stores[1], TEXT)
+    with Client(servers[1].url, TOKEN) as second:
+        assert second.lookup(TEXT) == {"total_tokens": 24, "hit_tokens": 24, "sources": {"cpu": 24}}
+
+
+def test_only_who_has_the_token_announces_an_engine(stores: list[TieredStore], servers: list[AgentServer]) -> None:
+    with Client(servers[0].url, "another") as stranger, pytest.raises(httpx.HTTPStatusError, match="401"):
+        stranger.announce(5)

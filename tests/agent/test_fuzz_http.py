@@ -1,0 +1,266 @@
+"""Arbitrary requests to the agent API: a documented answer, within bounds, that tells nobody a secret."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from attrs import frozen
+from hypothesis import example, given, strategies as st
+
+from lmkv.agent.http import Address, AgentServer, application
+from lmkv.agent.service import CacheService
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.policies import LRU
+from lmkv.protocols import Tier
+from lmkv.store.tiered import TieredStore
+from tests.agent.test_service import SIZE, TOKEN, keys_of, tokenize
+from tests.kit import LIMIT
+
+SALT = "the-salt-of-a-tenant"
+ANSWERS = {200, 400, 401, 404, 405, 413, 422, 503}
+POSTS = [f"/v1/{verb}" for verb in ("lookup", "prefetch", "pin", "unpin", "clear")]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[CacheService]:
+    store = TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()))
+    yield CacheService(store, keys_of, tokenize, chunk_size=SIZE, pin_ttl=60.0)
+    store.close()
+
+
+@frozen
+class Asked:
+    method: str
+    path: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+def answer(service: CacheService, asked: Asked) -> tuple[int, bytes]:
+    """Status and body, from the application itself: what it raises is raised here."""
+    sent: list[dict[str, Any]] = []
+    path, _, query = asked.path.partition("?")
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "root_path": "",
+        "server": ("127.0.0.1", 8377),
+        "client": ("127.0.0.1", 9),
+        "method": asked.method,
+        "path": path,
+        "raw_path": path.encode("utf-8", "surrogatepass"),
+        "query_string": query.encode("utf-8", "surrogatepass"),
+        "headers": asked.headers,
+    }
+    parts = [asked.body[:100], asked.body[100:]]
+
+    async def receive() -> dict[str, Any]:
+        if not parts:
+            await asyncio.sleep(LIMIT)
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    app: Any = application(service, TOKEN)
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), LIMIT))
+    start, *rest = sent
+    assert start["type"] == "http.response.start"
+    assert not rest[-1].get("more_body", False)
+    return start["status"], b"".join(message["body"] for message in rest)
+
+
+# -- what is asked ---------------------------------------------------------------------------------------
+
+numbers = st.one_of(st.integers(), st.floats(), st.integers(10**400, 10**401), st.sampled_from([2**32, -1, 1e308]))
+texts = st.one_of(st.text(max_size=20), st.text(st.characters(categories=["Cs", "Cc", "Ll"]), max_size=5))
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, texts),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+messages = st.lists(st.dictionaries(st.sampled_from(["role", "content", "tools"]), values, max_size=3), max_size=3)
+fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": texts | values,
+        "messages": messages | values,
+        "tokens": st.lists(numbers, max_size=20) | values,
+        "cache_salt": st.just(SALT) | values,
+        "tags": st.dictionaries(texts, texts, max_size=2) | values,
+        "wait": st.just(0) | st.floats(61) | values,
+        "seconds": st.floats() | values,
+        "everything": st.booleans() | values,
+        "id": texts | values,
+        "engine": st.integers() | values,
+        "other": values,
+    },
+)
+
+
+def quick(body: dict[str, Any]) -> bool:
+    """It asks for no wait that is granted: those are no hangs."""
+    wait = body.get("wait")
+    return not isinstance(wait, int | float | str)
+
+
+bodies = st.one_of(
+    fields.filter(quick).map(json.dumps).map(str.encode),
+    values.map(json.dumps).map(str.encode),
+    st.binary(max_size=200),
+    st.sampled_from([b"[" * 100_000, b'{"text":' * 10_000, b'{"tokens": [' + b"9" * 5000 + b"]}", b"\xef\xbb\xbf{}"]),
+    st.sampled_from(
+        [b'{"text": "\\ud800"}', b'{"tokens": [NaN]}', b'{"tokens": [1e999]}', b'{"text": "a", "text": 1}']
+    ),
+)
+authorizations = st.one_of(
+    st.just(f"Bearer {TOKEN}".encode()),
+    st.just(f"Bearer {TOKEN}".encode()),
+    st.binary(max_size=20),
+    st.sampled_from([b"Bearer", b"Bearer ", f"bearer {TOKEN}".encode(), TOKEN.encode(), b"Bearer \xff\xfe"]),
+)
+headers = st.tuples(
+    authorizations.map(lambda value: (b"authorization", value)),
+    st.one_of(
+        st.just((b"content-type", b"application/json")),
+        st.tuples(
+            st.sampled_from([b"content-type", b"content-length", b"transfer-encoding", b"host", b"accept", b"x"]),
+            st.binary(max_size=30) | st.sampled_from([b"-1", b"1e9", b"99999999999999999999", b"multipart/form-data"]),
+        ),
+    ),
+).map(list)
+paths = st.one_of(
+    st.sampled_from(POSTS),
+    st.sampled_from(POSTS),
+    st.sampled_from(["/v1/stats", "/", "/docs", "/openapi.json", "/v1/requests?limit=x", "/v1/../v1/stats", "//"]),
+    st.text(max_size=20).map(lambda name: f"/v1/prefetch/{name}"),
+    st.text(max_size=20).map(lambda name: f"/v1/explain/{name}"),
+    st.text(max_size=20).map(lambda name: f"/{name}"),
+)
+methods = st.one_of(st.just("POST"), st.sampled_from(["GET", "DELETE", "PUT", "HEAD", "OPTIONS", "TRACE", "\u017f"]))
+
+
+def refused_or_answered(service: CacheService, asked: Asked) -> int:
+    status, body = answer(service, asked)
+    assert status in ANSWERS
+    if status >= 400 and asked.method != "HEAD":
+        assert json.loads(body)["detail"]
+    assert TOKEN.encode() not in body
+    assert SALT.encode() not in body
+    authorized = (b"authorization", f"Bearer {TOKEN}".encode()) in asked.headers
+    if asked.path.startswith("/v1/") and not authorized:
+        assert status in {401, 404, 405}
+    return status
+
+
+@given(st.builds(Asked, methods, paths, headers, bodies))
+@example(Asked("POST", "/v1/lookup", [(b"content-type", b"application/json")], b"{"))
+def test_any_request_is_answered_as_documented(service: CacheService, asked: Asked) -> None:
+    refused_or_answered(service, asked)
+
+
+@given(st.sampled_from(POSTS), bodies)
+@example("/v1/lookup", b'{"tokens": [NaN]}')
+@example("/v1/lookup", b'{"tokens": [1e999]}')
+@example("/v1/lookup", b'{"text": "\\ud800"}')
+@example("/v1/lookup", b'{"text": "a", "cache_salt": "\\ud800"}')
+@example("/v1/lookup", b'{"messages": [{"role": 5}]}')
+@example("/v1/pin", b'{"text": "a", "seconds": 1e-320}')
+@example("/v1/lookup", b'{"\\ud800": 1}')
+def test_any_body_is_answered_as_documented(service: CacheService, path: str, body: bytes) -> None:
+    own = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"content-type", b"application/json")]
+    assert refused_or_answered(service, Asked("POST", path, own, body)) in {200, 400, 413, 422}
+
+
+def test_who_has_no_token_makes_it_read_nothing(service: CacheService) -> None:
+    """Or anybody on this machine fills the engine's memory."""
+
+    async def ask() -> int:
+        status = 0
+
+        async def receive() -> dict[str, Any]:
+            raise AssertionError("the body was read")
+
+        async def send(message: dict[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "headers": [],
+            "scheme": "http",
+            "path": "/v1/lookup",
+            "raw_path": b"/v1/lookup",
+            "query_string": b"",
+        }
+        app: Any = application(service, TOKEN)
+        await app(scope, receive, send)
+        return status
+
+    assert asyncio.run(ask()) == 401
+
+
+def test_a_body_without_end_is_refused(service: CacheService) -> None:
+    read = 0
+
+    async def ask() -> int:
+        status = 0
+
+        async def receive() -> dict[str, Any]:
+            nonlocal read
+            read += 1 << 20
+            assert read < 200 << 20, "it reads on and on"
+            return {"type": "http.request", "body": b" " * (1 << 20), "more_body": True}
+
+        async def send(message: dict[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+
+        own = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"content-type", b"application/json")]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "headers": own,
+            "scheme": "http",
+            "path": "/v1/lookup",
+            "raw_path": b"/v1/lookup",
+            "query_string": b"",
+        }
+        app: Any = application(service, TOKEN)
+        await app(scope, receive, send)
+        return status
+
+    assert asyncio.run(ask()) == 413
+
+
+def test_bytes_that_are_no_http_harm_nobody_else(service: CacheService) -> None:
+    server = AgentServer(lambda: application(service, TOKEN), Address("127.0.0.1:0"))
+    try:
+        host, _, port = server.url.removeprefix("http://").rpartition(":")
+        own = {"Authorization": f"Bearer {TOKEN}"}
+        for sent in (
+            b"\0" * 1000,
+            os.urandom(5000),
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"POST /v1/lookup HTTP/1.1\r\n",
+            b"a: b\n" * 9,
+        ):
+            with socket.create_connection((host, int(port)), LIMIT) as connection:
+                connection.sendall(sent)
+                assert httpx.get(f"{server.url}/v1/stats", headers=own, timeout=LIMIT).status_code == 200
+    finally:
+        server.close()

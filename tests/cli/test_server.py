@@ -1,0 +1,199 @@
+"""`lmkv lookup`, `prefetch`, `pin`, `unpin`, `clear --url` and `top` against real services, as a user calls them."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lmkv.agent.http import AgentServer
+from lmkv.cli.app import app
+from lmkv.store.tiered import TieredStore
+from tests.agent.serving import TOKEN, put, service_of, service_of_scheduler, serving, store_over
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
+from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
+
+TEXT = "the 24 bytes of a prompt"
+
+
+def run(*words: object, typed: str | None = None, **environment: str) -> Any:
+    env = {"COLUMNS": "80", "LMKV_AGENT_TOKEN": TOKEN, "LMKV_AGENT_TOKEN_FILE": None, "LMKV_CONFIG_FILE": None}
+    return CliRunner().invoke(app, [str(word) for word in words], input=typed, env={**env, **environment})
+
+
+def says(*words: object, **given: Any) -> str:
+    done = run(*words, **given)
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    return str(done.stdout.strip())
+
+
+def refused(*words: object, code: int = 1, **given: Any) -> str:
+    done = run(*words, **given)
+    assert done.exit_code == code, done.output
+    assert not done.stdout
+    return " ".join(line.strip("│ ") for line in done.stderr.splitlines())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    with store_over(tmp_path / "kv") as store:
+        yield store
+
+
+@pytest.fixture
+def url(store: TieredStore) -> Iterator[str]:
+    with serving(service_of(store)) as (server,):
+        yield server.url
+
+
+def test_lookup_takes_texts_standard_input_and_tokens(store: TieredStore, url: str) -> None:
+    assert says("lookup", TEXT, "--url", url) == "0 of 24 tokens are stored"
+    put(store, TEXT)
+    found = "24 of 24 tokens are stored: 24 in cpu"
+    assert says("lookup", TEXT, "--url", url) == found
+    assert says("lookup", "--url", url, typed=TEXT) == found
+    assert says("lookup", "-", "--url", url, typed=TEXT) == found
+    for tokens in (",".join(map(str, TEXT.encode())), str(list(TEXT.encode()))):
+        assert says("lookup", "--tokens", tokens, "--url", url) == found
+    answer = json.loads(says("lookup", TEXT, "--url", url, "--json"))
+    assert answer == {"total_tokens": 24, "hit_tokens": 24, "sources": {"cpu": 24}}
+
+
+def test_salts_and_tags_are_the_requests(store: TieredStore, url: str) -> None:
+    put(store, TEXT, "tenant", team="a")
+    apart = ("--cache-salt", "tenant", "--tag", "team=a")
+    assert says("lookup", TEXT, *apart, "--url", url).startswith("24 of 24")
+    assert says("lookup", TEXT, "--url", url).startswith("0 of 24")
+    assert "NAME=VALUE" in refused("lookup", TEXT, "--tag", "team", "--url", url, code=2)
+
+
+def test_prefetch_pin_and_unpin(store: TieredStore, url: str) -> None:
+    store.drop(put(store, TEXT))
+    assert says("prefetch", TEXT, "--url", url, "--wait", 60) == "24 of 24 stored tokens are in host memory"
+    assert says("pin", TEXT, "--url", url, "--seconds", 30) == "24 tokens are pinned for 30 s"
+    assert store.stats().pinned == 6
+    assert says("unpin", TEXT, "--url", url) == "6 chunks are unpinned"
+
+
+def test_clear_deletes_a_prompt_or_asks_first(store: TieredStore, url: str) -> None:
+    put(store, TEXT)
+    put(store, "another!")
+    assert says("clear", "--url", url, "--text", TEXT) == "deleted 6 chunks"
+    assert run("clear", "--url", url, typed="n\n").exit_code == 1
+    assert store.stats().primary.chunks == 2
+    assert run("clear", "--url", url, "--yes", "--cache-salt", "tenant").exit_code == 1
+    assert store.stats().primary.chunks == 2
+    assert json.loads(says("clear", "--url", url, "--yes", "--json")) == {"deleted_chunks": 2}
+    assert "a folder, or a server" in refused("clear", code=2)
+
+
+def test_clear_leaves_no_option_aside(store: TieredStore, url: str, tmp_path: Path) -> None:
+    put(store, TEXT)
+    for words in (
+        (tmp_path / "kv", "--text", TEXT),
+        (tmp_path / "kv", "--engine", 0),
+        ("--url", url, "--namespace", "a"),
+    ):
+        assert "--namespace is for a folder" in refused("clear", *words, "--yes", code=2)
+    assert [tier.chunks for tier in store.stats().tiers] == [6, 6]
+
+
+def test_several_engines_have_a_line_each(store: TieredStore, tmp_path: Path) -> None:
+    put(store, TEXT)
+    with ExitStack() as stack:
+        other = stack.enter_context(store_over(tmp_path / "other"))
+        servers: list[AgentServer] = stack.enter_context(serving(service_of(store), service_of(other)))
+        url = servers[0].url
+        lines = ["engine 0: 24 of 24 tokens are stored: 24 in cpu", "engine 1: 0 of 24 tokens are stored"]
+        assert says("lookup", TEXT, "--url", url).splitlines() == lines
+        assert says("lookup", TEXT, "--url", url, "--engine", 1) == "0 of 24 tokens are stored"
+        servers[1].close()
+        assert "engine 1: away: ConnectError" in run("lookup", TEXT, "--url", url).stdout
+        assert "away" in says("top", url)
+
+
+def test_top_shows_tiers_once_where_nobody_watches(store: TieredStore, url: str) -> None:
+    put(store, TEXT)
+    shown = says("top", url)
+    assert {"cpu", "disk"} <= {line.split()[0] for line in shown.splitlines() if line.strip()}
+    assert "no request has been scheduled yet" in shown
+    assert "\x1b" not in shown
+    seen = json.loads(run("top", url, "--json").stdout)
+    assert seen["stats"]["tiers"][0]["chunks"] == 6
+
+
+def test_top_shows_what_requests_missed() -> None:
+    with closing(engine_of(ram_chunks=6)) as engine:
+        for number, tokens in enumerate([PROMPT, PROMPT, *OTHERS, PROMPT]):
+            engine.add(SimulatedRequest(f"chatcmpl-{number:032}", list(tokens), len(tokens), 1, "a"))
+            engine.finish()
+        with serving(service_of_scheduler(engine.scheduler, CHUNK)) as (server,):
+            shown = says("top", server.url).splitlines()
+    rows = [line.split() for line in shown if "chatcmpl" in line]
+    assert len(rows) == len(OTHERS) + 3
+    last, warm = rows[0], rows[-2]
+    assert last[1:5] == ["chatcmpl-00…00000010", str(len(PROMPT)), "0", "0"]
+    assert " ".join(last[5:]).startswith("evicted from cpu")
+    assert warm[2:] == [str(len(PROMPT)), "0", str(len(PROMPT) - 1)]
+
+
+# -- what can go wrong --------------------------------------------------------------------------------------
+
+
+def test_the_token_comes_from_a_file_or_the_servers_settings(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\nand more\n")
+    assert says("lookup", TEXT, "--url", url, "--token-file", file, LMKV_AGENT_TOKEN="")
+    wrong = refused("lookup", TEXT, "--url", url, LMKV_AGENT_TOKEN="letmeout")
+    assert "wants another token: give the server's agent_token as LMKV_AGENT_TOKEN or with --token-file" in wrong
+    assert "letmeout" not in wrong
+    config = tmp_path / "lmkv.yaml"
+    config.write_text(f"agent_listen: {url}\nagent_token_file: {file}\n")
+    assert says("lookup", TEXT, LMKV_CONFIG_FILE=str(config), LMKV_AGENT_TOKEN=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:1", "http://127.0.0.1:1", "nonsense::"])
+def test_a_server_that_is_away_is_one_line(url: str) -> None:
+    for words in (["lookup", TEXT, "--url"], ["top"], ["clear", "--yes", "--url"]):
+        said = refused(*words, url)
+        assert "does not answer" in said
+        assert "is agent_listen set" in said
+
+
+def test_another_server_is_one_line() -> None:
+    other = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    assert "something else than lmkv's agent API" in refused("lookup", TEXT, "--url", f"127.0.0.1:{other.server_port}")
+    other.shutdown()
+    other.server_close()
+
+
+def test_what_is_no_prompt_is_refused() -> None:
+    assert "no list of token ids" in refused("lookup", "--tokens", "1,two", code=2)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str, tmp_path: Path) -> None:
+    """The script that lmkv shows names lmkv, and what it calls as the shell does answers."""
+    program = tmp_path / "lmkv"
+    program.write_text("from lmkv.cli import main\nmain()\n")
+
+    def call(*words: str, **environment: str) -> str:
+        env = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", **environment}
+        command = [sys.executable, program, *words]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False).stdout
+
+    assert f"_LMKV_COMPLETE=complete_{shell}" in call("--show-completion", shell)
+    typed = {"COMP_WORDS": "lmkv pre", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "lmkv pre"}
+    assert "prefetch" in call(_LMKV_COMPLETE=f"complete_{shell}", _TYPER_COMPLETE_FISH_ACTION="get-args", **typed)

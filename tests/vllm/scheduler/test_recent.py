@@ -1,0 +1,101 @@
+"""What the agent API tells of the last requests is what they really found, and nothing of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from lmkv.agent.explain import ADVICE
+from lmkv.cli.top import shortened
+from lmkv.vllm.metrics import REASONS
+from lmkv.vllm.scheduler.recent import RecentRequests
+from tests.agent.serving import service_of_scheduler
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
+
+
+@pytest.fixture
+def engine() -> Iterator[SimulatedVLLM]:
+    with closing(engine_of()) as made:
+        yield made
+
+
+def serve(engine: SimulatedVLLM, name: str, tokens: list[int], salt: str = "a") -> None:
+    engine.add(SimulatedRequest(name, list(tokens), len(tokens), 2, salt))
+    engine.finish()
+
+
+def test_each_request_is_there_with_what_it_found(engine: SimulatedVLLM) -> None:
+    serve(engine, "cold", PROMPT)
+    serve(engine, "warm", PROMPT)
+    warm, cold = engine.scheduler.recent.snapshot()["requests"]
+    assert (cold["request"], cold["hit_tokens"], cold["sources"], cold["tokens"]) == ("cold", 0, {}, len(PROMPT))
+    assert cold["missed"] == {"reason": "not_stored", "tokens": len(PROMPT) - 1}
+    assert (warm["hit_tokens"], warm["sources"]) == (len(PROMPT) - 1, {"cpu": len(PROMPT) - 1})
+    assert "missed" not in warm
+    assert warm["load_bytes"] > 0
+    assert not warm["running"]
+
+
+def test_one_that_runs_is_there_too(engine: SimulatedVLLM) -> None:
+    engine.add(SimulatedRequest("runs", list(PROMPT), len(PROMPT), 5, "a"))
+    engine.step()
+    (report,) = engine.scheduler.recent.snapshot()["requests"]
+    assert report["running"]
+    engine.finish()
+    (after,) = engine.scheduler.recent.snapshot()["requests"]
+    assert after == report | {"running": False}
+
+
+def test_the_totals_are_those_of_the_metrics(engine: SimulatedVLLM) -> None:
+    for number, tokens in enumerate([PROMPT, *OTHERS, PROMPT, PROMPT[: 2 * CHUNK]]):
+        serve(engine, str(number), tokens)
+    found = engine.scheduler.recent.snapshot()
+    assert found["lookup_tokens"] == sum(engine.total("lmkv_lookup_tokens").values()) > 0
+    assert found["hit_tokens"] == sum(engine.total("lmkv_hit_tokens").values()) > 0
+
+
+def test_only_the_last_are_kept(engine: SimulatedVLLM) -> None:
+    engine.scheduler.recent = RecentRequests(size=3)
+    for number in range(5):
+        serve(engine, str(number), PROMPT)
+    assert [each["request"] for each in engine.scheduler.recent.snapshot()["requests"]] == ["4", "3", "2"]
+
+
+def test_ids_that_clients_choose_do_no_harm(engine: SimulatedVLLM) -> None:
+    for name in ("\ud800", "x" * 10_000):
+        serve(engine, name, PROMPT)
+    long, odd = engine.scheduler.recent.snapshot()["requests"]
+    assert (odd["request"], odd["running"]) == ("?", False)
+    assert (long["request"], long["running"]) == ("x" * 200, False)
+    assert shortened("\x1b]0;mine\x07") == "?]0;mine?"
+
+
+def test_nothing_of_a_prompt_or_of_other_salts_is_told(engine: SimulatedVLLM) -> None:
+    serve(engine, "first", PROMPT)
+    serve(engine, "second", PROMPT, salt="b")
+    second, _ = engine.scheduler.recent.snapshot()["requests"]
+    assert second["missed"]["reason"] == "not_stored"
+    known = {"request", "time", "running", "tokens", "vllm_tokens", "hit_tokens", "sources", "missed"}
+    assert set(second) == known | {"load_bytes", "load_seconds"}
+
+
+def test_an_evicted_prompt_is_explained_with_its_tier_and_time() -> None:
+    with closing(engine_of(ram_chunks=6)) as small:
+        serve(small, "cmpl-first-0-1a2b3c4d", PROMPT)
+        for number, tokens in enumerate(OTHERS):
+            serve(small, str(number), tokens)
+        small.now += 100.0
+        serve(small, "cmpl-again-0-1a2b3c4d", PROMPT)
+        service = service_of_scheduler(small.scheduler, CHUNK)
+        explained = service.explain("cmpl-again-0")
+        assert explained is not None
+        assert explained["missed"]["tier"] == "cpu"
+        assert f"{len(PROMPT) - 1} were missed: evicted from cpu 10" in explained["explanation"]
+        assert service.explain("cmpl-aga") is None
+
+
+def test_every_reason_has_its_advice() -> None:
+    assert {*ADVICE, "other_salt"} == set(REASONS)
