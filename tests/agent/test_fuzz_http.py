@@ -20,7 +20,7 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.policies import LRU
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
-from tests.agent.test_service import SIZE, TOKEN, keys_of, tokenize
+from tests.agent.serving import SIZE, TOKEN, keys_of, tokenize
 from tests.kit import LIMIT
 
 SALT = "the-salt-of-a-tenant"
