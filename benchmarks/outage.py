@@ -2,10 +2,11 @@
 
     python benchmarks/outage.py [--requests 200] [--server redis-server] [--quick] [--json]
 
-Eight users ask prompts of 2,000 tokens, one after the other, of an engine whose host memory holds two of them:
+Two users ask prompts of 1,000 tokens, one after the other, of an engine whose host memory holds three of them:
 hits are reads of a Redis server on loopback. It is killed after a fifth of the requests, started again (empty)
 after two, stopped without closing its connections after three, and goes on after four. The same requests are asked
-of vLLM alone, which computes them all. In float32: outputs must be equal.
+of vLLM alone, which computes them all; with two users a prompt may wait for the other's in either. In float32:
+outputs must be equal.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lmkv.cli.measure.engines import ONE_PROCESS, VOCABULARY, EngineSpec, leave,
 from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.small_model import SmallModel
 
-USERS, PROMPTS, TOKENS, ANSWER = 8, 12, 2000, 4
+USERS, PROMPTS, TOKENS, ANSWER = 2, 12, 1000, 2
 PHASES = ("there", "killed", "back", "stopped", "back again")
 ALONE, REDIS = "vLLM alone", "lmkv, Redis"
 TARGET = 1.0
@@ -96,7 +97,7 @@ class Load:
 def spec(name: str, port: int) -> EngineSpec:
     model = SmallModel(layers=8, hidden=512)
     prompt = (TOKENS + 256) * model.kv_bytes_per_token
-    settings = {"remote_url": f"redis://127.0.0.1:{port}", "max_local_cpu_size": 2 * prompt / 2**30}
+    settings = {"remote_url": f"redis://127.0.0.1:{port}", "max_local_cpu_size": 3 * prompt / 2**30}
     return EngineSpec(
         model=model,
         max_tokens=TOKENS + 64,
