@@ -11,7 +11,9 @@ from lmkv.store.tiers.secondary import Secondary
 
 
 class Discovery:
-    """Asks `tiers` for the leading chunks of `keys`. Done when all have answered, or failed to. Thread-safe.
+    """Asks `tiers`, fastest first, for the leading chunks of `keys`, each for what the ones before it do not have.
+
+    Done when all chunks are found, or all tiers have answered, or failed to. Thread-safe.
 
     `on_done`: called once, without the lock.
     """
@@ -44,8 +46,11 @@ class Discovery:
 
     def _run(self, deferred: Deferred) -> None:
         """I/O thread."""
+        unknown = self._keys
         for tier in self._tiers:
-            tier.discover(self._keys)
+            if not unknown:
+                break
+            unknown = unknown[tier.discover(unknown) :]
         self._end(deferred)
 
     def _end(self, deferred: Deferred) -> None:

@@ -84,6 +84,25 @@ def test_a_prompt_that_nobody_stored_costs_one_question_of_few_keys() -> None:
     assert questions == [4, 4, 32]
 
 
+def test_a_slower_tier_is_asked_only_for_what_a_faster_one_does_not_have() -> None:
+    near, near_medium = shared_medium()
+    far_medium = memory(64, "far")
+    far = Gated(Persistent(far_medium, shared=True))
+    store = small_store(48, lower(near), lower(far))
+    assert store.wait_indexed(LIMIT)
+    others_store(near_medium, KEYS[:20])
+    far.shut("contains")
+    discovery = store.discover(KEYS[:20])
+    assert discovery is not None
+    assert discovery.wait(LIMIT), "it waits for nobody who is not needed"
+    assert (store.match(KEYS)[1], asked(far)) == (20, 0)
+    far.open()
+    others_store(far_medium, KEYS)
+    assert discovered(store, KEYS) == 40
+    assert asked(far) > 0
+    assert store.tier_of(KEYS[19]) != store.tier_of(KEYS[20])
+
+
 def test_a_tier_of_ones_own_is_not_asked() -> None:
     gated, medium = shared_medium(shared=False)
     store = store_over(gated)

@@ -105,27 +105,29 @@ class Secondary:
 
     # -- existence ----------------------------------------------------------------------------------------
 
-    def discover(self, keys: Sequence[ChunkKey]) -> None:
-        """Ask the backend for leading chunks that the index does not know, and index those that are there.
+    def discover(self, keys: Sequence[ChunkKey]) -> int:
+        """Ask the backend for leading chunks that the index does not know, index those that are there, and count them.
 
         In batches that grow: of a prompt that nobody has stored only the first few keys are asked for.
         """
         with self._lock:
             observation = self.index.observe() if self.usable else None
         if observation is None:
-            return
-        start, count = 0, _FIRST_BATCH
-        while start < len(keys):
-            batch = keys[start : start + count]
+            return 0
+        there, count = 0, _FIRST_BATCH
+        while there < len(keys):
+            batch = keys[there : there + count]
             found = self._leading(batch)
             with self._lock:
                 self.index.discover({key: self._cost(key) for key in batch[:found]}, observation)
+            there += found
             if found < len(batch):
                 break
-            start, count = start + count, count * _BATCH_GROWTH
+            count *= _BATCH_GROWTH
         with self._lock:
             self.index.end_observation(observation)
         self.reclaim()
+        return there
 
     def _leading(self, keys: Sequence[ChunkKey]) -> int:
         """How many of the leading keys the backend has; 0 when it fails to answer."""
