@@ -2,7 +2,7 @@
 
     vllm serve ... --kv-transfer-config ...                  # with agent_listen and agent_token, see docs/agent-api.md
     python examples/agent_prefetch.py --token TOKEN
-    python examples/agent_prefetch.py --token TOKEN --others 6   # as many prompts of others while each tool runs
+    python examples/agent_prefetch.py --token TOKEN --others 6   # as many prompts of others in each turn
 
 Each turn the model is asked about a long text, a tool runs, and its answer is added to the conversation. What others
 ask meanwhile takes the conversation's place in the GPU's cache and in host memory; it stays on disk or in a remote
@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--characters", type=int, default=24_000, help="how much of it")
     parser.add_argument("--turns", type=int, default=4, help="of each conversation")
     parser.add_argument("--tool-seconds", type=float, default=2.0, help="how long the tool takes at least")
-    parser.add_argument("--others", type=int, default=0, help="prompts of others while a tool runs")
+    parser.add_argument("--others", type=int, default=0, help="prompts of others in each turn, before the tool runs")
     return parser.parse_args()
 
 
@@ -78,8 +78,8 @@ def main() -> None:
             messages.append({"role": "assistant", "content": first_token(llm, model, messages)[1]})
         for turn in range(args.turns):
             for name, messages in conversations.items():
-                tool = background.submit(run_tool, args.tool_seconds)
                 ask_as_others(llm, model, text, args.others, f"{turn} {name}")
+                tool = background.submit(run_tool, args.tool_seconds)
                 prefetch = background.submit(cache.prefetch, list(messages), wait=60) if name == "with" else None
                 messages.append({"role": "user", "content": f"The tool says: {tool.result()}. What is next?"})
                 seconds, answer = first_token(llm, model, messages)

@@ -78,13 +78,13 @@ BUDGET = {
     "backends": 370,
     "backends.disk": 730,
     "backends.remote": 980,
-    "agent": 640,
+    "agent": 700,
     "vllm": 1420,
     "vllm.scheduler": 1460,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 10600
+WHOLE = 10650
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

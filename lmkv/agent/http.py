@@ -17,9 +17,10 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from attrs import frozen
-from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 from uvicorn import Config, Server
 
@@ -27,17 +28,22 @@ from lmkv.agent.engines import EngineError, Engines, merged, merged_requests, me
 from lmkv.agent.guard import Guard, as_json, refused
 from lmkv.agent.history import History
 from lmkv.agent.page import PAGE, PAGE_HEADERS
+from lmkv.agent.reference import HEADERS, reference
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.errors import ConfigError, LmkvError, UsageError, shown
 
 logger = logging.getLogger("lmkv.agent")
 
+_BEARER = HTTPBearer(auto_error=False)
 _UNIX = "unix:"
 _END_LIMIT = 5.0
 
 
 class PromptBody(BaseModel):
-    """A prompt: one of `text`, `messages` and `tokens`. `engine`: one of several, by number; all unless it is given."""
+    """A prompt: one of `text`, `messages` and `tokens`. `engine`: one of several, by number; all unless it is given.
+
+    `tools`, `chat_template_kwargs`: of the chat, as its request will have them.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,10 +52,17 @@ class PromptBody(BaseModel):
     tokens: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = None
     cache_salt: str | None = None
     tags: dict[str, str] = {}
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
     engine: int | None = None
 
     def prompt(self) -> Prompt:
-        return Prompt(self.text, self.messages, self.tokens, self.cache_salt, self.tags)
+        template = self.chat_template_kwargs | ({} if self.tools is None else {"tools": self.tools})
+        if template and self.messages is None:
+            raise UsageError("tools and chat_template_kwargs belong to messages")
+        if "chat_template" in template:
+            raise UsageError("chat_template is the server's, and not for a caller to give")
+        return Prompt(self.text, self.messages, self.tokens, self.cache_salt, self.tags, template)
 
 
 class PrefetchBody(PromptBody):
@@ -81,8 +94,9 @@ def application(service: CacheService, token: str | None, engines: Engines | Non
     """The routes. With a token each request must have it: `Authorization: Bearer ...`. The page needs none."""
     engines = engines or Engines()
 
-    def authorized(authorization: Annotated[str, Header()] = "") -> None:
-        if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+    def authorized(given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> None:
+        # The guard has looked before; this also says in the OpenAPI document that calls want a token.
+        if token is not None and not hmac.compare_digest((given.credentials if given else "").encode(), token.encode()):
             raise HTTPException(401, "the header Authorization: Bearer TOKEN is missing or wrong")
 
     async def stats_of_all() -> dict[str, Any]:
@@ -98,7 +112,9 @@ def application(service: CacheService, token: str | None, engines: Engines | Non
             task.cancel()
         await engines.close()
 
-    app = FastAPI(title="lmkv", summary="The KV cache of an engine", lifespan=running, redirect_slashes=False)
+    # FastAPI's own pages of the API load their scripts from elsewhere.
+    pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
+    app = FastAPI(title="lmkv", summary="The KV cache of an engine", lifespan=running, redirect_slashes=False, **pages)
     app.add_exception_handler(LmkvError, _as_answer)
     app.add_exception_handler(RequestValidationError, refused)
     app.add_middleware(Guard, token=token)
@@ -186,6 +202,10 @@ def application(service: CacheService, token: str | None, engines: Engines | Non
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
         return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(reference(app.openapi()), headers=HEADERS)
 
     app.include_router(v1)
     return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 import time
@@ -20,6 +21,8 @@ from lmkv.store.tiered import TieredStore
 from lmkv.store.tiers.iopool import Priority
 
 _MOST_PREFETCHES = 4096
+_ADDED_BY_VLLM = r"(-\d+)?(-[0-9a-f]{8})?"
+"""To a request's id: the number of the prompt, where a call may have several, and eight letters."""
 _DISCOVERY_LIMIT = 1.0
 """Seconds that a lookup waits for shared tiers."""
 
@@ -28,7 +31,8 @@ _DISCOVERY_LIMIT = 1.0
 class Prompt:
     """A prompt, as text, as the messages of a chat, or as token ids; exactly one of them.
 
-    `cache_salt`, `tags`: as the request that will follow has them: it shares with equal ones only.
+    `cache_salt`, `tags`: as the request that will follow has them: it shares with equal ones only. `template`: what the
+    chat's template is given besides messages, such as `tools`.
     """
 
     text: str | None = None
@@ -36,10 +40,11 @@ class Prompt:
     tokens: Sequence[int] | None = None
     cache_salt: str | None = None
     tags: Mapping[str, str] = field(factory=dict)
+    template: Mapping[str, Any] = field(factory=dict)
 
 
-Tokenize = Callable[[str | Sequence[Mapping[str, Any]]], Sequence[int]]
-"""The token ids of a text, or of a chat's messages without the beginning of an answer."""
+Tokenize = Callable[[str | Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
+"""The token ids of a text, or of a chat's messages, without the beginning of an answer, and of `Prompt.template`."""
 
 KeysOf = Callable[[Sequence[int], str | None, Mapping[str, str]], list[ChunkKey]]
 """The keys of a prompt's chunks, by tokens, cache salt and tags."""
@@ -86,7 +91,7 @@ class CacheService:
     >>> store = TieredStore(Tier(CPUPinnedBackend(1 << 16, 4096), LRU()))
     >>> def keys_of(tokens, cache_salt=None, tags=None):
     ...     return chunk_keys(tokens, root=bytes(32), chunk_size=4)
-    >>> service = CacheService(store, keys_of, lambda text: list(text.encode()), chunk_size=4, pin_ttl=60)
+    >>> service = CacheService(store, keys_of, lambda text, template: list(text.encode()), chunk_size=4, pin_ttl=60)
     >>> with store.reserve(keys_of(list(b"the prompt"))) as reservation:
     ...     reservation.commit()
     >>> service.lookup(Prompt(text="the prompt is longer"))
@@ -137,7 +142,10 @@ class CacheService:
         promotion.wait(wait)
         name = name or secrets.token_hex(8)
         with self._lock:
+            before, _ = self._prefetches.pop(name, (None, []))
             self._prefetches[name] = promotion, keys
+        if before is not None:
+            before.release()
         return self._state(name, promotion, keys)
 
     def prefetched(self, name: str) -> dict[str, Any] | None:
@@ -188,8 +196,8 @@ class CacheService:
         `request`: as the answer had it. vLLM's own ids go on after that.
         """
         known = self._requests()["requests"]
-        ids = (request, f"{request}-")
-        found = next((each for each in known if each["request"] == ids[0] or each["request"].startswith(ids[1])), None)
+        ids = re.compile(re.escape(request) + _ADDED_BY_VLLM)
+        found = next((each for each in known if ids.fullmatch(each["request"])), None)
         return None if found is None else explained(found)
 
     def _read(self, prompt: Prompt) -> tuple[Sequence[int], list[ChunkKey]]:
@@ -201,7 +209,7 @@ class CacheService:
 
     def _tokens_of(self, prompt: Prompt) -> Sequence[int]:
         try:
-            return self._tokenize(prompt.text if prompt.text is not None else prompt.messages or ())
+            return self._tokenize(prompt.text if prompt.text is not None else prompt.messages or (), prompt.template)
         except LmkvError:
             raise
         except Exception as error:

@@ -231,10 +231,10 @@ def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]
     return sources
 
 
-def tokenizer(vllm_config: Any) -> Callable[[Any], list[int]]:
+def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]:
     """Token ids of a text or of a chat's messages, as vLLM's own; the tokenizer is read at the first call."""
 
-    def tokenize(prompt: Any) -> list[int]:
+    def tokenize(prompt: Any, template: Mapping[str, Any]) -> list[int]:
         from vllm.tokenizers import cached_tokenizer_from_config
 
         found: Any = cached_tokenizer_from_config(vllm_config.model_config)
@@ -242,7 +242,7 @@ def tokenizer(vllm_config: Any) -> Callable[[Any], list[int]]:
             raise UsageError("this engine has no tokenizer (skip_tokenizer_init): give tokens")
         if isinstance(prompt, str):
             return list(found.encode(prompt))
-        return list(found.apply_chat_template(prompt, tokenize=True, return_dict=False))
+        return list(found.apply_chat_template(prompt, **{**template, "tokenize": True, "return_dict": False}))
 
     return tokenize
 

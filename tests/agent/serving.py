@@ -36,9 +36,9 @@ def keys_of(tokens: Any, cache_salt: str | None, tags: Any) -> list[ChunkKey]:
     return chain.keys if tail is None else [*chain.keys, tail]
 
 
-def tokenize(prompt: Any) -> list[int]:
+def tokenize(prompt: Any, template: Any = None) -> list[int]:
     text = prompt if isinstance(prompt, str) else "".join(f"<{each['role']}>{each['content']}" for each in prompt)
-    return list(text.encode())
+    return list((f"{template}" * bool(template) + text).encode())
 
 
 @contextmanager

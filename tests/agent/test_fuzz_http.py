@@ -102,6 +102,8 @@ fields = st.fixed_dictionaries(
         "everything": st.booleans() | values,
         "id": texts | values,
         "engine": st.integers() | values,
+        "tools": st.lists(st.dictionaries(texts, values, max_size=2), max_size=2) | values,
+        "chat_template_kwargs": st.dictionaries(texts | st.just("chat_template"), values, max_size=2) | values,
         "other": values,
     },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterator
@@ -66,6 +67,28 @@ def test_prompts_are_texts_messages_or_tokens(store: TieredStore, client: Client
     messages = [{"role": "user", "content": "hello"}, {"role": "tool", "content": "world"}]
     assert client.lookup(messages)["hit_tokens"] == 22
     assert client.lookup(tokenize("<user>hello<tool>world"))["hit_tokens"] == 22
+
+
+def test_tools_and_what_else_a_template_is_given_belong_to_a_chat(store: TieredStore, client: Client) -> None:
+    messages, tools = [{"role": "user", "content": "hello"}], [{"type": "function", "function": {"name": "search"}}]
+    put(store, f"{ {'thinking': True, 'tools': tools} }<user>hello")
+    given: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}, "tools": tools}
+    found = client.lookup(messages, **given)
+    assert found["hit_tokens"] == found["total_tokens"] > 22
+    assert client.lookup(messages)["hit_tokens"] == 0
+    for prompt in ("hello", [1, 2]):
+        with pytest.raises(httpx.HTTPStatusError, match="belong to messages"):
+            client.lookup(prompt, **given)
+    with pytest.raises(httpx.HTTPStatusError, match="is the server's"):
+        client.lookup(messages, chat_template_kwargs={"chat_template": "{{ 1 }}"})
+
+
+def test_a_prefetch_of_the_same_name_takes_the_place_of_the_one_before(store: TieredStore, client: Client) -> None:
+    keys = put(store, "a prompt of 23 letters,")
+    client.prefetch("a prompt of 23 letters,", id="mine", wait=LIMIT)
+    client.prefetch("another", id="mine")
+    assert client.clear()["deleted_chunks"] == len(keys)
+    eventually(lambda: store.stats().tiers[0].used_bytes == 0, "nothing refers to the first one's chunks")
 
 
 def test_salts_and_tags_keep_prompts_apart(store: TieredStore, client: Client) -> None:
@@ -277,3 +300,13 @@ def test_it_ends_while_a_call_waits(service: CacheService) -> None:
         half.sendall(b"POST /v1/lookup HTTP/1.1\r\n")
         server.close()
         assert not server._thread.is_alive()
+
+
+def test_the_page_of_the_api_has_all_calls_and_loads_nothing(server: AgentServer) -> None:
+    with httpx.Client(base_url=server.url, trust_env=False) as client:
+        page, document = client.get("/docs"), client.get("/openapi.json").json()
+    assert [path for path in document["paths"] if f" {path}</h2>" not in page.text] == []
+    assert all(call["security"] for methods in document["paths"].values() for call in methods.values())
+    assert "<code>chat_template_kwargs</code>" in page.text
+    assert not re.search(r"<script|src=|https?://|@import|url\(", page.text)
+    assert "default-src 'none'" in page.headers["Content-Security-Policy"]

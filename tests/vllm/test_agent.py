@@ -55,7 +55,9 @@ def test_a_prompt_is_prefetched_from_disk_before_its_request(
             assert f"lmkv loaded {len(ids) - 1:,} from cpu" in explained["explanation"]
             assert client.stats()["hit_tokens"] == len(ids) - 1
             messages = [{"role": "user", "content": TEXT}]
-            assert client.lookup(messages)["total_tokens"] > len(TEXT)
+            total = client.lookup(messages)["total_tokens"]
+            assert total > len(TEXT)
+            assert client.lookup(messages, chat_template_kwargs={"add_generation_prompt": True})["total_tokens"] > total
             client.clear()
             first.forget_local()
             assert external_hits(first.run([ids])[0]) == 0

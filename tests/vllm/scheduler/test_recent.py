@@ -94,7 +94,8 @@ def test_an_evicted_prompt_is_explained_with_its_tier_and_time() -> None:
         assert explained is not None
         assert explained["missed"]["tier"] == "cpu"
         assert f"{len(PROMPT) - 1} were missed: evicted from cpu 10" in explained["explanation"]
-        assert service.explain("cmpl-aga") is None
+        assert service.explain("cmpl-again") is not None
+        assert [service.explain(other) for other in ("cmpl-aga", "cmpl", "cmpl-again-0-1a2b3c4", ".*")] == [None] * 4
 
 
 def test_every_reason_has_its_advice() -> None:
