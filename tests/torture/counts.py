@@ -5,13 +5,16 @@ from __future__ import annotations
 import attrs
 from attrs import define, field
 
-MUST_HAPPEN = ("requests", "faults", "preemptions", "evictions", "external_hit_tokens")
+MUST_HAPPEN = ("requests", "faults", "preemptions", "evictions", "external_hit_tokens", "aborted")
 MUST_NOT_HAPPEN = ("differences", "leaks", "hangs")
 
 
 @define
 class Counts:
-    """`problems` says in words what `differences`, `leaks` and `hangs` count."""
+    """`problems` says in words what `differences`, `leaks` and `hangs` count.
+
+    `aborted_loads`: of those that were `aborted`, while a load between steps filled their blocks.
+    """
 
     requests: int = 0
     differences: int = 0
@@ -22,6 +25,7 @@ class Counts:
     evictions: int = 0
     external_hit_tokens: int = 0
     aborted: int = 0
+    aborted_loads: int = 0
     resets: int = 0
     engines: int = 0
     steps: int = 0

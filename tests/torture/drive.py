@@ -24,6 +24,8 @@ PATIENCE = 120.0
 """Seconds after which what has not ended never will."""
 
 _AT_ONCE = 12
+_ABORTED_LOADS = 0.3
+"""Of the loads that are under way, in each step."""
 _HOT = 16
 
 
@@ -131,12 +133,20 @@ class Drive:
         return wishes
 
     def _abort_some(self) -> None:
+        """Some after a number of steps, and some of those whose blocks are just being filled."""
         for name, asked in list(self._asked.items()):
+            loading = self._is_loading(name)
             if asked.abort_after is not None:
                 asked.abort_after -= 1
-                if asked.abort_after < 0:
-                    self.counts.aborted += 1
-                    self._abort(name)
+            due = asked.abort_after is not None and asked.abort_after < 0
+            if due or (loading and self.rng.random() < _ABORTED_LOADS):
+                self.counts.aborted += 1
+                self.counts.aborted_loads += loading
+                self._abort(name)
+
+    def _is_loading(self, name: str) -> bool:
+        loads = self.running.connector._scheduler._loading._async_loads
+        return any(request == name or request.startswith(f"{name}-") for request in loads)
 
     def _abort(self, name: str) -> None:
         del self._asked[name]
