@@ -104,6 +104,7 @@ def test_the_schedules_test_something(kind: str) -> None:
 
 def test_an_aborted_load_frees_its_blocks_once_the_device_is_done_with_them() -> None:
     """A copy that comes late must not hit the blocks of another request."""
+    while_copying = 0
     for seed in range(125, 140):
         rng = random.Random(seed)
         options: dict[str, Any] = {"num_blocks": 90, "ram_chunks": 8, "lower_chunks": 60, "io_moves": 40}
@@ -124,10 +125,13 @@ def test_an_aborted_load_frees_its_blocks_once_the_device_is_done_with_them() ->
                     engine.step()
                 for request in asked:
                     if request.status != "ended" and rng.random() < 0.7:
+                        _, load = engine.scheduler._loading._async_loads.get(request.request_id, (None, None))
+                        while_copying += load is not None and load.copying > 0
                         engine.abort(request)
                 others = [rng.randrange(50) for _ in range(50)]
                 engine.add(SimulatedRequest(f"other {turn}", others, 50, 3, "b"))
             engine.finish()
+    assert while_copying > 10, while_copying
 
 
 def _small(seed: int, **options: Any) -> closing[SimulatedVLLM]:
