@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -121,6 +122,29 @@ def test_a_failed_store_is_a_future_miss(shared: Engine, monkeypatch: pytest.Mon
     missed = shared.run([ids])[0]
     assert external_hits(missed) == 0
     assert [list(missed.outputs[0].token_ids)] == cold
+
+
+def test_while_the_engine_sleeps_everything_is_computed(shared: Engine, expected: dict[int, list[int]]) -> None:
+    """What vLLM 0.33 calls around its sleep, called here."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from lmkv.vllm.connector import LMKVConnector
+
+    connector: Any = get_kv_transfer_group()
+    assert LMKVConnector.supports_sleep_mode(connector._kv_transfer_config)
+    ids = prompt(3, 1500)
+    shared.run([ids])
+    connector.unregister_kv_caches()
+    for _ in range(2):
+        shared.forget_local()
+        assert list(shared.run([ids])[0].outputs[0].token_ids) == expected[3]
+    connector.restore_kv_caches()
+    shared.assert_nothing_leaked()
+    shared.run([ids])
+    shared.forget_local()
+    again = shared.run([ids])[0]
+    assert external_hits(again) == 1499
+    assert list(again.outputs[0].token_ids) == expected[3]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
