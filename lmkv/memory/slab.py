@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
+from attrs import field, frozen
 
 from lmkv.chunks.layout import ALIGNMENT, align_up
 from lmkv.errors import ConfigError, UsageError
@@ -38,9 +38,12 @@ _SEARCH_PAUSE = 0.5
 
 @frozen
 class SlabRef:
-    """What another process on this host needs to `attach` a shared slab. `name`: of its memory file."""
+    """What another process on this host needs to `attach` a shared slab. `name`: of its memory file.
 
-    path: str
+    Equal whatever the path: a process that is just being forked has the same file at another one.
+    """
+
+    path: str = field(eq=False)
     nbytes: int
     slot_bytes: int
     name: str

@@ -52,9 +52,9 @@ def slab_files() -> Iterator[tuple[str, str, os.stat_result]]:
 
 
 def find(engine: str) -> tuple[str, str, int] | None:
-    """Path, name and bytes of the slab of an engine; None while there is none, or more than one."""
+    """Path, name and bytes of the slab of an engine; None while there is none that has its size, or more than one."""
     found = [(path, name, stat.st_size) for path, name, stat in slab_files() if name.startswith(_prefix(engine))]
-    return found[0] if len(found) == 1 else None
+    return found[0] if len(found) == 1 and found[0][2] else None
 
 
 @contextlib.contextmanager

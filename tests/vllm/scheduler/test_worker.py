@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import given, strategies as st
 
 from lmkv.chunks.layout import KVLayout, LayerPages
@@ -69,6 +70,11 @@ def test_the_slab_is_found_and_pinned_before_the_first_order(patch: pytest.Monke
     copier = served.worker._copier
     served.worker.begin(StepPlan(slab=slab.ref))
     assert served.worker._copier is copier, "the first order brings the same slab"
+    # As a process that is just being forked has it.
+    other = os.dup(int(Path(slab.ref.path).name))
+    served.worker.begin(StepPlan(slab=evolve(slab.ref, path=f"/proc/{os.getpid()}/fd/{other}")))
+    os.close(other)
+    assert served.worker._copier is copier
     served.worker.close()
     assert not served.device.registered
     slab.close()
