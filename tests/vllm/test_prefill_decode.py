@@ -124,7 +124,8 @@ def test_many_at_a_time(pair: Pair) -> None:
     prompts = [prompt(90 + number, 700) for number in range(8)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(lambda ids: complete(pair.proxy, ids), prompts))
-    assert [hit(answer) for answer in answers] == [699] * len(prompts)
+    # Of the first time that it ran: one that is preempted has some of it in vLLM's own cache when it goes on.
+    assert [answer.usage.prompt_tokens_details.cached_tokens for answer in answers] == [699] * len(prompts)
     for ids, answer in zip(prompts, answers, strict=True):
         assert answer.choices[0].text == complete(pair.prefill.url, ids).choices[0].text
 

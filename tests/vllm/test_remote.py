@@ -67,8 +67,7 @@ def test_a_server_that_fails_under_load_costs_no_request_and_is_used_again(
         proxy, clock = Proxy(server.port), ManualClock()
         with over_remote(model, f"redis://127.0.0.1:{proxy.port}", clock, remote_timeout=2.0) as running:
             cold = running.ids(PROMPTS)
-            drained(running)
-            assert hits(running, cold) > 0
+            until_hits(running, cold, clock)
             if fault == "killed":
                 server.kill()
             proxy.deaf, proxy.delay = fault == "deaf", 0.02 * (fault == "late")
@@ -80,12 +79,17 @@ def test_a_server_that_fails_under_load_costs_no_request_and_is_used_again(
             if fault == "killed":
                 server.start()
             proxy.deaf, proxy.delay = False, 0.0
-            # Each round closes the breakers, if the server answers, and stores what it has lost.
-            while not hits(running, cold):
-                clock.advance(120.0)
-                drained(running)
+            until_hits(running, cold, clock)
             running.assert_nothing_leaked()
         proxy.close()
+
+
+def until_hits(running: Engine, expected: list[list[int]], clock: ManualClock) -> None:
+    """Each round closes the breakers, if the server answers, and stores what it does not have."""
+    drained(running)
+    while not hits(running, expected):
+        clock.advance(120.0)
+        drained(running)
 
 
 def hits(running: Engine, expected: list[list[int]]) -> int:
