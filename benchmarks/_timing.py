@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from lmkv.cli.measure.timing import Row, finish, interleaved, machine, median_ratio
 
-__all__ = ["Row", "arguments_of", "finish", "interleaved", "machine", "median_ratio", "turns"]
+__all__ = ["Row", "arguments_of", "finish", "interleaved", "machine", "median_ratio", "percentile", "turns"]
 
 PAUSE = 0.5
 """Seconds: an engine's threads go on spinning for a while after a request, at the cost of the next one."""
@@ -29,3 +29,7 @@ def turns(engines: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
         for name in random.sample(list(engines), len(engines)):
             time.sleep(PAUSE)
             yield number, name
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]

@@ -28,7 +28,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
+from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio, percentile
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.measure.limits import bare_chain
@@ -206,10 +206,6 @@ def refill(bench: Bench) -> None:
     """Have back what misses evicted."""
     for prompt in bench.prompts:
         bench.serve(bench.request(prompt), Recorder())
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ from typing import Any
 from attrs import define, field
 
 from benchmarks._lmcache_server import free_ports
-from benchmarks._timing import Row, arguments_of, finish
+from benchmarks._timing import Row, arguments_of, finish, percentile
 from lmkv.cli.measure.engines import ONE_PROCESS, VOCABULARY, EngineSpec, leave, open_engine
 from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.small_model import SmallModel
@@ -90,7 +90,7 @@ class Load:
     _phase: int = 0
     _answered: int = 0
     _hit: bool = False
-    _ended: bool = False
+    ended: bool = False
 
     @property
     def phase(self) -> str:
@@ -102,14 +102,10 @@ class Load:
         self._hit |= hit and phase == self.phase
         enough = self._answered >= self.requests and (self._hit or self.phase in ("killed", "stopped"))
         if not enough or self._phase + 1 == len(PHASES):
-            self._ended = enough
+            self.ended = enough
             return False
         self._phase, self._answered, self._hit = self._phase + 1, 0, False
         return True
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
 
 
 def prompt(number: int) -> list[int]:
@@ -219,10 +215,6 @@ def rows(alone: list[dict[str, Any]], redis: list[dict[str, Any]]) -> list[Row]:
         if hits := [each["seconds"] for each in there if each["hit"]]:
             made.append(Row(f"{phase}: first hit after", hits[0], "s"))
     return made
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -23,8 +23,10 @@ from lmkv.store.tiered import TieredStore
 from tests.agent.serving import SIZE, TOKEN, keys_of, tokenize
 from tests.kit import LIMIT
 
+Receive = Callable[[], Awaitable[dict[str, Any]]]
 SALT = "the-salt-of-a-tenant"
 ANSWERS = {200, 400, 401, 404, 405, 413, 422, 503}
+OWN = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"content-type", b"application/json")]
 POSTS = [f"/v1/{verb}" for verb in ("lookup", "prefetch", "pin", "unpin", "clear", "engines")]
 
 
@@ -43,8 +45,8 @@ class Asked:
     body: bytes
 
 
-def answer(service: CacheService, asked: Asked) -> tuple[int, bytes]:
-    """Status and body, from the application itself: what it raises is raised here."""
+def answer(service: CacheService, asked: Asked, receive: Receive | None = None) -> tuple[int, bytes]:
+    """Status and body, from the application itself: what it raises is raised here. `receive`: instead of the body."""
     sent: list[dict[str, Any]] = []
     path, _, query = asked.path.partition("?")
     scope = {
@@ -63,7 +65,7 @@ def answer(service: CacheService, asked: Asked) -> tuple[int, bytes]:
     }
     parts = [asked.body[:100], asked.body[100:]]
 
-    async def receive() -> dict[str, Any]:
+    async def receive_parts() -> dict[str, Any]:
         if not parts:
             await asyncio.sleep(LIMIT)
         return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
@@ -72,7 +74,7 @@ def answer(service: CacheService, asked: Asked) -> tuple[int, bytes]:
         sent.append(message)
 
     app: Any = application(service, TOKEN)
-    asyncio.run(asyncio.wait_for(app(scope, receive, send), LIMIT))
+    asyncio.run(asyncio.wait_for(app(scope, receive or receive_parts, send), LIMIT))
     start, *rest = sent
     assert start["type"] == "http.response.start"
     assert not rest[-1].get("more_body", False)
@@ -180,74 +182,28 @@ def test_any_request_is_answered_as_documented(service: CacheService, asked: Ask
 @example("/v1/pin", b'{"text": "a", "seconds": 1e-320}')
 @example("/v1/lookup", b'{"\\ud800": 1}')
 def test_any_body_is_answered_as_documented(service: CacheService, path: str, body: bytes) -> None:
-    own = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"content-type", b"application/json")]
-    assert refused_or_answered(service, Asked("POST", path, own, body)) in {200, 400, 404, 413, 422}
+    assert refused_or_answered(service, Asked("POST", path, OWN, body)) in {200, 400, 404, 413, 422}
 
 
 def test_who_has_no_token_makes_it_read_nothing(service: CacheService) -> None:
     """Or anybody on this machine fills the engine's memory."""
 
-    async def ask() -> int:
-        status = 0
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("the body was read")
 
-        async def receive() -> dict[str, Any]:
-            raise AssertionError("the body was read")
-
-        async def send(message: dict[str, Any]) -> None:
-            nonlocal status
-            status = message.get("status", status)
-
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "headers": [],
-            "scheme": "http",
-            "path": "/v1/lookup",
-            "raw_path": b"/v1/lookup",
-            "query_string": b"",
-        }
-        app: Any = application(service, TOKEN)
-        await app(scope, receive, send)
-        return status
-
-    assert asyncio.run(ask()) == 401
+    assert answer(service, Asked("POST", "/v1/lookup", [], b""), receive)[0] == 401
 
 
 def test_a_body_without_end_is_refused(service: CacheService) -> None:
     read = 0
 
-    async def ask() -> int:
-        status = 0
+    async def receive() -> dict[str, Any]:
+        nonlocal read
+        read += 1 << 20
+        assert read < 200 << 20, "it reads on and on"
+        return {"type": "http.request", "body": b" " * (1 << 20), "more_body": True}
 
-        async def receive() -> dict[str, Any]:
-            nonlocal read
-            read += 1 << 20
-            assert read < 200 << 20, "it reads on and on"
-            return {"type": "http.request", "body": b" " * (1 << 20), "more_body": True}
-
-        async def send(message: dict[str, Any]) -> None:
-            nonlocal status
-            status = message.get("status", status)
-
-        own = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"content-type", b"application/json")]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "headers": own,
-            "scheme": "http",
-            "path": "/v1/lookup",
-            "raw_path": b"/v1/lookup",
-            "query_string": b"",
-        }
-        app: Any = application(service, TOKEN)
-        await app(scope, receive, send)
-        return status
-
-    assert asyncio.run(ask()) == 413
+    assert answer(service, Asked("POST", "/v1/lookup", OWN, b""), receive)[0] == 413
 
 
 def test_bytes_that_are_no_http_harm_nobody_else(service: CacheService) -> None:
