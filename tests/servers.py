@@ -148,8 +148,8 @@ OBJECT_STORES = {
 class ObjectServer(Server):
     """An object store on loopback with the bucket "bucket" and one user; `kind` is the program.
 
-    moto (S3) heeds conditions and takes any key; rclone (S3), whose buckets are folders, the other way round; azurite
-    (Azure Blob Storage) heeds both.
+    moto (S3) heeds conditions, of one writer at a time, and takes any key; rclone (S3), whose buckets are folders, the
+    other way round; azurite (Azure Blob Storage) heeds both.
     """
 
     USER, SECRET = "tester", "c2VjcmV0IG9mIHRoZSB0ZXN0cw=="
