@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.pages import ROOT
+from tests.servers import needs_package
 from tests.vllm.server import child_environment
 
 EXAMPLES = ROOT / "examples" / "ray"
@@ -34,8 +34,7 @@ RAY = {
     "UCX_NET_DEVICES": "lo",
 }
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: see docs/ray.md")
-needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed: see docs/ray.md")
+HOW = "see docs/ray.md"
 
 
 def command(example: str, model: Path, folder: Path) -> list[str]:
@@ -66,9 +65,9 @@ def cached(answer: Any) -> int:
 
 
 @pytest.mark.nightly
-@needs_ray
 @pytest.mark.parametrize("example", ["offloading.py", "offloading.yaml"])
 def test_a_repeated_prompt_comes_from_host_memory(example: str, model: Path, tmp_path: Path) -> None:
+    needs_package("ray", HOW)
     asked = {"prompt": PROMPT, "kv_transfer_params": {"lmkv.report": True}}
     cold, warm = answers(example, model, tmp_path, asked, asked)
     tokens = cold["usage"]["prompt_tokens"]
@@ -78,10 +77,10 @@ def test_a_repeated_prompt_comes_from_host_memory(example: str, model: Path, tmp
 
 
 @pytest.mark.nightly
-@needs_ray
-@needs_nixl
 @pytest.mark.parametrize("example", ["prefill_decode.py", "prefill_decode.yaml"])
 def test_prefill_and_decode_apart(example: str, model: Path, tmp_path: Path) -> None:
+    for package in ("ray", "nixl"):
+        needs_package(package, HOW)
     asked = {"prompt": PROMPT}
     reported = {**asked, "kv_transfer_params": {"lmkv.report": True}}
     cold, warm, told = answers(example, model, tmp_path, asked, asked, reported)
