@@ -228,6 +228,7 @@ def test_what_is_scraped_is_what_the_requests_did(server: Server) -> None:
     assert counted("vllm:kv_offload_store_bytes_total") == counted("vllm:kv_offload_store_size_sum") == stored
     assert counted("lmkv_store_seconds_count") == counted("vllm:kv_offload_store_size_count") > 0
     becomes(server, lambda: counted("lmkv_tier_chunk_operations_total", tier="disk", operation="write") == 6, "writes")
+    assert counted("lmkv_tier_operation_seconds_count", tier="disk", operation="write") == CHUNKS
     assert counted.gauge("lmkv_tier_chunks", tier="cpu") == CHUNKS
     assert counted.gauge("lmkv_tier_used_bytes", tier="cpu") == CHUNKS << 20
     assert counted.gauge("lmkv_tier_capacity_bytes", tier="cpu") == 14 << 20
@@ -252,7 +253,8 @@ def test_what_is_scraped_is_what_the_requests_did(server: Server) -> None:
     becomes(server, lambda: counted("lmkv_tier_bytes_total", tier="disk", operation="read") == stored, "reads")
     assert counted("lmkv_hit_tokens_total", tier="disk") == counted("lmkv_hit_tokens_total") == HIT
     assert counted("lmkv_hit_chunks_total", tier="disk") == CHUNKS
-    assert counted("lmkv_tier_read_seconds_total", tier="disk") > 0
+    assert counted("lmkv_tier_operation_seconds_count", tier="disk", operation="read") == CHUNKS
+    assert counted("lmkv_tier_operation_seconds_sum", tier="disk", operation="read") > 0
     assert counted("lmkv_prefetched_chunks_total") == counted("lmkv_prefetch_hit_chunks_total")
 
     counted = Scraped(server)
