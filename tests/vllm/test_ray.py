@@ -22,6 +22,7 @@ EXAMPLES = ROOT / "examples" / "ray"
 ALONE = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 MODEL = "Qwen/Qwen2-0.5B-Instruct"
 PROMPT = "Hello, how are you? " * 60
+OTHER = "What is the weather like today? " * 40
 PATIENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300"}
 RAY = {
     "RAY_ADDRESS": "127.0.0.1:6379",
@@ -83,10 +84,14 @@ def test_prefill_and_decode_apart(example: str, model: Path, tmp_path: Path) -> 
         needs_package(package, HOW)
     asked = {"prompt": PROMPT}
     reported = {**asked, "kv_transfer_params": {"lmkv.report": True}}
-    cold, warm, told = answers(example, model, tmp_path, asked, asked, reported)
-    assert cached(warm) == cold["usage"]["prompt_tokens"] - 1
-    assert told["kv_transfer_params"]["lmkv"]["sources"] == {"cpu": cached(warm)}
+    cold, warm, told, other = answers(example, model, tmp_path, asked, asked, reported, {**reported, "prompt": OTHER})
+    tokens = cold["usage"]["prompt_tokens"]
+    assert cached(cold) == tokens, "NIXL brings all of the prompt's KV from the prefill engine, the last token's too"
+    assert cached(warm) == tokens - 1
+    assert told["kv_transfer_params"]["lmkv"]["sources"] == {"cpu": tokens - 1}
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"] == told["choices"][0]["text"]
+    assert cached(other) == other["usage"]["prompt_tokens"]
+    assert other["kv_transfer_params"]["lmkv"]["sources"] == {}, "it came from the other engine, not from lmkv"
 
 
 @pytest.mark.parametrize("example", ["offloading.yaml", "prefill_decode.yaml"])
