@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.servers import skipped_as_missing
+
 # Read when lmkv is imported: methods marked @locked check that their lock is held.
 os.environ["LMKV_CHECK_LOCKS"] = "1"
 
@@ -32,6 +34,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end what nobody may overlook: what was not tested, for want of which program."""
+    skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
+    lines = skipped_as_missing(skipped)
+    if lines:
+        terminalreporter.section("NOT TESTED, because it is missing here", red=True, bold=True)
+        for line in lines:
+            terminalreporter.line(line, red=True)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Real servers on loopback for tests: found on this machine or in the environment, started, broken and stopped.
 
-`NEEDED_SERVERS` names those that must be there ("valkey redis"): without them a test fails instead of being
-skipped.
+`NEEDED_SERVERS` names those programs and packages that must be there ("valkey redis nixl"): without them a test fails
+instead of being skipped. What was skipped for which of them is told at the end of a run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hmac
 import importlib.util
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -18,7 +19,8 @@ import sys
 import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from email.utils import formatdate
 from http.client import HTTPConnection
@@ -29,7 +31,7 @@ from typing import NoReturn
 import pytest
 
 NEEDED = os.environ.get("NEEDED_SERVERS", "").split()
-START_LIMIT = 30.0
+START_LIMIT = 120.0
 
 
 def free_port() -> int:
@@ -42,10 +44,22 @@ def free_port() -> int:
 
 
 def missing(name: str, why: str) -> NoReturn:
-    """Skip the test, or fail it where the server is needed."""
+    """Skip the test, or the module that is being imported; fail it where the program is needed."""
     if name in NEEDED:
         pytest.fail(f"{name} is needed here: {why}")
-    pytest.skip(f"no {name}: {why}")
+    pytest.skip(f"no {name}: {why}", allow_module_level=True)
+
+
+def needs_package(name: str, how: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        missing(name, how)
+
+
+def skipped_as_missing(reasons: Iterable[str]) -> list[str]:
+    """A line for each program or package that was missing, with the number of skips, of all reasons of skips."""
+    found = (re.match(r"Skipped: ((?:no \S+:|could not import) .*)", reason) for reason in reasons)
+    lines = Counter(each[1] for each in found if each)
+    return [f"{line} [{count} skipped]" for line, count in sorted(lines.items())]
 
 
 def _valkey() -> str | None:
@@ -78,8 +92,9 @@ class Server:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
         deadline = time.monotonic() + START_LIMIT
         while not self._answers():
-            assert self._process.poll() is None, (self.folder / f"{self.port}.log").read_text()
-            assert time.monotonic() < deadline, "the server does not answer"
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(f"{self._command[0]} does not answer: {(self.folder / f'{self.port}.log').read_text()}")
             time.sleep(0.01)
 
     def kill(self) -> None:

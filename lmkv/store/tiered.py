@@ -31,7 +31,7 @@ from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.primary import Entry, PrimaryTier, State
 from lmkv.store.tiers.scanner import TierScanner
-from lmkv.store.tiers.secondary import Secondary, first_with
+from lmkv.store.tiers.secondary import Operation, Secondary, first_with
 from lmkv.store.tiers.stats import StoreStats
 
 logger = logging.getLogger(__name__)
@@ -495,6 +495,14 @@ class TieredStore:
             leased, pinned = primary.referenced, len(self._pins)
             writing, loading = primary.writing, primary.loading
         return StoreStats(tiers, leased, pinned, writing, loading, self._pool.pending)
+
+    def take_times(self) -> list[tuple[str, Operation, float]]:
+        """Lower tiers' reads and writes that succeeded since the last call, with their seconds: 1,000 of each tier."""
+        with self._lock:
+            taken = [(tier.name, *each) for tier in self._tiers for each in tier.times]
+            for tier in self._tiers:
+                tier.times.clear()
+        return taken
 
     def wait_for_room(self, timeout: float) -> bool:
         """Wait until a whole `store_window` can be stored without a refusal, at most `timeout` seconds."""

@@ -14,10 +14,9 @@ from lmkv.agent.http import Address, AgentServer, application
 from lmkv.agent.page import PAGE
 from lmkv.agent.service import CacheService
 from tests.agent.serving import TOKEN, put, service_of, service_of_scheduler, store_over
+from tests.servers import missing
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def test_it_loads_nothing_from_elsewhere() -> None:
@@ -36,35 +35,41 @@ def test_it_needs_no_token_and_may_run_nothing_but_itself(tmp_path: Path) -> Non
     assert "unsafe" not in policy
 
 
-def rendered(service: CacheService, token: str | None, tmp_path: Path) -> str:
+@pytest.fixture
+def browser() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            return found
+    return missing("chromium", "apt install chromium")
+
+
+def rendered(browser: str, service: CacheService, token: str | None, tmp_path: Path) -> str:
     """The page's elements, once a browser has run it for some seconds of its own time."""
-    assert BROWSER is not None
     server = AgentServer(lambda: application(service, token), Address("127.0.0.1:0"))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
-    command = [BROWSER, *options, "--virtual-time-budget=8000", "--dump-dom", server.url]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    command = [browser, *options, "--virtual-time-budget=8000", "--dump-dom", server.url]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
     server.close()
     return shown.partition("<script>")[0]
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(BROWSER is None, reason="NO CHROMIUM: the page was not looked at; install chromium")
 class TestInABrowser:
-    def test_it_shows_tiers_and_why_requests_missed(self, tmp_path: Path) -> None:
+    def test_it_shows_tiers_and_why_requests_missed(self, browser: str, tmp_path: Path) -> None:
         engine = engine_of(ram_chunks=6)
         for number, tokens in enumerate([PROMPT, *OTHERS, PROMPT]):
             engine.add(SimulatedRequest(f"cmpl-<b>{number}</b>", list(tokens), len(tokens), 1, "a"))
             engine.finish()
-        shown = rendered(service_of_scheduler(engine.scheduler, CHUNK), None, tmp_path)
+        shown = rendered(browser, service_of_scheduler(engine.scheduler, CHUNK), None, tmp_path)
         assert "live" in shown
         assert re.search(r"<td[^>]*>.*cpu", shown)
         assert "evicted from cpu" in shown
         assert "cmpl-&lt;b&gt;9&lt;/b&gt;" in shown, "what a client has chosen is text"
         engine.close()
 
-    def test_it_asks_for_the_token(self, tmp_path: Path) -> None:
+    def test_it_asks_for_the_token(self, browser: str, tmp_path: Path) -> None:
         with store_over(tmp_path / "kv") as store:
             put(store, "what nobody may see")
-            shown = rendered(service_of(store), TOKEN, tmp_path)
+            shown = rendered(browser, service_of(store), TOKEN, tmp_path)
         assert re.search(r'<section id="ask">', shown)
         assert re.search(r'<div class="parts" id="all" hidden', shown)

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # Engines start slowly on a busy machine.
             item.add_marker(pytest.mark.timeout(900))
             if missing:
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+                item.add_marker(pytest.mark.skip(reason="no vllm: see docs/vllm.md"))
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.kit import LIMIT, eventually
+from tests.servers import missing
 from tests.vllm.harness import prompt
 from tests.vllm.server import Server, free_port, serving_together
 from tests.vllm.test_metrics import others, small_tiers
@@ -39,7 +40,7 @@ def prometheus(server: Server, folder: Path) -> Iterator[str]:
     """Its URL; it scrapes the server each second."""
     program = shutil.which("prometheus")
     if program is None:
-        pytest.skip("prometheus is not installed: apt-get install prometheus")
+        missing("prometheus", "apt install prometheus")
     port = free_port()
     scrape = {"job_name": "vllm", "static_configs": [{"targets": [f"127.0.0.1:{server.port}"]}]}
     (folder / "prometheus.yml").write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+from lmkv.agent.client import Client
+from lmkv.testing.clocks import ManualClock
 from tests.kit import LIMIT, eventually
 from tests.vllm.harness import BLOCK, engine, prompt
 from tests.vllm.server import Server, serving_together
@@ -155,6 +158,33 @@ def test_bytes_of_two_ranks_add_up(model: Path, monkeypatch: pytest.MonkeyPatch)
         assert found["vllm:kv_offload_load_size"].count == 2, "one copy of half the bytes on each rank"
 
 
+@pytest.mark.parametrize(("tier", "prompts"), [("cpu", 2), ("disk", 3)])
+def test_a_miss_says_from_where_and_when_it_was_evicted(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, tier: str, prompts: int
+) -> None:
+    """Each other prompt has eight chunks: the last of them removes what the first one stored from its last tier."""
+    clock, ids = ManualClock(), prompt(90, LENGTH)
+    extra = {**small_tiers(tmp_path), "agent_listen": "127.0.0.1:0", "agent_token": "letmein"}
+    extra["max_local_disk_size"] = 21.5 / 1024  # Tails take less there than in host memory.
+    if tier == "cpu":
+        del extra["local_disk"], extra["max_local_disk_size"]
+    logging.getLogger("lmkv").propagate = True
+    with caplog.at_level("INFO", "lmkv"), engine(model, clock=clock, extra=extra, skip_tokenizer_init=False) as running:
+        for other in [ids, *(prompt(91 + number, 1900) for number in range(prompts))]:
+            clock.advance(1000.0)
+            running.run([other])
+            assert running.store.drain(LIMIT)
+        clock.advance(30.0)
+        running.forget_local()
+        missed = running.run([ids])[0]
+        found = missed.kv_transfer_params["lmkv"]["missed"]
+        assert found == {"reason": "evicted", "tokens": HIT, "tier": tier, "seconds_ago": pytest.approx(30.0)}
+        url = next(line.split()[-1] for line in caplog.messages if "the agent API is at" in line)
+        with Client(url, "letmein") as client:
+            explained = client.explain(missed.request_id)["explanation"]
+        assert f"1,499 were missed: evicted from {tier} 30 s before." in explained
+
+
 # -- a server that is scraped ---------------------------------------------------------------------------
 
 
@@ -228,6 +258,7 @@ def test_what_is_scraped_is_what_the_requests_did(server: Server) -> None:
     assert counted("vllm:kv_offload_store_bytes_total") == counted("vllm:kv_offload_store_size_sum") == stored
     assert counted("lmkv_store_seconds_count") == counted("vllm:kv_offload_store_size_count") > 0
     becomes(server, lambda: counted("lmkv_tier_chunk_operations_total", tier="disk", operation="write") == 6, "writes")
+    assert counted("lmkv_tier_operation_seconds_count", tier="disk", operation="write") == CHUNKS
     assert counted.gauge("lmkv_tier_chunks", tier="cpu") == CHUNKS
     assert counted.gauge("lmkv_tier_used_bytes", tier="cpu") == CHUNKS << 20
     assert counted.gauge("lmkv_tier_capacity_bytes", tier="cpu") == 14 << 20
@@ -252,7 +283,8 @@ def test_what_is_scraped_is_what_the_requests_did(server: Server) -> None:
     becomes(server, lambda: counted("lmkv_tier_bytes_total", tier="disk", operation="read") == stored, "reads")
     assert counted("lmkv_hit_tokens_total", tier="disk") == counted("lmkv_hit_tokens_total") == HIT
     assert counted("lmkv_hit_chunks_total", tier="disk") == CHUNKS
-    assert counted("lmkv_tier_read_seconds_total", tier="disk") > 0
+    assert counted("lmkv_tier_operation_seconds_count", tier="disk", operation="read") == CHUNKS
+    assert counted("lmkv_tier_operation_seconds_sum", tier="disk", operation="read") > 0
     assert counted("lmkv_prefetched_chunks_total") == counted("lmkv_prefetch_hit_chunks_total")
 
     counted = Scraped(server)

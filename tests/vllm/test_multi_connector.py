@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kit import eventually
+from tests.servers import needs_package
 from tests.vllm.harness import BLOCK, Engine, engine, external_hits, prompt
 from tests.vllm.server import free_port
 from tests.vllm.test_kv_events import RAM, block_hashes, publishing, subscriber
@@ -160,10 +160,10 @@ def test_events_pass_through(model: Path, tmp_path: Path) -> None:
         eventually(lambda: events.read().places == {RAM: blocks})
 
 
-@pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed (pip install --no-deps nixl nixl-cu13)")
 def test_with_nixl_a_repeated_prompt_is_loaded_by_lmkv(
     model: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    needs_package("nixl", "pip install --no-deps nixl nixl-cu13")
     nixl = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",

@@ -9,19 +9,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.pages import ROOT
+from tests.servers import needs_package
 from tests.vllm.server import child_environment
 
 EXAMPLES = ROOT / "examples" / "ray"
 ALONE = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 MODEL = "Qwen/Qwen2-0.5B-Instruct"
 PROMPT = "Hello, how are you? " * 60
+OTHER = "What is the weather like today? " * 40
 PATIENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300"}
 RAY = {
     "RAY_ADDRESS": "127.0.0.1:6379",
@@ -34,8 +35,7 @@ RAY = {
     "UCX_NET_DEVICES": "lo",
 }
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: see docs/ray.md")
-needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed: see docs/ray.md")
+HOW = "see docs/ray.md"
 
 
 def command(example: str, model: Path, folder: Path) -> list[str]:
@@ -66,9 +66,9 @@ def cached(answer: Any) -> int:
 
 
 @pytest.mark.nightly
-@needs_ray
 @pytest.mark.parametrize("example", ["offloading.py", "offloading.yaml"])
 def test_a_repeated_prompt_comes_from_host_memory(example: str, model: Path, tmp_path: Path) -> None:
+    needs_package("ray", HOW)
     asked = {"prompt": PROMPT, "kv_transfer_params": {"lmkv.report": True}}
     cold, warm = answers(example, model, tmp_path, asked, asked)
     tokens = cold["usage"]["prompt_tokens"]
@@ -78,16 +78,20 @@ def test_a_repeated_prompt_comes_from_host_memory(example: str, model: Path, tmp
 
 
 @pytest.mark.nightly
-@needs_ray
-@needs_nixl
 @pytest.mark.parametrize("example", ["prefill_decode.py", "prefill_decode.yaml"])
 def test_prefill_and_decode_apart(example: str, model: Path, tmp_path: Path) -> None:
+    for package in ("ray", "nixl"):
+        needs_package(package, HOW)
     asked = {"prompt": PROMPT}
     reported = {**asked, "kv_transfer_params": {"lmkv.report": True}}
-    cold, warm, told = answers(example, model, tmp_path, asked, asked, reported)
-    assert cached(warm) == cold["usage"]["prompt_tokens"] - 1
-    assert told["kv_transfer_params"]["lmkv"]["sources"] == {"cpu": cached(warm)}
+    cold, warm, told, other = answers(example, model, tmp_path, asked, asked, reported, {**reported, "prompt": OTHER})
+    tokens = cold["usage"]["prompt_tokens"]
+    assert cached(cold) == tokens, "NIXL brings all of the prompt's KV from the prefill engine, the last token's too"
+    assert cached(warm) == tokens - 1
+    assert told["kv_transfer_params"]["lmkv"]["sources"] == {"cpu": tokens - 1}
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"] == told["choices"][0]["text"]
+    assert cached(other) == other["usage"]["prompt_tokens"]
+    assert other["kv_transfer_params"]["lmkv"]["sources"] == {}, "it came from the other engine, not from lmkv"
 
 
 @pytest.mark.parametrize("example", ["offloading.yaml", "prefill_decode.yaml"])

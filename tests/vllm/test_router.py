@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kit import eventually
+from tests.servers import needs_package
 from tests.vllm.harness import BLOCK, Engine
 from tests.vllm.test_disk import drain
 from tests.vllm.test_kv_events import DISK, RAM, Subscriber, block_hashes, more_than_fits, one_more_step, subscriber
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        find_spec("dynamo") is None, reason="Dynamo is not installed (pip install --no-deps ai-dynamo-runtime)"
-    ),
-]
+pytestmark = pytest.mark.nightly
 
 
 class Router:
@@ -75,6 +70,7 @@ def expected(running: Engine, events: Subscriber, ids: list[int]) -> tuple[int, 
 
 
 def test_dynamo_knows_where_the_blocks_are_under_eviction_pressure(model: Path, tmp_path: Path) -> None:
+    needs_package("dynamo", "pip install --no-deps ai-dynamo-runtime")
     prompts, limited = more_than_fits(model, tmp_path)
     with limited as running, subscriber(tmp_path) as events:
         router, seen = Router(tmp_path), set()

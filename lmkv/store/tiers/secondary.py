@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import attrs
 
@@ -29,12 +30,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Operation = Literal["read", "write"]
+
+_MAX_TIMES = 1000
 _FIRST_BATCH = 4
 _BATCH_GROWTH = 8
 
 
 class Secondary:
-    """`payload_bytes`: of a chunk, by its key. `lock`, `observers`: the store's."""
+    """`payload_bytes`: of a chunk, by its key. `lock`, `observers`: the store's.
+
+    `times`: seconds of the latest reads and writes that succeeded, for one who takes them away.
+    """
 
     def __init__(
         self,
@@ -53,6 +60,7 @@ class Secondary:
         self._lock = lock
         self._clock = clock
         self._counters = TierCounters()
+        self.times: deque[tuple[Operation, float]] = deque(maxlen=_MAX_TIMES)
         self._reads, self._writes = Breaker(clock), Breaker(clock)
         self._failed_once: set[ChunkKey] = set()
         self._clearing = False
@@ -171,7 +179,7 @@ class Secondary:
         if result.status is ReadStatus.HIT:
             counters.hits += 1
             counters.read_bytes += nbytes
-            counters.read_seconds += seconds
+            self.times.append(("read", seconds))
         counters.read_failures += result.status is ReadStatus.FAILED
 
     @locked
@@ -214,7 +222,7 @@ class Secondary:
         if begun is None:
             return
         victims, call = begun
-        cost = self._cost(chunk.key)
+        cost, started = self._cost(chunk.key), self._clock()
         result = attempt(
             lambda: self._make_room(victims, cost, protect) or self._write(chunk, cost, protect),
             lambda error: Written.failed(_as_backend_error(self.name, "write", chunk.key, error)),
@@ -223,7 +231,7 @@ class Secondary:
             self._release_bytes(cost)
         with self._lock:
             self._writes.end(call, ok=result.status is not WriteStatus.FAILED)
-            self._count_write(result, len(chunk.payload))
+            self._count_write(result, len(chunk.payload), self._clock() - started)
             stored = result.status in (WriteStatus.STORED, WriteStatus.PRESENT)
             wanted = is_wanted()
             self.index.end_write(chunk.key, cost, stored=stored, wanted=wanted, parent=chunk.parent)
@@ -295,10 +303,12 @@ class Secondary:
         return _checked(self.backend.write([chunk])[0], Written)
 
     @locked
-    def _count_write(self, result: Written, nbytes: int) -> None:
+    def _count_write(self, result: Written, nbytes: int, seconds: float) -> None:
         counters = self._counters
-        counters.writes += result.status is WriteStatus.STORED
-        counters.written_bytes += nbytes * (result.status is WriteStatus.STORED)
+        if result.status is WriteStatus.STORED:
+            counters.writes += 1
+            counters.written_bytes += nbytes
+            self.times.append(("write", seconds))
         counters.write_rejects += result.status is WriteStatus.REJECTED
         counters.write_failures += result.status is WriteStatus.FAILED
 

@@ -17,7 +17,6 @@ class TierCounters:
     """Chunks served."""
     reads: int = 0
     read_bytes: int = 0
-    read_seconds: float = 0.0
     read_failures: int = 0
     lost: int = 0
     """Indexed chunks that turned out to be missing or corrupt."""

@@ -27,7 +27,6 @@ _TOTALS = (
     ("written_bytes", "lmkv_tier_bytes", ("write",)),
     ("read_failures", "lmkv_tier_failures", ("read",)),
     ("write_failures", "lmkv_tier_failures", ("write",)),
-    ("read_seconds", "lmkv_tier_read_seconds", ()),
 )
 """Counter of a tier, and the metric it is."""
 
@@ -106,6 +105,8 @@ class Telemetry:
         for tier, counters in zip(stats.tiers, before, strict=True):
             self._tier(tier, counters)
         self._before = stats.tiers
+        for name, operation, seconds in self._store.take_times():
+            self._samples.observe("lmkv_tier_operation_seconds", seconds, name, operation)
         put("lmkv_leased_chunks", stats.leased)
         put("lmkv_pinned_chunks", stats.pinned)
         put("lmkv_pending_io", stats.pending_io)

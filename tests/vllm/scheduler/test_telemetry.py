@@ -16,10 +16,11 @@ import pytest
 
 from lmkv.store.tiers.iopool import Priority
 from lmkv.testing.clocks import ManualClock
+from lmkv.testing.faults import FaultyBackend
 from lmkv.vllm.metadata import JobReport
 from lmkv.vllm.metrics import METRICS, REASONS, Samples, Values, merge
 from lmkv.vllm.scheduler.telemetry import Telemetry
-from tests.kit import LIMIT, SLOT, chain, lower, memory, put, put_below, small_store
+from tests.kit import LIMIT, SLOT, chain, get, lower, memory, put, put_below, small_store
 from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
 from tests.vllm.scheduler.test_explain import OTHERS, PROMPT, asks, engine_of, serve
 
@@ -149,6 +150,23 @@ def test_copies_that_failed_are_counted_apart() -> None:
         "lmkv_store_seconds": {(): [0.25]},
         "lmkv_failed_stores": {(): 1},
     }
+    store.close()
+
+
+def test_reads_and_writes_of_a_lower_tier_are_timed() -> None:
+    clock = ManualClock()
+    slow = FaultyBackend(memory(32, "disk"), verbs=frozenset({"read", "write"}), sleep=clock.advance)
+    store = small_store(4, lower(slow), clock=clock)
+    telemetry, keys = Telemetry(store, clock), chain("a", 1)
+    slow.latency = 0.25
+    put_below(store, keys)
+    slow.latency = 0.5
+    get(store, keys)
+    clock.advance(1.0)
+    timed = {("disk", "write"): [0.25], ("disk", "read"): [0.5]}
+    assert telemetry.take()["lmkv_tier_operation_seconds"] == timed
+    clock.advance(1.0)
+    assert "lmkv_tier_operation_seconds" not in telemetry.take(), "each counts once"
     store.close()
 
 
