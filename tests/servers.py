@@ -30,7 +30,7 @@ from typing import NoReturn
 import pytest
 
 NEEDED = os.environ.get("NEEDED_SERVERS", "").split()
-START_LIMIT = 30.0
+START_LIMIT = 120.0
 
 
 def free_port() -> int:
@@ -91,8 +91,9 @@ class Server:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
         deadline = time.monotonic() + START_LIMIT
         while not self._answers():
-            assert self._process.poll() is None, (self.folder / f"{self.port}.log").read_text()
-            assert time.monotonic() < deadline, "the server does not answer"
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(f"{self._command[0]} does not answer: {(self.folder / f'{self.port}.log').read_text()}")
             time.sleep(0.01)
 
     def kill(self) -> None:

@@ -80,7 +80,7 @@ BUDGET = {
     "backends.remote": 980,
     "agent": 700,
     "vllm": 1420,
-    "vllm.scheduler": 1460,
+    "vllm.scheduler": 1470,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
@@ -325,7 +325,7 @@ def imported_by(*modules: str) -> set[str]:
     """
     env = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     command = [sys.executable, "-c", program, *modules]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=True)
     return set(done.stdout.split())
 
 

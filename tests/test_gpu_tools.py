@@ -41,7 +41,7 @@ def test_a_part_of_the_probe_that_fails_ends_no_other(monkeypatch: pytest.Monkey
 def test_the_first_run(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, "benchmarks/gpu_first_run.py", "--simulate", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert {name: facts["exit code"] for name, facts in found["steps"].items()} == dict.fromkeys(

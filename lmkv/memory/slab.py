@@ -83,9 +83,10 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
     reason, limit = min(limits.items(), key=lambda item: item[1])
     capacity = max(min(wanted, limit), 0) // slot_bytes * slot_bytes
     if not capacity:
+        todo = "raise it" if wanted < slot_bytes else "give all engines on this host a smaller one, free memory"
         raise ConfigError(
             f"max_local_cpu_size: {wanted} bytes, limited to {max(limit, 0)} by {reason}, cannot hold one chunk of "
-            f"{slot_bytes} bytes; raise it or lower chunk_size"
+            f"{slot_bytes} bytes; {todo} or lower chunk_size"
         )
     if wanted > limit:
         sizes = wanted / 2**30, capacity / 2**30

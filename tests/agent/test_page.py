@@ -48,7 +48,7 @@ def rendered(browser: str, service: CacheService, token: str | None, tmp_path: P
     server = AgentServer(lambda: application(service, token), Address("127.0.0.1:0"))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
     command = [browser, *options, "--virtual-time-budget=8000", "--dump-dom", server.url]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
     server.close()
     return shown.partition("<script>")[0]
 

@@ -95,7 +95,7 @@ def test_another_process_computes_the_same_keys(seed: str) -> None:
         env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(lmkv.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         check=True,
     )
     assert done.stdout.split() == [

@@ -172,5 +172,5 @@ class TestMigrate:
 
 def test_the_command_is_installed(file: Path) -> None:
     command = [Path(sys.executable).with_name("lmkv"), "config", "check", file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stderr) == (0, "")

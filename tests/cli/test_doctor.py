@@ -214,7 +214,7 @@ def test_the_command_exits_with_what_it_found(tmp_path: Path) -> None:
     env["PYTHONPATH"] = os.pathsep.join([old_vllm(tmp_path), *sys.path])
     extra = json.dumps({"local_disk": str(tmp_path), "max_local_disk_size": 0.01, "disk_min_free": 1e9})
     done = subprocess.run(
-        [*command, "--extra", extra], env=env, capture_output=True, text=True, timeout=300, check=False
+        [*command, "--extra", extra], env=env, capture_output=True, text=True, timeout=500, check=False
     )
     answer = json.loads(done.stdout)
     assert (done.returncode, done.stderr, answer["ok"]) == (1, "", False)

@@ -85,7 +85,7 @@ def test_without_its_extra_it_says_what_to_install(missing: str, tmp_path: Path)
         [sys.executable, "-c", WITHOUT, missing, str(tmp_path / "model"), "--layers", "1", "--hidden", "64"],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 1

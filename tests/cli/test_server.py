@@ -192,7 +192,7 @@ def test_shells_complete_commands(shell: str, tmp_path: Path) -> None:
     def call(*words: str, **environment: str) -> str:
         env = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", **environment}
         command = [sys.executable, program, *words]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False).stdout
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False).stdout
 
     assert f"_LMKV_COMPLETE=complete_{shell}" in call("--show-completion", shell)
     typed = {"COMP_WORDS": "lmkv pre", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "lmkv pre"}

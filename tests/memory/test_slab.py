@@ -289,7 +289,7 @@ def test_what_another_engine_has_not_taken_yet_is_its_own() -> None:
     first = my_slab(70)
     assert clamp_capacity(1000 * SLOT, SLOT) == 10 * SLOT
     second = my_slab(10)
-    with pytest.raises(ConfigError, match="other engines on this host"):
+    with pytest.raises(ConfigError, match="give all engines on this host a smaller one"):
         clamp_capacity(1000 * SLOT, SLOT)
     first.close()
     second.close()

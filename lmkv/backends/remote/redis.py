@@ -273,6 +273,11 @@ class RedisBackend(RemoteBackend):
             except exceptions.MovedError as error:
                 cast(RedisCluster, client).nodes_manager.move_slot(error)
                 pool, asking = self._pool_of(client, name), False
+            except (exceptions.ConnectionError, exceptions.TimeoutError):
+                if isinstance(client, RedisCluster):
+                    # A replica may have taken over.
+                    client.nodes_manager.initialize()
+                raise
         raise exceptions.ClusterDownError(f"{name} was redirected {_REDIRECTIONS} times")
 
     def _pool_of(self, client: Redis | RedisCluster, name: str) -> Any:

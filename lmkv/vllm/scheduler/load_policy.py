@@ -18,18 +18,48 @@ _RETRY_EVERY = 16
 
 
 @define
+class LoadTime:
+    """Seconds that a tier takes for a load: a delay, and a time for each byte, fitted to its recent loads.
+
+    Least squares, older loads counting ever less. Loads of a single size leave it to the bytes alone.
+    """
+
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    """The means."""
+    _variance: float = 0.0
+    _covariance: float = 0.0
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """A load of so many bytes took so many seconds."""
+        share = _SMOOTHING if self.seconds else 1.0
+        more, longer = nbytes - self.nbytes, seconds - self.seconds
+        self.nbytes += share * more
+        self.seconds += share * longer
+        self._variance = (1 - share) * (self._variance + share * more * more)
+        self._covariance = (1 - share) * (self._covariance + share * more * longer)
+
+    def of(self, nbytes: int) -> float:
+        """Seconds that a load of so many bytes is expected to take."""
+        most = self.seconds / self.nbytes
+        per_byte = self._covariance / self._variance if self._variance else most
+        # Neither faster with more bytes, nor in less than no time.
+        return self.seconds + min(max(per_byte, 0.0), most) * (nbytes - self.nbytes)
+
+
+@define
 class LoadCost:
-    """Measured speeds of prefill and of the lower tiers, and whether a load is worth it.
+    """How fast prefill and the lower tiers were, and whether a load is worth it.
 
     A step's duration includes everything the engine waited for, so that a single step can make the model look
     slower but not faster than it is: the fastest of the recent steps counts. `prefill_speed`: tokens per
-    second. `bandwidths`: bytes per second, by tier. `skipped`: loads that were not worth it.
+    second. `loads`: by tier. `skipped`: loads that were not worth it.
     """
 
     enabled: bool = True
     prefill_speed: float = 0.0
     skipped: int = 0
-    bandwidths: dict[str, float] = field(factory=dict)
+    loads: dict[str, LoadTime] = field(factory=dict)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
         """A step of the model computed so many tokens in so many seconds."""
@@ -39,16 +69,14 @@ class LoadCost:
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """A tier delivered so many bytes in so many seconds, waiting in its queue included."""
         if nbytes and seconds > 0:
-            speed = nbytes / seconds
-            known = self.bandwidths.get(tier, speed)
-            self.bandwidths[tier] = known + _SMOOTHING * (speed - known)
+            self.loads.setdefault(tier, LoadTime()).observe(nbytes, seconds)
 
     def worth_loading(self, tier: str, tokens: int, nbytes: int) -> bool:
         """Whether loading is expected to be faster than computing; True for a tier without measurements."""
-        bandwidth = self.bandwidths.get(tier)
-        if not self.enabled or bandwidth is None or not self.prefill_speed:
+        known = self.loads.get(tier)
+        if not self.enabled or known is None or not self.prefill_speed:
             return True
-        load, compute = nbytes / bandwidth, tokens / self.prefill_speed
+        load, compute = known.of(nbytes), tokens / self.prefill_speed
         if load <= compute:
             return True
         self.skipped += 1

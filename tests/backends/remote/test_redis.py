@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,18 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
-    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
-    servers = []
-    try:
-        for number in range(3):
-            options = ("--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{number}.conf")
-            servers.append(RedisServer(kind, tmp_path_factory.mktemp("cluster"), *options))
+    with nodes_of_a_cluster(tmp_path_factory, 3) as servers:
         form_cluster(servers)
         yield servers
-    finally:
-        for each in servers:
-            each.kill()
+
+
+@contextmanager
+def nodes_of_a_cluster(folders: pytest.TempPathFactory, count: int) -> Iterator[list[RedisServer]]:
+    """Nodes that know nothing of each other yet."""
+    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
+    with ExitStack() as stack:
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", f"{1000 * LIMIT:.0f}")
+        yield [stack.enter_context(redis_server(kind, folders.mktemp("cluster"), *options)) for _ in range(count)]
 
 
 def form_cluster(servers: list[RedisServer]) -> None:
@@ -354,7 +356,8 @@ def test_passwords_are_shown_nowhere(server: RedisServer, caplog: pytest.LogCapt
     backend.close()
 
 
-def test_tls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["rediss", "valkeys"])
+def test_tls(tmp_path: Path, scheme: str) -> None:
     if PROGRAMS["redis"]() is None:
         missing("redis", "the Valkey of the wheel has no TLS")
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
@@ -364,12 +367,12 @@ def test_tls(tmp_path: Path) -> None:
     port = free_port()
     tls = ("--tls-port", str(port), *files, "--tls-ca-cert-file", str(tmp_path / "cert"), "--tls-auth-clients", "no")
     with redis_server("redis", tmp_path, *tls):
-        backend = backend_of(f"rediss://localhost:{port}?ssl_ca_certs={tmp_path / 'cert'}")
+        backend = backend_of(f"{scheme}://localhost:{port}?ssl_ca_certs={tmp_path / 'cert'}")
         chunk = chunk_of(3 << 20)
         assert statuses(backend, [chunk]) == [WriteStatus.STORED]
         assert read_back(backend, chunk) == chunk.payload
         backend.close()
-        distrusting = backend_of(f"rediss://localhost:{port}")
+        distrusting = backend_of(f"{scheme}://localhost:{port}")
         assert_unavailable(distrusting, chunk)
         distrusting.close()
 
@@ -400,6 +403,42 @@ def test_chunks_are_found_while_a_cluster_moves_their_slot(cluster: list[RedisSe
     backend.close()
     for node in nodes:
         node.close()
+
+
+def test_a_cluster_node_that_is_killed_costs_its_chunks_until_a_replica_takes_over(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with nodes_of_a_cluster(tmp_path_factory, 4) as servers:
+        form_cluster(servers[:3])
+        dying, replica = (Redis(port=each.port, decode_responses=True) for each in servers[2:])
+        node = dying.execute_command("CLUSTER MYID")
+        replica.execute_command("CLUSTER MEET", "127.0.0.1", servers[0].port)
+        eventually(lambda: str(node) in str(replica.execute_command("CLUSTER NODES")), "the replica knows its master")
+        replica.execute_command("CLUSTER REPLICATE", node)
+        backend = backend_of(f"redis+cluster://127.0.0.1:{servers[0].port}")
+        chunks = [chunk_of(1000) for _ in range(30)]
+        assert set(statuses(backend, chunks)) == {WriteStatus.STORED}
+        eventually(lambda: dying.wait(1, 1000) == 1, "all is replicated")
+        lost = set(dying.keys())  # type: ignore[arg-type]
+        servers[2].kill()
+        for chunk in chunks:
+            into = memoryview(bytearray(1000))
+            (read,) = backend.read([(chunk.key, into)])
+            if backend.name_of(chunk.key) in lost:
+                assert isinstance(read.error, BackendUnavailable)
+            else:
+                assert (read.status, into) == (ReadStatus.HIT, chunk.payload)
+        with pytest.raises(BackendUnavailable):
+            backend.contains([chunk.key for chunk in chunks])
+        replica.execute_command("CLUSTER FAILOVER", "TAKEOVER")
+        into = memoryview(bytearray(1000))
+        for chunk in chunks:
+            eventually(lambda chunk=chunk: backend.read([(chunk.key, into)])[0].status is ReadStatus.HIT)  # type: ignore[misc]
+            assert into == chunk.payload
+        assert backend.contains([chunk.key for chunk in chunks]) == [True] * 30
+        assert set(statuses(backend, [chunk_of(1000) for _ in range(30)])) == {WriteStatus.STORED}
+        for each in (dying, replica, backend):
+            each.close()
 
 
 def test_a_cluster_that_is_not_there_at_the_start_is_asked_again(tmp_path: Path) -> None:

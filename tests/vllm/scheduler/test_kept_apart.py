@@ -28,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": other_hashes},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given, strategies as st
 
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
@@ -19,7 +20,7 @@ from lmkv.vllm.geometry import Geometry, Group
 from lmkv.vllm.identity import content_extras, request_root
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel
-from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode
+from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode, LoadTime
 from lmkv.vllm.scheduler.request import RequestOptions
 from lmkv.vllm.worker import Worker
 
@@ -62,13 +63,47 @@ class TestLoadCost:
         cost.observe_step(1, 0.5)
         assert cost.prefill_speed > 900
 
-    def test_the_bandwidth_follows_the_tier(self) -> None:
+    def test_a_delay_of_every_load_counts_for_small_ones_too(self) -> None:
+        """A store behind 200 ms that then delivers 100 MiB/s, and a model that computes 1 MiB in 100 ms."""
         cost = LoadCost()
-        for _ in range(30):
-            cost.observe_load("disk", 10 * MIB, 1.0)
-        for _ in range(30):
-            cost.observe_load("disk", 100 * MIB, 1.0)
-        assert cost.bandwidths["disk"] == pytest.approx(100 * MIB, rel=0.01)
+        cost.observe_step(1000, 1.0)
+        for size in (64, 32, 64, 128):
+            cost.observe_load("redis", size * MIB, 0.2 + size / 100)
+        assert not cost.worth_loading("redis", 100, MIB)
+        assert cost.worth_loading("redis", 1000, 10 * MIB)
+
+
+class TestLoadTime:
+    @given(delay=st.floats(0.001, 1.0), speed=st.floats(1e6, 1e10), sizes=st.lists(st.integers(1, 1000), min_size=2))
+    def test_delay_and_speed_are_found(self, delay: float, speed: float, sizes: list[int]) -> None:
+        assume(len(set(sizes)) > 1)
+        time = LoadTime()
+        for size in [*sizes, *sizes[:2], min(sizes), max(sizes)]:
+            time.observe(size * MIB, delay + size * MIB / speed)
+        for size in (1, 10, 5000):
+            assert time.of(size * MIB) == pytest.approx(delay + size * MIB / speed, rel=1e-3)
+
+    @given(loads=st.lists(st.tuples(st.integers(1, 1 << 30), st.floats(1e-4, 1e3)), min_size=1))
+    def test_no_load_takes_less_than_no_time_or_less_than_a_smaller_one(self, loads: list[tuple[int, float]]) -> None:
+        time = LoadTime()
+        for nbytes, seconds in loads:
+            time.observe(nbytes, seconds)
+        expected = [time.of(nbytes) for nbytes in (1, MIB, 1 << 40)]
+        assert expected == sorted(expected)
+        assert expected[0] >= -1e-9
+
+    def test_loads_of_one_size_leave_it_to_the_bytes(self) -> None:
+        time = LoadTime()
+        time.observe(10 * MIB, 1.0)
+        time.observe(10 * MIB, 1.0)
+        assert time.of(5 * MIB) == pytest.approx(0.5)
+
+    def test_it_follows_the_tier(self) -> None:
+        time = LoadTime()
+        for speed in (10, 100):
+            for size in [20, 40] * 20:
+                time.observe(size * MIB, size / speed)
+        assert time.of(30 * MIB) == pytest.approx(0.3, rel=0.01)
 
 
 def _request(**fields: Any) -> SimpleNamespace:
