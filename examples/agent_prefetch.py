@@ -1,30 +1,47 @@
-"""An agent that prefetches its next prompt while its tool runs, and the time to the first token that this saves.
+"""A tool-calling agent that prefetches its next prompt while its tool runs, and the time to the first token that saves.
 
-    vllm serve ... --kv-transfer-config ...                  # with agent_listen and agent_token, see docs/agent-api.md
+    vllm serve ... --enable-auto-tool-choice --tool-call-parser hermes ...   # with lmkv, see docs/agent-api.md
     python examples/agent_prefetch.py --token TOKEN
     python examples/agent_prefetch.py --token TOKEN --others 6   # as many prompts of others in each turn
 
-Each turn the model is asked about a long text, a tool runs, and its answer is added to the conversation. What others
-ask meanwhile takes the conversation's place in the GPU's cache and in host memory; it stays on disk or in a remote
-store. Turns with and without a prefetch alternate, in conversations of their own.
+Each turn the model calls a tool with a word, the tool searches a folder of programs for it, and what it found ends the
+next prompt. What others ask meanwhile takes the conversation's place in the GPU's cache and in host memory; it stays on
+disk or in a remote store. Turns with and without a prefetch alternate, in conversations of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 from openai import OpenAI
 
 from lmkv.agent.client import Client
 
-Messages = list[dict[str, str]]
+WORDS = ["lock", "socket", "thread", "pickle", "signal", "decimal"]
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Count the lines of the programs that have a word.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "enum": WORDS}},
+            "required": ["word"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+CHOICE = {"type": "function", "function": {"name": "search"}}  # so that any model calls it, each time
 
 
 def arguments() -> argparse.Namespace:
@@ -32,35 +49,68 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--base-url", default="http://localhost:8000/v1")
     parser.add_argument("--agent", default="http://127.0.0.1:8377", help="the agent API: a URL, or unix:/path")
     parser.add_argument("--token", help="agent_token of the server")
-    parser.add_argument("--file", type=Path, help="text to ask about; default: Python's help pages")
+    parser.add_argument("--file", type=Path, help="text to talk about; default: Python's help pages")
     parser.add_argument("--characters", type=int, default=24_000, help="how much of it")
+    parser.add_argument("--folder", type=Path, default=Path(os.__file__).parent, help="where the tool searches")
     parser.add_argument("--turns", type=int, default=4, help="of each conversation")
-    parser.add_argument("--tool-seconds", type=float, default=2.0, help="how long the tool takes at least")
     parser.add_argument("--others", type=int, default=0, help="prompts of others in each turn, before the tool runs")
+    parser.add_argument("--wait", action="store_true", help="go on when the prefetch has ended, not when the tool has")
+    parser.add_argument("--json", action="store_true", help="the result as JSON too, in the last line")
     return parser.parse_args()
 
 
-def first_token(llm: OpenAI, model: str, messages: Messages) -> tuple[float, str]:
-    """Seconds to the first event of the answer, and the answer."""
-    started, seconds, text = time.perf_counter(), 0.0, ""
-    stream = llm.chat.completions.create(model=model, messages=messages, max_tokens=8, temperature=0, stream=True)
-    for event in stream:
-        if event.choices:
-            seconds = seconds or time.perf_counter() - started
-            text += event.choices[0].delta.content or ""
-    return seconds, text
+def search(folder: Path, word: str) -> str:
+    """The tool. It takes its time."""
+    lines = [line for file in folder.rglob("*.py") for line in file.read_text(errors="replace").splitlines()]
+    return f"{sum(word in line for line in lines)} of {len(lines)} lines have {word!r}."
 
 
-def run_tool(seconds: float) -> str:
-    """A tool that takes its time: here, a program that counts its modules."""
-    code = f"import sys, time; time.sleep({seconds}); print(len(sys.modules), 'modules')"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+@dataclass
+class Agent:
+    """A conversation. `prefetches`: whether it prefetches; `waits`: and waits for the end of that."""
+
+    llm: OpenAI
+    cache: Client
+    model: str
+    messages: list[Any]
+    prefetches: bool
+    waits: bool
+
+    def ask(self) -> tuple[float, str]:
+        """The model calls the tool: seconds to the first token, and the request's id."""
+        given: dict[str, Any] = {"tools": [SEARCH], "tool_choice": CHOICE, "max_tokens": 128, "temperature": 0}
+        started, seconds, request, words = time.perf_counter(), 0.0, "", ""
+        for event in self.llm.chat.completions.create(model=self.model, messages=self.messages, stream=True, **given):
+            seconds, request = seconds or time.perf_counter() - started, event.id
+            for part in event.choices[0].delta.tool_calls or []:
+                words += part.function.arguments or ""
+        call = {"id": request, "type": "function", "function": {"name": "search", "arguments": words}}
+        self.messages.append({"role": "assistant", "tool_calls": [call]})
+        return seconds, request
+
+    def run_tool(self, folder: Path) -> None:
+        """The next prompt begins with what was said so far: it is prefetched while the tool runs."""
+        call = self.messages[-1]["tool_calls"][0]
+        with ThreadPoolExecutor() as background:
+            tool = background.submit(search, folder, json.loads(call["function"]["arguments"])["word"])
+            if self.prefetches:
+                self.cache.prefetch(self.messages, tools=[SEARCH], id="agent", wait=60 if self.waits else 0)
+        self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": tool.result()})
+
+    def turn(self, folder: Path) -> tuple[float, str]:
+        """Seconds to the first token after the tool has ended, and from where the prompt was loaded."""
+        self.run_tool(folder)
+        seconds, request = self.ask()
+        if self.prefetches:
+            self.cache.cancel("agent")  # What it keeps in host memory may be evicted again.
+        found = self.cache.explain(request)["sources"].items()
+        return seconds, ", ".join(f"{tokens:,} from {tier}" for tier, tokens in found if tokens) or "none"
 
 
 def ask_as_others(llm: OpenAI, model: str, text: str, count: int, turn: str) -> None:
     """Other users' prompts, each with a beginning of its own."""
     for number in range(count):
-        first_token(llm, model, [{"role": "user", "content": f"{turn} {number} {text}"}])
+        llm.completions.create(model=model, prompt=f"{turn} {number} {text}", max_tokens=1)
 
 
 def main() -> None:
@@ -68,27 +118,23 @@ def main() -> None:
     llm = OpenAI(base_url=args.base_url, api_key="none")
     model = llm.models.list().data[0].id
     text = (args.file.read_text(errors="replace") if args.file else "\n".join(topics.values()))[: args.characters]
-    conversations: dict[str, Messages] = {
-        name: [{"role": "user", "content": f"This is the agent {name} prefetch.\n{text}\nWhat is next?"}]
-        for name in ("without", "with")
-    }
-    times: dict[str, list[float]] = {name: [] for name in conversations}
-    with Client(args.agent, args.token) as cache, ThreadPoolExecutor() as background:
-        for messages in conversations.values():
-            messages.append({"role": "assistant", "content": first_token(llm, model, messages)[1]})
-        for turn in range(args.turns):
-            for name, messages in conversations.items():
-                ask_as_others(llm, model, text, args.others, f"{turn} {name}")
-                tool = background.submit(run_tool, args.tool_seconds)
-                prefetch = background.submit(cache.prefetch, list(messages), wait=60) if name == "with" else None
-                messages.append({"role": "user", "content": f"The tool says: {tool.result()}. What is next?"})
-                seconds, answer = first_token(llm, model, messages)
-                messages.append({"role": "assistant", "content": answer})
+    times: dict[str, list[float]] = {"without": [], "with": []}
+    with Client(args.agent, args.token) as cache:
+        agents = {}
+        for name in times:
+            prompt = {"role": "user", "content": f"I am the agent {name} prefetch.\n{text}\nSearch for what is in it."}
+            agents[name] = Agent(llm, cache, model, [prompt], name == "with", args.wait)
+            agents[name].ask()
+        for number in range(1, args.turns + 1):
+            for name, agent in agents.items():
+                ask_as_others(llm, model, text, args.others, f"{number} {name}")
+                seconds, loaded = agent.turn(args.folder)
                 times[name].append(seconds)
-                found = f", {prefetch.result()['ready_tokens']:,} tokens prefetched" if prefetch else ""
-                print(f"turn {turn + 1} {name:>7}: TTFT {seconds:.3f} s{found}", flush=True)
-    without, with_it = (statistics.median(times[name]) for name in ("without", "with"))
+                print(f"turn {number} {name:>7}: TTFT {seconds:.3f} s, tokens loaded: {loaded}", flush=True)
+    without, with_it = (statistics.median(found) for found in times.values())
     print(f"Median TTFT without prefetch: {without:.3f} s, with: {with_it:.3f} s ({without / with_it:.1f}x faster)")
+    if args.json:
+        print(json.dumps({"without": without, "with": with_it}))
 
 
 if __name__ == "__main__":

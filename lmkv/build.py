@@ -50,10 +50,16 @@ def build_store(
     )
 
 
+def stored_namespace(namespace: Namespace, key: bytes | None) -> Namespace:
+    """That of lower tiers. Engines with different keys, or with and without one, have different ones."""
+    if key is None:
+        return namespace
+    return evolve(namespace, extra={**dict(namespace.extra), "authentication": Authenticator(key).identifier})
+
+
 def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Iterator[Tier]:
-    """Nearest first. Engines with different keys, or with and without one, have different namespaces."""
-    if key is not None:
-        namespace = evolve(namespace, extra={**dict(namespace.extra), "authentication": Authenticator(key).identifier})
+    """Nearest first."""
+    namespace = stored_namespace(namespace, key)
     if config.shared_memory:
         yield _shared_memory_tier(config, config.shared_memory, namespace, key)
     if config.local_disk:

@@ -76,15 +76,15 @@ BUDGET = {
     "store": 980,
     "store.tiers": 1110,
     "backends": 370,
-    "backends.disk": 730,
+    "backends.disk": 740,
     "backends.remote": 980,
-    "agent": 700,
-    "vllm": 1420,
+    "agent": 730,
+    "vllm": 1460,
     "vllm.scheduler": 1470,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 10650
+WHOLE = 10740
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

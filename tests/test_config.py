@@ -421,6 +421,21 @@ def test_a_file_that_is_no_mapping_of_settings_is_refused_by_name(file: Path, co
         load(file=file)
 
 
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("chunk_size: 64\nsave_decode: on\n'chunk_size': 128\n", "'chunk_size' is given twice, in lines 1 and 3"),
+        ("{chunk_size: 64, chunk_size: 64}", "'chunk_size' is given twice, in lines 1 and 1"),
+        ("extra_config:\n  a: 1\n  a: 2\n", "'a' is given twice, in lines 2 and 3"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused_with_its_lines(file: Path, text: str, lines: str) -> None:
+    """Which one is meant nobody knows."""
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^file .*lmkv\.yaml: {lines}$"):
+        load(file=file)
+
+
 def test_a_missing_file_is_refused_by_name(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"lmkv\.yaml"):
         load(file=file)

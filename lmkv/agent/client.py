@@ -63,10 +63,11 @@ class _Calls(ABC, Generic[Answer]):
         """`unpinned_chunks`."""
         return self.send("POST", "/v1/unpin", _body(prompt, apart))
 
-    def clear(self, prompt: PromptLike | None = None, **apart: Any) -> Answer:
-        """`deleted_chunks`: a prompt's, or without one all there are."""
-        what = {"everything": True, **apart} if prompt is None else _body(prompt, apart)
-        return self.send("POST", "/v1/clear", what)
+    def clear(self, prompt: PromptLike | None = None, *, namespace: str | None = None, **apart: Any) -> Answer:
+        """`deleted_chunks`: a prompt's, or of the `namespace` that begins so; without either all there are."""
+        what: dict[str, Any] = {} if namespace is None else {"namespace": namespace}
+        asked = what or {"everything": True} if prompt is None else _body(prompt, what)
+        return self.send("POST", "/v1/clear", {**asked, **apart})
 
     def stats(self) -> Answer:
         """The counters of the tiers."""

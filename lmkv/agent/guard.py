@@ -10,25 +10,35 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MAX_BODY_BYTES = 64 << 20
-"""Room for a prompt of several million tokens."""
+_TOKEN_BYTES = 32
+_LEAST, _MOST = 1 << 20, 8 << 20
+
+
+def most_bytes(longest: int) -> int:
+    """Of a body, by tokens of the longest prompt. While it is parsed, the interpreter does nothing else."""
+    return min(max(_LEAST, _TOKEN_BYTES * longest), _MOST)
+
 
 PROTECTED = "/v1/"
 _SHOWN_ERRORS = 3
 
 
 class Guard:
-    """An ASGI application before another one. With a `token` each request below `/v1/` must have it."""
+    """An ASGI application before another one. With a `token` each request below `/v1/` must have it.
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    `most`: bytes of a body.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None, most: int) -> None:
         self._app = app
+        self._most = most
         self._expected = None if token is None else f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif self._admits(scope):
-            await self._app(scope, _bounded(receive), send)
+            await self._app(scope, _bounded(receive, self._most), send)
         else:
             refusal = as_json("the header Authorization: Bearer TOKEN is missing or wrong", 401)
             await refusal(scope, receive, send)
@@ -40,15 +50,15 @@ class Guard:
         return hmac.compare_digest(given, self._expected)
 
 
-def _bounded(receive: Receive) -> Receive:
+def _bounded(receive: Receive, most: int) -> Receive:
     read = 0
 
     async def receive_at_most() -> Message:
         nonlocal read
         message = await receive()
         read += len(message.get("body", b""))
-        if read > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        if read > most:
+            raise HTTPException(413, f"the body has more than {most} bytes, which no prompt of this engine takes")
         return message
 
     return receive_at_most

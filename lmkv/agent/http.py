@@ -21,11 +21,11 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from uvicorn import Config, Server
 
 from lmkv.agent.engines import EngineError, Engines, merged, merged_requests, merged_stats
-from lmkv.agent.guard import Guard, as_json, refused
+from lmkv.agent.guard import Guard, as_json, most_bytes, refused
 from lmkv.agent.history import History
 from lmkv.agent.page import PAGE, PAGE_HEADERS
 from lmkv.agent.reference import HEADERS, reference
@@ -37,6 +37,7 @@ logger = logging.getLogger("lmkv.agent")
 _BEARER = HTTPBearer(auto_error=False)
 _UNIX = "unix:"
 _END_LIMIT = 5.0
+_MOST_FIELDS = 256
 
 
 class PromptBody(BaseModel):
@@ -48,13 +49,22 @@ class PromptBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     text: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = None
+    messages: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = Field(default=None, fail_fast=True)
     cache_salt: str | None = None
     tags: dict[str, str] = {}
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
     chat_template_kwargs: dict[str, Any] = {}
     engine: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def few_fields(cls, given: Any) -> Any:
+        """Before each of a million is found wrong, which takes many seconds, as it would with lists."""
+        for fields in (given, given.get("tags")) if isinstance(given, dict) else ():
+            if isinstance(fields, dict) and len(fields) > _MOST_FIELDS:
+                raise ValueError(f"there are more than {_MOST_FIELDS} fields or tags")
+        return given
 
     def prompt(self) -> Prompt:
         template = self.chat_template_kwargs | ({} if self.tools is None else {"tools": self.tools})
@@ -79,9 +89,10 @@ class PinBody(PromptBody):
 
 
 class ClearBody(PromptBody):
-    """A prompt, or everything."""
+    """A prompt, or everything, or a `namespace` by its first digits, of those that `lmkv inspect` shows."""
 
     everything: bool = False
+    namespace: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{1,64}$")
 
 
 class EngineBody(BaseModel):
@@ -90,8 +101,13 @@ class EngineBody(BaseModel):
     engine: int
 
 
-def application(service: CacheService, token: str | None, engines: Engines | None = None) -> FastAPI:
-    """The routes. With a token each request must have it: `Authorization: Bearer ...`. The page needs none."""
+def application(
+    service: CacheService, token: str | None, engines: Engines | None = None, longest: int = 1 << 18
+) -> FastAPI:
+    """The routes. With a token each request must have it: `Authorization: Bearer ...`. The page needs none.
+
+    `longest`: tokens of the longest prompt, which bounds what is read.
+    """
     engines = engines or Engines()
 
     def authorized(given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> None:
@@ -117,7 +133,7 @@ def application(service: CacheService, token: str | None, engines: Engines | Non
     app = FastAPI(title="lmkv", summary="The KV cache of an engine", lifespan=running, redirect_slashes=False, **pages)
     app.add_exception_handler(LmkvError, _as_answer)
     app.add_exception_handler(RequestValidationError, refused)
-    app.add_middleware(Guard, token=token)
+    app.add_middleware(Guard, token=token, most=most_bytes(longest))
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(authorized)])
 
     async def each(call: Callable[[], dict[str, Any]], path: str, body: PromptBody) -> dict[str, Any]:
@@ -164,10 +180,15 @@ def application(service: CacheService, token: str | None, engines: Engines | Non
 
     @v1.post("/clear")
     async def clear(body: ClearBody) -> dict[str, Any]:
-        """Delete a prompt's chunks, or everything, from every tier."""
-        if body.everything and body.model_fields_set - {"everything", "engine"}:
-            raise UsageError("everything cannot be narrowed down: chunks do not say whose they are; give a prompt")
-        return await each(lambda: service.clear(None if body.everything else body.prompt()), "/v1/clear", body)
+        """Delete a prompt's chunks, or everything, from every tier; or another namespace of the folder."""
+        if (body.everything or body.namespace) and len(body.model_fields_set - {"engine"}) > 1:
+            raise UsageError("this cannot be narrowed down: chunks do not say whose they are; give a prompt")
+        return await each(lambda: cleared(body), "/v1/clear", body)
+
+    def cleared(body: ClearBody) -> dict[str, Any]:
+        if body.namespace:
+            return service.clear_namespace(body.namespace)
+        return service.clear(None if body.everything else body.prompt())
 
     @v1.get("/stats")
     async def stats() -> dict[str, Any]:

@@ -53,6 +53,10 @@ Requests = Callable[[], Mapping[str, Any]]
 """The last `requests`, newest first, and the `lookup_tokens` and `hit_tokens` of all."""
 
 
+ClearNamespace = Callable[[str], int]
+"""Deletes the chunks of the namespace that begins with these digits; how many."""
+
+
 def _no_requests() -> Mapping[str, Any]:
     return {"lookup_tokens": 0, "hit_tokens": 0, "requests": []}
 
@@ -72,6 +76,8 @@ class CacheService:
         Seconds that pins and prefetches last unless they say so themselves.
     requests : callable, optional
         What the engine's requests have found.
+    clear_namespace : callable, optional
+        How a namespace of the engine's folder is deleted.
 
     Raises
     ------
@@ -108,6 +114,7 @@ class CacheService:
         chunk_size: int,
         pin_ttl: float,
         requests: Requests = _no_requests,
+        clear_namespace: ClearNamespace | None = None,
     ) -> None:
         self._store = store
         self._keys_of = keys_of
@@ -115,6 +122,7 @@ class CacheService:
         self._chunk_size = chunk_size
         self._pin_ttl = pin_ttl
         self._requests = requests
+        self._clear_namespace = clear_namespace
         # Not thread-safe by itself.
         self._lock = threading.Lock()
         self._prefetches: TTLCache[str, tuple[Promotion, list[ChunkKey]]] = TTLCache(_MOST_PREFETCHES, pin_ttl)
@@ -179,6 +187,12 @@ class CacheService:
             return {"deleted_chunks": self._store.clear()}
         _, keys = self._read(prompt)
         return {"deleted_chunks": self._store.delete(keys)}
+
+    def clear_namespace(self, beginning: str) -> dict[str, Any]:
+        """Delete the chunks of the namespace, as `lmkv inspect` names it, that begins with these digits."""
+        if self._clear_namespace is None:
+            raise UsageError("this engine has no folder with namespaces")
+        return {"deleted_chunks": self._clear_namespace(beginning)}
 
     def stats(self) -> dict[str, Any]:
         """The store's counters, by tier, and what requests looked up and found."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Annotated
+
 import typer
 
 from lmkv import __version__
@@ -29,6 +32,6 @@ app.command("model")(model.model)
 
 
 @app.command("version")
-def version() -> None:
+def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
     """Print the version of lmkv."""
-    typer.echo(__version__)
+    typer.echo(json.dumps({"version": __version__}) if as_json else __version__)

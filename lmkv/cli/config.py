@@ -23,24 +23,27 @@ from lmkv.errors import ConfigError
 app = typer.Typer(no_args_is_help=True, help="Show, check and convert settings, lmkv's own and LMCache's.")
 
 
-def fail(reason: object) -> NoReturn:
-    typer.echo(str(reason), err=True)
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+
+
+def fail(reason: object, *, as_json: bool = False) -> NoReturn:
+    """Exit code 1, and why: on standard error, or as JSON."""
+    if as_json:
+        typer.echo(json.dumps({"ok": False, "problems": str(reason).splitlines()}))
+    else:
+        typer.echo(str(reason), err=True)
     raise typer.Exit(1)
 
 
 @app.command("show")
 def show(
-    extra: Annotated[str, typer.Option(help="kv_connector_extra_config, as JSON.")] = "{}",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
+    extra: Annotated[str, typer.Option(help="kv_connector_extra_config, as JSON.")] = "{}", as_json: AsJson = False
 ) -> None:
     """Show every setting with its value and source: default, file, variable, or kv_connector_extra_config."""
     try:
         config = Config.load(env=os.environ, extra=json_object(extra))
     except ConfigError as error:
-        if as_json:
-            typer.echo(json.dumps({"ok": False, "problems": str(error).splitlines()}))
-            raise typer.Exit(1) from None
-        fail(error)
+        fail(error, as_json=as_json)
     remarks = [remark for _, remark in config.remarks]
     if as_json:
         settings = [asdict(setting) for setting in config.describe()]
@@ -63,17 +66,22 @@ def show_table(settings: list[Setting], remarks: list[str]) -> None:
 
 
 @app.command("check")
-def check(file: Annotated[Path, typer.Argument(help="A YAML file, lmkv's or LMCache's.")]) -> None:
+def check(
+    file: Annotated[Path, typer.Argument(help="A YAML file, lmkv's or LMCache's.")], as_json: AsJson = False
+) -> None:
     """Check a file: exit code 1, and what is wrong, where it cannot be used."""
     try:
         theirs = is_lmcache(file)
         config = Config.load(env={lmcache.ENV_FILE: str(file)}) if theirs else Config.load(file=file, env={})
     except ConfigError as error:
-        fail(error)
+        fail(error, as_json=as_json)
+    remarks = [remark for _, remark in config.remarks]
+    if as_json:
+        found = {"of": "LMCache" if theirs else "lmkv", "settings": list(config.sources), "remarks": remarks}
+        typer.echo(json.dumps({"ok": True, "problems": [], **found}))
+        return
     whose = "LMCache's settings, which can be used as they are" if theirs else "lmkv's settings"
-    typer.echo(f"{file}: {whose}: {', '.join(config.sources) or 'none'}")
-    for _, remark in config.remarks:
-        typer.echo(remark)
+    typer.echo("\n".join([f"{file}: {whose}: {', '.join(config.sources) or 'none'}", *remarks]))
 
 
 def is_lmcache(file: Path) -> bool:
@@ -87,25 +95,32 @@ def own_keys() -> set[str]:
 
 
 @app.command("migrate")
-def migrate(file: Annotated[Path, typer.Argument(help="LMCache's YAML file.")]) -> None:
+def migrate(file: Annotated[Path, typer.Argument(help="LMCache's YAML file.")], as_json: AsJson = False) -> None:
     """Print lmkv's YAML for a file of LMCache's, with comments on what was left out.
 
     Exit code 1 where that changes what is served, or where KV is.
     """
     try:
         if own := set(read_yaml(file)) & (own_keys() - set(lmcache.table())):
-            fail(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}")
+            fail(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}", as_json=as_json)
         translation = lmcache.translate({lmcache.ENV_FILE: str(file)}, {}, read_yaml)
         config = Config.of(translation.settings)
     except ConfigError as error:
-        fail(error)
+        fail(error, as_json=as_json)
+    settings = {name: written(getattr(config, name)) for name in config.sources}
+    refused = ", ".join(key for key, _ in translation.refused)
+    problems = [f"left out, though it matters: {refused}"] if refused else []
+    if as_json:
+        found = {"settings": settings, "left_out": list(left_out(translation))}
+        typer.echo(json.dumps({"ok": not problems, "problems": problems, **found}))
+        raise typer.Exit(len(problems))
     typer.echo(f"# From {file.name!r}, settings of LMCache's.")
-    for name in config.sources:
-        typer.echo(yaml.safe_dump({name: written(getattr(config, name))}), nl=False)
+    for name, value in settings.items():
+        typer.echo(yaml.safe_dump({name: value}), nl=False)
     for line in left_out(translation):
         typer.echo(f"# {line}")
-    if translation.refused:
-        fail(f"left out, though it matters: {', '.join(key for key, _ in translation.refused)}")
+    if problems:
+        fail(problems[0])
 
 
 def written(value: object) -> object:

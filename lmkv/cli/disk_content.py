@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from lmkv.backends.disk.chunkfile import ChunkFiles
 from lmkv.backends.disk.description import description
 from lmkv.backends.disk.fileio import opened, read_fully
 from lmkv.backends.disk.folder import QUARANTINE, ChunkFolder
+from lmkv.backends.disk.namespaces import digests
 from lmkv.chunks import codec
 from lmkv.chunks.codec import Header
 from lmkv.chunks.format import ChunkFormat
@@ -48,9 +48,8 @@ class Totals:
 
 def contents(root: Path, beginning: str = "") -> Iterator[Content]:
     """The namespaces below a root whose digest has this beginning. Raises OSError."""
-    for name in sorted(os.listdir(root)):
-        if re.fullmatch("[0-9a-f]{64}", name) and name.startswith(beginning.lower()):
-            yield _content(root, bytes.fromhex(name))
+    for digest in digests(root, beginning):
+        yield _content(root, digest)
 
 
 def _content(root: Path, digest: bytes) -> Content:

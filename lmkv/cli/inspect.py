@@ -85,18 +85,22 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete all chunks of a folder, or with --url all of a running server or of one prompt."""
+    """Delete all chunks of a folder, or with --url all of a running server, of one prompt or of one namespace."""
     if (path is None) == (not url):
         raise typer.BadParameter("say what to clear: a folder, or a server with --url")
-    if namespace if url else text or tokens or cache_salt or tag or engine is not None:
-        raise typer.BadParameter("--namespace is for a folder; a prompt and --engine are for a server with --url")
+    of_a_prompt = text or tokens or cache_salt or tag
+    if (of_a_prompt or engine is not None) and not url:
+        raise typer.BadParameter("a prompt and --engine are for a server with --url")
+    if of_a_prompt and namespace:
+        raise typer.BadParameter("a prompt's chunks and a --namespace are two things to clear")
     if path is None:
         prompt = server.prompt_of(text, tokens) if text or tokens else None
         apart = server.apart_from(cache_salt, tag, engine)
         if prompt is None and not yes:
-            typer.confirm(f"Delete all chunks of {url} from every tier?", abort=True)
+            whose = f"namespace {namespace} at {url}" if namespace else f"{url} from every tier"
+            typer.confirm(f"Delete all chunks of {whose}?", abort=True)
         with server.client_of(url, token_file) as client:
-            answer = client.clear(prompt, **apart)
+            answer = client.clear(prompt, namespace=namespace or None, **apart)
         server.show(answer, lambda one: f"deleted {one['deleted_chunks']:,} chunks", as_json=as_json)
         return
     chunks = {one.digest: one.chunks for one in found_in(path, namespace)}

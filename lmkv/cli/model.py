@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from attrs import asdict
 
 from lmkv.cli.measure.small_model import BYTES_PER_VALUE, HEAD_DIM, SmallModel
 
@@ -34,6 +36,7 @@ def model(
     vocab: Annotated[
         int | None, typer.Option(min=512, help="Tokens of the vocabulary.", show_default="1024; 8192 with --text")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Write a small Qwen3-like model with random weights and a tokenizer for text, with a chat template."""
     size = vocab or (8192 if text else 1024)
@@ -47,7 +50,10 @@ def model(
         sys.exit(f'lmkv model needs transformers and safetensors: pip install "lmkv[cli]" ({error})')
     except OSError as error:
         sys.exit(f"the model cannot be written: {error}")
-    typer.echo(f"{folder}: {layers} layers, {made.kv_bytes_per_token:,} bytes of KV per token ({dtype})")
+    if as_json:
+        typer.echo(json.dumps({"path": str(folder), **asdict(made), "kv_bytes_per_token": made.kv_bytes_per_token}))
+    else:
+        typer.echo(f"{folder}: {layers} layers, {made.kv_bytes_per_token:,} bytes of KV per token ({dtype})")
 
 
 def lines_of(text: Path) -> Iterator[str]:

@@ -525,12 +525,21 @@ def read_yaml(path: Path) -> dict[Any, object]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Without aliases: a few of them, one within the other, are gigabytes."""
+        """Without aliases: a few of them, one within the other, are gigabytes. Without keys that are given twice."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise yaml.YAMLError("aliases (*name) are not supported")
             return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            lines: dict[tuple[str, str], int] = {}
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in lines:
+                    raise yaml.YAMLError(f"{shown(key.value)} is given twice, in lines {lines[name]} and {line}")
+                lines[name] = line
+            return super().construct_mapping(node, deep)
 
     try:
         with path.open("rb") as file:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lmkv.backends.disk import namespaces
+from lmkv.build import stored_namespace
 from lmkv.config import Config
-from lmkv.errors import ConfigError
+from lmkv.errors import BackendError, ConfigError, UsageError
+from lmkv.store.tiered import TieredStore
 from lmkv.vllm import compat
+from lmkv.vllm.model import ServedModel
 from lmkv.vllm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -16,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lmkv.vllm")
 
 
-def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, chunk_size: int) -> AgentServer | None:
+def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: ServedModel) -> AgentServer | None:
     """The service, or None: none is wanted, or its address is taken, which the log says.
 
     Raises ConfigError for an address that is not this machine's alone.
@@ -29,21 +34,38 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, chunk_si
         from lmkv.agent.service import CacheService
     except ImportError as error:
         raise ConfigError(f'agent_listen needs fastapi and uvicorn: pip install "lmkv[agent]" ({error})') from error
+    stored = stored_namespace(model.namespace, config.authentication_bytes)
     service = CacheService(
         scheduler.store,
         scheduler.keys_of,
         compat.tokenizer(vllm_config),
-        chunk_size=chunk_size,
+        chunk_size=model.geometry.chunk_size,
         pin_ttl=config.pin_ttl,
         requests=scheduler.recent.snapshot,
+        clear_namespace=partial(clear_namespace, scheduler.store, stored.digest, config.local_disk),
     )
     first, number = Address(config.agent_listen), compat.local_engine(vllm_config)
     address = first.of_engine(number)
+    longest = vllm_config.model_config.max_model_len
     engines = Engines(number, lambda other: first.of_engine(other).url, config.token)
     try:
-        server = AgentServer(lambda: application(service, config.token, engines), address)
+        server = AgentServer(lambda: application(service, config.token, engines, longest), address)
     except OSError as error:
         logger.error("lmkv: the agent API cannot listen at %s: %s; going on without it", address.text, error)
         return None
     logger.info("lmkv: the agent API is at %s", server.url)
     return server
+
+
+def clear_namespace(store: TieredStore, own: bytes, root: str | None, beginning: str) -> int:
+    """Delete the chunks of the one namespace that begins so: this engine's, or another one of its folder."""
+    try:
+        found = {own, *(namespaces.digests(root) if root else ())}
+    except OSError as error:
+        raise BackendError("disk", "a list of namespaces", reason=str(error)) from error
+    match [digest for digest in found if digest.hex().startswith(beginning.lower())]:
+        case [digest] if digest == own:
+            return store.clear()
+        case [digest] if root:
+            return namespaces.clear_namespace(root, digest)
+    raise UsageError(f"not one namespace begins with {beginning}, but none or several: see lmkv inspect FOLDER")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import json
 import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from attrs import frozen
@@ -242,9 +244,33 @@ def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]
             raise UsageError("this engine has no tokenizer (skip_tokenizer_init): give tokens")
         if isinstance(prompt, str):
             return list(found.encode(prompt))
-        return list(found.apply_chat_template(prompt, **{**template, "tokenize": True, "return_dict": False}))
+        given = {**template, "tokenize": True, "return_dict": False}
+        if template.get("tools"):
+            given["tools"] = _tools(template["tools"])
+        return list(found.apply_chat_template([_message(each) for each in prompt], **given))
 
     return tokenize
+
+
+def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As vLLM gives them to a template: with its order of fields."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+
+    return [ChatCompletionToolsParam(**each).model_dump() for each in given]
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """As vLLM gives it to a template: with a text, and with mappings as the arguments of its calls."""
+    message = {**given, "content": given.get("content") or ""}
+    calls = message.pop("tool_calls", None) or []
+    return {**message, "tool_calls": [_call(each) for each in calls]} if calls else message
+
+
+def _call(given: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = given["function"].get("arguments")
+    with suppress(ValueError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**given, "function": {**given["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
 def local_engine(vllm_config: Any) -> int:

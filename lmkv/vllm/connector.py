@@ -221,7 +221,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             if kv_events.are_wanted(vllm_config):
                 self._describe_blocks = kv_events.BlockDescriber.of(kv_cache_config)
             self._scheduler = _make_scheduler(vllm_config, config, self._model, self._describe_blocks)
-            self._agent = start_agent(config, vllm_config, self._scheduler, self._model.geometry.chunk_size)
+            self._agent = start_agent(config, vllm_config, self._scheduler, self._model)
         else:
             self._worker = _make_worker(vllm_config, config, self._model)
             self._layer_numbers = {name: number for number, name in enumerate(self._model.layers)}

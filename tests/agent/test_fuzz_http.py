@@ -13,8 +13,10 @@ import httpx
 import pytest
 from attrs import frozen
 from hypothesis import example, given, strategies as st
+from pydantic import ValidationError
 
-from lmkv.agent.http import Address, AgentServer, application
+from lmkv.agent.guard import most_bytes
+from lmkv.agent.http import Address, AgentServer, PromptBody, application
 from lmkv.agent.service import CacheService
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.policies import LRU
@@ -200,10 +202,32 @@ def test_a_body_without_end_is_refused(service: CacheService) -> None:
     async def receive() -> dict[str, Any]:
         nonlocal read
         read += 1 << 20
-        assert read < 200 << 20, "it reads on and on"
+        assert read < 20 << 20, "it reads on and on"
         return {"type": "http.request", "body": b" " * (1 << 20), "more_body": True}
 
     assert answer(service, Asked("POST", "/v1/lookup", OWN, b""), receive)[0] == 413
+
+
+def test_a_body_is_as_large_as_the_longest_prompt_makes_it() -> None:
+    """Each token as an id, with what JSON has around it; but never as much as takes long to parse."""
+    assert [most_bytes(longest) for longest in (1, 131_072, 10_000_000)] == [1 << 20, 4 << 20, 8 << 20]
+    assert len(json.dumps({"tokens": [1_000_000] * 131_072})) < most_bytes(131_072)
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong"),
+    [
+        ({"tokens": [""] * 100_000}, "tokens.0"),
+        ({"messages": [1] * 100_000}, "messages.0"),
+        ({"messages": [], "tools": [1] * 100_000}, "tools.0"),
+        ({"text": "a", "tags": {f"{number}": 1 for number in range(100_000)}}, "more than 256 fields"),
+        ({f"{number}": 1 for number in range(100_000)}, "more than 256 fields"),
+    ],
+)
+def test_of_a_million_wrong_values_one_is_looked_at(body: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValidationError, match=wrong) as caught:
+        PromptBody.model_validate(body)
+    assert caught.value.error_count() == 1
 
 
 def test_bytes_that_are_no_http_harm_nobody_else(service: CacheService) -> None:

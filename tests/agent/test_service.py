@@ -8,11 +8,14 @@ import re
 import socket
 import stat
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from attrs import evolve
 
 from lmkv.agent.client import AsyncClient, Client
 from lmkv.agent.history import History
@@ -24,6 +27,7 @@ from lmkv.errors import ConfigError, UsageError
 from lmkv.policies import LRU
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
+from lmkv.vllm.agent import clear_namespace
 from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, store_over, tokenize
 from tests.kit import LIMIT, eventually
 
@@ -142,6 +146,33 @@ def test_clear_deletes_a_prompt_or_everything(store: TieredStore, client: Client
     assert client.clear()["deleted_chunks"] == 4
     assert store.drain(LIMIT)
     assert client.lookup("the other prompt", cache_salt="tenant")["hit_tokens"] == 0
+
+
+def test_a_namespace_is_cleared_by_the_engine_that_shares_its_folder(tmp_path: Path, store: TieredStore) -> None:
+    """Its own one in all tiers; another one on disk; and none where it is not clear which."""
+    other = evolve(NAMESPACE, model="other")
+    disk = Tier(LocalDiskBackend(tmp_path / "kv", other.digest, shared=True), LRU())
+    with closing(TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()), [disk])) as neighbour:
+        put(neighbour, "of another model")
+    put(store, "the first prompt")
+    clear = partial(clear_namespace, store, NAMESPACE.digest, str(tmp_path / "kv"))
+    server = AgentServer(lambda: application(service_of(store, clear_namespace=clear), TOKEN), Address("127.0.0.1:0"))
+    with closing(server), Client(server.url, TOKEN) as client:
+        for none in ("", "0123456789abcdef"):
+            with pytest.raises(httpx.HTTPStatusError, match=r"not one namespace begins|422"):
+                client.clear(namespace=none)
+        with pytest.raises(httpx.HTTPStatusError, match=r"400 .* cannot be narrowed down"):
+            client.clear("the first prompt", namespace=other.digest.hex())
+        assert client.clear(namespace=other.digest.hex()[:12].upper()) == {"deleted_chunks": 4}
+        assert not list((tmp_path / "kv" / other.digest.hex()).rglob("*.kv1"))
+        assert client.lookup("the first prompt")["hit_tokens"] == 16
+        assert client.clear(namespace=NAMESPACE.digest.hex()) == {"deleted_chunks": 4}
+        assert client.lookup("the first prompt")["hit_tokens"] == 0
+
+
+def test_without_a_folder_there_is_no_other_namespace(client: Client) -> None:
+    with pytest.raises(httpx.HTTPStatusError, match="no folder with namespaces"):
+        client.clear(namespace="ab")
 
 
 def test_everything_cannot_be_narrowed_down(store: TieredStore, client: Client) -> None:

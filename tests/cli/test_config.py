@@ -117,6 +117,17 @@ class TestCheck:
         assert done.stderr.startswith(f"file {file}: ")
         assert said in done.stderr
 
+    def test_as_json(self, file: Path) -> None:
+        found = json.loads(run("check", file, "--json").stdout)
+        assert (found["ok"], found["problems"], found["of"]) == (True, [], "LMCache")
+        assert "local_disk" in found["settings"]
+        assert any("'bar'" in remark for remark in found["remarks"])
+        file.write_text("chunk_size: abc\n")
+        done = run("check", file, "--json")
+        found = json.loads(done.stdout)
+        assert (done.exit_code, done.stderr, found["ok"]) == (1, "", False)
+        assert "chunk_size = 'abc'" in found["problems"][0]
+
     def test_the_environment_does_not_matter(self, file: Path) -> None:
         file.write_text("chunk_size: 64\n")
         assert run("check", file, LMKV_CHUNK_SIZE="abc", LMCACHE_REMOTE_SERDE="cachegen").exit_code == 0
@@ -156,6 +167,18 @@ class TestMigrate:
         own = tmp_path / "lmkv.yaml"
         own.write_text(done.stdout)
         assert run("check", own).exit_code == 0
+
+    def test_as_json(self, file: Path, tmp_path: Path) -> None:
+        found = json.loads(run("migrate", file, "--json").stdout)
+        assert (found["ok"], found["problems"], len(found["left_out"])) == (True, [], 3)
+        own = tmp_path / "lmkv.yaml"
+        own.write_text(json.dumps(found["settings"]))
+        assert Config.load(file=own, env={}) == Config.load(env={"LMCACHE_CONFIG_FILE": str(file)})
+        file.write_text(THEIRS + "remote_serde: cachegen\n")
+        done = run("migrate", file, "--json")
+        found = json.loads(done.stdout)
+        assert (done.exit_code, found["ok"], done.stderr) == (1, False, "")
+        assert "remote_serde" in found["problems"][0]
 
     def test_what_lmcache_has_nothing_of_is_lmkvs_already(self, file: Path) -> None:
         file.write_text("disk_sync: full\n")

@@ -173,7 +173,9 @@ def test_a_description_that_is_not_the_folders_is_not_believed(tmp_path: Path, f
 
 
 def test_the_version() -> None:
-    assert run("version").stdout.strip()[0].isdigit()
+    version = run("version").stdout.strip()
+    assert version[0].isdigit()
+    assert json.loads(run("version", "--json").stdout) == {"version": version}
 
 
 def test_a_description_that_writes_to_terminals_is_none(tmp_path: Path) -> None:

@@ -47,6 +47,20 @@ def written(folder: Path, *options: str) -> Path:
 TEXT = "Hello, how are you? " * 30 + "Grüße, \t <600>"
 
 
+def test_it_says_as_json_what_it_has_written(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    words = ["model", str(tmp_path / "model"), "--layers", "1", "--hidden", "64", "--json"]
+    found = json.loads(CliRunner().invoke(app, words).stdout)
+    assert (found["path"], found["layers"], found["kv_bytes_per_token"]) == (words[1], 1, 512)
+
+
+def test_chats_have_tools_and_their_calls_in_them(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "search", "arguments": {"word": "a"}}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat = tokenizer_of(written(tmp_path)).apply_chat_template(messages, tools=[{"type": "function"}], tokenize=False)
+    assert chat.startswith('<|im_start|>system\n[{"type": "function"}]<|im_end|>\n<|im_start|>assistant\n<tool_call>{')
+
+
 def test_without_a_text_a_token_is_a_byte(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(written(tmp_path))
     ids = tokenizer.encode(TEXT)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from typer.testing import CliRunner
 from lmkv.agent.http import AgentServer
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
-from tests.agent.serving import TOKEN, put, service_of, service_of_scheduler, serving, store_over
+from lmkv.vllm.agent import clear_namespace
+from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, service_of_scheduler, serving, store_over
+from tests.terminal import assert_top_follows
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
 
@@ -98,14 +101,26 @@ def test_clear_deletes_a_prompt_or_asks_first(store: TieredStore, url: str) -> N
     assert "a folder, or a server" in refused("clear", code=2)
 
 
+def test_clear_deletes_a_namespace(store: TieredStore) -> None:
+    put(store, TEXT)
+    clear = partial(clear_namespace, store, NAMESPACE.digest, None)
+    with serving(service_of(store, clear_namespace=clear)) as (server,):
+        words = ("clear", "--url", server.url, "--namespace")
+        own = NAMESPACE.digest.hex()[:12]
+        asked = run(*words, own, typed="n\n")
+        assert (asked.exit_code, f"all chunks of namespace {own}" in asked.output) == (1, True)
+        assert "not one namespace begins with 0123" in refused(*words, "0123456789", "--yes")
+        assert says(*words, own, "--yes") == "deleted 6 chunks"
+
+
 def test_clear_leaves_no_option_aside(store: TieredStore, url: str, tmp_path: Path) -> None:
     put(store, TEXT)
     for words in (
         (tmp_path / "kv", "--text", TEXT),
         (tmp_path / "kv", "--engine", 0),
-        ("--url", url, "--namespace", "a"),
+        ("--url", url, "--namespace", "a", "--text", TEXT),
     ):
-        assert "--namespace is for a folder" in refused("clear", *words, "--yes", code=2)
+        assert "a prompt" in refused("clear", *words, "--yes", code=2)
     assert [tier.chunks for tier in store.stats().tiers] == [6, 6]
 
 
@@ -131,6 +146,11 @@ def test_top_shows_tiers_once_where_nobody_watches(store: TieredStore, url: str)
     assert "\x1b" not in shown
     seen = json.loads(run("top", url, "--json").stdout)
     assert seen["stats"]["tiers"][0]["chunks"] == 6
+
+
+def test_top_is_live_on_a_terminal(store: TieredStore, url: str) -> None:
+    put(store, TEXT)
+    assert_top_follows(url, TOKEN, lambda: put(store, "another prompt"))
 
 
 def test_top_shows_what_requests_missed() -> None:

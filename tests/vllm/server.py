@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -132,15 +133,23 @@ class Server:
             "--block-size": BLOCK,
             "--kv-cache-memory-bytes": self.max_model_len * (17 << 20) // 2048,
             "--data-parallel-size": self.engines,
+            "--tool-call-parser": "hermes",
             "--kv-transfer-config": json.dumps(transfer),
         }
         named = [str(word) for flag in flags.items() for word in flag]
-        switches = ["--enforce-eager", "--enable-prompt-tokens-details"]
+        switches = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-auto-tool-choice"]
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *named, *switches]
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def agent(self) -> str:
+        """Where its agent API is, as its log says."""
+        found = re.search(r"the agent API is at (\S+)", self.log_text())
+        assert found
+        return found[1]
 
     def wait_ready(self) -> None:
         """Raises with the end of the log when the server ends early or does not come up."""
@@ -162,9 +171,12 @@ class Server:
             text: str = answer.read().decode()
         return text
 
-    def post(self, path: str) -> None:
-        request = urllib.request.Request(self.url + path, method="POST")
-        urllib.request.urlopen(request, timeout=LIMIT).close()
+    def post(self, path: str, **body: Any) -> Any:
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), kind)
+        with urllib.request.urlopen(request, timeout=LIMIT) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a Prometheus counter's samples that have these labels."""

@@ -13,6 +13,7 @@ import pytest
 
 from tests.kit import LIMIT, eventually
 from tests.pages import extracted
+from tests.terminal import assert_top_follows
 from tests.vllm.harness import BLOCK, TELLS_SOURCES, prompt
 from tests.vllm.server import SERVED_NAME, Server, child_environment, serving
 
@@ -187,18 +188,8 @@ def test_query_twice_runs_against_the_server(server: Server, text: str, tmp_path
     assert "Answers are equal: yes" in printed
 
 
-def test_an_agent_prefetches_its_next_prompt(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text(text_of(68, 1200))
-    at = re.search(r"the agent API is at (\S+)", server.log_text())
-    assert at
-    where = ["--base-url", f"{server.url}/v1", "--agent", at[1], "--token", "letmein"]
-    what = ["--file", str(tmp_path / "text"), "--turns", "2", "--tool-seconds", "0", "--others", "1"]
-    printed = printed_by(EXAMPLES / "agent_prefetch.py", *where, *what)
-    found = [int(count.replace(",", "")) for count in re.findall(r"with: .*, ([\d,]+) tokens prefetched", printed)]
-    assert len(found) == 2
-    # Whole chunks: what a conversation ended with is another chunk once it goes on.
-    assert 1024 <= found[0] <= found[1] < 1800
-    assert re.search(r"^Median TTFT without prefetch: .* s, with: .* s \(.*x faster\)$", printed, re.MULTILINE)
+def test_top_shows_what_the_engine_does(server: Server) -> None:
+    assert_top_follows(server.agent, "letmein", lambda: ask(server, prompt(68, LENGTH)))
 
 
 def test_a_query_is_cold_again_with_another_beginning(server: Server, tmp_path: Path) -> None:
