@@ -25,6 +25,7 @@ from contextlib import closing, contextmanager, suppress
 from email.utils import formatdate
 from http.client import HTTPConnection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NoReturn
 
 import pytest
@@ -34,9 +35,9 @@ START_LIMIT = 120.0
 
 
 def free_port() -> int:
-    """One that is no client's meanwhile, and leaves room for a cluster's second one, 10,000 higher."""
+    """One that no client is given meanwhile, nor a cluster's second one, 10,000 higher: those begin at 32,768."""
     while True:
-        port = random.randrange(15_000, 32_000)
+        port = random.randrange(12_000, 22_000)
         with suppress(OSError), socket.socket() as found:
             found.bind(("127.0.0.1", port))
             return port
@@ -232,10 +233,14 @@ def object_server(kind: str, folder: Path, *options: str) -> Iterator[ObjectServ
 
 
 class Proxy:
-    """Forwards TCP connections to a port of loopback, late by `delay` seconds, or not at all while it is `deaf`."""
+    """Forwards TCP connections to a port of loopback, or nothing while it is `deaf`.
+
+    `latency`: seconds by which each byte is late, either way. `delay`: seconds from one piece of a value to the next.
+    """
 
     def __init__(self, target: int) -> None:
         self._target = target
+        self.latency = 0.0
         self.delay = 0.0
         self.deaf = False
         self.forwarded = 0
@@ -259,12 +264,25 @@ class Proxy:
                     threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
 
     def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        pieces = SimpleQueue[tuple[float, bytes]]()
+        threading.Thread(target=self._deliver, args=(pieces, sink), daemon=True).start()
         with suppress(OSError):
             while data := source.recv(1 << 20):
                 time.sleep(self.delay)
                 if not self.deaf:
-                    self.forwarded += len(data)
-                    sink.sendall(data)
+                    pieces.put((time.monotonic(), data))
+        pieces.put((time.monotonic(), b""))
+
+    def _deliver(self, pieces: SimpleQueue[tuple[float, bytes]], sink: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                came, data = pieces.get()
+                while time.monotonic() < came + self.latency:
+                    time.sleep(0.002)
+                if not data:
+                    break
+                self.forwarded += len(data)
+                sink.sendall(data)
         with suppress(OSError):
             # What ended on one side, or broke, has ended on the other.
             sink.shutdown(socket.SHUT_WR)
@@ -276,6 +294,7 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        self.latency = 0.0
         # Shut down, not closed: threads are waiting in them.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -26,15 +26,23 @@ CLUSTER = "--head --num-cpus=8 --node-ip-address=127.0.0.1 --include-dashboard=f
 def start(command: list[str]) -> subprocess.Popen[bytes]:
     """The command, once the app answers that has a replica of each part."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    folder = tempfile.mkdtemp(prefix="lmkv-ray-", dir="/tmp")  # Ray's sockets need a short path.
-    subprocess.run(["ray", "start", *CLUSTER.split(), f"--temp-dir={folder}"], check=True)
-    app = subprocess.Popen(command)
     deadline = time.monotonic() + LIMIT
+    # Ray gives itself 30 s, which a busy machine may take.
+    while not start_ray():
+        subprocess.run(["ray", "stop", "--force"], check=True)
+        if time.monotonic() > deadline:
+            sys.exit("Ray does not start")
+    app = subprocess.Popen(command)
     while not serves():
         if app.poll() is not None or time.monotonic() > deadline:
             sys.exit(f"the app does not come up; its exit code is {app.poll()}")
         time.sleep(1.0)
     return app
+
+
+def start_ray() -> bool:
+    folder = tempfile.mkdtemp(prefix="lmkv-ray-", dir="/tmp")  # Ray's sockets need a short path.
+    return subprocess.run(["ray", "start", *CLUSTER.split(), f"--temp-dir={folder}"], check=False).returncode == 0
 
 
 def serves() -> bool:

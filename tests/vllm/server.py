@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -19,6 +18,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kit import LIMIT, eventually
+from tests.servers import free_port
 from tests.vllm.harness import BLOCK, ENVIRONMENT
 
 START_TIMEOUT = 400.0
@@ -77,11 +77,6 @@ def child_environment(**more: str) -> dict[str, str]:
     quiet = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_CONFIGURE_LOGGING"}
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "LMKV_"))}
     return {**mine, **quiet, **more}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 class Server:

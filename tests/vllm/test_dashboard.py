@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.kit import LIMIT, eventually
-from tests.servers import missing
+from tests.servers import free_port, missing
 from tests.vllm.harness import prompt
-from tests.vllm.server import Server, free_port, serving_together
+from tests.vllm.server import Server, serving_together
 from tests.vllm.test_metrics import others, small_tiers
 from tests.vllm.test_online import ask, report
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.kit import eventually
-from tests.servers import needs_package
+from tests.servers import free_port, needs_package
 from tests.vllm.harness import BLOCK, Engine, engine, external_hits, prompt
-from tests.vllm.server import free_port
 from tests.vllm.test_kv_events import RAM, block_hashes, publishing, subscriber
 
 LMKV = {"kv_connector": "LMKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}

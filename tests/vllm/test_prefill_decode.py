@@ -18,9 +18,9 @@ from attrs import frozen
 
 from lmkv.backends.disk import usage
 from tests.kit import LIMIT, eventually
-from tests.servers import redis_server
+from tests.servers import free_port, redis_server
 from tests.vllm.harness import prompt
-from tests.vllm.server import SERVED_NAME, Server, child_environment, free_port, serving_together
+from tests.vllm.server import SERVED_NAME, Server, child_environment, serving_together
 
 PROXY = Path(__file__).parents[2] / "examples" / "prefill_decode_proxy.py"
 LENGTH = 1500

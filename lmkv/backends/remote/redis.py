@@ -257,6 +257,10 @@ class RedisBackend(RemoteBackend):
     def _disconnect(self) -> None:
         with self._connecting:
             client, self._client = self._client, None
+        if isinstance(client, RedisCluster):
+            # Its own `close` leaves them to the garbage collector.
+            for node in client.get_nodes():
+                self._pool_at(client, node).disconnect()
         if client is not None:
             client.close()
 
@@ -276,6 +280,7 @@ class RedisBackend(RemoteBackend):
             except (exceptions.ConnectionError, exceptions.TimeoutError):
                 if isinstance(client, RedisCluster):
                     # A replica may have taken over.
+                    pool.disconnect(inuse_connections=False)
                     client.nodes_manager.initialize()
                 raise
         raise exceptions.ClusterDownError(f"{name} was redirected {_REDIRECTIONS} times")
