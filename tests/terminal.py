@@ -84,7 +84,7 @@ def assert_top_follows(url: str, token: str, change: Callable[[], object]) -> No
         eventually(lambda: shows(top.screen(), client.stats()), "what there is")
         before = client.stats()
         change()
-        assert rows_of(client.stats()) != rows_of(before)
+        eventually(lambda: rows_of(client.stats()) != rows_of(before), "a change")
         eventually(lambda: shows(top.screen(), client.stats()), "what has changed")
         assert max(map(len, top.screen())) <= COLUMNS
         assert len(top.screen()) <= ROWS
