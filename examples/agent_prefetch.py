@@ -55,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=4, help="of each conversation")
     parser.add_argument("--others", type=int, default=0, help="prompts of others in each turn, before the tool runs")
     parser.add_argument("--wait", action="store_true", help="go on when the prefetch has ended, not when the tool has")
+    parser.add_argument("--body", type=json.loads, default={}, help="more of each of the agent's requests, as JSON")
     parser.add_argument("--json", action="store_true", help="the result as JSON too, in the last line")
     return parser.parse_args()
 
@@ -75,10 +76,12 @@ class Agent:
     messages: list[Any]
     prefetches: bool
     waits: bool
+    body: dict[str, Any]
 
     def ask(self) -> tuple[float, str]:
         """The model calls the tool: seconds to the first token, and the request's id."""
         given: dict[str, Any] = {"tools": [SEARCH], "tool_choice": CHOICE, "max_tokens": 128, "temperature": 0}
+        given["extra_body"] = self.body
         started, seconds, request, words = time.perf_counter(), 0.0, "", ""
         for event in self.llm.chat.completions.create(model=self.model, messages=self.messages, stream=True, **given):
             seconds, request = seconds or time.perf_counter() - started, event.id
@@ -123,7 +126,7 @@ def main() -> None:
         agents = {}
         for name in times:
             prompt = {"role": "user", "content": f"I am the agent {name} prefetch.\n{text}\nSearch for what is in it."}
-            agents[name] = Agent(llm, cache, model, [prompt], name == "with", args.wait)
+            agents[name] = Agent(llm, cache, model, [prompt], name == "with", args.wait, args.body)
             agents[name].ask()
         for number in range(1, args.turns + 1):
             for name, agent in agents.items():
