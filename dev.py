@@ -44,6 +44,8 @@ UNIT = ["-m", "not vllm and not gpu and not nightly"]
 IN_PARALLEL = ["-n", str(min(8, 1 + (os.cpu_count() or 1))), "--dist", "worksteal"]
 """One process more than cores: some tests wait."""
 ON_VLLM = ["-m", "vllm and not gpu and not nightly"]
+FILES_IN_PARALLEL = ["-n", "2", "--dist", "loadfile"]
+"""The tests of a file share engines, which take 2 GiB."""
 CALLS_OF_THE_CONNECTOR = [
     "tests/vllm/test_connector.py",
     "tests/vllm/test_failures.py",
@@ -170,7 +172,7 @@ def pytest(*args: str, **variables: str) -> int:
 def test(args: list[str]) -> int:
     if args:
         return pytest(*args)
-    parts = {"unit": [*UNIT, *IN_PARALLEL], "vllm": ON_VLLM}
+    parts = {"unit": [*UNIT, *IN_PARALLEL], "vllm": [*ON_VLLM, *FILES_IN_PARALLEL]}
     if has_nvidia_gpu():
         parts["gpu"] = ON_GPU
     failed = False
