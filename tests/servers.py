@@ -72,6 +72,27 @@ def _valkey() -> str | None:
 PROGRAMS: dict[str, Callable[[], str | None]] = {"redis": lambda: shutil.which("redis-server"), "valkey": _valkey}
 
 
+def stop(pid: int, how: signal.Signals = signal.SIGSTOP) -> None:
+    """Send a signal that stops or ends a process, and wait until each of its threads has stopped or ended.
+
+    Without the wait some of them go on for a while on a busy machine, and a server answers.
+    """
+    os.kill(pid, how)
+    deadline = time.monotonic() + START_LIMIT
+    while not states(pid) <= set("TZX"):
+        assert time.monotonic() < deadline, f"process {pid} goes on after {how.name}"
+        time.sleep(0.001)
+
+
+def states(pid: int) -> set[str]:
+    """Of its threads, as in proc(5)."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            found.add(task.read_text().rpartition(")")[2].split()[0])
+    return found
+
+
 class Server:
     """A program that listens on a port of loopback."""
 
@@ -105,7 +126,7 @@ class Server:
     def pause(self) -> None:
         """It accepts connections, and answers nothing."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stop(self._process.pid)
 
     def resume(self) -> None:
         assert self._process is not None

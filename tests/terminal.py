@@ -33,7 +33,8 @@ class Terminal:
         self._written = b""
         others = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
-            ["setsid", "--ctty", Path(sys.executable).with_name("lmkv"), *words],
+            # A job in the background of a shell ignores interrupts, and so would all that it starts.
+            ["env", "--default-signal=INT", "setsid", "--ctty", Path(sys.executable).with_name("lmkv"), *words],
             stdin=self._side,
             stdout=self._side,
             stderr=self._side,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from lmkv.protocols import Backend, Chunk
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, in_threads, new_key, read_back, statuses
 from tests.backends.remote.own_network import Server
 from tests.kit import eventually
+from tests.servers import stop
 
 NAMESPACE = bytes(range(32))
 STORED, PRESENT = WriteStatus.STORED, WriteStatus.PRESENT
@@ -111,7 +111,7 @@ class ProcessSuite:
         backend = self.backend_of("?clients=1", timeout=1.0)
         chunk = chunk_of(100)
         eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
-        os.kill(process_of(backend, chunk).pid, how)
+        stop(process_of(backend, chunk).pid, how)
         (read,) = backend.read([(chunk.key, memoryview(bytearray(100)))])
         assert isinstance(read.error, BackendUnavailable)
         eventually(lambda: backend.read([(chunk.key, memoryview(bytearray(100)))])[0].status is ReadStatus.HIT)

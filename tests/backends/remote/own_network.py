@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.servers import START_LIMIT, missing
+from tests.servers import START_LIMIT, missing, stop
 
 _CLONE_NEWNET = 0x40000000
 
@@ -65,7 +65,7 @@ class Server:
     def pause(self) -> None:
         """It accepts connections, and answers nothing."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stop(self._process.pid)
 
     def resume(self) -> None:
         assert self._process is not None
