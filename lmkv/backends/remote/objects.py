@@ -13,9 +13,9 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend
+from lmkv.backends.remote.base import SLOWEST, RemoteBackend, split
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError, masked
@@ -108,7 +108,7 @@ class ObjectStoreBackend(RemoteBackend):
         self._shown = masked(url)
         if ttl:
             raise ConfigError(f"{self._shown}: no ttl here; a lifecycle rule of the bucket expires its objects")
-        parts = urlsplit(url)
+        parts = split(url)
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         self._mode = "overwrite" if options.get("conditional_put") == "disabled" else "create"
         self._timeout = timeout

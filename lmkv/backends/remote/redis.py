@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-from urllib.parse import urlsplit
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend
+from lmkv.backends.remote.base import SLOWEST, RemoteBackend, split
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError, masked
@@ -107,7 +106,7 @@ class RedisBackend(RemoteBackend):
         super().__init__(
             namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
         )
-        parts = urlsplit(url)
+        parts = split(url)
         self._url = _SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
         self._shown = masked(url)
         self._is_cluster = parts.scheme.endswith("cluster")

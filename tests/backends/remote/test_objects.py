@@ -518,6 +518,7 @@ def test_tls(tmp_path: Path) -> None:
         ("s3://bucket?ssl_ca_certs=/nowhere/ca.pem", {}, "ca.pem"),
         ("s3://bucket", {"prefix": "a//b"}, "empty path segment"),
         ("file:///tmp/lmkv-nothing", {"prefix": "../"}, "\\.\\."),
+        ("s3://id:hunter2/x@bucket", {}, "in a password / is %2F"),
         ("gs://user:hunter2@bucket", {}, "GOOGLE_APPLICATION_CREDENTIALS"),
         ("gs://bucket?service_account_key=hunter2", {}, "gs://bucket"),
         ("file://host/folder", {}, "file:///path"),

@@ -351,7 +351,10 @@ def test_passwords_are_shown_nowhere(server: RedisServer, caplog: pytest.LogCapt
         backend.contains([new_key()])
     with pytest.raises(ConfigError) as unknown:
         RedisBackend("redis://cache:hunter2@host?socket_timeout=x&password=hunter2", NAMESPACE)
+    with pytest.raises(ConfigError, match="in a password / is %2F") as not_encoded:
+        RedisBackend("redis://cache:hunter2/x@host", NAMESPACE)
     texts = [repr(backend), str(refused.value), repr(refused.value), str(unknown.value), caplog.text]
+    texts.append(str(not_encoded.value))
     assert not any("hunter2" in text for text in texts)
     backend.close()
 
