@@ -77,7 +77,7 @@ BUDGET = {
     "store.tiers": 1110,
     "backends": 370,
     "backends.disk": 740,
-    "backends.remote": 985,
+    "backends.remote": 1000,
     "agent": 730,
     "vllm": 1460,
     "vllm.scheduler": 1470,

@@ -37,6 +37,7 @@ DEFAULTS: dict[str, object] = {
     "disk_write": "through",
     "disk_admission": "all",
     "remote_url": None,
+    "remote_urls": None,
     "remote_username": None,
     "remote_password": None,
     "remote_password_file": None,
@@ -573,6 +574,7 @@ def test_remote_urls_are_one_text_or_a_list(given: object, file: Path) -> None:
     file.write_text(json.dumps({"remote_url": given}))
     assert load(file=file) == config
     assert load(remote_url=config.remote_url) == config
+    assert load(remote_urls=given).remote_urls == config.remote_url
 
 
 @pytest.mark.parametrize(

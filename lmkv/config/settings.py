@@ -300,6 +300,7 @@ class Config:
         _remote_urls,
         "Stores that others share, nearest first: redis://[user[:password]@]host[:port][/db] and so on",
     )
+    remote_urls: tuple[RemoteURL, ...] = _option((), _remote_urls, "More of them, farther than that of remote_url")
     remote_username: str | None = _option(None, _word, "Name to give to remote stores whose URL has none")
     remote_password: Secret | None = _option(None, _secret, "Password to that name; nothing shows it")
     remote_password_file: str | None = _option(None, _path, "File that has the password in its first line")

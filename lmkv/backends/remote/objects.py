@@ -105,6 +105,8 @@ class ObjectStoreBackend(RemoteBackend):
         super().__init__(
             namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
         )
+        # As obstore has it in a listing.
+        self._root = self._root.lstrip("/")
         self._shown = masked(url)
         if ttl:
             raise ConfigError(f"{self._shown}: no ttl here; a lifecycle rule of the bucket expires its objects")
@@ -227,8 +229,8 @@ def _opened(
     """obstore's store at a URL, without asking anybody."""
     bucket = parts.netloc.rpartition("@")[2]
     if parts.scheme == "file":
-        if bucket or options:
-            raise ValueError("a folder is file:///path, without host and options")
+        if bucket not in ("", "localhost") or options or parts.fragment:
+            raise ValueError("a folder is file:///path, without host and options; # is %23")
         return LocalStore(unquote(parts.path), mkdir=True)
     kind, names = _STORES[parts.scheme]
     if not bucket:

@@ -100,7 +100,7 @@ class TestClusterSuite(BackendSuite):
             (folder / "used").touch()
             for each in self.cluster:
                 emptied(each.url).close()
-        return backend_of(f"redis+cluster://127.0.0.1:{self.cluster[0].port}")
+        return backend_of(f"valkey+cluster://127.0.0.1:{self.cluster[0].port}")
 
 
 # -- what is under a key ---------------------------------------------------------------------------------
@@ -357,6 +357,20 @@ def test_passwords_are_shown_nowhere(server: RedisServer, caplog: pytest.LogCapt
     texts.append(str(not_encoded.value))
     assert not any("hunter2" in text for text in texts)
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("nonsense=1", "argument 'nonsense'"),
+        ("timeout=5", "argument 'timeout'"),
+        ("ssl_cert_reqs=maybe", "Invalid SSL"),
+        ("protocol=3&decode_responses=true", "decode_responses, protocol cannot be chosen"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_at_once(query: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RedisBackend(f"rediss://host?{query}", NAMESPACE)
 
 
 @pytest.mark.parametrize("scheme", ["rediss", "valkeys"])
