@@ -65,7 +65,7 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
     if config.local_disk:
         yield _disk_tier(config, config.local_disk, namespace, key)
     names: Counter[str] = Counter()
-    for url in config.remote_url:
+    for url in (*config.remote_url, *config.remote_urls):
         engine = SCHEMES[url.scheme]
         names[engine] += 1
         backend = import_module(f"lmkv.backends.remote.{engine}").open_url(

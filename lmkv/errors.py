@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 import reprlib
 
-_IN_USER = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
-_IN_QUERY = re.compile(r"(?i)([?&][^=&#]*(?:password|passwd|secret|token|key|signature|\bsig)[^=&#]*)=[^&#]*")
+# Up to the last @ before another URL: a password in which / ? # @ are not encoded is one, too.
+_IN_USER = re.compile(r"(?s)(?<=://)([^/?#@:]*):(?:(?!://).)*@")
+_IN_QUERY = re.compile(r"(?i)([?&][^=&#]*(?:password|passwd|secret|token|key|signature|proxy|\bsig)[^=&#]*)=[^&#]*")
 
 
 def masked(text: str) -> str:

@@ -66,7 +66,7 @@ BUDGET = {
     "errors": 35,
     "outcomes": 50,
     "protocols": 90,
-    "config": 580,
+    "config": 585,
     "build": 95,
     "engine": 335,
     "registry": 30,
@@ -77,14 +77,14 @@ BUDGET = {
     "store.tiers": 1110,
     "backends": 370,
     "backends.disk": 740,
-    "backends.remote": 980,
+    "backends.remote": 1000,
     "agent": 730,
     "vllm": 1460,
     "vllm.scheduler": 1470,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 10740
+WHOLE = 10760
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

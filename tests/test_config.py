@@ -14,6 +14,7 @@ from attrs import evolve
 from attrs.exceptions import FrozenInstanceError
 
 from lmkv.config import GIB, Config, Setting, lmcache
+from lmkv.config.remote_url import RemoteURL
 from lmkv.errors import ConfigError, shown
 from lmkv.policies import FIFO, make_admission, make_policy
 
@@ -36,6 +37,7 @@ DEFAULTS: dict[str, object] = {
     "disk_write": "through",
     "disk_admission": "all",
     "remote_url": None,
+    "remote_urls": None,
     "remote_username": None,
     "remote_password": None,
     "remote_password_file": None,
@@ -572,6 +574,7 @@ def test_remote_urls_are_one_text_or_a_list(given: object, file: Path) -> None:
     file.write_text(json.dumps({"remote_url": given}))
     assert load(file=file) == config
     assert load(remote_url=config.remote_url) == config
+    assert load(remote_urls=given).remote_urls == config.remote_url
 
 
 @pytest.mark.parametrize(
@@ -580,6 +583,8 @@ def test_remote_urls_are_one_text_or_a_list(given: object, file: Path) -> None:
         *("localhost:6379", "ftp://u:hunter2@host", 5, ["redis://a", 5], "redis-sentinel://h"),
         *(["ftp://u:hunter2@h"], {"a": "redis://u:hunter2@h"}, ["redis://u:hunter2@h", 5]),
         *("redis://u:hunter2@[::1", "redis://u:hunter2@h\0", "s3://[x/y"),
+        *("redis://:hunter2/x@h", "rediss://u:x?hunter2@h/1", "valkey://u:hunter2#x@h", "s3://id:a/hunter2@bucket"),
+        *("redis://h:port", "redis://h:65536"),
     ],
 )
 def test_what_is_no_remote_url_is_refused_and_its_password_not_shown(bad: object) -> None:
@@ -599,6 +604,20 @@ def test_passwords_are_in_no_repr_and_no_table() -> None:
     with pytest.raises(ConfigError) as unknown:
         load(remote_uri="redis://me:hunter2@host")
     assert "hunter2" not in str(unknown.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("redis://me:a/hunter2?x#y@host:6379/0", "redis://me:***@host:6379/0"),
+        ("redis://one:6379,redis://:a/hunter2@two:6379", "redis://one:6379,redis://:***@two:6379"),
+        ("s3://id:a@b/hunter2@bucket?endpoint=http://host:9000", "s3://id:***@bucket?endpoint=http://host:9000"),
+        ("s3://bucket?proxy_url=http%3A%2F%2Fme:hunter2%40proxy&region=a", "s3://bucket?proxy_url=***&region=a"),
+    ],
+)
+def test_passwords_that_are_not_encoded_are_not_shown_either(url: str, told: str) -> None:
+    assert str(RemoteURL(url)) == told
+    assert "hunter2" not in repr(RemoteURL(url))
 
 
 def test_a_password_from_a_file(tmp_path: Path) -> None:
@@ -640,6 +659,15 @@ def test_a_secret_that_is_no_text_is_refused_and_not_shown(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^environment LMKV_{name.upper()}: {name} = .*UTF-8") as refused:
         load(env={f"LMKV_{name.upper()}": "hunter2\udcff" * 9})
     assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize("written", ["0123", "1_000", "yes", "12:34", "2026-01-02", "1.5"])
+def test_a_password_that_yaml_reads_as_something_else_must_be_in_quotes(written: str, file: Path) -> None:
+    file.write_text(f"remote_password: {written}\n")
+    with pytest.raises(ConfigError, match=r"remote_password = .*\*\*\*.* in quotes"):
+        load(file=file)
+    file.write_text(f"remote_password: '{written}'\n")
+    assert load(file=file).password == written
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def loads_or_refuses(load: Callable[[], Config]) -> None:
         config = load()
         shown = {setting.name: setting.value for setting in config.describe()}
         # What has passwords is not shown as it is.
-        secrets = ("remote_url", "remote_password", "agent_token", "authentication_key")
+        secrets = ("remote_url", "remote_urls", "remote_password", "agent_token", "authentication_key")
         masked = {name: getattr(config, name) for name in secrets}
         assert Config(**{**shown, **masked}) == config
         event("loaded")

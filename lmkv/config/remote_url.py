@@ -11,6 +11,7 @@ from lmkv.errors import masked
 SCHEMES: Final = {
     **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "redis"),
     **dict.fromkeys(("redis+cluster", "rediss+cluster", "redis-cluster"), "redis"),
+    **dict.fromkeys(("valkey+cluster", "valkeys+cluster"), "redis"),
     **dict.fromkeys(("s3", "gs", "az", "file"), "objects"),
     **dict.fromkeys(("mooncake", "mooncakestore"), "mooncake"),
     "infinistore": "infinistore",

@@ -139,9 +139,17 @@ def _remote_urls(value: object) -> tuple[RemoteURL, ...]:
         raise ValueError(f"must begin with one of {', '.join(f'{scheme}://' for scheme in SCHEMES)}")
     if not all(url.text.isprintable() for url in urls):
         raise ValueError("must have printable characters alone")
-    for url in urls:
-        urlsplit(url.text)  # which knows what a host can be
+    if not all(map(_has_a_place, urls)):
+        raise ValueError("must have a host and a port that can be; in a password / is %2F, ? is %3F, # is %23")
     return tuple(urls)
+
+
+def _has_a_place(url: RemoteURL) -> bool:
+    try:
+        _ = urlsplit(url.text).port
+    except ValueError:  # what it quotes may be of a password
+        return False
+    return True
 
 
 def _secret(value: object) -> Secret | None:
@@ -149,13 +157,14 @@ def _secret(value: object) -> Secret | None:
         return None
     if isinstance(value, Secret):
         return value
-    if not isinstance(value, str | int):
-        raise ValueError("must be a password")
+    if not isinstance(value, str):
+        # YAML has read 0123 as 83 by now, and yes as a boolean.
+        raise ValueError("must be a text: in YAML, in quotes")
     try:
-        str(value).encode()
+        value.encode()
     except UnicodeEncodeError:
         raise ValueError("must be text in UTF-8") from None
-    return Secret(str(value))
+    return Secret(value)
 
 
 def _word(value: object) -> str | None:
@@ -291,6 +300,7 @@ class Config:
         _remote_urls,
         "Stores that others share, nearest first: redis://[user[:password]@]host[:port][/db] and so on",
     )
+    remote_urls: tuple[RemoteURL, ...] = _option((), _remote_urls, "More of them, farther than that of remote_url")
     remote_username: str | None = _option(None, _word, "Name to give to remote stores whose URL has none")
     remote_password: Secret | None = _option(None, _secret, "Password to that name; nothing shows it")
     remote_password_file: str | None = _option(None, _path, "File that has the password in its first line")

@@ -5,18 +5,38 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
+from urllib.parse import SplitResult, urlsplit
 
 from lmkv.backends.remote.blobs import Blobs, WrongLengthError
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.format import ChunkFormat
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, CorruptChunkError, UsageError
+from lmkv.errors import (
+    BackendError,
+    BackendUnavailable,
+    ClosedError,
+    ConfigError,
+    CorruptChunkError,
+    UsageError,
+    masked,
+)
 from lmkv.outcomes import HIT, MISS, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
 
 SLOWEST = 16 << 20
 """Bytes per second: a value that moves more slowly is given up."""
+
+
+def split(url: str) -> SplitResult:
+    """The parts of a URL. Raises ConfigError, without what it cannot read, which may be of a password."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        reason = "it has no host and port that can be; in a password / is %2F, ? is %3F, # is %23"
+        raise ConfigError(f"{masked(url)}: {reason}") from None
+    return parts
 
 
 class RemoteBackend(ABC):

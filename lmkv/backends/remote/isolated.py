@@ -20,10 +20,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
 from typing import Any, ClassVar
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 from zlib import crc32
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend
+from lmkv.backends.remote.base import SLOWEST, RemoteBackend, split
 from lmkv.chunks.codec import FormatError
 from lmkv.errors import ConfigError, masked
 from lmkv.outcomes import PRESENT, STORED, Written
@@ -96,15 +96,15 @@ class IsolatedBackend(RemoteBackend):
 
     def _options(self, url: str) -> dict[str, Any]:
         """Host, port and what the query has."""
-        parts, known = urlsplit(url), {**self.known, "clients": int}
+        parts, known = split(url), {**self.known, "clients": int}
         given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
         if unknown := sorted(given.keys() - known.keys()):
             raise ConfigError(f"{self._shown}: {unknown[0]!r} is none of its options, {', '.join(sorted(known))}")
         try:
             options: dict[str, Any] = {key: known[key](value) for key, value in given.items()}
-            host, port = parts.hostname, parts.port
         except ValueError as error:
             raise ConfigError(f"{self._shown}: {error}") from None
+        host, port = parts.hostname, parts.port
         if not (host and port):
             raise ConfigError(f"{self._shown} must have a host and a port: {parts.scheme}://host:port/")
         if options.get("clients", 1) < 1:

@@ -13,9 +13,9 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend
+from lmkv.backends.remote.base import SLOWEST, RemoteBackend, split
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError, masked
@@ -105,10 +105,12 @@ class ObjectStoreBackend(RemoteBackend):
         super().__init__(
             namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
         )
+        # As obstore has it in a listing.
+        self._root = self._root.lstrip("/")
         self._shown = masked(url)
         if ttl:
             raise ConfigError(f"{self._shown}: no ttl here; a lifecycle rule of the bucket expires its objects")
-        parts = urlsplit(url)
+        parts = split(url)
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         self._mode = "overwrite" if options.get("conditional_put") == "disabled" else "create"
         self._timeout = timeout
@@ -227,8 +229,8 @@ def _opened(
     """obstore's store at a URL, without asking anybody."""
     bucket = parts.netloc.rpartition("@")[2]
     if parts.scheme == "file":
-        if bucket or options:
-            raise ValueError("a folder is file:///path, without host and options")
+        if bucket not in ("", "localhost") or options or parts.fragment:
+            raise ValueError("a folder is file:///path, without host and options; # is %23")
         return LocalStore(unquote(parts.path), mkdir=True)
     kind, names = _STORES[parts.scheme]
     if not bucket:

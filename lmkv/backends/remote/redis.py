@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend
+from lmkv.backends.remote.base import SLOWEST, RemoteBackend, split
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError, masked
@@ -37,7 +37,11 @@ _SCHEMES = {
     "redis+cluster": "redis",
     "rediss+cluster": "rediss",
     "redis-cluster": "redis",
+    "valkey+cluster": "redis",
+    "valkeys+cluster": "rediss",
 }
+_FIXED = {"protocol", "decode_responses"}
+"""Options of redis-py that would change what answers look like."""
 _AT_ONCE = 1000
 """Names in one round trip."""
 _LONGEST_LINE = 1024
@@ -53,8 +57,8 @@ class RedisBackend(RemoteBackend):
     ----------
     url
         `redis://[user[:password]@]host[:port][/db]`; `rediss://` with TLS; `unix:///path/to/socket`; `valkey://`
-        and `valkeys://` alike; `redis+cluster://` and `rediss+cluster://` for a cluster, by any of its nodes.
-        Further options of redis-py in its query: `?ssl_ca_certs=/path/ca.pem`.
+        and `valkeys://` alike; `redis+cluster://` and `rediss+cluster://` for a cluster, by any of its nodes;
+        `valkey` in place of `redis`. Further options of redis-py in its query: `?ssl_ca_certs=/path/ca.pem`.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
     username, password
@@ -76,7 +80,7 @@ class RedisBackend(RemoteBackend):
     Raises
     ------
     ConfigError
-        The URL is none that redis-py understands.
+        The URL or one of its options is none that redis-py understands.
 
     Notes
     -----
@@ -107,9 +111,11 @@ class RedisBackend(RemoteBackend):
         super().__init__(
             namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
         )
-        parts = urlsplit(url)
+        parts = split(url)
         self._url = _SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
         self._shown = masked(url)
+        if fixed := _FIXED & parse_qs(parts.query).keys():
+            raise ConfigError(f"{self._shown}: {', '.join(sorted(fixed))} cannot be chosen")
         self._is_cluster = parts.scheme.endswith("cluster")
         self._timeout = timeout
         self._expiry = [b"EX", str(ttl).encode()] if ttl else []
@@ -128,7 +134,10 @@ class RedisBackend(RemoteBackend):
         if not self._is_cluster:
             try:
                 self._client = Redis.from_url(self._url, **self._options)
-            except ValueError as error:
+                pool = self._client.connection_pool
+                # Connected to nobody: this tells whether all options are known.
+                pool.connection_class(**pool.connection_kwargs)
+            except (ValueError, TypeError, exceptions.RedisError) as error:
                 raise ConfigError(f"{self._shown}: {error}") from None
 
     def __repr__(self) -> str:

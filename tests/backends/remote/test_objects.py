@@ -215,6 +215,7 @@ def test_other_namespaces_paths_and_prefixes_are_other_chunks(
         ObjectStoreBackend(url, bytes(32), timeout=20.0, username=USER, password=SECRET),
         backend_of(url, prefix="a team/lmkv"),
         backend_of(url, prefix=""),
+        backend_of(url, prefix="/other/"),
         backend_of(server.url(f"{tmp_path.name}/deeper")),
     ]
     assert statuses(backend, [chunk]) == [STORED]
@@ -520,10 +521,12 @@ def test_tls(tmp_path: Path) -> None:
         ("s3://bucket?ssl_ca_certs=/nowhere/ca.pem", {}, "ca.pem"),
         ("s3://bucket", {"prefix": "a//b"}, "empty path segment"),
         ("file:///tmp/lmkv-nothing", {"prefix": "../"}, "\\.\\."),
+        ("s3://id:hunter2/x@bucket", {}, "in a password / is %2F"),
         ("gs://user:hunter2@bucket", {}, "GOOGLE_APPLICATION_CREDENTIALS"),
         ("gs://bucket?service_account_key=hunter2", {}, "gs://bucket"),
         ("file://host/folder", {}, "file:///path"),
         ("file:///folder?region=here", {}, "file:///path"),
+        ("file:///folder#1", {}, "%23"),
         ("file:///proc/nowhere", {}, "file:///proc/nowhere"),
     ],
 )
@@ -537,7 +540,8 @@ def test_another_engine_finds_what_one_has_stored(server: ObjectServer, tmp_path
     layout = KVLayout(8, (LayerPages(4096, 2),))
     namespace = Namespace(model="m", dtype="float32", chunk_size=8, block_size=4)
     options = {
-        "remote_url": f"{server.url(tmp_path.name)} file://{tmp_path}",
+        "remote_url": server.url(tmp_path.name),
+        "remote_urls": f"file://localhost{tmp_path}",
         "remote_username": USER,
         "remote_password": SECRET,
         "remote_timeout": 20.0,

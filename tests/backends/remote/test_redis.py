@@ -56,10 +56,16 @@ def form_cluster(servers: list[RedisServer]) -> None:
     bounds = [0, 5461, 10922, 16384]
     for number, node in enumerate(nodes):
         node.execute_command("CLUSTER ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
-        node.execute_command("CLUSTER MEET", "127.0.0.1", servers[0].port)
+        meet(node, servers[:number])
     for node in nodes:
         eventually(lambda node=node: "ok" in str(node.cluster("INFO")["cluster_state"]))  # type: ignore[misc]
         node.close()
+
+
+def meet(node: Redis, others: list[RedisServer]) -> None:
+    """Each of them: what a node hears only from another one it may hear half a minute later."""
+    for other in others:
+        node.execute_command("CLUSTER MEET", "127.0.0.1", other.port)
 
 
 def backend_of(url: str, **options: Any) -> RedisBackend:
@@ -100,7 +106,7 @@ class TestClusterSuite(BackendSuite):
             (folder / "used").touch()
             for each in self.cluster:
                 emptied(each.url).close()
-        return backend_of(f"redis+cluster://127.0.0.1:{self.cluster[0].port}")
+        return backend_of(f"valkey+cluster://127.0.0.1:{self.cluster[0].port}")
 
 
 # -- what is under a key ---------------------------------------------------------------------------------
@@ -351,9 +357,26 @@ def test_passwords_are_shown_nowhere(server: RedisServer, caplog: pytest.LogCapt
         backend.contains([new_key()])
     with pytest.raises(ConfigError) as unknown:
         RedisBackend("redis://cache:hunter2@host?socket_timeout=x&password=hunter2", NAMESPACE)
+    with pytest.raises(ConfigError, match="in a password / is %2F") as not_encoded:
+        RedisBackend("redis://cache:hunter2/x@host", NAMESPACE)
     texts = [repr(backend), str(refused.value), repr(refused.value), str(unknown.value), caplog.text]
+    texts.append(str(not_encoded.value))
     assert not any("hunter2" in text for text in texts)
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("nonsense=1", "argument 'nonsense'"),
+        ("timeout=5", "argument 'timeout'"),
+        ("ssl_cert_reqs=maybe", "Invalid SSL"),
+        ("protocol=3&decode_responses=true", "decode_responses, protocol cannot be chosen"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_at_once(query: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RedisBackend(f"rediss://host?{query}", NAMESPACE)
 
 
 @pytest.mark.parametrize("scheme", ["rediss", "valkeys"])
@@ -412,14 +435,14 @@ def test_a_cluster_node_that_is_killed_costs_its_chunks_until_a_replica_takes_ov
         form_cluster(servers[:3])
         dying, replica = (Redis(port=each.port, decode_responses=True) for each in servers[2:])
         node = dying.execute_command("CLUSTER MYID")
-        replica.execute_command("CLUSTER MEET", "127.0.0.1", servers[0].port)
+        meet(replica, servers[:3])
         eventually(lambda: str(node) in str(replica.execute_command("CLUSTER NODES")), "the replica knows its master")
         replica.execute_command("CLUSTER REPLICATE", node)
         backend = backend_of(f"redis+cluster://127.0.0.1:{servers[0].port}")
         chunks = [chunk_of(1000) for _ in range(30)]
         assert set(statuses(backend, chunks)) == {WriteStatus.STORED}
-        eventually(lambda: dying.wait(1, 1000) == 1, "all is replicated")
         lost = set(dying.keys())  # type: ignore[arg-type]
+        eventually(lambda: set(replica.keys()) == lost, "all is replicated")  # type: ignore[arg-type]
         servers[2].kill()
         for chunk in chunks:
             into = memoryview(bytearray(1000))
