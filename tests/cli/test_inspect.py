@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from lmkv.backends.disk.description import NAME, describe, description
 from lmkv.chunks.hashing import token_bytes
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.app import app
+from lmkv.cli.disk_content import contents, least_recently_used
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 
@@ -127,6 +129,12 @@ def test_prune_leaves_so_many_gib_of_the_latest(tmp_path: Path, fill: Fill) -> N
     assert stored(tmp_path, SMALL, keys) == [False, False, True, True]
     assert usage.Usage(str(tmp_path / usage.NAME)).reserve_bytes(0) == 2 * size, "engines know that there is room"
     assert answer("prune", tmp_path, "--max-size", 1)["chunks"] == 0
+
+
+def test_a_size_that_is_no_number_deletes_nothing(tmp_path: Path, fill: Fill) -> None:
+    """Older releases of typer let it through."""
+    fill(SMALL, 2)
+    assert least_recently_used(list(contents(tmp_path)), -math.inf, math.nan) == {}
 
 
 def test_clear_asks_first(tmp_path: Path, fill: Fill) -> None:
