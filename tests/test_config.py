@@ -653,6 +653,16 @@ def test_a_file_without_a_secret_is_refused(tmp_path: Path, name: str, content: 
         _ = config.token, config.password
 
 
+@pytest.mark.parametrize("token", ["letmeïn", "letmein ", "let me in"])
+def test_a_token_that_no_header_can_have_is_refused(tmp_path: Path, token: str) -> None:
+    """Rather than an agent API that refuses everybody."""
+    (tmp_path / "token").write_text(token)
+    for given in ({"agent_token": token}, {"agent_token_file": str(tmp_path / "token")}):
+        with pytest.raises(ConfigError, match=rf"{next(iter(given))} = .* must be ASCII without blanks") as refused:
+            _ = load(**given).token
+        assert token not in str(refused.value)
+
+
 @pytest.mark.parametrize("name", ["remote_password", "agent_token", "authentication_key"])
 def test_a_secret_that_is_no_text_is_refused_and_not_shown(name: str) -> None:
     """A variable of the environment may have any bytes."""

@@ -49,11 +49,11 @@ class _Calls(ABC, Generic[Answer]):
 
     def prefetched(self, name: str) -> Answer:
         """How far the prefetch with this `id` is."""
-        return self.send("GET", f"/v1/prefetch/{name}")
+        return self.send("GET", f"/v1/prefetch/{quote(name, safe='')}")
 
     def cancel(self, name: str) -> Answer:
         """Stop the prefetch with this `id`."""
-        return self.send("DELETE", f"/v1/prefetch/{name}")
+        return self.send("DELETE", f"/v1/prefetch/{quote(name, safe='')}")
 
     def pin(self, prompt: PromptLike, *, seconds: float | None = None, **apart: Any) -> Answer:
         """`pinned_tokens`, and for how many `seconds`."""

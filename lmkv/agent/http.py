@@ -205,7 +205,7 @@ def application(
         """What the last requests, 200 at most, have found and missed, newest first."""
         return merged_requests(await engines.ask(service.requests, "GET", "/v1/requests"), limit)
 
-    @v1.get("/explain/{request}")
+    @v1.get("/explain/{request:path}")
     async def explain(request: str) -> dict[str, Any]:
         """Why a request was not loaded from the cache, or not all of it."""
         found = await engines.ask(lambda: service.explain(request), "GET", f"/v1/explain/{quote(request, safe='')}")

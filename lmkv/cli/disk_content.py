@@ -106,7 +106,7 @@ def least_recently_used(found: list[Content], before: float, most_bytes: float) 
     chosen: dict[bytes, list[Listed]] = {}
     by_use = sorted(((chunk, one.digest) for one in found for chunk in one.chunks), key=lambda pair: pair[0].last_used)
     for chunk, digest in by_use:
-        if chunk.last_used >= before and excess <= 0:
+        if not (chunk.last_used < before or excess > 0):
             break
         chosen.setdefault(digest, []).append(chunk)
         excess -= chunk.nbytes

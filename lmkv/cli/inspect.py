@@ -168,7 +168,7 @@ def as_dict(content: Content, totals: Totals) -> dict[str, object]:
 
 def show(found: list[Content], totals: list[Totals]) -> None:
     """A table as narrow as its content: names of models are folded. As `Text`: a str would be read as markup."""
-    table = Table(header_style="bold")
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("namespace", "model", "dtype", "chunks", "tokens", "GiB", "last used"):
         right = name in ("chunks", "tokens", "GiB", "last used")
         table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=name != "model")

@@ -156,6 +156,8 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error) or type(error).__name__
         fail(f"{url} does not answer ({reason}): is agent_listen set, or is it another --url?")
+    except UnicodeEncodeError:
+        fail("the prompt, or what else was given with it, is no text in UTF-8")
     except ValueError:
         fail(f"{url} is something else than lmkv's agent API: give that with --url")
 

@@ -427,8 +427,11 @@ class Config:
 
     @property
     def token(self) -> str | None:
-        """Of the agent API, from the setting or its file. Raises ConfigError when that cannot be read."""
-        return self._secret("agent_token")
+        """Of the agent API, from the setting or its file. Raises ConfigError when that cannot be read or sent."""
+        token = self._secret("agent_token")
+        if token is not None and not re.fullmatch("[!-~]+", token):
+            self._refuse("agent_token_file" if self.agent_token_file else "agent_token", "must be ASCII without blanks")
+        return token
 
     @property
     def authentication_bytes(self) -> bytes | None:

@@ -115,8 +115,9 @@ def test_prefetch_brings_a_prompt_from_disk(store: TieredStore, client: Client) 
     assert client.cancel(begun["id"]) == {"id": begun["id"], "cancelled": True}
     assert store.stats().leased == 0
     for call in (client.prefetched, client.cancel):
-        with pytest.raises(httpx.HTTPStatusError, match=r"404 .* no prefetch"):
-            call(begun["id"])
+        for name in (begun["id"], "a?b#c"):
+            with pytest.raises(httpx.HTTPStatusError, match=r"404 .* no prefetch"):
+                call(name)
 
 
 def test_what_a_neighbour_has_stored_is_found(store: TieredStore, client: Client, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +21,10 @@ from lmkv.backends.disk.description import NAME, describe, description
 from lmkv.chunks.hashing import token_bytes
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.app import app
+from lmkv.cli.disk_content import Content, Totals, contents, least_recently_used
+from lmkv.cli.inspect import show
 from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, Listed
 
 SMALL = Namespace(model="small", dtype="float32", chunk_size=16, block_size=16, extra={"weights": "1"})
 LARGE = Namespace(model="large-with-a-name-that-is-folded", dtype="bfloat16", chunk_size=16, block_size=16)
@@ -88,9 +92,21 @@ def test_the_table_fits_a_terminal_of_80_columns(tmp_path: Path, fill: Fill) -> 
     done = run("inspect", tmp_path)
     assert done.exit_code == 0
     assert {"small", "float32", "48", "58m to 1h ago", SMALL.digest.hex()[:12]} <= {
-        cell.strip() for line in done.stdout.splitlines() for cell in line.split("│")
+        cell for line in done.stdout.splitlines() for cell in re.split(r"\s{2,}", line.strip())
     }
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_the_table_of_a_full_disk_still_names_its_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    now, namespace = time.time(), evolve(LARGE, model="org/model-70B")
+    chunks = [Listed(b"", 20 << 20, now - ago) for ago in (59 * 60.0, *[0.0] * 49_999)]
+    show([Content(tmp_path, namespace.digest, namespace, chunks, 0)], [Totals(tokens=12_800_000)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "".join(line[14:27].strip() for line in lines).startswith("modelorg/model-70B"), "folded at most"
 
 
 def test_verify_names_what_is_damaged_and_changes_nothing(tmp_path: Path, fill: Fill) -> None:
@@ -127,6 +143,12 @@ def test_prune_leaves_so_many_gib_of_the_latest(tmp_path: Path, fill: Fill) -> N
     assert stored(tmp_path, SMALL, keys) == [False, False, True, True]
     assert usage.Usage(str(tmp_path / usage.NAME)).reserve_bytes(0) == 2 * size, "engines know that there is room"
     assert answer("prune", tmp_path, "--max-size", 1)["chunks"] == 0
+
+
+def test_a_size_that_is_no_number_deletes_nothing(tmp_path: Path, fill: Fill) -> None:
+    """Older releases of typer let it through."""
+    fill(SMALL, 2)
+    assert least_recently_used(list(contents(tmp_path)), -math.inf, math.nan) == {}
 
 
 def test_clear_asks_first(tmp_path: Path, fill: Fill) -> None:

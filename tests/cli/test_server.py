@@ -203,6 +203,11 @@ def test_what_is_no_prompt_is_refused() -> None:
     assert "no list of token ids" in refused("lookup", "--tokens", "1,two", code=2)
 
 
+@pytest.mark.parametrize("words", [["lookup", "\udcff"], ["pin", TEXT, "--cache-salt", "\udcff"]])
+def test_what_is_no_text_is_refused(url: str, words: list[str]) -> None:
+    assert "no text in UTF-8" in refused(*words, "--url", url)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands(shell: str, tmp_path: Path) -> None:
     """The script that lmkv shows names lmkv, and what it calls as the shell does answers."""

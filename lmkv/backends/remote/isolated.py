@@ -1,4 +1,4 @@
-"""`IsolatedBackend`: a store whose client is C++ that may hang, crash or keep the interpreter's lock.
+"""`IsolatedBackend`: a store whose client is C++ that may hang, crash or hold the GIL.
 
 So the client runs in processes of its own (`child`), each with memory that both sides map. A call that takes
 too long ends with its process, which cannot write anywhere afterwards; the next call starts another one.

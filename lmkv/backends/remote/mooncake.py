@@ -50,7 +50,7 @@ class MooncakeBackend(IsolatedBackend):
     Notes
     -----
     Nothing is connected before the first call. Values are copied once, through memory that is registered with
-    the client, which lives in processes of its own: `setup` keeps the interpreter's lock for half a minute when
+    the client, which lives in processes of its own: `setup` holds the GIL for half a minute when
     the master does not answer, and a read from a host that does not answer takes as long.
 
     Examples

@@ -7,11 +7,12 @@ from contextlib import closing
 
 import pytest
 
+from lmkv.agent.client import Client
 from lmkv.agent.explain import ADVICE
 from lmkv.cli.top import shortened
 from lmkv.vllm.metrics import REASONS
 from lmkv.vllm.scheduler.recent import RecentRequests
-from tests.agent.serving import service_of_scheduler
+from tests.agent.serving import TOKEN, service_of_scheduler, serving
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
 
@@ -80,6 +81,13 @@ def test_nothing_of_a_prompt_or_of_other_salts_is_told(engine: SimulatedVLLM) ->
     assert second["missed"]["reason"] == "not_stored"
     known = {"request", "time", "running", "tokens", "vllm_tokens", "hit_tokens", "sources", "missed"}
     assert set(second) == known | {"load_bytes", "load_seconds"}
+
+
+@pytest.mark.parametrize("name", ["tenant/7", "a?b#c%2F", "früh"])
+def test_a_request_is_explained_whatever_its_client_calls_it(engine: SimulatedVLLM, name: str) -> None:
+    serve(engine, name, PROMPT)
+    with serving(service_of_scheduler(engine.scheduler, CHUNK)) as (server,), Client(server.url, TOKEN) as client:
+        assert client.explain(name)["request"] == name
 
 
 def test_an_evicted_prompt_is_explained_with_its_tier_and_time() -> None:
