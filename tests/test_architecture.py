@@ -66,7 +66,7 @@ BUDGET = {
     "errors": 35,
     "outcomes": 50,
     "protocols": 90,
-    "config": 585,
+    "config": 590,
     "build": 95,
     "engine": 335,
     "registry": 30,
