@@ -32,15 +32,26 @@ import pytest
 
 NEEDED = os.environ.get("NEEDED_SERVERS", "").split()
 START_LIMIT = 120.0
+_KEPT: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """One that no client is given meanwhile, nor a cluster's second one, 10,000 higher: those begin at 32,768."""
+    """A port of loopback that no other test, and no client, is given until this process ends.
+
+    A socket that is bound, but does not listen, keeps it: a server that reuses addresses can listen there all the
+    same, whenever it comes to that. Ports of clients begin at 32,768; a cluster's second ones are 10,000 higher.
+    """
     while True:
-        port = random.randrange(12_000, 22_000)
-        with suppress(OSError), socket.socket() as found:
-            found.bind(("127.0.0.1", port))
-            return port
+        port, kept = random.randrange(12_000, 22_000), socket.socket()
+        try:
+            # Fails where one is kept; before it may be shared with the server.
+            kept.bind(("127.0.0.1", port))
+        except OSError:
+            kept.close()
+            continue
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _KEPT.append(kept)
+        return port
 
 
 def missing(name: str, why: str) -> NoReturn:

@@ -204,6 +204,7 @@ class Server:
             raise AssertionError(f"the server does not stop: {error}\n{self.log_tail()}") from error
         finally:
             kill_group(group)
+            self.process.wait(LIMIT)
 
     def kill(self) -> None:
         """SIGKILL for all its processes at once, as when the machine runs out of memory."""
