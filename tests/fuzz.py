@@ -1,0 +1,53 @@
+"""The suite's properties of what comes from outside, searched by coverage instead of at random, for as long as wanted.
+
+    pip install atheris
+    python -m tests.fuzz headers -max_total_time=600
+
+What to fuzz is the first word: `headers` of chunks, configuration `files`, the connector's `extra` configuration, or
+`http` requests to the agent API. The rest are libFuzzer's options. It ends with a traceback at the first failure.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import atheris
+
+with atheris.instrument_imports(include=["lmkv", "yaml"]):
+    from hypothesis import given
+
+    from tests.agent import test_fuzz_http
+    from tests.agent.serving import service_of, store_over
+    from tests.chunks.test_codec import test_sealed_lies_are_rejected_or_harmless
+    from tests.test_fuzz import test_any_extra_configuration, test_any_file
+
+
+def main() -> None:
+    with ExitStack() as stack:
+        store = stack.enter_context(store_over(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "kv"))
+        service = service_of(store)
+
+        @given(test_fuzz_http.requests)
+        def any_request(asked: test_fuzz_http.Asked) -> None:
+            test_fuzz_http.refused_or_answered(service, asked)
+
+        targets: dict[str, Callable[..., Any]] = {
+            "headers": test_sealed_lies_are_rejected_or_harmless,
+            "files": test_any_file,
+            "extra": test_any_extra_configuration,
+            "http": any_request,
+        }
+        if len(sys.argv) < 2 or sys.argv[1] not in targets:
+            sys.exit(f"{__doc__}\nWhat to fuzz: {', '.join(targets)}")
+        target = targets[sys.argv.pop(1)]
+        atheris.Setup(sys.argv, target.hypothesis.fuzz_one_input)  # type: ignore[attr-defined]
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
