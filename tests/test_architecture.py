@@ -79,12 +79,12 @@ BUDGET = {
     "backends.disk": 740,
     "backends.remote": 1000,
     "agent": 730,
-    "vllm": 1460,
+    "vllm": 1465,
     "vllm.scheduler": 1470,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 10760
+WHOLE = 10770
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

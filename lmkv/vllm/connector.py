@@ -318,7 +318,10 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:
             logger.exception("lmkv: this step's stores could not be planned")
         # Also after an error: vLLM counts on the loads that were promised.
-        return LMKVConnectorMetadata(self._scheduler.take_plan())
+        plan = self._scheduler.take_plan()
+        if not (scheduler_output.total_num_scheduled_tokens or plan.loads):
+            compat.give_way()
+        return LMKVConnectorMetadata(plan)
 
     @_harmless(lambda: None)
     def _tell_again(self) -> None:

@@ -56,8 +56,8 @@ class Walk:
         self.home = home
         self.disk = home / ".cache" / "lmkv"
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        # As on a small machine.
-        sizes = {"LMKV_MAX_LOCAL_CPU_SIZE": "0.25", "LMKV_DISK_MIN_FREE": "0"}
+        # As on a small machine, where nothing is late.
+        sizes = {"LMKV_MAX_LOCAL_CPU_SIZE": "0.25", "LMKV_DISK_MIN_FREE": "0", "LMKV_PREFETCH_DEADLINE": "60"}
         self.environment = {"HOME": str(home), "PATH": path, "COLUMNS": "80", **sizes}
 
     def shell(self, script: str, **more: str) -> str:
