@@ -1,4 +1,4 @@
-"""A remote backend beside its engine's own client, one value of 4 MiB at a time, interleaved in one run.
+"""A remote backend beside its engine's own client: values of 4 MiB, alone and eight at once, interleaved in one run.
 
     python benchmarks/remote.py URL [URL ...] [--rounds 40] [--quick] [--json]
 
@@ -6,8 +6,8 @@
 
 The client puts and gets bytes as its documentation shows it, and reads into nothing; Mooncake's puts
 from memory and gets into memory that is registered with it. lmkv computes and checks checksums of every byte, asks
-before it puts, and reads into memory that it is given. Wall time: a ratio below 1 is slower than the client. What is
-written is deleted again.
+before it puts, and reads into memory that it is given. Eight at once are eight threads on either side, as a tier has
+its I/O threads. Wall time: a ratio below 1 is slower than the client. What is written is deleted again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import itertools
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -39,13 +41,14 @@ from lmkv.protocols import Chunk
 MIB = 1 << 20
 VALUE = 4 * MIB
 TARGET = 0.8
+AT_ONCE = 8
 KEPT = 8
 """Values that are read again and again."""
 
 
 @frozen
 class Client:
-    """The engine's own client. `put(name, value)`, `get(name)`, `delete(names)`."""
+    """The engine's own client, for any thread. `put(name, value)`, `get(name)`, `delete(names)`."""
 
     put: Callable[[str, memoryview], object]
     get: Callable[[str], object]
@@ -88,7 +91,7 @@ def mooncake_client(url: str) -> Client:
     code = store.setup(str(parts.hostname), "P2PHANDSHAKE", 0, 0, "tcp", "", f"{parts.hostname}:{parts.port}")
     assert code == 0, code
     known: set[int] = set()
-    into = memoryview(bytearray(VALUE))
+    local = threading.local()
 
     def registered(memory: memoryview) -> int:
         address = np.frombuffer(memory, np.uint8).ctypes.data
@@ -101,6 +104,7 @@ def mooncake_client(url: str) -> Client:
         assert store.batch_put_from([name], [registered(value)], [len(value)]) == [0]
 
     def get(name: str) -> memoryview:
+        into: memoryview = local.__dict__.setdefault("into", memoryview(bytearray(VALUE)))
         assert store.batch_get_into([name], [registered(into)], [VALUE]) == [VALUE]
         return into
 
@@ -115,17 +119,26 @@ def infinistore_client(url: str) -> Client:
     import infinistore
 
     parts = urlsplit(url)
-    store: Any = infinistore.InfinityConnection(
-        infinistore.ClientConfig(
-            host_addr=parts.hostname, service_port=parts.port, connection_type=infinistore.TYPE_TCP, log_level="error"
-        )
-    )
-    store.connect()
+    local = threading.local()
+
+    def connected() -> Any:
+        """A connection does one call at a time."""
+        if not hasattr(local, "store"):
+            local.store = infinistore.InfinityConnection(
+                infinistore.ClientConfig(
+                    host_addr=parts.hostname,
+                    service_port=parts.port,
+                    connection_type=infinistore.TYPE_TCP,
+                    log_level="error",
+                )
+            )
+            local.store.connect()
+        return local.store
 
     def put(name: str, value: memoryview) -> None:
-        store.tcp_write_cache(name, np.frombuffer(value, np.uint8).ctypes.data, len(value))
+        connected().tcp_write_cache(name, np.frombuffer(value, np.uint8).ctypes.data, len(value))
 
-    return Client(put, store.tcp_read_cache, store.delete_keys)
+    return Client(put, lambda name: connected().tcp_read_cache(name), lambda names: connected().delete_keys(names))
 
 
 CLIENTS: dict[str, Callable[[str], Client]] = {
@@ -156,24 +169,37 @@ def measure(url: str, rounds: int) -> Iterator[Row]:
     numbers = itertools.count()
     keys, names = [os.urandom(32) for _ in range(KEPT)], [f"lmkv-bench:{number}" for number in range(KEPT)]
     written: tuple[list[bytes], list[str]] = ([], [])
+    pool = ThreadPoolExecutor(AT_ONCE)
 
-    def put() -> None:
-        written[0].append(os.urandom(32))
-        (result,) = backend.write([Chunk(written[0][-1], payload)])
+    def put(_: int) -> None:
+        key = os.urandom(32)
+        written[0].append(key)
+        (result,) = backend.write([Chunk(key, payload)])
         assert result.status is WriteStatus.STORED, result
 
-    def client_put() -> None:
-        written[1].append(f"lmkv-bench:new-{next(numbers)}")
-        client.put(written[1][-1], payload)
+    def client_put(_: int) -> None:
+        name = f"lmkv-bench:new-{next(numbers)}"
+        written[1].append(name)
+        client.put(name, payload)
 
-    into = memoryview(bytearray(VALUE))
+    buffers = [memoryview(bytearray(VALUE)) for _ in range(AT_ONCE)]
 
-    def get() -> None:
-        (result,) = backend.read([(keys[next(numbers) % KEPT], into)])
+    def get(thread: int) -> None:
+        (result,) = backend.read([(keys[next(numbers) % KEPT], buffers[thread])])
         assert result.status is ReadStatus.HIT, result
 
-    def client_get() -> None:
+    def client_get(_: int) -> None:
         assert client.get(names[next(numbers) % KEPT]) is not None
+
+    def all_of(futures: list[Future[None]]) -> None:
+        for future in futures:
+            future.result()
+
+    def at_once(work: Callable[[int], None]) -> Callable[[], None]:
+        return lambda: all_of([pool.submit(work, thread) for thread in range(AT_ONCE)])
+
+    def alone(work: Callable[[int], None]) -> Callable[[], None]:
+        return lambda: work(0)
 
     def tidy(_: str) -> None:
         backend.delete(written[0])
@@ -187,14 +213,17 @@ def measure(url: str, rounds: int) -> Iterator[Row]:
         client.put(name, payload)
     try:
         for verb, ours, theirs in (("put", put, client_put), ("get", get, client_get)):
-            times = interleaved({"lmkv": ours, "the client": theirs}, rounds, clock=time.perf_counter, before=tidy)
-            ratio = median_ratio(times, "the client", "lmkv")
-            speed = VALUE / statistics.median(times["lmkv"]) / 1e9
-            yield Row(f"{engine}: {verb}", speed, "GB/s", "the client", ratio, TARGET, ratio >= TARGET)
+            for how, count, caller in (("", 1, alone), (f", {AT_ONCE} at once", AT_ONCE, at_once)):
+                turns = {"lmkv": caller(ours), "the client": caller(theirs)}
+                times = interleaved(turns, rounds, clock=time.perf_counter, before=tidy)
+                ratio = median_ratio(times, "the client", "lmkv")
+                speed = count * VALUE / statistics.median(times["lmkv"]) / 1e9
+                yield Row(f"{engine}: {verb}{how}", speed, "GB/s", "the client", ratio, TARGET, ratio >= TARGET)
     finally:
         tidy("")
         backend.delete(keys)
         client.delete(names)
+        pool.shutdown()
         backend.close()
 
 

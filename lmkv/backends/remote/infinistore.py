@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 from lmkv.backends.remote.child import Memory
 from lmkv.backends.remote.isolated import IsolatedBackend
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -80,51 +79,53 @@ class Engine:
 
         self._memory, self._library = memory, infinistore
         self._address = (host, port)
-        self._connection: Any = None
+        self._connections: dict[str, Any] = {}
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        return self._connected(lambda store: [store.check_exist(name) for name in names])
+        with self._connected("ask") as store:
+            return [store.check_exist(name) for name in names]
 
     def get(self, name: str, room: int) -> int | None:
         """Bytes of the value, which is in the memory if it has room; None when there is none."""
-
-        def get(store: Any) -> int | None:
-            if not store.check_exist(name):
-                return None
+        if not self.exist([name])[0]:
+            return None
+        with self._connected("read") as store:
             value = store.tcp_read_cache(name)
-            if value.nbytes <= room:
-                ctypes.memmove(self._memory.address, value.ctypes.data, value.nbytes)
-            return int(value.nbytes)
-
-        return self._connected(get)
+        if value.nbytes <= room:
+            ctypes.memmove(self._memory.address, value.ctypes.data, value.nbytes)
+        return int(value.nbytes)
 
     def put(self, name: str, nbytes: int) -> str:
-        def put(store: Any) -> str:
-            if store.check_exist(name):
-                return "present"
+        if self.exist([name])[0]:
+            return "present"
+        with self._connected("write") as store:
             store.tcp_write_cache(name, self._memory.address, nbytes)
-            return "stored"
-
-        return self._connected(put)
+        return "stored"
 
     def remove(self, names: Sequence[str]) -> None:
-        self._connected(lambda store: store.delete_keys(names))
+        with self._connected("ask") as store:
+            store.delete_keys(names)
 
     def close(self) -> None:
-        """Its socket ends with the process."""
+        """Its sockets end with the process."""
 
-    def _connected(self, work: Callable[[Any], T]) -> T:
-        # Its exceptions do not tell what failed: after any, the connection is made anew.
-        store, self._connection = self._connection, None
+    @contextmanager
+    def _connected(self, use: str) -> Iterator[Any]:
+        """A connection of its own for each use.
+
+        After short answers the kernel delays the acknowledgement that the end of a long one waits for: a value
+        that was asked for on the connection that it is read from took 40 ms.
+        """
         try:
-            if store is None:
+            if use not in self._connections:
                 store = self._library.InfinityConnection(self._config())
                 store.connect()
-            result = work(store)
+                self._connections[use] = store
+            yield self._connections[use]
         except Exception as error:
+            # It does not tell what failed: after any, all are made anew.
+            self._connections.clear()
             raise ConnectionError(str(error)) from error
-        self._connection = store
-        return result
 
     def _config(self) -> Any:
         host, port = self._address
