@@ -285,6 +285,8 @@ def _unix_socket(path: str) -> socket.socket:
         bound.bind(path)
         # Its user's alone before anybody can connect, which takes a `listen`. An umask would be every thread's.
         os.chmod(path, 0o600)
+        # Before its thread runs: who connects by then waits instead of being refused, as at a port.
+        bound.listen()
     except OSError:
         bound.close()
         raise

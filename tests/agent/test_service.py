@@ -305,7 +305,7 @@ class TestUnixSockets:
         server = AgentServer(lambda: application(service, None), Address(f"unix:{path}"))
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with Client(server.url) as client:
-            eventually(lambda: client.lookup("16 tokens it has")["hit_tokens"] == 16)
+            assert client.lookup("16 tokens it has")["hit_tokens"] == 16
         server.close()
         assert not path.exists()
 
@@ -314,7 +314,9 @@ class TestUnixSockets:
         left.bind(str(path))
         left.close()
         bound, _ = Address(f"unix:{path}").bind()
-        bound.listen()
+        # From the start, not once its server's thread runs.
+        with socket.socket(socket.AF_UNIX) as early:
+            early.connect(str(path))
         with pytest.raises(OSError, match="in use"):
             Address(f"unix:{path}").bind()
         bound.close()
