@@ -24,7 +24,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -191,14 +191,10 @@ def measure(url: str, rounds: int) -> Iterator[Row]:
     def client_get(_: int) -> None:
         assert client.get(names[next(numbers) % KEPT]) is not None
 
-    def all_of(futures: list[Future[None]]) -> None:
-        for future in futures:
-            future.result()
+    def at_once(work: Callable[[int], None]) -> Callable[[], object]:
+        return lambda: list(pool.map(work, range(AT_ONCE)))
 
-    def at_once(work: Callable[[int], None]) -> Callable[[], None]:
-        return lambda: all_of([pool.submit(work, thread) for thread in range(AT_ONCE)])
-
-    def alone(work: Callable[[int], None]) -> Callable[[], None]:
+    def alone(work: Callable[[int], None]) -> Callable[[], object]:
         return lambda: work(0)
 
     def tidy(_: str) -> None:

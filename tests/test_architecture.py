@@ -77,14 +77,14 @@ BUDGET = {
     "store.tiers": 1110,
     "backends": 370,
     "backends.disk": 740,
-    "backends.remote": 1000,
+    "backends.remote": 1010,
     "agent": 730,
     "vllm": 1465,
     "vllm.scheduler": 1470,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 10770
+WHOLE = 10780
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

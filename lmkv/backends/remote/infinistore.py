@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from lmkv.backends.remote.child import Memory
 from lmkv.backends.remote.isolated import IsolatedBackend
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,12 @@ class InfiniStoreBackend(IsolatedBackend):
 
 open_url = InfiniStoreBackend
 
+_PIECE = 256 << 10
+"""Bytes that the server sends at once. On loopback a value that ends in a short piece takes 40 ms: its end waits for
+the acknowledgement of what came before it. So values are padded; the last eight bytes say how long they were."""
+
+_LENGTH = struct.Struct("<Q")
+
 
 class Engine:
     """InfiniStore's client, in a process of its own."""
@@ -79,53 +88,52 @@ class Engine:
 
         self._memory, self._library = memory, infinistore
         self._address = (host, port)
-        self._connections: dict[str, Any] = {}
+        self._connection: Any = None
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        with self._connected("ask") as store:
-            return [store.check_exist(name) for name in names]
+        return self._connected(lambda store: [store.check_exist(name) for name in names])
 
     def get(self, name: str, room: int) -> int | None:
         """Bytes of the value, which is in the memory if it has room; None when there is none."""
-        if not self.exist([name])[0]:
-            return None
-        with self._connected("read") as store:
+
+        def get(store: Any) -> int | None:
+            if not store.check_exist(name):
+                return None
             value = store.tcp_read_cache(name)
-        if value.nbytes <= room:
-            ctypes.memmove(self._memory.address, value.ctypes.data, value.nbytes)
-        return int(value.nbytes)
+            nbytes = _unpadded(memoryview(value).cast("B"))
+            if nbytes <= room:
+                ctypes.memmove(self._memory.address, value.ctypes.data, nbytes)
+            return nbytes
+
+        return self._connected(get)
 
     def put(self, name: str, nbytes: int) -> str:
-        if self.exist([name])[0]:
-            return "present"
-        with self._connected("write") as store:
-            store.tcp_write_cache(name, self._memory.address, nbytes)
-        return "stored"
+        def put(store: Any) -> str:
+            if store.check_exist(name):
+                return "present"
+            store.tcp_write_cache(name, self._memory.address, _pad(self._memory.view, nbytes))
+            return "stored"
+
+        return self._connected(put)
 
     def remove(self, names: Sequence[str]) -> None:
-        with self._connected("ask") as store:
-            store.delete_keys(names)
+        self._connected(lambda store: store.delete_keys(names))
 
     def close(self) -> None:
-        """Its sockets end with the process."""
+        """Its socket ends with the process."""
 
-    @contextmanager
-    def _connected(self, use: str) -> Iterator[Any]:
-        """A connection of its own for each use.
-
-        After short answers the kernel delays the acknowledgement that the end of a long one waits for: a value
-        that was asked for on the connection that it is read from took 40 ms.
-        """
+    def _connected(self, work: Callable[[Any], T]) -> T:
+        # Its exceptions do not tell what failed: after any, the connection is made anew.
+        store, self._connection = self._connection, None
         try:
-            if use not in self._connections:
+            if store is None:
                 store = self._library.InfinityConnection(self._config())
                 store.connect()
-                self._connections[use] = store
-            yield self._connections[use]
+            result = work(store)
         except Exception as error:
-            # It does not tell what failed: after any, all are made anew.
-            self._connections.clear()
             raise ConnectionError(str(error)) from error
+        self._connection = store
+        return result
 
     def _config(self) -> Any:
         host, port = self._address
@@ -136,3 +144,20 @@ class Engine:
             connection_type=self._library.TYPE_TCP,
             log_level="error",
         )
+
+
+def _pad(memory: mmap.mmap, nbytes: int) -> int:
+    """Bytes of a value with its padding, if the memory has room for it."""
+    padded = -(-(nbytes + _LENGTH.size) // _PIECE) * _PIECE
+    if padded > len(memory):
+        return nbytes
+    _LENGTH.pack_into(memory, padded - _LENGTH.size, nbytes)
+    return padded
+
+
+def _unpadded(value: memoryview) -> int:
+    """Bytes of a value without its padding. Not all have one; the checksums tell whether it is right."""
+    if len(value) < _LENGTH.size:
+        return len(value)
+    (nbytes,) = _LENGTH.unpack_from(value, len(value) - _LENGTH.size)
+    return nbytes if 0 <= len(value) - _LENGTH.size - nbytes < _PIECE else len(value)

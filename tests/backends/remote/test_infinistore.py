@@ -83,6 +83,13 @@ class TestInfiniStoreSuite(IsolatedSuite):
         assert read_back(other, chunk) == chunk.payload
         other.close()
 
+    def test_a_value_that_leaves_no_room_for_padding(self, backend: InfiniStoreBackend) -> None:
+        room = 16 << 20
+        for left in (0, 7, 8):
+            chunk = chunk_of(room - backend.blobs.blob_bytes(0) - left)
+            assert statuses(backend, [chunk]) == [STORED]
+            assert read_back(backend, chunk) == chunk.payload
+
     def test_a_full_server_drops_the_oldest(self, backend: InfiniStoreBackend) -> None:
         payload = memoryview(os.urandom(8 << 20))
         chunks = [Chunk(new_key(), payload) for _ in range(160)]
