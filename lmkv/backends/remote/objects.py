@@ -239,14 +239,14 @@ def _opened(
         raise ValueError("credentials cannot be in its URL; GOOGLE_APPLICATION_CREDENTIALS names a file with them")
     limits = {"timeout": f"{timeout * 1000:.0f}ms", "connect_timeout": f"{timeout * 1000:.0f}ms"}
     given = (unquote(parts.username or "") or username, unquote(parts.password or "") or password)
-    authorities = options.get("ssl_ca_certs")
+    authorities, endpoint = options.get("ssl_ca_certs"), options.get("endpoint", options.get("base_url", ""))
     return kind(
         bucket,
         prefix=unquote(parts.path).strip("/") or None,
         config={
             **limits,
             **({"unsigned_payload": "true"} if kind is S3Store else {}),
-            **({"allow_http": "true"} if options.get("endpoint", "").startswith("http://") else {}),
+            **({"allow_http": "true"} if endpoint.startswith("http://") else {}),
             **{name: value for name, value in zip(names, given, strict=False) if value},
             **{name: value for name, value in options.items() if name != "ssl_ca_certs"},
         },

@@ -1,20 +1,37 @@
-"""A network for one test module's servers alone: they listen on every address, whatever they are told."""
+"""Mooncake and InfiniStore in a network of their own: they listen on every address, whatever they are told."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from attrs import frozen
+
 from tests.servers import START_LIMIT, missing, stop
 
 _CLONE_NEWNET = 0x40000000
+
+MOONCAKE, MOONCAKE_MEMORY, INFINISTORE = 50151, 50152, 22345
+"""Ports: of Mooncake's master, of the process that has its memory, of InfiniStore."""
+
+UVLOOP = os.environ.get("INFINISTORE_UVLOOP", "")
+"""InfiniStore was built for uvloop 0.21: a folder that has it, where the environment's is another one."""
+
+_INFINISTORE = """if True:
+    import infinistore.server
+    infinistore.server.prevent_oom = lambda: None  # not in every container
+    infinistore.server.main()
+"""
 
 
 @contextmanager
@@ -70,3 +87,72 @@ class Server:
     def resume(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+
+@frozen
+class Mooncake:
+    master: Server
+    memory: Server
+
+
+@contextmanager
+def mooncake_servers(folder: Path) -> Iterator[Mooncake]:
+    try:
+        store = importlib.import_module("mooncake.store")
+    except ImportError as error:
+        missing("mooncake", f"pip install -r requirements/mooncake.txt, and see there ({error})")
+    programs = Path(str(store.__file__)).parent
+    with own_network("mooncake"):
+        master = Server(
+            folder / "master.log",
+            MOONCAKE,
+            *(str(programs / "mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={MOONCAKE}"),
+            *("--metrics_host=127.0.0.1", "--metrics_port=9103", "--default_kv_lease_ttl=5000"),
+        )
+        memory = Server(
+            folder / "memory.log",
+            MOONCAKE_MEMORY,
+            *(str(programs / "mooncake_client"), "--host=127.0.0.1", f"--port={MOONCAKE_MEMORY}"),
+            *("--metadata_server=P2PHANDSHAKE", f"--master_server_address=127.0.0.1:{MOONCAKE}"),
+            "--global_segment_size=512 MB",
+        )
+        yield Mooncake(master, memory)
+        for each in (memory, master):
+            each.kill()
+
+
+@contextmanager
+def infinistore_server(folder: Path) -> Iterator[Server]:
+    if importlib.util.find_spec("infinistore") is None:
+        missing("infinistore", "pip install --no-deps infinistore")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([UVLOOP, os.environ.get("PYTHONPATH", "")])}
+    uvloop = subprocess.run(
+        [sys.executable, "-c", "import uvloop; print(uvloop.__version__)"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    if not uvloop.stdout.startswith("0.21."):
+        missing("infinistore", "needs uvloop 0.21: pip install --target DIR uvloop==0.21.0, INFINISTORE_UVLOOP=DIR")
+    with own_network("infinistore"):
+        server = Server(
+            folder / "server.log",
+            INFINISTORE,
+            *(sys.executable, "-c", _INFINISTORE, "--service-port", str(INFINISTORE), "--manage-port", "18080"),
+            *("--host", "127.0.0.1", "--prealloc-size", "1", "--log-level", "error"),
+            env={**env, "LD_PRELOAD": str(_device_in(folder))},
+        )
+        yield server
+        server.kill()
+
+
+def _device_in(folder: Path) -> Path:
+    """InfiniStore does not start without an RDMA device, not even for TCP: a library that says there is one."""
+    library = folder / "rdma_device.so"
+    source = Path(__file__).with_name("rdma_device.c")
+    try:
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        missing("infinistore", f"apt install gcc libibverbs-dev ({error})")
+    return library

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,61 +11,18 @@ from lmkv.backends.remote.infinistore import InfiniStoreBackend
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
 from tests.backends.remote.isolated_suite import NAMESPACE, STORED, IsolatedSuite
-from tests.backends.remote.own_network import Server, own_network
-from tests.servers import missing
-
-PORT = 22345
-UVLOOP = os.environ.get("INFINISTORE_UVLOOP", "")
-"""The server was built for uvloop 0.21: a folder that has it, where the environment's is another one."""
-
-SERVER = """if True:
-    import infinistore.server
-    infinistore.server.prevent_oom = lambda: None  # not in every container
-    infinistore.server.main()
-"""
+from tests.backends.remote.own_network import INFINISTORE, Server, infinistore_server
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if importlib.util.find_spec("infinistore") is None:
-        missing("infinistore", "pip install --no-deps infinistore")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([UVLOOP, os.environ.get("PYTHONPATH", "")])}
-    uvloop = subprocess.run(
-        [sys.executable, "-c", "import uvloop; print(uvloop.__version__)"],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=env,
-    )
-    if not uvloop.stdout.startswith("0.21."):
-        missing("infinistore", "needs uvloop 0.21: pip install --target DIR uvloop==0.21.0, INFINISTORE_UVLOOP=DIR")
-    folder = tmp_path_factory.mktemp("infinistore")
-    with own_network("infinistore"):
-        server = Server(
-            folder / "server.log",
-            PORT,
-            *(sys.executable, "-c", SERVER, "--service-port", str(PORT), "--manage-port", "18080"),
-            *("--host", "127.0.0.1", "--prealloc-size", "1", "--log-level", "error"),
-            env={**env, "LD_PRELOAD": str(device_in(folder))},
-        )
+    with infinistore_server(tmp_path_factory.mktemp("infinistore")) as server:
         yield server
-        server.kill()
-
-
-def device_in(folder: Path) -> Path:
-    """The server does not start without an RDMA device, not even for TCP: a library that says there is one."""
-    library = folder / "rdma_device.so"
-    source = Path(__file__).with_name("rdma_device.c")
-    try:
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        missing("infinistore", f"apt install gcc libibverbs-dev ({error})")
-    return library
 
 
 class TestInfiniStoreSuite(IsolatedSuite):
     kind = InfiniStoreBackend
-    url = f"infinistore://localhost:{PORT}/"
+    url = f"infinistore://localhost:{INFINISTORE}/"
 
     @pytest.fixture(autouse=True)
     def _servers(self, server: Server) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import frozen
 
 from lmkv.backends.remote.mooncake import MooncakeBackend
 from lmkv.errors import BackendUnavailable
@@ -21,51 +18,19 @@ from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
 from tests.backends.remote.isolated_suite import GIVEN_UP, NAMESPACE, PRESENT, STORED, IsolatedSuite
-from tests.backends.remote.own_network import Server, own_network
+from tests.backends.remote.own_network import MOONCAKE, Mooncake, mooncake_servers
 from tests.kit import eventually
-from tests.servers import missing
-
-MASTER, MEMORY = 50151, 50152
-
-
-@frozen
-class Mooncake:
-    master: Server
-    memory: Server
 
 
 @pytest.fixture(scope="module")
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
-    try:
-        store = importlib.import_module("mooncake.store")
-    except ImportError as error:
-        missing("mooncake", f"pip install -r requirements/mooncake.txt, and see there ({error})")
-    programs, logs = Path(str(store.__file__)).parent, tmp_path_factory.mktemp("mooncake")
-    with own_network("mooncake"):
-        master = Server(
-            logs / "master.log",
-            MASTER,
-            *(str(programs / "mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={MASTER}"),
-            *("--metrics_host=127.0.0.1", "--metrics_port=9103", "--default_kv_lease_ttl=5000"),
-        )
-        memory = memory_of(programs, logs, MEMORY)
-        yield Mooncake(master, memory)
-        for each in (memory, master):
-            each.kill()
-
-
-def memory_of(programs: Path, logs: Path, port: int) -> Server:
-    return Server(
-        logs / "memory.log",
-        port,
-        *(str(programs / "mooncake_client"), "--host=127.0.0.1", f"--port={port}", "--metadata_server=P2PHANDSHAKE"),
-        *(f"--master_server_address=127.0.0.1:{MASTER}", "--global_segment_size=512 MB"),
-    )
+    with mooncake_servers(tmp_path_factory.mktemp("mooncake")) as servers:
+        yield servers
 
 
 class TestMooncakeSuite(IsolatedSuite):
     kind = MooncakeBackend
-    url = f"mooncake://localhost:{MASTER}/"
+    url = f"mooncake://localhost:{MOONCAKE}/"
 
     @pytest.fixture(autouse=True)
     def _servers(self, mooncake: Mooncake) -> None:
@@ -129,7 +94,7 @@ class TestMooncakeSuite(IsolatedSuite):
             import os, signal
             from mooncake.store import MooncakeDistributedStore
             store = MooncakeDistributedStore()
-            assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", "127.0.0.1:{MASTER}")
+            assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", "127.0.0.1:{MOONCAKE}")
             assert store.batch_put_session_start(["{backend.name_of(chunk.key)}"], [100]) == [0]
             os.kill(os.getpid(), signal.SIGKILL)
         """
