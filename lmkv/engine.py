@@ -42,8 +42,21 @@ _FOREVER = 1e9
 class Variant:
     """What keeps prompts of equal tokens apart: they share KV only when all of this is equal.
 
-    `cache_salt`: of a tenant. `lora`: name and path of an adapter. `tags`: anything else, by name.
+    Parameters
+    ----------
+    cache_salt
+        Of a tenant.
+    lora
+        Name and path of an adapter.
+    tags
+        Anything else, by name.
 
+    Notes
+    -----
+    Immutable: threads may share it.
+
+    Examples
+    --------
     >>> Variant(cache_salt="tenant 1") == Variant(cache_salt="tenant 2")
     False
     """
@@ -55,7 +68,19 @@ class Variant:
 
 @frozen
 class EngineStats:
-    """Totals of the engine's calls in tokens, and the store's state."""
+    """Totals of the engine's calls in tokens, and the store's state, as `Engine.stats` returns them.
+
+    Attributes
+    ----------
+    stored_tokens, retrieved_tokens, requested_tokens
+        Tokens that were stored, loaded, and asked to be loaded since the engine was opened.
+    store
+        Chunks and bytes of each tier, and what happened to them.
+
+    Notes
+    -----
+    A snapshot: nothing in it changes, and no lock is held after it was taken.
+    """
 
     stored_tokens: int
     retrieved_tokens: int

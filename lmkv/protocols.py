@@ -189,6 +189,15 @@ class Tier:
     write : str
         When a lower tier gets a chunk: "through": as it is stored, "back": as it is evicted from host memory.
 
+    Raises
+    ------
+    ValueError
+        `write` is neither.
+
+    Notes
+    -----
+    It has no lock: a store calls the policy and the filter under its own, the backend never under it.
+
     Examples
     --------
     >>> from lmkv.backends import NullBackend

@@ -30,6 +30,6 @@ def has_example(found: Any) -> bool:
 def test_classes_that_users_build_have_an_example() -> None:
     built = [getattr(lmkv, name) for name in ("Config", "Engine", "KVLayout", "LayerPages", "Namespace", "PagedMemory")]
     built += [lmkv.TieredStore, lmkv.Tier, lmkv.Variant, lmkv.Prefetch]
-    built += [getattr(lmkv.backends, name) for name in lmkv.backends.__all__ if name != "AsyncBackend"]
-    built += [lmkv.policies.LRU, lmkv.policies.FIFO, lmkv.policies.SecondTouch]
+    built += [getattr(lmkv.backends, name) for name in lmkv.backends.__all__]
+    built += [found for name in lmkv.policies.__all__ if isinstance(found := getattr(lmkv.policies, name), type)]
     assert [found.__name__ for found in built if not has_example(found)] == []

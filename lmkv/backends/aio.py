@@ -17,10 +17,33 @@ T = TypeVar("T")
 
 
 class AsyncBackend(Protocol):
-    """The verbs of `Backend` as coroutines, with the same meaning and the same results.
+    """The verbs of `Backend` as coroutines, with the same meaning, results and errors.
 
-    All run on one event loop, that of its `AsyncAdapter`. A coroutine may be cancelled at any `await`, and
-    nothing is called after `close`.
+    Notes
+    -----
+    All run on one event loop, that of its `AsyncAdapter`, so that none needs a lock against another between two
+    `await`s. A coroutine may be cancelled at any `await`, and nothing is called after `close`.
+
+    Examples
+    --------
+    >>> class Memory:  # the two verbs that this example calls; a backend has all of them
+    ...     name = "memory"
+    ...     def __init__(self):
+    ...         self.values = {}
+    ...     async def write(self, chunks):
+    ...         self.values |= {chunk.key: bytes(chunk.payload) for chunk in chunks}
+    ...         return [STORED] * len(chunks)
+    ...     async def contains(self, keys):
+    ...         return [key in self.values for key in keys]
+    ...     async def close(self):
+    ...         self.values.clear()
+    >>> from lmkv.outcomes import STORED
+    >>> backend = AsyncAdapter(Memory())
+    >>> backend.write([Chunk(bytes(32), memoryview(b"payload"))])[0].status
+    <WriteStatus.STORED: 'stored'>
+    >>> backend.contains([bytes(32), bytes(31) + b"a"])
+    [True, False]
+    >>> backend.close()
     """
 
     @property

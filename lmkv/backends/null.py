@@ -22,6 +22,15 @@ class NullBackend:
     name
         What logs and statistics call the tier.
 
+    Raises
+    ------
+    ClosedError
+        By every verb after `close`.
+
+    Notes
+    -----
+    Any number of threads may call: there is nothing to lock.
+
     Examples
     --------
     >>> from lmkv.protocols import Chunk

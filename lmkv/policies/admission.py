@@ -16,14 +16,26 @@ DEFAULT_MAX_KEYS = 1 << 16
 
 
 class AdmitAll:
-    """Admits every chunk."""
+    """Admits every chunk.
+
+    Examples
+    --------
+    >>> AdmitAll().admit(b"a")
+    True
+    """
 
     def admit(self, key: ChunkKey) -> bool:
         return True
 
 
 class AdmitNone:
-    """Admits no chunk: the tier serves what it has."""
+    """Admits no chunk: the tier serves what it has.
+
+    Examples
+    --------
+    >>> AdmitNone().admit(b"a")
+    False
+    """
 
     def admit(self, key: ChunkKey) -> bool:
         return False
@@ -47,6 +59,10 @@ class SecondTouch:
     ------
     UsageError
         When `max_keys` is not positive.
+
+    Notes
+    -----
+    Not thread-safe: the store asks its filters under its lock.
 
     Examples
     --------

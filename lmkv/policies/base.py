@@ -19,6 +19,11 @@ class PolicyBase(ABC):
     A subclass says what a use changes in it (`touch`) and where a released key goes (`_requeue`). New keys go
     to its end; its front is evicted first.
 
+    Raises
+    ------
+    UsageError
+        A key is inserted twice or with no size, or acquired or released without being known.
+
     Notes
     -----
     Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected), amortised,

@@ -14,6 +14,11 @@ from lmkv.protocols import ChunkKey
 class FIFO(PolicyBase):
     """Evicts the chunk that was inserted first, however often it was used.
 
+    Raises
+    ------
+    UsageError
+        A key is inserted twice or with no size, or acquired or released without being known.
+
     Notes
     -----
     A key keeps its place while it is acquired. When its turn comes meanwhile, it is the first to be evicted

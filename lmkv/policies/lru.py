@@ -14,6 +14,11 @@ from lmkv.protocols import ChunkKey
 class LRU(PolicyBase):
     """Evicts the chunk that was used least recently.
 
+    Raises
+    ------
+    UsageError
+        A key is inserted twice or with no size, or acquired or released without being known.
+
     Notes
     -----
     `touch` makes the head of a chain the most recent, so that its tail is evicted first, whatever the order
