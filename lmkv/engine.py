@@ -70,16 +70,10 @@ class Variant:
 class EngineStats:
     """Totals of the engine's calls in tokens, and the store's state, as `Engine.stats` returns them.
 
-    Attributes
-    ----------
-    stored_tokens, retrieved_tokens, requested_tokens
-        Tokens that were stored, loaded, and asked to be loaded since the engine was opened.
-    store
-        Chunks and bytes of each tier, and what happened to them.
-
     Notes
     -----
-    A snapshot: nothing in it changes, and no lock is held after it was taken.
+    A snapshot, since the engine was opened: nothing in it changes, and no lock is held after it was taken.
+    `requested_tokens` are those of the chunks that callers asked to be loaded.
     """
 
     stored_tokens: int

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 import reprlib
+from urllib.parse import unquote
 
-# Up to the last @ before another URL: a password in which / ? # @ are not encoded is one, too.
-_IN_USER = re.compile(r"(?s)(?<=://)([^/?#@:]*):(?:(?!://).)*@")
-_IN_QUERY = re.compile(r"(?i)([?&][^=&#]*(?:password|passwd|secret|token|key|signature|proxy|\bsig)[^=&#]*)=[^&#]*")
+_BEFORE_URL = re.compile(r"(?i)(?<=[\s,;'\"=(\[])(?=[a-z][a-z0-9+.-]*://)")
+_SCHEME = re.compile(r"(?i)://|\b(?:rediss?|valkeys?|infinistore|mooncake|mooncakestore|s3):/?")
+_IN_QUERY = re.compile(r"([?&])([^=&#]*)=([^&]*)")
+SECRET = re.compile(r"(?i)passw|pass\b|pwd|pw\b|secret|token|key|credential|signature|proxy|\bsig")
+"""In the names of options whose values are shown nowhere."""
 
 
 def masked(text: str) -> str:
@@ -20,7 +23,29 @@ def masked(text: str) -> str:
     >>> masked("redis://cache:secret@host:6379/0?ssl_password=other&db=1")
     'redis://cache:***@host:6379/0?ssl_password=***&db=1'
     """
-    return _IN_QUERY.sub(r"\1=***", _IN_USER.sub(r"\1:***@", text))
+    return _IN_QUERY.sub(_masked_option, _masked_users(text))
+
+
+def _masked_users(text: str) -> str:
+    return "".join(map(_masked_user, _BEFORE_URL.split(text)))
+
+
+def _masked_user(text: str) -> str:
+    """Of one URL, up to its last @: a user and a password in which : / ? # @ are not encoded are some, too."""
+    if not (scheme := _SCHEME.search(text)):
+        return text
+    user, colon, rest = text[scheme.end() :].partition(":")
+    _, at, place = rest.rpartition("@")
+    return f"{text[: scheme.end()]}{user}:***@{place}" if colon and at else text
+
+
+def _masked_option(found: re.Match[str]) -> str:
+    start, name, value = found.groups()
+    if SECRET.search(unquote(name)):
+        return f"{start}{name}=***"
+    plain = unquote(value)
+    hidden = _masked_users(plain)
+    return found[0] if hidden == plain else f"{start}{name}={hidden}"
 
 
 def _masked_repr(x: str, level: int) -> str:

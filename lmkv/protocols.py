@@ -10,6 +10,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from attrs import define, field, frozen, validators
 
+from lmkv.errors import UsageError
 from lmkv.outcomes import Read, Written
 
 ChunkKey = bytes
@@ -29,6 +30,13 @@ class Chunk:
     payload: memoryview
     parent: ChunkKey = b""
     tokens: bytes = b""
+
+    def check(self) -> None:
+        """Raise UsageError for what no backend can store."""
+        if not len(self.payload) or self.payload.ndim != 1 or self.payload.itemsize != 1:
+            raise UsageError("a payload must be a flat view of bytes, one at least")
+        if len(self.parent) not in (0, len(self.key)) or len(self.tokens) % 4:
+            raise UsageError(f"a parent must be empty or {len(self.key)} bytes, and tokens 4 bytes each")
 
 
 @runtime_checkable

@@ -63,10 +63,10 @@ ALLOWED: dict[str, frozenset[str]] = {
 
 BUDGET = {
     "": 60,
-    "errors": 35,
+    "errors": 55,
     "outcomes": 50,
     "protocols": 90,
-    "config": 590,
+    "config": 595,
     "build": 95,
     "engine": 335,
     "registry": 30,
@@ -77,14 +77,14 @@ BUDGET = {
     "store.tiers": 1110,
     "backends": 370,
     "backends.disk": 740,
-    "backends.remote": 1010,
+    "backends.remote": 1035,
     "agent": 730,
     "vllm": 1465,
     "vllm.scheduler": 1470,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 10780
+WHOLE = 10835
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

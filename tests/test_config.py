@@ -6,6 +6,8 @@ import copy
 import json
 import pickle
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import pytest
 from attrs import evolve
 from attrs.exceptions import FrozenInstanceError
 
+from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.config import GIB, Config, Setting, lmcache
 from lmkv.config.remote_url import RemoteURL
-from lmkv.errors import ConfigError, shown
+from lmkv.errors import ConfigError, masked, shown
 from lmkv.policies import FIFO, make_admission, make_policy
 
 DEFAULTS: dict[str, object] = {
@@ -585,6 +588,7 @@ def test_remote_urls_are_one_text_or_a_list(given: object, file: Path) -> None:
         *("redis://u:hunter2@[::1", "redis://u:hunter2@h\0", "s3://[x/y"),
         *("redis://:hunter2/x@h", "rediss://u:x?hunter2@h/1", "valkey://u:hunter2#x@h", "s3://id:a/hunter2@bucket"),
         *("redis://h:port", "redis://h:65536"),
+        *("redis:/me:hunter2@h", "redis://user:hun://hunter2@h", ["redis://a:b@h1 redis://c:hunter2@h2"]),
     ],
 )
 def test_what_is_no_remote_url_is_refused_and_its_password_not_shown(bad: object) -> None:
@@ -613,11 +617,35 @@ def test_passwords_are_in_no_repr_and_no_table() -> None:
         ("redis://one:6379,redis://:a/hunter2@two:6379", "redis://one:6379,redis://:***@two:6379"),
         ("s3://id:a@b/hunter2@bucket?endpoint=http://host:9000", "s3://id:***@bucket?endpoint=http://host:9000"),
         ("s3://bucket?proxy_url=http%3A%2F%2Fme:hunter2%40proxy&region=a", "s3://bucket?proxy_url=***&region=a"),
+        ("redis://me@corp:hunter2@host", "redis://me@corp:***@host"),
+        ("redis://u/s?e#r:hunter2@host", "redis://u/s?e#r:***@host"),
+        ("redis://@me:hun://hunter2@host", "redis://@me:***@host"),
+        ("redis://host?p%61ssword=a#hunter2&db=1", "redis://host?p%61ssword=***&db=1"),
+        ("gs://b?base_url=http%3A%2F%2Fme%3Ahunter2%40host&a=b", "gs://b?base_url=http://me:***@host&a=b"),
+        ("redis:/me:hunter2@host", "redis:/me:***@host"),
+        ("redis:me:hunter2@host", "redis:me:***@host"),
     ],
 )
 def test_passwords_that_are_not_encoded_are_not_shown_either(url: str, told: str) -> None:
     assert str(RemoteURL(url)) == told
     assert "hunter2" not in repr(RemoteURL(url))
+
+
+@pytest.mark.parametrize(
+    "value", ["%hunter2", "@hunter2", "hun: hunter2", "'hunter2", "!hunter2", "[hunter2", '"\\hunter2"']
+)
+def test_a_password_that_is_no_yaml_is_not_shown(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text(f"chunk_size: 256\nremote_password: {value}\n")
+    with pytest.raises(ConfigError, match=r"lmkv\.yaml: line [23], column .* needs quotes") as refused:
+        load(file=file)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_masking_takes_time_by_the_length_alone() -> None:
+    texts = {f"{size}": "://a" * size + " a://b:c?a=%3A%2F%2F" * size for size in (1_000, 20_000)}
+    times = interleaved({size: partial(masked, text) for size, text in texts.items()}, 3, clock=time.thread_time)
+    assert median_ratio(times, "20000", "1000") < 200, "20 times as long; squared it is 400"
 
 
 def test_a_password_from_a_file(tmp_path: Path) -> None:

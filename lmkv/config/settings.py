@@ -21,7 +21,7 @@ from attrs import Attribute, field, fields, frozen
 from lmkv.config import lmcache
 from lmkv.config.lmcache import EXTRA, SERVICE_LINK, VARIABLE
 from lmkv.config.remote_url import SCHEMES, RemoteURL, Secret
-from lmkv.errors import ConfigError, shown
+from lmkv.errors import SECRET, ConfigError, shown
 from lmkv.policies import ADMISSIONS, POLICIES
 
 GIB: Final = 1 << 30
@@ -35,9 +35,6 @@ RESERVED_ENV: Final = frozenset({ENV_FILE, "LMKV_LOG_LEVEL", "LMKV_CHECK_LOCKS"}
 
 _FILE_URL: Final = re.compile(r"(?i:file):(//(localhost)?(?=/))?(?P<path>/(?!/).*)")
 _OTHER_URL: Final = re.compile(r"(?i)file:|[a-z][a-z0-9+.-]*://")
-
-_LIKE_A_SECRET: Final = re.compile("(?i)passw|secret|token|key")
-"""In the name of a setting that does not exist, most likely by a slip of the keyboard."""
 
 MIN_KEY_BYTES: Final = 32
 
@@ -137,8 +134,8 @@ def _remote_urls(value: object) -> tuple[RemoteURL, ...]:
     urls = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
     if any(url.scheme not in SCHEMES for url in urls):
         raise ValueError(f"must begin with one of {', '.join(f'{scheme}://' for scheme in SCHEMES)}")
-    if not all(url.text.isprintable() for url in urls):
-        raise ValueError("must have printable characters alone")
+    if not all(url.text.isprintable() and " " not in url.text for url in urls):
+        raise ValueError("must have printable characters alone, and no blanks")
     if not all(map(_has_a_place, urls)):
         raise ValueError("must have a host and a port that can be; in a password / is %2F, ? is %3F, # is %23")
     return tuple(urls)
@@ -563,8 +560,7 @@ def read_yaml(path: Path) -> dict[Any, object]:
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
         if isinstance(error, ConfigError):
             raise
-        reason = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ConfigError(f"file {path}: {reason}") from None
+        raise ConfigError(f"file {path}: {_yaml_reason(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -572,10 +568,20 @@ def read_yaml(path: Path) -> dict[Any, object]:
     return content
 
 
+def _yaml_reason(error: Exception) -> str:
+    """What is wrong, and in which line: not what is there, which may be a password."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if problem is None or mark is None:
+        return "is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    problem = re.sub(r"(['\"]).{2,}\1", "...", problem)
+    place = f"line {mark.line + 1}, column {mark.column + 1}"
+    return f"{place}: {problem}; a value with : # or a sign before it needs quotes"
+
+
 def _known(key: Any, value: object, source: str) -> Attribute[Any]:
     if key in _OPTIONS:
         return _OPTIONS[key]
-    told = "'***'" if isinstance(key, str) and _LIKE_A_SECRET.search(key[:100]) else shown(value)
+    told = "'***'" if isinstance(key, str) and SECRET.search(key[:100]) else shown(value)
     raise ConfigError(f"{source}: unknown key {shown(key)} = {told}{_hint(key)}")
 
 

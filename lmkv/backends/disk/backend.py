@@ -159,7 +159,7 @@ class LocalDiskBackend:
     def write(self, chunks: Sequence[Chunk]) -> list[Written]:
         self._check_keys([chunk.key for chunk in chunks])
         for chunk in chunks:
-            _check_chunk(chunk)
+            chunk.check()
         return [self._write(chunk) for chunk in chunks]
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -360,13 +360,6 @@ def _is_damage(error: Exception, path: str) -> bool:
         return not stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
         return False
-
-
-def _check_chunk(chunk: Chunk) -> None:
-    if not len(chunk.payload) or chunk.payload.ndim != 1 or chunk.payload.itemsize != 1:
-        raise UsageError("a payload must be a flat view of bytes, one at least")
-    if len(chunk.parent) not in (0, KEY_BYTES) or len(chunk.tokens) % 4:
-        raise UsageError(f"a parent must be empty or {KEY_BYTES} bytes, and tokens 4 bytes each")
 
 
 def _check_settings(backend: LocalDiskBackend) -> None:

@@ -33,6 +33,9 @@ def split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         _ = parts.port
+        unread = ":" in parts.netloc and "@" not in parts.netloc and "@" in url.partition("=")[0]
+        if unread or any(map(str.isspace, parts.netloc)):
+            raise ValueError
     except ValueError:
         reason = "it has no host and port that can be; in a password / is %2F, ? is %3F, # is %23"
         raise ConfigError(f"{masked(url)}: {reason}") from None
@@ -144,6 +147,8 @@ class RemoteBackend(ABC):
 
     def write(self, chunks: Sequence[Chunk]) -> list[Written]:
         self._check_open()
+        for chunk in chunks:
+            chunk.check()
         return [self._write(chunk) for chunk in chunks]
 
     def _write(self, chunk: Chunk) -> Written:

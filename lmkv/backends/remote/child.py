@@ -1,9 +1,9 @@
 """The other side of `isolated`: a process with the client of a store in it.
 
-python -m lmkv.backends.remote.child MODULE OPTIONS CONNECTION MEMORY
+python -m lmkv.backends.remote.child MODULE CONNECTION MEMORY
 
-`MODULE` has an `Engine`, made with the options and the memory; its methods are the calls. The last two are file
-descriptors. Messages are JSON.
+`MODULE` has an `Engine`, made with the memory and with options, which come first; its methods are the calls. The last
+two are file descriptors. Messages are JSON.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ def end_with(connection: int) -> None:
     os._exit(1)
 
 
-def main(module: str, options: str, connection: str, memory: str) -> None:
-    threading.Thread(target=end_with, args=(int(connection),), daemon=True).start()
-    engine = import_module(module).Engine(Memory(int(memory)), **json.loads(options))
-    serve(Connection(int(connection)), engine)
+def main(module: str, descriptor: str, memory: str) -> None:
+    threading.Thread(target=end_with, args=(int(descriptor),), daemon=True).start()
+    connection: Connection[Any, Any] = Connection(int(descriptor))
+    engine = import_module(module).Engine(Memory(int(memory)), **json.loads(connection.recv_bytes()))
+    serve(connection, engine)
     # C++ destructors of a client whose store is away may hang.
     os._exit(0)
 

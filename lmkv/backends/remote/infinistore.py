@@ -64,6 +64,11 @@ class InfiniStoreBackend(IsolatedBackend):
     module = "infinistore"
     install = "pip install 'lmkv[infinistore]'"
     known: ClassVar[dict[str, type[str] | type[int]]] = {"device": str}
+    # Each is asked for alone, and all within `timeout`.
+    at_once: ClassVar[int] = 4
+
+    def stored_bytes(self, payload_bytes: int) -> int:
+        return _padded(super().stored_bytes(payload_bytes))
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
         if options.pop("device", ""):
@@ -148,11 +153,15 @@ class Engine:
 
 def _pad(memory: mmap.mmap, nbytes: int) -> int:
     """Bytes of a value with its padding, if the memory has room for it."""
-    padded = -(-(nbytes + _LENGTH.size) // _PIECE) * _PIECE
+    padded = _padded(nbytes)
     if padded > len(memory):
         return nbytes
-    _LENGTH.pack_into(memory, padded - _LENGTH.size, nbytes)
+    memory[nbytes:padded] = _LENGTH.pack(nbytes).rjust(padded - nbytes, b"\0")
     return padded
+
+
+def _padded(nbytes: int) -> int:
+    return -(-(nbytes + _LENGTH.size) // _PIECE) * _PIECE
 
 
 def _unpadded(value: memoryview) -> int:

@@ -37,8 +37,6 @@ START_LIMIT = 10.0
 _END_LIMIT = 5.0
 _ROOM = 16 << 20
 _LARGEST = 1 << 30
-_AT_ONCE = 500
-"""Names in one call, so that its message fits into a socket's buffer."""
 
 
 class IsolatedBackend(RemoteBackend):
@@ -56,6 +54,9 @@ class IsolatedBackend(RemoteBackend):
 
     known: ClassVar[Mapping[str, type[str] | type[int]]]
     """Options in the URL's query."""
+
+    at_once: ClassVar[int] = 500
+    """Names in one call, so that its message fits into a socket's buffer."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class IsolatedBackend(RemoteBackend):
         return self._clients[crc32(name.encode()) % len(self._clients)]
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
-        return [found for batch in _batches(names) for found in self._client(batch[0]).ask("exist", batch)]
+        return [found for batch in self._batches(names) for found in self._client(batch[0]).ask("exist", batch)]
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
         with self._client(name).value(name, self.blobs.blob_bytes(len(into))) as value:
@@ -134,8 +135,12 @@ class IsolatedBackend(RemoteBackend):
         return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(answer)
 
     def _remove(self, names: Sequence[str]) -> None:
-        for batch in _batches(names):
+        for batch in self._batches(names):
             self._client(batch[0]).ask("remove", batch)
+
+    def _batches(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
+        for at in range(0, len(names), self.at_once):
+            yield names[at : at + self.at_once]
 
     def _disconnect(self) -> None:
         for client in self._clients:
@@ -160,6 +165,7 @@ class Client:
         self._room = _ROOM
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
+        self._pid = os.getpid()
 
     def ask(self, action: str, *arguments: Any) -> Any:
         with self._running():
@@ -171,8 +177,7 @@ class Client:
         with self._running(expected):
             nbytes = self._ask("get", name, self._room, moving=expected)
             if nbytes is not None and nbytes > self._room:
-                self._make_room(nbytes)
-                nbytes = self._ask("get", name, self._room, moving=nbytes)
+                raise FormatError(f"it has {nbytes} bytes, {expected} at most were expected")
             yield None if nbytes is None else memoryview(self._memory)[:nbytes]
 
     def put(self, name: str, header: memoryview, payload: memoryview) -> str:
@@ -194,8 +199,8 @@ class Client:
         if not self._lock.acquire(timeout=timeout):
             raise TimeoutError(f"calls before this one take more than {timeout} s")
         try:
-            if self._closed:
-                raise ConnectionError("it was closed")
+            if self._closed or os.getpid() != self._pid:
+                raise ConnectionError("it was closed, or it is another process's")
             if room > self._room:
                 self._make_room(room)
             elif self._process is None:
@@ -221,7 +226,7 @@ class Client:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "lmkv.backends.remote.child"),
-                    *(self._engine, json.dumps(self._options), str(far.fileno()), str(memory)),
+                    *(self._engine, str(far.fileno()), str(memory)),
                 ],
                 pass_fds=(far.fileno(), memory),
                 env=_environment(),
@@ -230,6 +235,8 @@ class Client:
                 start_new_session=True,
             )
             self._connection: Connection[Any, Any] = Connection(near.detach())
+            # Not as arguments, which other users see: a password may be among them.
+            self._connection.send_bytes(json.dumps(self._options).encode())
         finally:
             near.close()
             far.close()
@@ -270,11 +277,6 @@ class Client:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(_END_LIMIT)
         return None
-
-
-def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    for at in range(0, len(names), _AT_ONCE):
-        yield names[at : at + _AT_ONCE]
 
 
 def _environment() -> dict[str, str]:

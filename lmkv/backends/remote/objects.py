@@ -233,22 +233,29 @@ def _opened(
             raise ValueError("a folder is file:///path, without host and options; # is %23")
         return LocalStore(unquote(parts.path), mkdir=True)
     kind, names = _STORES[parts.scheme]
-    if not bucket:
+    if not re.fullmatch(r"[\w.$-]+", bucket):
         raise ValueError(f"it names no bucket: {parts.scheme}://bucket/path")
     if (parts.username or parts.password) and not names:
         raise ValueError("credentials cannot be in its URL; GOOGLE_APPLICATION_CREDENTIALS names a file with them")
     limits = {"timeout": f"{timeout * 1000:.0f}ms", "connect_timeout": f"{timeout * 1000:.0f}ms"}
     given = (unquote(parts.username or "") or username, unquote(parts.password or "") or password)
-    authorities, endpoint = options.get("ssl_ca_certs"), options.get("endpoint", options.get("base_url", ""))
+    authorities = options.get("ssl_ca_certs")
+    options = {name: value for name, value in options.items() if name != "ssl_ca_certs"}
+    places = [options[name] for name in ("endpoint", "base_url") if name in options]
+    # obstore panics over what can be no URL.
+    if not all(re.fullmatch(r"https?://[^/@]+(/[^@]*)?", place) for place in places):
+        raise ValueError("an endpoint must be http://host:port or https://host:port, without a password")
+    if any(char.isspace() for value in options.values() for char in value):
+        raise ValueError("an option has a blank")
     return kind(
         bucket,
         prefix=unquote(parts.path).strip("/") or None,
         config={
             **limits,
             **({"unsigned_payload": "true"} if kind is S3Store else {}),
-            **({"allow_http": "true"} if endpoint.startswith("http://") else {}),
+            **({"allow_http": "true"} if any(place.startswith("http://") for place in places) else {}),
             **{name: value for name, value in zip(names, given, strict=False) if value},
-            **{name: value for name, value in options.items() if name != "ssl_ca_certs"},
+            **options,
         },
         client_options={**limits, "root_certificate": Path(authorities).read_bytes()} if authorities else None,
         retry_config={

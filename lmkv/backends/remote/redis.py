@@ -6,6 +6,7 @@ caller's memory to the socket and from the socket into the caller's memory.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from lmkv.protocols import ChunkKey, Listed
 try:
     from redis import Redis, RedisCluster, exceptions
     from redis.backoff import ExponentialWithJitterBackoff
+    from redis.cluster import ClusterNode
     from redis.retry import Retry
 except ImportError as error:
     raise ConfigError("Redis and Valkey need redis-py: pip install 'lmkv[redis]'") from error
@@ -40,8 +42,8 @@ _SCHEMES = {
     "valkey+cluster": "redis",
     "valkeys+cluster": "rediss",
 }
-_FIXED = {"protocol", "decode_responses"}
-"""Options of redis-py that would change what answers look like."""
+_FIXED = {"protocol", "decode_responses", "encoding"}
+"""Options of redis-py that would change what names or answers look like."""
 _AT_ONCE = 1000
 """Names in one round trip."""
 _LONGEST_LINE = 1024
@@ -130,15 +132,16 @@ class RedisBackend(RemoteBackend):
             **({"password": password} if password and not parts.password else {}),
         }
         self._connecting = threading.Lock()
-        self._client: Redis | RedisCluster | None = None
-        if not self._is_cluster:
-            try:
-                self._client = Redis.from_url(self._url, **self._options)
-                pool = self._client.connection_pool
-                # Connected to nobody: this tells whether all options are known.
-                pool.connection_class(**pool.connection_kwargs)
-            except (ValueError, TypeError, exceptions.RedisError) as error:
-                raise ConfigError(f"{self._shown}: {error}") from None
+        try:
+            client = Redis.from_url(self._url, **self._options)
+            pool = client.connection_pool
+            # Connected to nobody: this tells whether all options are known, which a cluster's client would not.
+            pool.connection_class(**pool.connection_kwargs)
+        except (ValueError, TypeError, AttributeError, exceptions.RedisError) as error:
+            raise ConfigError(f"{self._shown}: {error}") from None
+        if self._is_cluster and pool.connection_kwargs.get("db"):
+            raise ConfigError(f"{self._shown}: a cluster has database 0 only")
+        self._client: Redis | RedisCluster | None = None if self._is_cluster else client
 
     def __repr__(self) -> str:
         return f"<RedisBackend {self.name!r}: {self._shown}>"
@@ -148,15 +151,15 @@ class RedisBackend(RemoteBackend):
         self._check_open()
         try:
             yield from self._list()
-        except exceptions.RedisError as error:
+        except Exception as error:
             raise self._translated(error, "list") from error
 
     def _list(self) -> Iterator[list[Listed]]:
         batch: list[str] = []
-        root = f"{self._root}/"
-        for found in self._connected().scan_iter(match=f"{_escaped(root)}*", count=_AT_ONCE):
-            name = found.decode("utf-8", "replace")
-            if len(name) == len(root) + 2 * KEY_BYTES:
+        # Other names may be there, too.
+        of_chunk = re.compile(rf"{re.escape(self._root)}/[0-9a-f]{{{2 * KEY_BYTES}}}")
+        for found in self._connected().scan_iter(match=f"{_escaped(self._root)}/*", count=_AT_ONCE):
+            if of_chunk.fullmatch(name := found.decode("utf-8", "replace")):
                 batch.append(name)
             if len(batch) == _AT_ONCE:
                 yield self._sized(batch)
@@ -229,17 +232,18 @@ class RedisBackend(RemoteBackend):
         )
         end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
 
-        def put(connection: Any) -> Written:
-            # Asked first: a value that is there need not be sent.
+        def exists(connection: Any) -> bool:
             connection.send_command("EXISTS", name)
-            if connection.read_response():
-                return PRESENT
+            return bool(connection.read_response())
+
+        def put(connection: Any) -> Written:
             pieces = (payload[at : at + _PIECE] for at in range(0, len(payload), _PIECE))
             connection.send_packed_command([start, header, *pieces, end])
             return STORED if connection.read_response() else PRESENT
 
         try:
-            return self._routed(name, put)
+            # Asked first: a value that is there need not be sent.
+            return PRESENT if self._routed(name, exists) else self._routed(name, put)
         except exceptions.OutOfMemoryError as error:
             return Written.rejected(str(error))
 
@@ -274,18 +278,19 @@ class RedisBackend(RemoteBackend):
             client.close()
 
     def _routed(self, name: str, work: Callable[[Any], T]) -> T:
-        """`work` with a connection to the server that has the name, wherever a cluster sends it."""
+        """`work` with a connection to the server that has the name, wherever a cluster sends it.
+
+        It is one command: ASKING holds for no more.
+        """
         client = self._connected()
         pool, asking = self._pool_of(client, name), False
         for _ in range(_REDIRECTIONS):
             try:
                 return self._with_connection(pool, work, asking)
             except exceptions.AskError as error:
-                node = cast(RedisCluster, client).get_node(error.host, error.port)
-                pool, asking = self._pool_at(client, node), True
-            except exceptions.MovedError as error:
-                cast(RedisCluster, client).nodes_manager.move_slot(error)
-                pool, asking = self._pool_of(client, name), False
+                # MovedError is one, too.
+                asking = not isinstance(error, exceptions.MovedError)
+                pool = self._redirected(cast(RedisCluster, client), error)
             except (exceptions.ConnectionError, exceptions.TimeoutError):
                 if isinstance(client, RedisCluster):
                     # A replica may have taken over.
@@ -293,6 +298,15 @@ class RedisBackend(RemoteBackend):
                     client.nodes_manager.initialize()
                 raise
         raise exceptions.ClusterDownError(f"{name} was redirected {_REDIRECTIONS} times")
+
+    def _redirected(self, client: RedisCluster, error: Any) -> Any:
+        manager: Any = client.nodes_manager
+        if isinstance(error, exceptions.MovedError):
+            # The second is what older versions of redis-py have.
+            (getattr(manager, "move_slot", None) or manager.update_moved_exception)(error)
+        # A node to which a cluster moves its first slot is not known yet.
+        node = ClusterNode(error.host, error.port)
+        return self._pool_at(client, manager.nodes_cache.setdefault(node.name, node))
 
     def _pool_of(self, client: Redis | RedisCluster, name: str) -> Any:
         return self._pool_at(client, client.get_node_from_key(name) if isinstance(client, RedisCluster) else None)

@@ -36,6 +36,11 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
         return call()
     except Exception as error:
         return failed(error)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        # A panic of a library in Rust, for one, is no Exception.
+        return failed(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 @define(eq=False)
@@ -155,7 +160,7 @@ class IOPool:
         try:
             job.work(deferred)
             deferred.run(self)
-        except Exception:
+        except BaseException:  # the thread must go on
             logger.exception("lmkv: an unexpected error in an I/O thread; please report it")
 
     @locked

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -116,6 +118,19 @@ class ProcessSuite:
         assert isinstance(read.error, BackendUnavailable)
         eventually(lambda: backend.read([(chunk.key, memoryview(bytearray(100)))])[0].status is ReadStatus.HIT)
         backend.close()
+
+    def test_a_fork_of_the_engine_asks_nothing_and_disturbs_nothing(self, backend: Any) -> None:
+        chunk = chunk_of(100)
+        assert statuses(backend, [chunk]) == [STORED]
+        child = os.fork()
+        if not child:
+            with suppress(BackendUnavailable):
+                backend.contains([chunk.key])
+                os._exit(1)
+            backend.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert read_back(backend, chunk) == chunk.payload
 
     def test_no_process_outlives_its_backend(self) -> None:
         backend = self.backend_of("?clients=2")

@@ -36,6 +36,10 @@ class TestInfiniStoreSuite(IsolatedSuite):
         assert read_back(other, chunk) == chunk.payload
         other.close()
 
+    def test_padding_counts_as_stored(self, backend: InfiniStoreBackend) -> None:
+        assert backend.stored_bytes(100) == 256 << 10
+        assert backend.stored_bytes(256 << 10) == 512 << 10
+
     def test_a_value_that_leaves_no_room_for_padding(self, backend: InfiniStoreBackend) -> None:
         room = 16 << 20
         for left in (0, 7, 8):

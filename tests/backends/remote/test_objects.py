@@ -544,6 +544,11 @@ def test_tls(tmp_path: Path) -> None:
     [
         ("s3://bucket", {"ttl": 60}, "lifecycle rule of the bucket"),
         ("s3:///path", {}, "names no bucket"),
+        ("s3://two%20words/path", {}, "names no bucket"),
+        ("s3://bucket?endpoint=minio:9000", {}, "must be http://host:port"),
+        ("s3://bucket?endpoint=http://id:hunter2@minio:9000", {}, "without a password"),
+        ("gs://bucket?base_url=http%3A%2F%2Fid%3Ahunter2%40host", {}, "without a password"),
+        ("s3://bucket?region=us%20east", {}, "blank"),
         ("s3://bucket?colour=red", {}, "colour"),
         ("s3://bucket?pool_idle_timeout=soon", {}, "soon"),
         ("s3://bucket?ssl_ca_certs=/nowhere/ca.pem", {}, "ca.pem"),

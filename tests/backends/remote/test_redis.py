@@ -191,6 +191,24 @@ def test_other_namespaces_and_prefixes_are_other_chunks(backend: RedisBackend, s
     assert listed(backend) == sizes_of(backend, [chunk])
 
 
+def test_names_that_are_not_of_a_chunk_are_not_listed(backend: RedisBackend, client: Redis) -> None:
+    chunk = chunk_of(500)
+    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    blanks = f"{'a' * 31} {'a' * 31} "
+    for tail in (
+        "z" * 64,
+        blanks,
+        "AB" * 32,
+        "ab" * 33,
+        f"{'ab' * 31}a\n",
+        "\N{ARABIC-INDIC DIGIT ONE}" * 64,
+        b"\xff" * 64,
+    ):
+        encoded = tail if isinstance(tail, bytes) else tail.encode()
+        client.set(backend.name_of(bytes(32))[:-64].encode() + encoded, b"somebody else's")
+    assert listed(backend) == sizes_of(backend, [chunk])
+
+
 def test_a_value_is_dropped_by_the_server_after_its_time(server: RedisServer, client: Redis) -> None:
     backend = backend_of(server.url, ttl=1000)
     chunk = chunk_of(100)
@@ -350,6 +368,38 @@ def test_an_acl_user_with_a_prefix_of_its_own(server: RedisServer, client: Redis
     client.execute_command("ACL DELUSER", "cache")
 
 
+def test_an_acl_user_of_a_cluster(cluster: list[RedisServer]) -> None:
+    rights = (">s3cret", "~lmkv:*", "+@read", "+@write", "+@connection", "-@dangerous", "+cluster|slots")
+    nodes = [Redis(port=each.port) for each in cluster]
+    for node in nodes:
+        node.flushall()
+        node.execute_command("ACL LOG", "RESET")
+        node.execute_command("ACL SETUSER", "cache", "on", *rights)
+    at = f"127.0.0.1:{cluster[0].port}"
+    mine = backend_of(f"redis+cluster://cache:s3cret@{at}")
+    chunks = [chunk_of(100) for _ in range(30)]
+    assert set(statuses(mine, chunks)) == {WriteStatus.STORED}
+    assert [read_back(mine, chunk) for chunk in chunks] == [chunk.payload for chunk in chunks]
+    assert mine.contains([chunk.key for chunk in chunks]) == [True] * 30
+    assert listed(mine) == sizes_of(mine, chunks)
+    mine.delete([chunk.key for chunk in chunks])
+    assert listed(mine) == {}
+    assert [node.execute_command("ACL LOG") for node in nodes] == [[], [], []], "nothing else is needed"
+    for node in nodes:
+        node.execute_command("ACL SETUSER", "cache", "-cluster|slots")
+    without = backend_of(f"redis+cluster://cache:s3cret@{at}")
+    wrong = backend_of(f"redis+cluster://cache:wrong@{at}")
+    for refused in (without, wrong):
+        assert_unavailable(refused, chunks[0])
+        with pytest.raises(BackendUnavailable):
+            list(refused.list_keys())
+    for each in (mine, without, wrong):
+        each.close()
+    for node in nodes:
+        node.execute_command("ACL DELUSER", "cache")
+        node.close()
+
+
 def test_passwords_are_shown_nowhere(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     backend = backend_of(f"redis://cache:hunter2@127.0.0.1:{server.port}?db=0")
@@ -371,12 +421,22 @@ def test_passwords_are_shown_nowhere(server: RedisServer, caplog: pytest.LogCapt
         ("nonsense=1", "argument 'nonsense'"),
         ("timeout=5", "argument 'timeout'"),
         ("ssl_cert_reqs=maybe", "Invalid SSL"),
+        ("socket_timeout=x", "Invalid value for 'socket_timeout'"),
         ("protocol=3&decode_responses=true", "decode_responses, protocol cannot be chosen"),
+        ("encoding=utf-16", "encoding cannot be chosen"),
     ],
 )
-def test_an_option_that_cannot_work_is_refused_at_once(query: str, says: str) -> None:
+@pytest.mark.parametrize("scheme", ["rediss", "rediss+cluster"])
+def test_an_option_that_cannot_work_is_refused_at_once(scheme: str, query: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        RedisBackend(f"rediss://host?{query}", NAMESPACE)
+        RedisBackend(f"{scheme}://host/?{query}", NAMESPACE)
+
+
+@pytest.mark.parametrize("database", ["/1", "/?db=1"])
+def test_a_database_of_a_cluster_is_refused_at_once(database: str) -> None:
+    with pytest.raises(ConfigError, match="a cluster has database 0 only"):
+        RedisBackend(f"redis+cluster://host{database}", NAMESPACE)
+    backend_of("redis+cluster://host/0").close()
 
 
 @pytest.mark.parametrize("scheme", ["rediss", "valkeys"])
@@ -409,23 +469,74 @@ def test_chunks_are_found_while_a_cluster_moves_their_slot(cluster: list[RedisSe
     assert statuses(backend, [chunk]) == [WriteStatus.STORED]
     name = backend.name_of(chunk.key)
     nodes = [Redis(port=each.port, decode_responses=True) for each in cluster]
-    ids = [str(node.execute_command("CLUSTER MYID")) for node in nodes]
-    slot = int(nodes[0].execute_command("CLUSTER KEYSLOT", name))
-    owner = next(number for number, upper in enumerate((5460, 10921, 16383)) if slot <= upper)
+    owner, slot = owner_and_slot(nodes, name)
     target = (owner + 1) % 3
-    nodes[target].execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[owner])
-    nodes[owner].execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[target])
+    begin_to_move(slot, nodes[owner], nodes[target])
     assert read_back(backend, chunk) == chunk.payload, "not moved yet"
     nodes[owner].execute_command("MIGRATE", "127.0.0.1", cluster[target].port, name, 0, 5000)
     assert read_back(backend, chunk) == chunk.payload, "asked for where it goes"
-    for number in (target, owner, 3 - owner - target):
-        nodes[number].execute_command("CLUSTER SETSLOT", slot, "NODE", ids[target])
-    assert read_back(backend, chunk) == chunk.payload, "moved"
+    end_to_move(slot, nodes[target], nodes[owner], nodes[3 - owner - target])
+    before = redirections(nodes[owner])
+    for _ in range(10):
+        assert read_back(backend, chunk) == chunk.payload, "moved"
+    assert redirections(nodes[owner]) == before + 1, "where it is now is remembered"
     assert statuses(backend, [chunk]) == [WriteStatus.PRESENT]
     assert backend.contains([chunk.key]) == [True]
     backend.close()
     for node in nodes:
         node.close()
+
+
+def owner_and_slot(nodes: list[Redis], name: str) -> tuple[int, int]:
+    """Which of three has a name, and its slot."""
+    slot = int(nodes[0].execute_command("CLUSTER KEYSLOT", name))
+    return next(number for number, upper in enumerate((5460, 10921, 16383)) if slot <= upper), slot
+
+
+def begin_to_move(slot: int, owner: Redis, target: Redis) -> None:
+    target.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", node_id(owner))
+    owner.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", node_id(target))
+
+
+def end_to_move(slot: int, target: Redis, *others: Redis) -> None:
+    for node in (target, *others):
+        node.execute_command("CLUSTER SETSLOT", slot, "NODE", node_id(target))
+
+
+def node_id(node: Redis) -> str:
+    return str(node.execute_command("CLUSTER MYID"))
+
+
+def redirections(node: Redis) -> int:
+    """How often it has said MOVED."""
+    return int(node.info("errorstats").get("errorstat_MOVED", {}).get("count", 0))  # type: ignore[union-attr]
+
+
+def test_chunks_are_written_while_a_cluster_moves_their_slot(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with nodes_of_a_cluster(tmp_path_factory, 4) as servers:
+        form_cluster(servers[:3])
+        nodes = [Redis(port=each.port, decode_responses=True) for each in servers]
+        meet(nodes[3], servers[:3])
+        for node in nodes:
+            eventually(lambda node=node: all(node_id(each) in str(node.cluster("NODES")) for each in nodes))  # type: ignore[misc]
+        eventually(lambda: "ok" in str(nodes[3].cluster("INFO")["cluster_state"]))
+        for is_new in (False, True):
+            backend = backend_of(f"redis+cluster://127.0.0.1:{servers[0].port}")
+            chunk = chunk_of(200_000)
+            name = backend.name_of(chunk.key)
+            owner, slot = owner_and_slot(nodes, name)
+            target = nodes[3 if is_new else (owner + 1) % 3]
+            begin_to_move(slot, nodes[owner], target)
+            assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+            assert name in set(target.keys())  # type: ignore[arg-type]
+            assert read_back(backend, chunk) == chunk.payload
+            assert statuses(backend, [chunk]) == [WriteStatus.PRESENT]
+            assert backend.contains([chunk.key]) == [True]
+            end_to_move(slot, target, *(node for node in nodes if node is not target))
+            assert read_back(backend, chunk) == chunk.payload
+            backend.close()
+        for node in nodes:
+            node.close()
 
 
 def test_a_cluster_node_that_is_killed_costs_its_chunks_until_a_replica_takes_over(
@@ -467,8 +578,9 @@ def test_a_cluster_node_that_is_killed_costs_its_chunks_until_a_replica_takes_ov
 def test_a_cluster_that_is_not_there_at_the_start_is_asked_again(tmp_path: Path) -> None:
     port = free_port()
     backend = backend_of(f"redis+cluster://127.0.0.1:{port}", timeout=0.5)
+    assert_unavailable(backend, chunk_of(100))
     with pytest.raises(BackendUnavailable):
-        backend.contains([new_key()])
+        list(backend.list_keys())
     backend.close()
 
 

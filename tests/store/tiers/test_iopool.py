@@ -106,11 +106,18 @@ def test_threads_come_with_the_work_and_go_at_the_end() -> None:
     assert alive() == 0
 
 
-def test_a_job_that_raises_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+class PanicError(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, PanicError, SystemExit])
+def test_a_job_that_raises_is_logged_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
     pool, ran = IOPool(2), threading.Event()
 
     def explode() -> None:
-        raise ZeroDivisionError("on purpose")
+        raise kind("on purpose")
 
     pool.submit([job(explode) for _ in range(10)])
     pool.submit([job(ran.set)])
@@ -182,7 +189,11 @@ def test_attempt_turns_errors_into_values_and_lets_ends_through() -> None:
     def stop() -> str:
         raise KeyboardInterrupt
 
+    def panic() -> str:
+        raise PanicError("on purpose")
+
     assert attempt(lambda: "fine", str) == "fine"
     assert attempt(lambda: str(1 // 0), lambda error: type(error).__name__) == "ZeroDivisionError"
+    assert attempt(panic, str) == "PanicError: on purpose"
     with pytest.raises(KeyboardInterrupt):
         attempt(stop, str)
