@@ -65,7 +65,7 @@ def test_from_a_server_that_another_engine_has_filled(tmp_path: Path) -> None:
 @contextmanager
 def s3_url(folder: Path) -> Iterator[str]:
     with object_server("rclone", folder) as server:
-        yield server.url("demo").replace("://", f"://{server.USER}:{quote(server.SECRET)}@")
+        yield server.url("demo").replace("://", f"://{server.USER}:{quote(server.SECRET)}@", 1)
 
 
 @contextmanager

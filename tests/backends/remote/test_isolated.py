@@ -11,7 +11,7 @@ import pytest
 from lmkv.errors import ConfigError
 from lmkv.testing.backend_suite import chunk_of
 from tests.backends.remote.folder_store import FolderBackend, NoClientBackend
-from tests.backends.remote.isolated_suite import NAMESPACE, ProcessSuite, assert_unavailable
+from tests.backends.remote.isolated_suite import NAMESPACE, ProcessSuite, assert_unavailable, process_of
 from tests.kit import eventually
 
 
@@ -48,6 +48,14 @@ class TestProcesses(ProcessSuite):
         for pid in pids.split():
             eventually((self.folder / f"left-{pid}").exists, "it leaves the store")
             eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "it ends")  # type: ignore[misc]
+
+    def test_options_are_in_no_arguments(self, backend: FolderBackend) -> None:
+        """Everybody on a machine sees those."""
+        chunk = chunk_of(100)
+        backend.write([chunk])
+        arguments = Path(f"/proc/{process_of(backend, chunk).pid}/cmdline").read_bytes()
+        assert b"folder_store" in arguments
+        assert bytes(self.folder) not in arguments
 
     def test_a_client_that_is_not_installed_is_named(self) -> None:
         with pytest.raises(ConfigError, match=r"lmkv_has_no_such_client: pip install 'lmkv\[none\]'"):

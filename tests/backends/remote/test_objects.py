@@ -436,7 +436,7 @@ def test_keys_come_from_settings_from_the_url_or_from_the_environment(
     url, chunk = server.url(tmp_path.name), chunk_of(100)
     if server.kind == "google":
         pytest.skip("a file has its key")
-    named = url.replace("://", f"://{USER}:{quote(SECRET)}@")
+    named = url.replace("://", f"://{USER}:{quote(SECRET)}@", 1)
     with closing(backend_of(named, username="nobody", password="bm90aGluZw==")) as by_url:
         assert statuses(by_url, [chunk]) == [STORED]
         assert SECRET not in repr(by_url)
@@ -483,7 +483,7 @@ def test_wrong_keys_are_refused_and_shown_nowhere(
     secret, url = "aHVudGVyMg==", server.url(tmp_path.name)
     wrong = [
         backend_of(url, password=secret),
-        backend_of(url.replace("://", f"://{USER}:{quote(secret)}@")),
+        backend_of(url.replace("://", f"://{USER}:{quote(secret)}@", 1)),
         backend_of(f"{url}&{'account_key' if server.kind == 'azurite' else 'secret_access_key'}={secret}"),
     ]
     texts = []
