@@ -240,7 +240,9 @@ class Engine:
         keys, ids = self._request(tokens, blocks, variant)
         deadline = time.monotonic() + _seconds(wait, "wait")
         done = self._store.match(keys)[1]
-        with self._pace_lock if wait else contextlib.nullcontext():
+        if wait and not self._pace_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return done * self.chunk_size
+        try:
             idle = False
             while done < len(keys):
                 if wait and not self._store.wait_for_room(deadline - time.monotonic()):
@@ -252,6 +254,9 @@ class Engine:
                 stuck, idle = idle and not accepted, not accepted
                 if stuck or (idle and not self._store.drain(deadline - time.monotonic())):
                     break
+        finally:
+            if wait:
+                self._pace_lock.release()
         return done * self.chunk_size
 
     def _store_window(self, tokens: Tokens, blocks: list[int], keys: Sequence[ChunkKey], first: int, end: int) -> int:
@@ -476,6 +481,7 @@ class Engine:
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
         """Wait until what persistent tiers store is known, at most `timeout` seconds. Nothing requires it."""
+        self._check_open()
         return self._store.wait_indexed(None if timeout is None else _seconds(timeout, "timeout"))
 
     def drain(self, timeout: float = 10.0) -> bool:
@@ -531,7 +537,10 @@ def _seconds(value: Any, name: str) -> float:
     """As a float that every clock can add: more than thirty years are as good as for ever."""
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise UsageError(f"{name} must be a number of seconds, not {shown(value)}")
-    return float(value) if value < _FOREVER else _FOREVER
+    try:
+        return max(min(float(value), _FOREVER), -_FOREVER)
+    except OverflowError:  # an int of hundreds of digits
+        return -_FOREVER if value < 0.0 else _FOREVER
 
 
 def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:

@@ -11,7 +11,10 @@ import reprlib
 from urllib.parse import unquote
 
 _BEFORE_URL = re.compile(r"(?i)(?<=[\s,;'\"=(\[])(?=[a-z][a-z0-9+.-]*://)")
-_SCHEME = re.compile(r"(?i)://|\b(?:rediss?|valkeys?|infinistore|mooncake|mooncakestore|s3):/?")
+# Or a word with both a colon and an @: a URL whose scheme is forgotten or misspelt.
+_SCHEME = re.compile(
+    r"(?i)://|\b(?:rediss?|valkeys?|infinistore|mooncake|mooncakestore|s3):/?|(?<!\S)(?=['\"]?[^\s:]*:(?!//)\S*@)"
+)
 _IN_QUERY = re.compile(r"([?&])([^=&#]*)=([^&]*)")
 SECRET = re.compile(r"(?i)passw|pass\b|pwd|pw\b|secret|token|key|credential|signature|proxy|\bsig")
 """In the names of options whose values are shown nowhere."""
@@ -71,6 +74,18 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError, RuntimeError, TypeError):
         # An int of 5,000 digits has no repr; neither has an object of a user's that is broken.
         return f"a {type(value).__name__}"
+
+
+def told(error: BaseException) -> str:
+    """Its repr, however bad it is.
+
+    >>> told(ValueError("no"))
+    "ValueError('no')"
+    """
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__name__
 
 
 class LmkvError(Exception):

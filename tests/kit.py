@@ -180,7 +180,7 @@ class Gated(WrapperBackend):
 class Failing(WrapperBackend):
     """Raises from the verbs in `failing`, whatever they are."""
 
-    def __init__(self, inner: Backend, *failing: str, error: Exception | None = None) -> None:
+    def __init__(self, inner: Backend, *failing: str, error: BaseException | None = None) -> None:
         super().__init__(inner)
         self.failing = set(failing)
         self.error = error or RuntimeError("fails on purpose")

@@ -63,28 +63,28 @@ ALLOWED: dict[str, frozenset[str]] = {
 
 BUDGET = {
     "": 60,
-    "errors": 55,
+    "errors": 60,
     "outcomes": 50,
     "protocols": 90,
     "config": 595,
     "build": 95,
-    "engine": 335,
+    "engine": 345,
     "registry": 30,
-    "chunks": 495,
+    "chunks": 500,
     "memory": 1040,
     "policies": 165,
-    "store": 980,
-    "store.tiers": 1110,
+    "store": 990,
+    "store.tiers": 1125,
     "backends": 370,
     "backends.disk": 740,
     "backends.remote": 1035,
-    "agent": 730,
+    "agent": 740,
     "vllm": 1465,
     "vllm.scheduler": 1470,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 10835
+WHOLE = 10910
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

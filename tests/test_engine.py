@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,13 @@ def test_salts_adapters_and_tags_never_share(engine: Engine, model: Model) -> No
     assert [engine.lookup(prompt, variant=variant) for variant in variants] == [48, 0, 48, 48, 48, 48, 48]
 
 
+def test_tokens_and_timeouts_that_cannot_be_are_told(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="can be sliced, not a deque"):
+        engine.lookup(deque(tokens(32)))  # type: ignore[arg-type]
+    assert engine.lookup(tokens(32), timeout=10**400) == 0
+    assert engine.lookup(tokens(32), timeout=-(10**400)) == 0
+
+
 def test_blocks_that_do_not_exist_are_told_and_leave_nothing_behind(engine: Engine, model: Model) -> None:
     prompt = tokens(32)
     with pytest.raises(UsageError, match="block ids"):
@@ -285,6 +293,39 @@ def test_a_prefix_four_times_the_host_tier_comes_from_disk(model: Model, tmp_pat
             model.check(prompt, blocks, len(prompt))
         drain(engine)
         assert_idle(engine._store)
+
+
+def test_a_wait_does_not_outlast_that_of_another_thread(model: Model, tmp_path: Path) -> None:
+    gated = Gated(LocalDiskBackend(tmp_path, namespace().digest))
+    with open_engine(model, 4, Tier(gated, LRU())) as engine:
+        gated.shut("write")
+        prompt, other = tokens(32 * CHUNK), tokens(CHUNK, 1)
+        blocks = blocks_of(len(prompt))
+        slow = threading.Thread(target=lambda: engine.store(prompt, blocks, wait=LIMIT))
+        slow.start()
+        gated.waiting("write")
+        assert engine.store(other, blocks[:1], wait=0.01) == 0
+        assert slow.is_alive(), "the other one waits on"
+        gated.open()
+        slow.join(LIMIT)
+
+
+def test_waiting_for_what_will_never_be_listed_ends_with_the_engine(model: Model, tmp_path: Path) -> None:
+    gated = Gated(LocalDiskBackend(tmp_path, namespace().digest))
+    gated.shut("list_all")
+    engine = open_engine(model, 4, Tier(gated, LRU()))
+    gated.waiting("list_all")
+    answers: list[bool] = []
+    waiting = threading.Thread(target=lambda: answers.append(engine._store.wait_indexed()))
+    waiting.start()
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    waiting.join(LIMIT)
+    gated.open()
+    closing.join(LIMIT)
+    assert answers == [False]
+    with pytest.raises(ClosedError):
+        engine.wait_indexed()
 
 
 def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path) -> None:

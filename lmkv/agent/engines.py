@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from inspect import iscoroutinefunction
 from typing import Any
 
 import httpx
@@ -14,6 +15,8 @@ from lmkv.agent.client import AsyncClient
 from lmkv.errors import LmkvError
 
 Answer = dict[str, Any]
+Call = Callable[[], Answer | None] | Callable[[], Awaitable[Answer]]
+"""It runs in a thread, of which there are few, unless it is a coroutine function, as what waits for long should be."""
 Url = Callable[[int], str]
 
 _RETRY, _AGAIN = 1.0, 10.0
@@ -62,9 +65,7 @@ class Engines:
                 except httpx.HTTPError:
                     await asyncio.sleep(_RETRY)
 
-    async def ask(
-        self, call: Callable[[], Answer | None], method: str, path: str, body: Mapping[str, Any] | None = None
-    ) -> dict[int, Answer]:
+    async def ask(self, call: Call, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[int, Answer]:
         """Each engine's answer: `call()` is this one's. Without those that have none; the rest say why they are away.
 
         With an `engine` in the body it alone is asked. Raises EngineError when that one is away, or there is none.
@@ -76,7 +77,8 @@ class Engines:
             raise EngineError(f"there is no such engine; there are {', '.join(map(str, numbers))}", 400)
         asked = numbers if wanted is None else [wanted]
         others = [self._other(number, method, path, body) for number in asked if number != self.number]
-        mine = [run_in_threadpool(call)] if self.number in asked else []
+        own = call if iscoroutinefunction(call) else lambda: run_in_threadpool(call)
+        mine = [own()] if self.number in asked else []
         answers = await asyncio.gather(*mine, *others)
         found = {number: answer for number, answer in zip(asked, answers, strict=True) if answer is not None}
         if wanted is not None and "away" in found.get(wanted, {}):

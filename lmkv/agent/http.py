@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import logging
 import os
@@ -22,9 +23,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.concurrency import run_in_threadpool
 from uvicorn import Config, Server
 
-from lmkv.agent.engines import EngineError, Engines, merged, merged_requests, merged_stats
+from lmkv.agent.engines import Call, EngineError, Engines, merged, merged_requests, merged_stats
 from lmkv.agent.guard import Guard, as_json, most_bytes, refused
 from lmkv.agent.history import History
 from lmkv.agent.page import PAGE, PAGE_HEADERS
@@ -136,7 +138,7 @@ def application(
     app.add_middleware(Guard, token=token, most=most_bytes(longest))
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(authorized)])
 
-    async def each(call: Callable[[], dict[str, Any]], path: str, body: PromptBody) -> dict[str, Any]:
+    async def each(call: Call, path: str, body: PromptBody) -> dict[str, Any]:
         fields = body.model_dump(exclude_defaults=True)
         return merged(await engines.ask(call, "POST", path, fields))
 
@@ -154,8 +156,15 @@ def application(
     @v1.post("/prefetch")
     async def prefetch(body: PrefetchBody) -> dict[str, Any]:
         """Load a prompt's chunks into host memory ahead of its request."""
-        body.id = body.id or secrets.token_hex(8)
-        return await each(lambda: service.prefetch(body.prompt(), body.wait, body.id), "/v1/prefetch", body)
+        name = body.id = body.id or secrets.token_hex(8)
+
+        async def begun() -> dict[str, Any]:
+            state, ended = await run_in_threadpool(lambda: service.prefetch(body.prompt(), name))
+            with suppress(TimeoutError, asyncio.CancelledError):
+                await asyncio.wait_for(asyncio.wrap_future(ended), body.wait)
+            return state()
+
+        return await each(begun, "/v1/prefetch", body)
 
     @v1.get("/prefetch/{name}")
     async def prefetched(name: str) -> dict[str, Any]:
@@ -277,7 +286,9 @@ class Address:
 
 def _unix_socket(path: str) -> socket.socket:
     with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
-        if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path):
+        # One that is too busy to accept does not answer either.
+        probe.settimeout(1)
+        if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
             # Of a server that has ended.
             os.unlink(path)
     bound = socket.socket(socket.AF_UNIX)
@@ -298,6 +309,7 @@ class AgentServer:
 
     def __init__(self, make: Callable[[], FastAPI], address: Address) -> None:
         self._socket, self.url = address.bind()
+        self._file = os.stat(self.url.removeprefix(_UNIX)) if self.url.startswith(_UNIX) else None
         config = Config(make(), log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1)
         self._server = Server(config)
         self._thread = threading.Thread(target=self._run, name="lmkv-agent", daemon=True)
@@ -314,9 +326,11 @@ class AgentServer:
 
     def close(self) -> None:
         """End it, within seconds. Idempotent."""
+        with suppress(OSError):
+            # While it is open no other file has its number. Another server's socket may be there by now.
+            if self._file and os.path.samestat(self._file, os.stat(path := self.url.removeprefix(_UNIX))):
+                os.unlink(path)
+        self._file = None
         self._server.should_exit = True
         self._thread.join(_END_LIMIT)
         self._socket.close()
-        if self.url.startswith(_UNIX):
-            with suppress(OSError):
-                os.unlink(self.url.removeprefix(_UNIX))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 from attrs import asdict, field, frozen
 from cachetools import TTLCache
@@ -59,6 +59,17 @@ ClearNamespace = Callable[[str], int]
 
 def _no_requests() -> Mapping[str, Any]:
     return {"lookup_tokens": 0, "hit_tokens": 0, "requests": []}
+
+
+class _Prefetch(NamedTuple):
+    """`ended`: cancelled once nothing is under way for it any more, or nobody wants it."""
+
+    promotion: Promotion
+    keys: Sequence[ChunkKey]
+    ended: Future[None]
+
+    def end(self) -> None:
+        self.ended.cancel()
 
 
 class CacheService:
@@ -125,7 +136,7 @@ class CacheService:
         self._clear_namespace = clear_namespace
         # Not thread-safe by itself.
         self._lock = threading.Lock()
-        self._prefetches: TTLCache[str, tuple[Promotion, list[ChunkKey]]] = TTLCache(_MOST_PREFETCHES, pin_ttl)
+        self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MOST_PREFETCHES, pin_ttl)
 
     def __repr__(self) -> str:
         return f"<CacheService of {self._store!r}>"
@@ -143,32 +154,35 @@ class CacheService:
             sources[tier] = sources.get(tier, 0) + self._tokens([key])
         return {"total_tokens": len(tokens), "hit_tokens": self._tokens(keys[:found]), "sources": sources}
 
-    def prefetch(self, prompt: Prompt, wait: float = 0.0, name: str | None = None) -> dict[str, Any]:
-        """Load a prompt's chunks into host memory, and keep them there for a while. Waits `wait` seconds at most."""
+    def prefetch(self, prompt: Prompt, name: str) -> tuple[Callable[[], dict[str, Any]], Future[None]]:
+        """Load a prompt's chunks into host memory, and keep them there for a while, under this name.
+
+        Returns how far it is, to be called, and what is cancelled at its end: it is done or cancelled, or another one
+        took its place.
+        """
         _, keys = self._read(prompt)
         promotion = self._store.promote(keys, priority=Priority.PREFETCH, ttl=self._pin_ttl, discover=True)
-        promotion.wait(wait)
-        name = name or secrets.token_hex(8)
-        with self._lock:
-            before, _ = self._prefetches.pop(name, (None, []))
-            self._prefetches[name] = promotion, keys
-        if before is not None:
-            before.release()
-        return self._state(name, promotion, keys)
+        prefetch = _Prefetch(promotion, keys, Future())
+        self.cancel(name, prefetch)
+        promotion.add_done_callback(prefetch.end)
+        return lambda: self._state(name, prefetch), prefetch.ended
 
     def prefetched(self, name: str) -> dict[str, Any] | None:
         """How far a prefetch is; None when there is none of this name, or its time is over."""
         with self._lock:
-            promotion, keys = self._prefetches.get(name, (None, []))
-        return None if promotion is None else self._state(name, promotion, keys)
+            prefetch = self._prefetches.get(name)
+        return None if prefetch is None else self._state(name, prefetch)
 
-    def cancel(self, name: str) -> bool:
+    def cancel(self, name: str, instead: _Prefetch | None = None) -> bool:
         """Read no more for a prefetch, and keep its chunks no longer than any others; whether there was one."""
         with self._lock:
-            promotion, _ = self._prefetches.pop(name, (None, []))
-        if promotion is not None:
-            promotion.release()
-        return promotion is not None
+            prefetch = self._prefetches.pop(name, None)
+            if instead is not None:
+                self._prefetches[name] = instead
+        if prefetch is not None:
+            prefetch.promotion.release()
+            prefetch.end()
+        return prefetch is not None
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
         """Keep a prompt's chunks in host memory, as many of the leading ones as are there."""
@@ -233,11 +247,10 @@ class CacheService:
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:
         return sum(key.tokens if isinstance(key, TailKey) else self._chunk_size for key in keys)
 
-    def _state(self, name: str, promotion: Promotion, keys: Sequence[ChunkKey]) -> dict[str, Any]:
-        found, ready = len(promotion), promotion.ready
+    def _state(self, name: str, prefetch: _Prefetch) -> dict[str, Any]:
         return {
             "id": name,
-            "done": promotion.done,
-            "found_tokens": self._tokens(keys[:found]),
-            "ready_tokens": self._tokens(keys[:ready]),
+            "done": prefetch.promotion.done,
+            "found_tokens": self._tokens(prefetch.keys[: len(prefetch.promotion)]),
+            "ready_tokens": self._tokens(prefetch.keys[: prefetch.promotion.ready]),
         }

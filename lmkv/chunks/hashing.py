@@ -182,7 +182,10 @@ def _native_uint32(tokens: Tokens, start: int, stop: int) -> array[int]:
             return array(_UINT32, tokens)
         except (OverflowError, TypeError):
             pass
-    return _from_sequence(tokens[start:stop], start)
+    try:
+        return _from_sequence(tokens[start:stop], start)
+    except TypeError:
+        raise UsageError(f"tokens must be a sequence that can be sliced, not a {type(tokens).__name__}") from None
 
 
 def _from_sequence(tokens: Iterable[int], start: int) -> array[int]:

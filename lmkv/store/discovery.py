@@ -47,11 +47,13 @@ class Discovery:
     def _run(self, deferred: Deferred) -> None:
         """I/O thread."""
         unknown = self._keys
-        for tier in self._tiers:
-            if not unknown:
-                break
-            unknown = unknown[tier.discover(unknown) :]
-        self._end(deferred)
+        try:
+            for tier in self._tiers:
+                if not unknown:
+                    break
+                unknown = unknown[tier.discover(unknown) :]
+        finally:
+            self._end(deferred)
 
     def _end(self, deferred: Deferred) -> None:
         self._done.set()

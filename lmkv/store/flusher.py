@@ -90,11 +90,13 @@ class Flusher:
     def _copy(self, copy: _Copy, flush: _Flush, deferred: Deferred) -> None:
         """I/O thread."""
         tier, entry = copy
-        payload = self._primary.payloads.gather(entry.key, self._primary.slab.view(entry.slot))
-        chunk = Chunk(entry.key, payload, entry.parent, entry.tokens)
-        tier.write(chunk, lambda: not entry.removed, partial(flush.ancestors, entry.key))
-        with self._lock:
-            self._end_copy(flush, deferred)
+        try:
+            payload = self._primary.payloads.gather(entry.key, self._primary.slab.view(entry.slot))
+            chunk = Chunk(entry.key, payload, entry.parent, entry.tokens)
+            tier.write(chunk, lambda: not entry.removed, partial(flush.ancestors, entry.key))
+        finally:
+            with self._lock:
+                self._end_copy(flush, deferred)
 
     def _refused(self, copy: _Copy, flush: _Flush, deferred: Deferred) -> None:
         """The pool has no room: the chunk is a future miss below, and its slot is not kept for it."""

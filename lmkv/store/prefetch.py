@@ -100,6 +100,8 @@ class Prefetch:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 
+        # In a fork it raises, as `wait` does: nobody would call back.
+        self._promotion.wait(0)
         self._promotion.add_done_callback(wake_from_any_thread)
         yield from finished
         return self.tokens

@@ -141,17 +141,20 @@ class Promoter:
             return
         payloads, slot = self._primary.payloads, self._primary.slab.view(entry.slot)
         room = payloads.room(entry.key, slot)
-        hit = tier.read(entry.key, room)
-        if hit:
-            payloads.scatter(entry.key, room, slot)
-        with self._lock:
-            # READY before anybody is woken, and the load's own reference dropped last: the slot stays theirs.
-            if hit:
-                self._primary.mark_ready(entry)
-                entry.prefetched = load.priority is Priority.PREFETCH and not entry.removed
-                self._primary.counters.prefetched += entry.prefetched
-            self._end_load(tier, entry, deferred)
-            self._allocator.keep_free(deferred)
+        loaded = False
+        try:
+            if tier.read(entry.key, room):
+                payloads.scatter(entry.key, room, slot)
+                loaded = True
+        finally:
+            with self._lock:
+                # READY before anybody is woken, and the load's own reference dropped last: the slot stays theirs.
+                if loaded:
+                    self._primary.mark_ready(entry)
+                    entry.prefetched = load.priority is Priority.PREFETCH and not entry.removed
+                    self._primary.counters.prefetched += entry.prefetched
+                self._end_load(tier, entry, deferred)
+                self._allocator.keep_free(deferred)
 
     @locked
     def _end_load(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:

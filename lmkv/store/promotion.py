@@ -139,5 +139,5 @@ class Promotion:
         for callback in callbacks:
             try:
                 callback()
-            except Exception:
+            except BaseException:  # the other callbacks are others'
                 logger.exception("lmkv: a done callback of a promotion failed; it was %r", callback)

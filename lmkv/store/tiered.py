@@ -431,10 +431,11 @@ class TieredStore:
     def wait_indexed(self, timeout: float | None = None) -> bool:
         """Wait until the persistent tiers are indexed, at most `timeout` seconds; whether they are."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        return all(
+        listed = all(
             scanner.listed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
             for scanner in self._scanners
         )
+        return listed and not self._closed
 
     # -- removing -----------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ import re
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.agent import clear_namespace
 from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, store_over, tokenize
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, Gated, eventually
 
 
 @pytest.fixture
@@ -93,6 +94,85 @@ def test_a_prefetch_of_the_same_name_takes_the_place_of_the_one_before(store: Ti
     client.prefetch("another", id="mine")
     assert client.clear()["deleted_chunks"] == len(keys)
     eventually(lambda: store.stats().tiers[0].used_bytes == 0, "nothing refers to the first one's chunks")
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Gated]:
+    """A disk that answers no read while it is shut, with a prompt on it."""
+    gated = Gated(LocalDiskBackend(tmp_path / "slow", NAMESPACE.digest))
+    yield gated
+    gated.open()
+
+
+@pytest.fixture
+def slow_server(slow: Gated) -> Iterator[AgentServer]:
+    with closing(TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()), [Tier(slow, LRU())])) as store:
+        assert store.wait_indexed(LIMIT)
+        store.drop(put(store, "a prompt of 23 letters,"))
+        slow.shut("read")
+        with closing(AgentServer(lambda: application(service_of(store), TOKEN), Address("127.0.0.1:0"))) as server:
+            yield server
+            slow.open()
+
+
+def _is_known(client: Client, name: str) -> bool:
+    with suppress(httpx.HTTPStatusError):
+        return bool(client.prefetched(name))
+    return False
+
+
+@pytest.mark.parametrize("end", ["done", "cancelled", "replaced"])
+def test_a_prefetch_that_is_waited_for_is_known_until_its_end(slow: Gated, slow_server: AgentServer, end: str) -> None:
+    with (
+        Client(slow_server.url, TOKEN) as client,
+        Client(slow_server.url, TOKEN) as other,
+        ThreadPoolExecutor() as pool,
+    ):
+        answer = pool.submit(client.prefetch, "a prompt of 23 letters,", id="mine", wait=60)
+        eventually(lambda: _is_known(other, "mine"), "it is known")
+        slow.waiting("read")
+        state = {"id": "mine", "done": False, "found_tokens": 23, "ready_tokens": 0}
+        assert other.prefetched("mine") == state
+        if end == "done":
+            slow.open()
+            state |= {"done": True, "ready_tokens": 23}
+        elif end == "cancelled":
+            assert other.cancel("mine")["cancelled"]
+        else:
+            other.prefetch("another", id="mine")
+        got = answer.result(LIMIT)
+        assert got["ready_tokens"] == state["ready_tokens"]
+        assert end != "done" or got == state
+        assert _is_known(other, "mine") == (end != "cancelled")
+
+
+def test_a_wait_that_is_over_ends_no_prefetch(slow: Gated, slow_server: AgentServer) -> None:
+    with Client(slow_server.url, TOKEN) as client:
+        assert not client.prefetch("a prompt of 23 letters,", id="mine", wait=0.01)["done"]
+        slow.open()
+        eventually(lambda: bool(client.prefetched("mine")["done"]), "it goes on")
+        assert client.prefetched("mine")["ready_tokens"] == 23
+
+
+def test_many_that_wait_leave_the_service_to_others(slow_server: AgentServer) -> None:
+    """More than there are threads."""
+
+    async def ask() -> None:
+        async with AsyncClient(slow_server.url, TOKEN) as client, AsyncClient(slow_server.url, TOKEN) as other:
+            calls = [client.prefetch("a prompt of 23 letters,", id=f"number{each}", wait=60) for each in range(60)]
+            waiting = [asyncio.ensure_future(call) for call in calls]
+            for each in range(60):
+                while True:
+                    with suppress(httpx.HTTPStatusError):
+                        assert not (await other.prefetched(f"number{each}"))["done"]
+                        break
+            assert (await other.stats())["tiers"]
+            assert not any(each.done() for each in waiting)
+            for each in range(60):
+                await other.cancel(f"number{each}")
+            await asyncio.gather(*waiting)
+
+    asyncio.run(asyncio.wait_for(ask(), LIMIT))
 
 
 def test_salts_and_tags_keep_prompts_apart(store: TieredStore, client: Client) -> None:
@@ -320,6 +400,24 @@ class TestUnixSockets:
         with pytest.raises(OSError, match="in use"):
             Address(f"unix:{path}").bind()
         bound.close()
+
+    def test_one_whose_server_is_busy_is_in_use(self, path: Path) -> None:
+        with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+            busy.bind(str(path))
+            busy.listen(0)
+            waiting.connect(str(path))
+            with pytest.raises(OSError, match="in use"):
+                Address(f"unix:{path}").bind()
+
+    def test_one_of_another_server_stays(self, service: CacheService, path: Path) -> None:
+        first = AgentServer(lambda: application(service, None), Address(f"unix:{path}"))
+        path.unlink()
+        with closing(AgentServer(lambda: application(service, None), Address(f"unix:{path}"))):
+            for _ in range(2):
+                first.close()
+            with Client(f"unix:{path}") as client:
+                assert client.stats()["tiers"]
+        assert not path.exists()
 
     def test_a_file_of_that_name_is_not_deleted(self, path: Path) -> None:
         path.write_text("mine")

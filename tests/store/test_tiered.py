@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from lmkv.errors import BackendUnavailable
 from lmkv.outcomes import MISS, Presence, Read
@@ -329,9 +330,23 @@ def test_a_read_that_returns_nonsense_is_a_miss(nonsense: Any) -> None:
     assert_idle(store)
 
 
+class UntoldError(Exception):
+    """It cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+    __str__ = __repr__
+
+
+class PanicError(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("on purpose"), UntoldError(), PanicError(), KeyboardInterrupt()])
 @pytest.mark.parametrize("verb", ["read", "write", "delete", "list_keys"])
-def test_whatever_a_backend_raises_nothing_leaks(verb: str) -> None:
-    failing = Failing(Persistent(memory(10, "low")), verb)
+def test_whatever_a_backend_raises_nothing_leaks(verb: str, error: BaseException) -> None:
+    failing = Failing(Persistent(memory(10, "low")), verb, error=error)
     store = small_store(3, lower(failing, 2))
     for name in "abc":
         keys = chain(name, 2)
@@ -344,6 +359,38 @@ def test_whatever_a_backend_raises_nothing_leaks(verb: str) -> None:
     store.clear()
     assert_idle(store)
     assert store.stats().tiers[1].used_bytes <= 2 * SLOT
+
+
+def test_a_tier_works_again_after_a_backend_that_cannot_say_what_a_chunk_takes() -> None:
+    class Sized(Failing):
+        def stored_bytes(self, nbytes: int) -> int:
+            return self.around("stored_bytes", lambda: nbytes)
+
+    below = Sized(memory(10, "low"), "stored_bytes")
+    store = small_store(4, lower(below, 4))
+    put(store, chain("a", 2))
+    store.drain(LIMIT)
+    assert_idle(store)
+    below.failing.clear()
+    keys = chain("b", 2)
+    put(store, keys)
+    store.drain(LIMIT)
+    store.drop(keys)
+    assert len(get(store, keys)) == 2
+
+
+def test_an_admission_that_raises_admits_nothing_and_leaks_nothing() -> None:
+    class Broken:
+        def admit(self, key: ChunkKey) -> bool:
+            raise ValueError("user policy")
+
+    store = small_store(3, evolve(lower(memory(10, "low"), 2), admission=Broken()))
+    keys = chain("a", 2)
+    put(store, keys)
+    store.drain(LIMIT)
+    assert_idle(store)
+    assert len(get(store, keys)) == 2
+    assert store.stats().tiers[1].chunks == 0
 
 
 def test_a_chunk_that_is_being_read_is_not_evicted_from_its_tier() -> None:
@@ -482,7 +529,8 @@ def test_a_promotion_waits_for_a_chunk_that_is_just_being_stored() -> None:
 # -- waking and ending -----------------------------------------------------------------------------------
 
 
-def test_a_callback_that_raises_keeps_nobody_else_waiting() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("the event loop is closed"), SystemExit(1)])
+def test_a_callback_that_raises_keeps_nobody_else_waiting(error: BaseException) -> None:
     gated = Gated(memory(10, "low"))
     store = small_store(4, lower(gated))
     keys = chain("a", 1)
@@ -492,7 +540,7 @@ def test_a_callback_that_raises_keeps_nobody_else_waiting() -> None:
     called = threading.Event()
 
     def explode() -> None:
-        raise RuntimeError("the event loop is closed")
+        raise error
 
     first.add_done_callback(explode)
     first.add_done_callback(called.set)

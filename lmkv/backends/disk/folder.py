@@ -68,19 +68,24 @@ class ChunkFolder:
             _keep_newest(away, self.keep_corrupt)
 
     def scan_others(self) -> Iterator[Listed]:
-        """`scan` of the root's other namespaces that can be read; their keys begin with the namespace."""
-        with _left_out_if_unreadable(self.root):
+        """`scan` of the root's other namespaces whose chunks may be deleted; their keys begin with the namespace."""
+        with _left_out_if_forbidden(self.root):
             for entry in _entries(self.root):
                 namespace = _digest_of(entry.name)
                 if namespace and namespace != self.namespace and entry.is_dir(follow_symlinks=False):
-                    with _left_out_if_unreadable(entry.path):
-                        for found in ChunkFolder(self.root, namespace, self.keep_corrupt).scan():
+                    with _left_out_if_forbidden(entry.path):
+                        for found in ChunkFolder(self.root, namespace, self.keep_corrupt).scan(to_evict=True):
                             yield evolve(found, key=namespace + found.key)
 
-    def scan(self) -> Iterator[Listed]:
-        """All chunks by name and size alone, in no order. Removes stale temporary files."""
+    def scan(self, *, to_evict: bool = False) -> Iterator[Listed]:
+        """All chunks by name and size alone, in no order. Removes stale temporary files.
+
+        `to_evict`: raise `PermissionError` at the first folder whose chunks this user may not delete.
+        """
         for folder in _entries(self.path):
             if len(folder.name) == 2 and folder.is_dir(follow_symlinks=False):
+                if to_evict:
+                    _check_deletable(folder.path)
                 yield from self._scan_folder(folder)
             else:
                 _remove_if_stale(folder)
@@ -106,12 +111,17 @@ def _entries(path: str) -> Iterator[os.DirEntry[str]]:
 
 
 @contextlib.contextmanager
-def _left_out_if_unreadable(path: str) -> Iterator[None]:
+def _left_out_if_forbidden(path: str) -> Iterator[None]:
     """Other namespaces may belong to other users, and must not keep the own one from being listed."""
     try:
         yield
     except OSError as error:
         _warn_once(path, str(error))
+
+
+def _check_deletable(folder: str) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK) and os.path.lexists(folder):
+        raise PermissionError("they may not be deleted")
 
 
 @cache

@@ -8,6 +8,7 @@ never pass for new ones.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from attrs import define, field
@@ -250,10 +251,13 @@ class TierIndex:
         """
         if self._listing is None:
             return False
+        now = time.time()
         for item in found:
             self._unseen.pop(item.key, None)
-            self._newest = max(self._newest, item.last_used)
-            if item.key in self._sizes and item.last_used > self._last_used:
+            # A time in the future says nothing about a use, and must not hide those of other chunks.
+            used = item.last_used if item.last_used <= now else 0.0
+            self._newest = max(self._newest, used)
+            if item.key in self._sizes and used > self._last_used:
                 # Used since the last listing, perhaps by another process.
                 self.policy.touch([item.key])
             if self._is_new(item.key, self._listing):

@@ -10,11 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import TypeVar
 
 from attrs import define, field
 
+from lmkv.errors import told
 from lmkv.store.tiers.locking import locked
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,10 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
     except Exception as error:
         return failed(error)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         # A panic of a library in Rust, for one, is no Exception.
-        return failed(RuntimeError(f"{type(error).__name__}: {error}"))
+        return failed(RuntimeError(told(error)))
 
 
 @define(eq=False)
@@ -148,20 +150,26 @@ class IOPool:
                         return
                     self._wakeup.wait()
                 self._running += 1
-            self._do(job)
-            del job
-            with self._lock:
-                self._running -= 1
-                if not self._pending:
-                    self._idle.notify_all()
+            try:
+                self._do(job)
+            finally:
+                del job
+                with self._lock:
+                    self._running -= 1
+                    if not self._pending:
+                        self._idle.notify_all()
 
     def _do(self, job: Job) -> None:
         deferred = Deferred()
         try:
-            job.work(deferred)
-            deferred.run(self)
-        except BaseException:  # the thread must go on
-            logger.exception("lmkv: an unexpected error in an I/O thread; please report it")
+            try:
+                job.work(deferred)
+            finally:
+                deferred.run(self)
+        except BaseException:
+            # The thread must go on, whatever a handler of logs raises.
+            with suppress(BaseException):
+                logger.exception("lmkv: an unexpected error in an I/O thread; please report it")
 
     @locked
     def _drop_queues(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
+from lmkv.errors import told
 from lmkv.protocols import ListsKeys, Shared, SharesRoom
 from lmkv.store.tiers.iopool import attempt
 from lmkv.store.tiers.secondary import Secondary
@@ -51,6 +52,8 @@ class TierScanner:
     def stop(self, timeout: float) -> None:
         """End the thread, waiting at most `timeout` seconds for a listing under way. Idempotent."""
         self._stop.set()
+        # Nobody waits for it any more.
+        self.listed.set()
         self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -71,7 +74,7 @@ class TierScanner:
             self._tier.index.end_listing()
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
-        logger.log(level, "lmkv: tier %r could not be listed, it is tried again: %r", self._tier.name, error)
+        logger.log(level, "lmkv: tier %r could not be listed, it is tried again: %s", self._tier.name, told(error))
         return False
 
     def _list(self) -> bool:

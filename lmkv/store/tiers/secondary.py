@@ -16,9 +16,9 @@ from typing import Literal, TypeVar
 
 import attrs
 
-from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError
+from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError, told
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
-from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
+from lmkv.protocols import Admission, Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
 from lmkv.store.tiers.breaker import Breaker
 from lmkv.store.tiers.index import TierIndex, Victims
 from lmkv.store.tiers.iopool import attempt
@@ -83,7 +83,14 @@ class Secondary:
     @locked
     def wants(self, key: ChunkKey) -> bool:
         """Whether the key should be written here: it is not, nor is it being written, and it is admitted."""
-        return not self.index.knows(key) and (self._admission is None or self._admission.admit(key))
+        return not self.index.knows(key) and (self._admission is None or self._admits(self._admission, key))
+
+    def _admits(self, admission: Admission, key: ChunkKey) -> bool:
+        def failed(error: Exception) -> bool:
+            logger.warning("lmkv: tier %r: its admission failed: %s", self.name, told(error))
+            return False
+
+        return attempt(lambda: admission.admit(key), failed)
 
     def _cost(self, key: ChunkKey) -> int:
         """Bytes that the chunk takes on the medium."""
@@ -123,17 +130,19 @@ class Secondary:
         if observation is None:
             return 0
         there, count = 0, _FIRST_BATCH
-        while there < len(keys):
-            batch = keys[there : there + count]
-            found = self._leading(batch)
+        try:
+            while there < len(keys):
+                batch = keys[there : there + count]
+                found = self._leading(batch)
+                with self._lock:
+                    self.index.discover({key: self._cost(key) for key in batch[:found]}, observation)
+                there += found
+                if found < len(batch):
+                    break
+                count *= _BATCH_GROWTH
+        finally:
             with self._lock:
-                self.index.discover({key: self._cost(key) for key in batch[:found]}, observation)
-            there += found
-            if found < len(batch):
-                break
-            count *= _BATCH_GROWTH
-        with self._lock:
-            self.index.end_observation(observation)
+                self.index.end_observation(observation)
         self.reclaim()
         return there
 
@@ -217,12 +226,13 @@ class Secondary:
         """
         if self.index.clearing:
             self.delete_all()
+        cost = self._cost(chunk.key)
         with self._lock:
-            begun = self._begin_write(chunk.key, is_wanted, protect)
+            begun = self._begin_write(chunk.key, cost, is_wanted, protect)
         if begun is None:
             return
         victims, call = begun
-        cost, started = self._cost(chunk.key), self._clock()
+        started = self._clock()
         result = attempt(
             lambda: self._make_room(victims, cost, protect) or self._write(chunk, cost, protect),
             lambda error: Written.failed(_as_backend_error(self.name, "write", chunk.key, error)),
@@ -242,13 +252,13 @@ class Secondary:
 
     @locked
     def _begin_write(
-        self, key: ChunkKey, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]
+        self, key: ChunkKey, cost: int, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]
     ) -> tuple[Victims, int] | None:
         if self.index.knows(key) or not is_wanted() or self._closed:
             return None
         if self._reads.usable and self._writes.usable:
             stored = len(self.index)
-            victims = self.index.begin_write(key, self._cost(key), protect)
+            victims = self.index.begin_write(key, cost, protect)
             if victims is not None:
                 self._counters.evictions += stored - len(self.index)
                 call = self._writes.begin()
@@ -398,6 +408,6 @@ def _checked(result: object, kind: type[T]) -> T:
 def _as_backend_error(name: str, action: str, key: ChunkKey, error: Exception) -> BackendError:
     if isinstance(error, BackendError):
         return error
-    translated = BackendError(name, action, key.hex(), repr(error))
+    translated = BackendError(name, action, key.hex(), told(error))
     translated.__cause__ = error
     return translated

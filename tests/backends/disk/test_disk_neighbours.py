@@ -1,4 +1,4 @@
-"""Folders of other users below the same root, which a process may not read."""
+"""Folders of other users below the same root, which a process may not read, or not delete from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.outcomes import WriteStatus
 from lmkv.testing.backend_suite import chunk_of, read_back, statuses
 from tests.forked import Child, Tell
-from tests.store.shared_store import KEYS, get, open_store, put
+from tests.store.shared_store import CHUNK, KEYS, get, open_store, put
 
 NOBODY = 65534
 
@@ -75,3 +75,28 @@ def test_a_store_finds_its_own_chunks_again_beside_such_a_folder(root: Path) -> 
     with Child(restart, str(root)) as child:
         assert [child.heard() for _ in range(4)] == [True] * 4
         assert child.ended() == 0
+
+
+def fill(tell: Tell, root: str) -> None:
+    become_nobody()
+    store = open_store(root, 1, 4 * (CHUNK + 4096))
+    for key in KEYS[:8]:
+        put(store, [key])
+        assert store.drain(20)
+    tell(store.stats().tiers[1].write_rejects)
+    store.drop(KEYS)
+    tell(get(store, KEYS[4:8]))
+    store.close()
+
+
+def test_chunks_that_may_be_read_but_not_deleted_are_neither_counted_nor_evicted(memory_path: Path) -> None:
+    other = LocalDiskBackend(memory_path, bytes([9]) * 32)
+    assert statuses(other, [chunk_of(CHUNK) for _ in range(4)]) == [WriteStatus.STORED] * 4
+    memory_path.chmod(0o777)
+    for folder in (path := memory_path / other.namespace.hex(), *path.glob("??")):
+        # As with `umask 022`. Without root there is only one user here, and the folders are closed to that one, too.
+        folder.chmod(0o755 if not os.geteuid() else 0o555)
+    with Child(fill, str(memory_path)) as child:
+        assert [child.heard(), child.heard()] == [0, 4]
+        assert child.ended() == 0
+    assert len(list(memory_path.rglob("*.kv1"))) == 8

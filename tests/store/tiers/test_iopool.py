@@ -194,6 +194,6 @@ def test_attempt_turns_errors_into_values_and_lets_ends_through() -> None:
 
     assert attempt(lambda: "fine", str) == "fine"
     assert attempt(lambda: str(1 // 0), lambda error: type(error).__name__) == "ZeroDivisionError"
-    assert attempt(panic, str) == "PanicError: on purpose"
+    assert attempt(panic, str) == "PanicError('on purpose')"
     with pytest.raises(KeyboardInterrupt):
         attempt(stop, str)
