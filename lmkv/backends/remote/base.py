@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
-from urllib.parse import SplitResult, urlsplit
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from lmkv.backends.remote.blobs import Blobs, WrongLengthError
 from lmkv.chunks.authentication import Authenticator
@@ -24,6 +25,8 @@ from lmkv.errors import (
 from lmkv.outcomes import HIT, MISS, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
 
+logger = logging.getLogger(__name__)
+
 SLOWEST = 16 << 20
 """Bytes per second: a value that moves more slowly is given up."""
 
@@ -40,6 +43,27 @@ def split(url: str) -> SplitResult:
         reason = "it has no host and port that can be; in a password / is %2F, ? is %3F, # is %23"
         raise ConfigError(f"{masked(url)}: {reason}") from None
     return parts
+
+
+def address_of(url: str, known: Mapping[str, type[str] | type[int]]) -> dict[str, Any]:
+    """Host, port and the options in the query, which are among `known`. Raises ConfigError."""
+    shown, parts = masked(url), split(url)
+    given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise ConfigError(f"{shown}: {unknown[0]!r} is none of its options, {', '.join(sorted(known))}")
+    try:
+        options: dict[str, Any] = {key: known[key](value) for key, value in given.items()}
+    except ValueError as error:
+        raise ConfigError(f"{shown}: {error}") from None
+    if not (parts.hostname and parts.port):
+        raise ConfigError(f"{shown} must have a host and a port: {parts.scheme}://host:port/")
+    return {"host": parts.hostname, "port": parts.port, **options}
+
+
+def tell_unused(shown: str, **given: object) -> None:
+    """Log what was given to a store that does not have it."""
+    if ignored := [what for what, value in given.items() if value]:
+        logger.warning("lmkv: %s has no %s: what is given is not used", shown, ", ".join(ignored))
 
 
 class RemoteBackend(ABC):
@@ -76,10 +100,10 @@ class RemoteBackend(ABC):
     ...         if name in self.values:
     ...             self.blobs.unpack(key, memoryview(self.values[name]), into)
     ...         return name in self.values
-    ...     def _put(self, name, header, payload):
+    ...     def _put(self, name, chunk):
     ...         if name in self.values:
     ...             return PRESENT
-    ...         self.values[name] = bytes(header) + bytes(payload)
+    ...         self.values[name] = bytes(self.blobs.header_of(chunk)) + bytes(chunk.payload)
     ...         return STORED
     ...     def _remove(self, names):
     ...         for name in names:
@@ -154,7 +178,7 @@ class RemoteBackend(ABC):
     def _write(self, chunk: Chunk) -> Written:
         name = self.name_of(chunk.key)
         try:
-            return self._put(name, self.blobs.header_of(chunk), chunk.payload)
+            return self._put(name, chunk)
         except Exception as error:
             return Written.failed(self._translated(error, "write", chunk.key))
 
@@ -197,7 +221,7 @@ class RemoteBackend(ABC):
         """Fill `into` with a value's payload, checked by `blobs`; False when there is none."""
 
     @abstractmethod
-    def _put(self, name: str, header: memoryview, payload: memoryview) -> Written:
+    def _put(self, name: str, chunk: Chunk) -> Written:
         """Store a value completely or not at all. One that is there stays as it is, and is PRESENT."""
 
     @abstractmethod

@@ -6,6 +6,8 @@ somebody else has put under the key, or a torn one, is found to be none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attrs import frozen
 
 from lmkv.chunks import codec
@@ -49,6 +51,24 @@ class Blobs:
         if header.payload_bytes != expected:
             raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the buffer {expected}")
         return header
+
+    def receive(self, key: ChunkKey, nbytes: int, fill: Callable[[memoryview], None], into: memoryview) -> None:
+        """Fill `into` with the payload of a value of `nbytes`, which `fill` reads on. Raises as `parsed` does."""
+        header_bytes = self.header_bytes(len(into))
+        start = memoryview(bytearray(min(nbytes, header_bytes)))
+        fill(start)
+        header = self.parsed(key, start, len(into))
+        if nbytes != header_bytes + len(into) or header.header_bytes != header_bytes:
+            raise FormatError(f"it has {nbytes} bytes, {header.header_bytes + len(into)} by its header")
+        self.receive_payload(header, fill, into)
+
+    def receive_payload(self, header: Header, fill: Callable[[memoryview], None], into: memoryview) -> None:
+        """Fill `into` with a payload that `fill` reads on. Raises `FormatError`."""
+        for index, at in enumerate(range(0, len(into), header.segment_bytes)):
+            segment = into[at : at + header.segment_bytes]
+            fill(segment)
+            # While its bytes are still in the processor's cache, and while more of them arrive.
+            self.format.verify(header, segment, index)
 
     def unpack(self, key: ChunkKey, value: memoryview, into: memoryview) -> None:
         """Fill `into` with the payload of a whole value. Raises as `parsed` does.

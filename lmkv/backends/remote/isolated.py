@@ -7,7 +7,6 @@ too long ends with its process, which cannot write anywhere afterwards; the next
 from __future__ import annotations
 
 import json
-import logging
 import mmap
 import os
 import subprocess
@@ -20,19 +19,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
 from typing import Any, ClassVar
-from urllib.parse import parse_qs
 from zlib import crc32
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend, split
+from lmkv.backends.remote.base import SLOWEST, RemoteBackend, address_of, tell_unused
 from lmkv.chunks.codec import FormatError
 from lmkv.errors import ConfigError, masked
 from lmkv.outcomes import PRESENT, STORED, Written
-from lmkv.protocols import ChunkKey
-
-logger = logging.getLogger(__name__)
+from lmkv.protocols import Chunk, ChunkKey
 
 START_LIMIT = 10.0
 """Seconds for a process to start and to import its client."""
+
+_AT_ONCE = 500
+"""Names in one call, so that its message fits into a socket's buffer."""
 
 _END_LIMIT = 5.0
 _ROOM = 16 << 20
@@ -54,9 +53,6 @@ class IsolatedBackend(RemoteBackend):
 
     known: ClassVar[Mapping[str, type[str] | type[int]]]
     """Options in the URL's query."""
-
-    at_once: ClassVar[int] = 500
-    """Names in one call, so that its message fits into a socket's buffer."""
 
     def __init__(
         self,
@@ -82,35 +78,18 @@ class IsolatedBackend(RemoteBackend):
             authentication_key=authentication_key,
         )
         self._shown = masked(url)
-        options = self._options(url)
+        options = address_of(url, {**self.known, "clients": int})
         clients = options.pop("clients", 2)
+        if clients < 1:
+            raise ConfigError(f"{self._shown}: clients must be 1 at least")
         if find_spec(self.module) is None:
             raise ConfigError(f"{self._shown} needs {self.module}: {self.install}")
-        ignored = [what for what, value in (("user", username), ("password", password), ("ttl", ttl)) if value]
-        if ignored:
-            logger.warning("lmkv: %s has no %s: what is given is not used", self._shown, ", ".join(ignored))
+        tell_unused(self._shown, user=username, password=password, ttl=ttl)
         options = self._prepared(options)
         self._clients = [Client(self._engine, options, timeout) for _ in range(clients)]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}: {self._shown}>"
-
-    def _options(self, url: str) -> dict[str, Any]:
-        """Host, port and what the query has."""
-        parts, known = split(url), {**self.known, "clients": int}
-        given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
-        if unknown := sorted(given.keys() - known.keys()):
-            raise ConfigError(f"{self._shown}: {unknown[0]!r} is none of its options, {', '.join(sorted(known))}")
-        try:
-            options: dict[str, Any] = {key: known[key](value) for key, value in given.items()}
-        except ValueError as error:
-            raise ConfigError(f"{self._shown}: {error}") from None
-        host, port = parts.hostname, parts.port
-        if not (host and port):
-            raise ConfigError(f"{self._shown} must have a host and a port: {parts.scheme}://host:port/")
-        if options.get("clients", 1) < 1:
-            raise ConfigError(f"{self._shown}: clients must be 1 at least")
-        return {"host": host, "port": port, **options}
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
         """Those of the URL as the engine takes them."""
@@ -130,8 +109,8 @@ class IsolatedBackend(RemoteBackend):
                 self.blobs.unpack(key, value, into)
             return value is not None
 
-    def _put(self, name: str, header: memoryview, payload: memoryview) -> Written:
-        answer = self._client(name).put(name, header, payload)
+    def _put(self, name: str, chunk: Chunk) -> Written:
+        answer = self._client(name).put(name, self.blobs.header_of(chunk), chunk.payload)
         return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(answer)
 
     def _remove(self, names: Sequence[str]) -> None:
@@ -139,8 +118,8 @@ class IsolatedBackend(RemoteBackend):
             self._client(batch[0]).ask("remove", batch)
 
     def _batches(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
-        for at in range(0, len(names), self.at_once):
-            yield names[at : at + self.at_once]
+        for at in range(0, len(names), _AT_ONCE):
+            yield names[at : at + _AT_ONCE]
 
     def _disconnect(self) -> None:
         for client in self._clients:

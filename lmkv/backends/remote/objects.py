@@ -20,7 +20,7 @@ from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError, masked
 from lmkv.outcomes import PRESENT, STORED, Written
-from lmkv.protocols import ChunkKey, Listed
+from lmkv.protocols import Chunk, ChunkKey, Listed
 
 try:
     import obstore
@@ -177,13 +177,14 @@ class ObjectStoreBackend(RemoteBackend):
         header = self.blobs.parsed(key, memoryview(start), expected)
         raise FormatError(f"it has {found.meta['size']} bytes, {header.header_bytes + expected} by its header")
 
-    def _put(self, name: str, header: memoryview, payload: memoryview) -> Written:
+    def _put(self, name: str, chunk: Chunk) -> Written:
         # Asked first: a value that is there need not be sent.
         if self._exists(name):
             return PRESENT
         try:
-            store = self._store_for(len(payload))
-            obstore.put(store, name, [header, payload], mode=self._mode, use_multipart=False)
+            store = self._store_for(len(chunk.payload))
+            value = [self.blobs.header_of(chunk), chunk.payload]
+            obstore.put(store, name, value, mode=self._mode, use_multipart=False)
         except exceptions.AlreadyExistsError:
             return PRESENT
         except exceptions.GenericError as error:

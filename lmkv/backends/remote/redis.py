@@ -18,7 +18,7 @@ from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError, masked
 from lmkv.outcomes import PRESENT, STORED, Written
-from lmkv.protocols import ChunkKey, Listed
+from lmkv.protocols import Chunk, ChunkKey, Listed
 
 try:
     from redis import Redis, RedisCluster, exceptions
@@ -204,48 +204,43 @@ class RedisBackend(RemoteBackend):
             connection.send_command("GET", name)
             reply = _Reply(connection, self._timeout)
             nbytes = reply.length()
-            return nbytes is not None and self._receive(reply, nbytes, key, into)
+            if nbytes is not None:
+                self.blobs.receive(key, nbytes, reply.fill, into)
+                reply.end()
+            return nbytes is not None
 
         found: bool = self._retry.call_with_retry(lambda: self._routed(name, get), lambda error: None)
         return found
 
-    def _receive(self, reply: _Reply, nbytes: int, key: ChunkKey, into: memoryview) -> bool:
-        header_bytes = self.blobs.header_bytes(len(into))
-        start = memoryview(bytearray(min(nbytes, header_bytes)))
-        reply.fill(start)
-        header = self.blobs.parsed(key, start, len(into))
-        if nbytes != header_bytes + len(into) or header.header_bytes != header_bytes:
-            raise FormatError(f"it has {nbytes} bytes, {header.header_bytes + len(into)} by its header")
-        reply.fill(into)
-        reply.end()
-        self.blobs.format.verify(header, into)
-        return True
-
-    def _put(self, name: str, header: memoryview, payload: memoryview) -> Written:
-        options = [b"NX", *self._expiry]
-        encoded = name.encode()
-        start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
-            3 + len(options),
-            len(encoded),
-            encoded,
-            len(header) + len(payload),
-        )
-        end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
-
+    def _put(self, name: str, chunk: Chunk) -> Written:
         def exists(connection: Any) -> bool:
             connection.send_command("EXISTS", name)
             return bool(connection.read_response())
 
         def put(connection: Any) -> Written:
-            pieces = (payload[at : at + _PIECE] for at in range(0, len(payload), _PIECE))
-            connection.send_packed_command([start, header, *pieces, end])
+            connection.send_packed_command(command)
             return STORED if connection.read_response() else PRESENT
 
         try:
             # Asked first: a value that is there need not be sent.
-            return PRESENT if self._routed(name, exists) else self._routed(name, put)
+            if self._routed(name, exists):
+                return PRESENT
+            command = self._set_command(name.encode(), self.blobs.header_of(chunk), chunk.payload)
+            return self._routed(name, put)
         except exceptions.OutOfMemoryError as error:
             return Written.rejected(str(error))
+
+    def _set_command(self, name: bytes, header: memoryview, payload: memoryview) -> list[bytes | memoryview]:
+        options = [b"NX", *self._expiry]
+        start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
+            3 + len(options),
+            len(name),
+            name,
+            len(header) + len(payload),
+        )
+        end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
+        pieces = (payload[at : at + _PIECE] for at in range(0, len(payload), _PIECE))
+        return [start, header, *pieces, end]
 
     def _is_away(self, error: Exception) -> bool:
         away = (
@@ -342,7 +337,7 @@ class _Reply:
     def __init__(self, connection: Any, timeout: float) -> None:
         self._connection = connection
         self._socket: socket.socket = connection._get_socket()
-        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
 
     def length(self) -> int | None:
         """Of the value; None when there is none. Raises what the server answers instead."""
@@ -359,13 +354,15 @@ class _Reply:
             raise FormatError(text) if text.startswith("WRONGTYPE") else error
         if kind != b"$":
             raise exceptions.InvalidResponse(f"{text!r} instead of a value")
-        return None if text == "-1" else int(text)
+        if text == "-1":
+            return None
+        self._deadline += int(text) / SLOWEST
+        return int(text)
 
     def fill(self, view: memoryview) -> None:
         """Read exactly as many bytes."""
-        deadline = time.monotonic() + self._timeout + len(view) / SLOWEST
         while len(view):
-            if time.monotonic() > deadline:
+            if time.monotonic() > self._deadline:
                 raise exceptions.TimeoutError("the value took too long")
             received = self._socket.recv_into(view)
             if not received:

@@ -1,72 +1,26 @@
-"""What holds for every store whose client lives in processes of its own, beside the public suite."""
+"""What holds for every store whose client lives in processes of its own."""
 
 from __future__ import annotations
 
-import os
 import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from lmkv.backends.remote.isolated import Client, IsolatedBackend
-from lmkv.errors import BackendUnavailable, ConfigError, CorruptChunkError
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk
-from lmkv.testing.backend_suite import BackendSuite, chunk_of, in_threads, new_key, read_back, statuses
-from tests.backends.remote.own_network import Server
+from lmkv.errors import BackendUnavailable
+from lmkv.outcomes import ReadStatus
+from lmkv.protocols import Chunk
+from lmkv.testing.backend_suite import chunk_of, read_back, statuses
+from tests.backends.remote.server_suite import PRESENT, STORED, ServerSuite, StoreSuite
 from tests.kit import eventually
 from tests.servers import stop
 
-NAMESPACE = bytes(range(32))
-STORED, PRESENT = WriteStatus.STORED, WriteStatus.PRESENT
-GIVEN_UP = 10.0
-"""Seconds that a call with a limit of one takes at most, however busy the machine."""
 
-
-def cut(value: bytes) -> bytes:
-    return value[:-5]
-
-
-def lengthen(value: bytes) -> bytes:
-    return value + b"more"
-
-
-def lengthen_beyond_the_memory(value: bytes) -> bytes:
-    return value + bytes(17 << 20)
-
-
-def flip(value: bytes) -> bytes:
-    return value[:-9] + bytes([value[-9] ^ 1]) + value[-8:]
-
-
-def flip_header(value: bytes) -> bytes:
-    return value[:100] + bytes([value[100] ^ 1]) + value[101:]
-
-
-def foreign(value: bytes) -> bytes:
-    return b"somebody else's"
-
-
-class ProcessSuite:
-    """What holds of the processes, whichever store they speak with. Define `kind` and `url`."""
+class ProcessSuite(StoreSuite):
+    """What holds of the processes, whichever store they speak with."""
 
     kind: ClassVar[type[IsolatedBackend]]
-    url: str
-
-    @pytest.fixture
-    def backend(self) -> Iterator[Any]:
-        backend = self.backend_of()
-        yield backend
-        backend.close()
-
-    def backend_of(self, query: str = "", **options: Any) -> Any:
-        return self.kind(self.url + query, **{"namespace": NAMESPACE, "timeout": 10.0, **options})
-
-    # -- values -------------------------------------------------------------------------------------------
 
     def test_chunks_larger_than_the_memory_between_the_processes(self, backend: Any) -> None:
         chunks = [chunk_of(20 << 20), chunk_of(100)]
@@ -76,37 +30,6 @@ class ProcessSuite:
             assert read_back(backend, chunk) == chunk.payload
             assert read_back(fresh, chunk) == chunk.payload
         fresh.close()
-
-    def test_more_names_than_one_message_takes(self, backend: Any) -> None:
-        chunk = chunk_of(100)
-        backend.write([chunk])
-        keys = [new_key() for _ in range(1500)]
-        keys[777] = chunk.key
-        assert [index for index, found in enumerate(backend.contains(keys)) if found] == [777]
-
-    def test_two_engines_see_each_others_chunks(self, backend: Any) -> None:
-        other = self.backend_of()
-        for one, two in ((backend, other), (other, backend)):
-            chunk = chunk_of(70_001)
-            assert statuses(one, [chunk]) == [STORED]
-            assert two.contains([chunk.key]) == [True]
-            assert read_back(two, chunk) == chunk.payload
-            assert statuses(two, [chunk]) == [PRESENT]
-            two.delete([chunk.key])
-            assert one.contains([chunk.key]) == [False]
-        other.close()
-
-    def test_other_namespaces_and_prefixes_are_other_chunks(self, backend: Any) -> None:
-        chunk = chunk_of(500)
-        others = [self.backend_of(namespace=bytes(32)), self.backend_of(prefix="team*[a]:")]
-        assert statuses(backend, [chunk]) == [STORED]
-        for other in others:
-            assert other.contains([chunk.key]) == [False]
-            assert statuses(other, [chunk_of(600, chunk.key)]) == [STORED]
-            other.close()
-        assert read_back(backend, chunk) == chunk.payload
-
-    # -- processes ----------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
     def test_the_clients_process_may_end_or_hang(self, how: signal.Signals) -> None:
@@ -119,19 +42,6 @@ class ProcessSuite:
         eventually(lambda: backend.read([(chunk.key, memoryview(bytearray(100)))])[0].status is ReadStatus.HIT)
         backend.close()
 
-    def test_a_fork_of_the_engine_asks_nothing_and_disturbs_nothing(self, backend: Any) -> None:
-        chunk = chunk_of(100)
-        assert statuses(backend, [chunk]) == [STORED]
-        child = os.fork()
-        if not child:
-            with suppress(BackendUnavailable):
-                backend.contains([chunk.key])
-                os._exit(1)
-            backend.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert read_back(backend, chunk) == chunk.payload
-
     def test_no_process_outlives_its_backend(self) -> None:
         backend = self.backend_of("?clients=2")
         chunks = [chunk_of(100) for _ in range(20)]
@@ -142,145 +52,18 @@ class ProcessSuite:
         backend.close()
         assert all(process.poll() is not None for process in processes)
 
-    # -- its URL ------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize(
-        "at", ["host", "host:port", "host:1/?sgement_size=1", "host:1/?clients=0", "host:1/?clients=x", ":1"]
-    )
-    def test_a_bad_url_is_refused(self, at: str) -> None:
-        scheme = self.url.partition("://")[0]
-        with pytest.raises(ConfigError, match="host") as refused:
-            self.kind(f"{scheme}://cache:hunter2@{at}", NAMESPACE)
-        assert "hunter2" not in str(refused.value)
-
-    def test_what_it_does_not_have_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
-        self.backend_of(username="cache", password="hunter2", ttl=10).close()
-        assert "has no user, password, ttl" in caplog.text
-        assert "hunter2" not in caplog.text
-
-
-class IsolatedSuite(ProcessSuite, BackendSuite):
-    """Define `server`, too, the program that the store is lost with."""
-
-    server: Server
-
-    def make(self, folder: Path) -> Backend:
-        backend: Backend = self.backend_of()
-        return backend
-
-    @pytest.fixture
-    def backend(self, tmp_path: Path) -> Iterator[Any]:
-        backend = self.make(tmp_path)
-        yield backend
-        backend.close()
-
-    @pytest.mark.parametrize("damage", [cut, lengthen, lengthen_beyond_the_memory, flip, flip_header, foreign])
-    def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(
-        self, backend: Any, damage: Callable[[bytes], bytes]
-    ) -> None:
-        chunk, sound = chunk_of(9000), chunk_of(9000)
-        assert statuses(backend, [chunk, sound]) == [STORED] * 2
-        self.replace(backend, chunk, damage)
-        (read,) = backend.read([(chunk.key, memoryview(bytearray(9000)))])
-        assert read.status is ReadStatus.FAILED
-        assert isinstance(read.error, CorruptChunkError)
-        assert read_back(backend, sound) == sound.payload
-        backend.delete([chunk.key])
-        assert statuses(backend, [chunk]) == [STORED]
-        assert read_back(backend, chunk) == chunk.payload
-
-    def test_the_value_of_another_chunk_fails(self, backend: Any) -> None:
-        chunk, other = chunk_of(9000), chunk_of(9000)
-        assert statuses(backend, [chunk, other]) == [STORED] * 2
-        self.replace(backend, chunk, lambda _: value_of(backend, other))
-        (read,) = backend.read([(chunk.key, memoryview(bytearray(9000)))])
-        assert isinstance(read.error, CorruptChunkError)
-
-    @staticmethod
-    def replace(backend: Any, chunk: Chunk, damage: Callable[[bytes], bytes]) -> None:
+class IsolatedSuite(ProcessSuite, ServerSuite):
+    def value_of(self, backend: Any, chunk: Chunk) -> bytes:
         name = backend.name_of(chunk.key)
-        value = damage(value_of(backend, chunk))
+        with backend._client(name).value(name, 1 << 20) as value:
+            return bytes(value)
+
+    def put(self, backend: Any, name: str, value: bytes) -> None:
         client: Client = backend._client(name)
         client.ask("remove", [name])
         assert client.put(name, memoryview(value), memoryview(b"")) == "stored"
 
-    def test_a_server_that_is_killed_is_unavailable_until_it_is_back(self, backend: Any) -> None:
-        chunk = chunk_of(100)
-        assert statuses(backend, [chunk]) == [STORED]
-        self.server.kill()
-        try:
-            assert_unavailable(backend, chunk)
-        finally:
-            self.server.start()
-        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
-        assert read_back(backend, chunk) == chunk.payload
-
-    def test_a_server_that_dies_while_values_are_read_serves_no_wrong_byte(self) -> None:
-        """The process with the client may die of it; this one does not."""
-        backend = self.backend_of(timeout=2.0)
-        chunks = [chunk_of(1 << 20) for _ in range(8)]
-        eventually(lambda: set(statuses(backend, chunks)) == {PRESENT})
-        killed = []
-
-        def work(index: int) -> None:
-            if index == 0:
-                time.sleep(0.05)
-                self.server.kill()
-                killed.append(True)
-            while not killed:
-                for chunk in chunks[index:]:
-                    into = memoryview(bytearray(len(chunk.payload)))
-                    (read,) = backend.read([(chunk.key, into)])
-                    assert read.status is not ReadStatus.HIT or into == chunk.payload
-                    if read.status is ReadStatus.FAILED:
-                        assert isinstance(read.error, BackendUnavailable), read.error
-
-        try:
-            in_threads(4, work)
-        finally:
-            self.server.start()
-        eventually(lambda: statuses(backend, chunks[:1])[0] in (STORED, PRESENT))
-        assert read_back(backend, chunks[0]) == chunks[0].payload
-        backend.close()
-
-    def test_a_server_that_does_not_answer_is_given_up_in_time(self) -> None:
-        backend = self.backend_of(timeout=1.0)
-        chunk = chunk_of(100)
-        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
-        self.server.pause()
-        try:
-            for _ in range(2):  # with a connection, and without one
-                started = time.monotonic()
-                assert_unavailable(backend, chunk)
-                assert time.monotonic() - started < 3 * GIVEN_UP
-        finally:
-            self.server.resume()
-        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
-        assert read_back(backend, chunk) == chunk.payload
-        backend.close()
-
-    def test_nobody_listens(self) -> None:
-        backend = self.kind(f"{self.kind.__name__[:-7].lower()}://127.0.0.1:9/", NAMESPACE, timeout=5.0)
-        started = time.monotonic()
-        assert_unavailable(backend, chunk_of(100))
-        assert time.monotonic() - started < 3 * GIVEN_UP
-        backend.close()
-
-
-def value_of(backend: Any, chunk: Chunk) -> bytes:
-    name = backend.name_of(chunk.key)
-    with backend._client(name).value(name, 1 << 20) as value:
-        return bytes(value)
-
 
 def process_of(backend: Any, chunk: Chunk) -> Any:
     return backend._client(backend.name_of(chunk.key))._process
-
-
-def assert_unavailable(backend: Any, chunk: Chunk) -> None:
-    with pytest.raises(BackendUnavailable):
-        backend.contains([chunk.key])
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
-    assert isinstance(read.error, BackendUnavailable)
-    (written,) = backend.write([chunk_of(100)])
-    assert isinstance(written.error, BackendUnavailable)

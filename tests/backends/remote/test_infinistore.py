@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
 
+import numpy as np
 import pytest
 
-from lmkv.backends.remote.infinistore import InfiniStoreBackend
+from lmkv.backends.remote.infinistore import InfiniStoreBackend, _Connection
+from lmkv.errors import BackendUnavailable, CorruptChunkError
+from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
-from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
-from tests.backends.remote.isolated_suite import NAMESPACE, STORED, IsolatedSuite
+from lmkv.testing.backend_suite import chunk_of, in_threads, new_key, read_back, statuses
 from tests.backends.remote.own_network import INFINISTORE, Server, infinistore_server
+from tests.backends.remote.server_suite import (
+    NAMESPACE,
+    STORED,
+    ServerSuite,
+    cut,
+    flip,
+    foreign,
+    lengthen,
+    lengthen_beyond_the_memory,
+)
+from tests.kit import eventually
+from tests.servers import Proxy
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +38,105 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-class TestInfiniStoreSuite(IsolatedSuite):
+class TestInfiniStoreSuite(ServerSuite):
     kind = InfiniStoreBackend
     url = f"infinistore://localhost:{INFINISTORE}/"
 
     @pytest.fixture(autouse=True)
     def _servers(self, server: Server) -> None:
         self.server = server
+
+    def value_of(self, backend: Any, chunk: Chunk) -> bytes:
+        """The payload's."""
+        return self.value(backend, self.payload_name(backend, chunk))
+
+    def put(self, backend: Any, name: str, value: bytes) -> None:
+        payload_name = backend._call(lambda connection: backend._entry(connection, name)).payload_name
+        self.put_value(backend, payload_name, value)
+
+    def payload_name(self, backend: Any, chunk: Chunk) -> str:
+        return str(backend._call(lambda to: backend._entry(to, backend.name_of(chunk.key))).payload_name)
+
+    @staticmethod
+    def value(backend: Any, name: str) -> bytes:
+        def get(connection: _Connection) -> bytes:
+            value = bytearray(connection.get(name) or 0)
+            connection.fill(memoryview(value))
+            return bytes(value)
+
+        return bytes(backend._call(get))
+
+    @staticmethod
+    def put_value(backend: Any, name: str, value: bytes) -> None:
+        backend._call(lambda connection: connection.delete([name]))
+        assert backend._call(lambda connection: connection.put([(name, [memoryview(value)])]))
+
+    @pytest.mark.parametrize("damage", [cut, lengthen, lengthen_beyond_the_memory, flip, foreign])
+    def test_an_entry_that_is_not_the_chunks_fails_and_can_be_replaced(
+        self, backend: InfiniStoreBackend, damage: Callable[[bytes], bytes]
+    ) -> None:
+        chunk = chunk_of(9000)
+        name = backend.name_of(chunk.key)
+        assert statuses(backend, [chunk]) == [STORED]
+        self.put_value(backend, name, damage(self.value(backend, name)))
+        (read,) = backend.read([(chunk.key, memoryview(bytearray(9000)))])
+        assert isinstance(read.error, CorruptChunkError)
+        backend.delete([chunk.key])
+        assert statuses(backend, [chunk]) == [STORED]
+        assert read_back(backend, chunk) == chunk.payload
+
+    def test_a_payload_that_was_evicted_is_a_miss_and_can_be_stored_again(self, backend: InfiniStoreBackend) -> None:
+        chunk = chunk_of(9000)
+        assert statuses(backend, [chunk]) == [STORED]
+        payload_name = self.payload_name(backend, chunk)
+        backend._call(lambda connection: connection.delete([payload_name]))
+        assert read_back(backend, chunk) is None
+        assert statuses(backend, [chunk]) == [STORED]
+        assert read_back(backend, chunk) == chunk.payload
+
+    def test_a_deleted_chunk_leaves_nothing(self, backend: InfiniStoreBackend) -> None:
+        chunk = chunk_of(9000)
+        assert statuses(backend, [chunk]) == [STORED]
+        payload_name = self.payload_name(backend, chunk)
+        assert backend._exist([payload_name]) == [True]
+        backend.delete([chunk.key])
+        assert backend._exist([payload_name, backend.name_of(chunk.key)]) == [False, False]
+
+    def test_a_chunk_that_is_being_written_is_not_there_and_ends_no_server(self, backend: InfiniStoreBackend) -> None:
+        """The server takes a value for there that only begins to come, and ends when it is asked for."""
+        chunk = chunk_of(32 << 20)
+        into = memoryview(bytearray(32 << 20))
+        with closing(Proxy(INFINISTORE)) as proxy:
+            slow = self.behind(proxy, timeout=30.0)
+            proxy.delay = 0.01
+            with ThreadPoolExecutor(1) as pool:
+                written = pool.submit(statuses, slow, [chunk])
+                seen = set()
+                while not written.done():
+                    seen.add(backend.read([(chunk.key, into)])[0].status)
+                    backend.delete([new_key()])
+            assert written.result() == [STORED]
+            assert seen <= {ReadStatus.MISS, ReadStatus.HIT}
+            assert ReadStatus.MISS in seen, "nobody asked while it was written"
+            slow.close()
+        assert read_back(backend, chunk) == chunk.payload
+
+    def test_a_writer_that_is_killed_leaves_a_chunk_that_can_be_written(self, backend: InfiniStoreBackend) -> None:
+        chunk = chunk_of(32 << 20)
+        with closing(Proxy(INFINISTORE)) as proxy:
+            slow = self.behind(proxy, timeout=30.0)
+            proxy.delay = 0.01
+            with ThreadPoolExecutor(1) as pool:
+                written = pool.submit(slow.write, [chunk])
+                eventually(lambda: proxy.forwarded > 1 << 20)
+                # No byte more comes through.
+                proxy.deaf = True
+                proxy.cut()
+            assert isinstance(written.result()[0].error, BackendUnavailable)
+            slow.close()
+        assert read_back(backend, chunk) is None
+        assert statuses(backend, [chunk]) == [STORED]
+        assert read_back(backend, chunk) == chunk.payload
 
     def test_lmcaches_url_is_the_same(self, backend: InfiniStoreBackend, caplog: pytest.LogCaptureFixture) -> None:
         chunk = chunk_of(100)
@@ -36,16 +146,25 @@ class TestInfiniStoreSuite(IsolatedSuite):
         assert read_back(other, chunk) == chunk.payload
         other.close()
 
-    def test_padding_counts_as_stored(self, backend: InfiniStoreBackend) -> None:
-        assert backend.stored_bytes(100) == 256 << 10
-        assert backend.stored_bytes(256 << 10) == 512 << 10
+    def test_infinistores_own_client_reads_and_writes_the_same_values(self, backend: InfiniStoreBackend) -> None:
+        import infinistore  # type: ignore[import-not-found, unused-ignore]
 
-    def test_a_value_that_leaves_no_room_for_padding(self, backend: InfiniStoreBackend) -> None:
-        room = 16 << 20
-        for left in (0, 7, 8):
-            chunk = chunk_of(room - backend.blobs.blob_bytes(0) - left)
-            assert statuses(backend, [chunk]) == [STORED]
-            assert read_back(backend, chunk) == chunk.payload
+        theirs = infinistore.InfinityConnection(
+            infinistore.ClientConfig(
+                host_addr="127.0.0.1", service_port=INFINISTORE, connection_type=infinistore.TYPE_TCP, log_level="error"
+            )
+        )
+        theirs.connect()
+        chunk = chunk_of(70_001)
+        assert statuses(backend, [chunk]) == [STORED]
+        name = self.payload_name(backend, chunk)
+        value = np.frombuffer(theirs.tcp_read_cache(name), np.uint8).copy()
+        assert bytes(value) == chunk.payload
+        assert theirs.delete_keys([name]) == 1
+        assert backend._exist([name]) == [False]
+        theirs.tcp_write_cache(name, value.ctypes.data, len(value))
+        assert read_back(backend, chunk) == chunk.payload
+        theirs.close()
 
     def test_a_full_server_drops_the_oldest(self, backend: InfiniStoreBackend) -> None:
         payload = memoryview(os.urandom(8 << 20))
@@ -54,3 +173,80 @@ class TestInfiniStoreSuite(IsolatedSuite):
         found = [read_back(backend, chunk) for chunk in chunks]
         assert found[0] is None, "1 GiB was enough for 1.25"
         assert found[-1] == payload
+
+    def test_a_chunk_larger_than_the_servers_memory_is_rejected(self, backend: InfiniStoreBackend) -> None:
+        larger, chunk = Chunk(new_key(), memoryview(bytearray(1100 << 20))), chunk_of(100)
+        written = backend.write([larger, chunk])
+        assert [each.status for each in written] == [WriteStatus.REJECTED, STORED]
+        assert "no memory" in written[0].reason
+        assert read_back(backend, chunk) == chunk.payload
+
+    def test_a_value_that_comes_too_late_does_not_end_the_server(self, backend: InfiniStoreBackend) -> None:
+        """It ends when a client closes its connection in the middle of a value."""
+        chunk, small = chunk_of(32 << 20), chunk_of(100)
+        assert statuses(backend, [chunk, small]) == [STORED] * 2
+        with closing(Proxy(INFINISTORE)) as proxy:
+            slow = self.behind(proxy, timeout=0.5)
+            assert read_back(slow, small) == small.payload
+            proxy.delay = 0.5
+            (read,) = slow.read([(chunk.key, memoryview(bytearray(32 << 20)))])
+            assert isinstance(read.error, BackendUnavailable)
+            proxy.delay = 0.0
+            eventually(lambda: slow.read([(chunk.key, memoryview(bytearray(32 << 20)))])[0].status is ReadStatus.HIT)
+            eventually(lambda: slow.contains([small.key]) == [True] and not any(c.is_behind for c in slow._idle))
+            slow.close()
+        assert read_back(backend, chunk) == chunk.payload, "the server ended, or lost it"
+
+    def test_a_connection_that_was_closed_is_made_anew(self, backend: InfiniStoreBackend) -> None:
+        chunk = chunk_of(1 << 20)
+        assert statuses(backend, [chunk]) == [STORED]
+        with closing(Proxy(INFINISTORE)) as proxy:
+            behind = self.behind(proxy, timeout=10.0)
+            for _ in range(3):
+                assert read_back(behind, chunk) == chunk.payload
+                proxy.cut()
+            behind.close()
+
+    def test_a_server_far_away_is_asked_once_for_many_names(self, backend: InfiniStoreBackend) -> None:
+        chunk = chunk_of(100)
+        assert statuses(backend, [chunk]) == [STORED]
+        with closing(Proxy(INFINISTORE)) as proxy:
+            far = self.behind(proxy, timeout=10.0)
+            assert far.contains([chunk.key]) == [True]
+            proxy.latency = 0.2
+            started = time.monotonic()
+            assert far.contains([*(new_key() for _ in range(400)), chunk.key]) == [False] * 400 + [True]
+            assert time.monotonic() - started < 20, "80 s one by one"
+            proxy.latency = 0.0
+            far.close()
+
+    def test_who_answers_but_is_no_infinistore_is_unavailable(self, backend: InfiniStoreBackend) -> None:
+        """InfiniStore's own port for managing it, which speaks HTTP."""
+        with closing(InfiniStoreBackend("infinistore://127.0.0.1:18080/", NAMESPACE, timeout=5.0)) as other:
+            with pytest.raises(BackendUnavailable):
+                other.contains([new_key()])
+            (written,) = other.write([chunk_of(100)])
+            assert isinstance(written.error, BackendUnavailable)
+
+    def test_many_threads_read_with_a_connection_each(self, backend: InfiniStoreBackend) -> None:
+        chunks = [chunk_of(1 << 20) for _ in range(8)]
+        assert statuses(backend, chunks) == [STORED] * 8
+        in_threads(8, lambda index: [self.is_right(backend, chunks[index]) for _ in range(20)])
+        assert len(backend._idle) <= 32
+        assert all(connection.in_step for connection in backend._idle)
+
+    def test_a_value_of_another_length_leaves_the_connection_in_step(self, backend: InfiniStoreBackend) -> None:
+        chunk = chunk_of(3 << 20)
+        assert statuses(backend, [chunk]) == [STORED]
+        self.put(backend, backend.name_of(chunk.key), os.urandom(40 << 20))
+        (read,) = backend.read([(chunk.key, memoryview(bytearray(3 << 20)))])
+        assert isinstance(read.error, CorruptChunkError)
+        assert all(connection.in_step for connection in backend._idle)
+        assert backend.contains([chunk.key]) == [True]
+
+    def behind(self, proxy: Proxy, timeout: float) -> InfiniStoreBackend:
+        return InfiniStoreBackend(f"infinistore://127.0.0.1:{proxy.port}/", NAMESPACE, timeout=timeout)
+
+    @staticmethod
+    def is_right(backend: InfiniStoreBackend, chunk: Chunk) -> None:
+        assert read_back(backend, chunk) == chunk.payload

@@ -11,7 +11,8 @@ import pytest
 from lmkv.errors import ConfigError
 from lmkv.testing.backend_suite import chunk_of
 from tests.backends.remote.folder_store import FolderBackend, NoClientBackend
-from tests.backends.remote.isolated_suite import NAMESPACE, ProcessSuite, assert_unavailable, process_of
+from tests.backends.remote.isolated_suite import ProcessSuite, process_of
+from tests.backends.remote.server_suite import NAMESPACE, assert_unavailable
 from tests.kit import eventually
 
 

@@ -17,8 +17,9 @@ from lmkv.errors import BackendUnavailable
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
-from tests.backends.remote.isolated_suite import GIVEN_UP, NAMESPACE, PRESENT, STORED, IsolatedSuite
+from tests.backends.remote.isolated_suite import IsolatedSuite
 from tests.backends.remote.own_network import MOONCAKE, Mooncake, mooncake_servers
+from tests.backends.remote.server_suite import GIVEN_UP, NAMESPACE, PRESENT, STORED
 from tests.kit import eventually
 
 
