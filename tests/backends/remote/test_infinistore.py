@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lmkv.backends.remote.infinistore import InfiniStoreBackend, _Connection
+from lmkv.backends.remote.infinistore import InfiniStoreBackend
+from lmkv.backends.remote.infinistore_protocol import Connection
 from lmkv.errors import BackendUnavailable, CorruptChunkError
 from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Backend, Chunk
 from lmkv.testing.backend_suite import chunk_of, in_threads, new_key, read_back, statuses
 from tests.backends.remote.own_network import INFINISTORE, Server, infinistore_server
 from tests.backends.remote.server_suite import (
+    GIVEN_UP,
     NAMESPACE,
+    PRESENT,
     STORED,
     ServerSuite,
     cut,
@@ -59,7 +67,7 @@ class TestInfiniStoreSuite(ServerSuite):
 
     @staticmethod
     def value(backend: Any, name: str) -> bytes:
-        def get(connection: _Connection) -> bytes:
+        def get(connection: Connection) -> bytes:
             value = bytearray(connection.get(name) or 0)
             connection.fill(memoryview(value))
             return bytes(value)
@@ -244,9 +252,99 @@ class TestInfiniStoreSuite(ServerSuite):
         assert all(connection.in_step for connection in backend._idle)
         assert backend.contains([chunk.key]) == [True]
 
+    def test_many_readers_of_two_engines_leave_the_server_well(self, backend: InfiniStoreBackend) -> None:
+        """It takes a request that comes before it has noted that a value is sent for the one before, without end."""
+        other = self.make(Path())
+        # As many pieces as take its loop once around: the note comes last.
+        chunks = [chunk_of(nbytes) for nbytes in (9 << 18, 65_200, 1 << 18)]
+        assert statuses(backend, chunks) == [STORED] * 3
+
+        def work(index: int) -> None:
+            for number in range(150):
+                self.is_right((backend, other)[index % 2], chunks[(index + number) % 3])
+
+        in_threads(8, work)
+        other.close()
+
+    def test_signals_do_not_move_a_deadline(self) -> None:
+        backend = InfiniStoreBackend(self.url, NAMESPACE, timeout=1.0)
+        chunk = chunk_of(100)
+        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+        given_up = threading.Event()
+
+        def interrupt() -> None:
+            while not given_up.wait(0.02):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+        before = signal.signal(signal.SIGUSR1, lambda *_: None)
+        interrupting = threading.Thread(target=interrupt)
+        self.server.pause()
+        try:
+            interrupting.start()
+            started = time.monotonic()
+            (read,) = backend.read([(chunk.key, memoryview(bytearray(100)))])
+            assert isinstance(read.error, BackendUnavailable)
+            assert time.monotonic() - started < GIVEN_UP
+        finally:
+            given_up.set()
+            interrupting.join()
+            self.server.resume()
+            signal.signal(signal.SIGUSR1, before)
+        eventually(lambda: read_back(backend, chunk) == chunk.payload)
+        backend.close()
+
+    @pytest.mark.parametrize("nbytes", [404, 1 << 20])
+    def test_half_an_answer_in_time_is_the_same_answers_half_later(
+        self, backend: InfiniStoreBackend, nbytes: int
+    ) -> None:
+        # Its bytes read like answers that say that there is one.
+        chunk = Chunk(new_key(), memoryview(struct.pack("<II", 200, 0) * nbytes)[:nbytes])
+        assert statuses(backend, [chunk]) == [STORED]
+        with closing(HalfAnswers(INFINISTORE, struct.pack("<II", 200, nbytes))) as proxy:
+            behind = self.behind(proxy, timeout=0.5)
+            (read,) = behind.read([(chunk.key, memoryview(bytearray(nbytes)))])
+            assert isinstance(read.error, BackendUnavailable)
+            proxy.go_on.set()
+            eventually(lambda: behind.contains([new_key()]) == [False] and all(each.in_step for each in behind._idle))
+            for _ in range(5):
+                assert behind.contains([new_key(), chunk.key, new_key()]) == [False, True, False]
+            assert read_back(behind, chunk) == chunk.payload
+            behind.close()
+
+    def test_many_chunks_are_deleted_from_far_away(self, backend: InfiniStoreBackend) -> None:
+        chunks = [chunk_of(100) for _ in range(60)]
+        assert statuses(backend, chunks) == [STORED] * 60
+        with closing(Proxy(INFINISTORE)) as proxy:
+            far = self.behind(proxy, timeout=1.0)
+            proxy.latency = 0.01
+            far.delete([*(chunk.key for chunk in chunks), *(new_key() for _ in range(1000))])
+            proxy.latency = 0.0
+            far.close()
+        assert not any(backend.contains([chunk.key for chunk in chunks]))
+
     def behind(self, proxy: Proxy, timeout: float) -> InfiniStoreBackend:
         return InfiniStoreBackend(f"infinistore://127.0.0.1:{proxy.port}/", NAMESPACE, timeout=timeout)
 
     @staticmethod
-    def is_right(backend: InfiniStoreBackend, chunk: Chunk) -> None:
+    def is_right(backend: Backend, chunk: Chunk) -> None:
         assert read_back(backend, chunk) == chunk.payload
+
+
+class HalfAnswers(Proxy):
+    """Keeps the second half of one answer back until it may `go_on`."""
+
+    def __init__(self, target: int, answer: bytes) -> None:
+        self.go_on = threading.Event()
+        self._answer = answer
+        super().__init__(target)
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                half = len(self._answer) // 2 if data.startswith(self._answer) else 0
+                if half:
+                    sink.sendall(data[:half])
+                    self.go_on.wait(60.0)
+                sink.sendall(data[half:])
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
