@@ -77,14 +77,14 @@ BUDGET = {
     "store.tiers": 1125,
     "backends": 370,
     "backends.disk": 740,
-    "backends.remote": 1275,
+    "backends.remote": 1260,
     "agent": 740,
     "vllm": 1465,
     "vllm.scheduler": 1470,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 11145
+WHOLE = 11130
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+from urllib.parse import SplitResult, urlsplit
 
 from lmkv.backends.remote.blobs import Blobs, WrongLengthError
 from lmkv.chunks.authentication import Authenticator
@@ -24,8 +23,6 @@ from lmkv.errors import (
 )
 from lmkv.outcomes import HIT, MISS, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
-
-logger = logging.getLogger(__name__)
 
 SLOWEST = 16 << 20
 """Bytes per second: a value that moves more slowly is given up."""
@@ -45,25 +42,9 @@ def split(url: str) -> SplitResult:
     return parts
 
 
-def address_of(url: str, known: Mapping[str, type[str] | type[int]]) -> dict[str, Any]:
-    """Host, port and the options in the query, which are among `known`. Raises ConfigError."""
-    shown, parts = masked(url), split(url)
-    given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
-    if unknown := sorted(given.keys() - known.keys()):
-        raise ConfigError(f"{shown}: {unknown[0]!r} is none of its options, {', '.join(sorted(known))}")
-    try:
-        options: dict[str, Any] = {key: known[key](value) for key, value in given.items()}
-    except ValueError as error:
-        raise ConfigError(f"{shown}: {error}") from None
-    if not (parts.hostname and parts.port):
-        raise ConfigError(f"{shown} must have a host and a port: {parts.scheme}://host:port/")
-    return {"host": parts.hostname, "port": parts.port, **options}
-
-
-def tell_unused(shown: str, **given: object) -> None:
-    """Log what was given to a store that does not have it."""
-    if ignored := [what for what, value in given.items() if value]:
-        logger.warning("lmkv: %s has no %s: what is given is not used", shown, ", ".join(ignored))
+def batches(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    """As many names at a time as one round trip takes."""
+    return (names[at : at + size] for at in range(0, len(names), size))
 
 
 class RemoteBackend(ABC):

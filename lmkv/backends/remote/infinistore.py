@@ -16,14 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from attrs import frozen
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend, address_of, tell_unused
+from lmkv.backends.remote.addressed import AddressedBackend
+from lmkv.backends.remote.base import SLOWEST, batches
 from lmkv.backends.remote.infinistore_protocol import Connection
 from lmkv.chunks.codec import FormatError
-from lmkv.errors import masked
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey
 
@@ -40,7 +40,7 @@ _MOMENT = 0.001
 _MOST_IDLE = 32
 
 
-class InfiniStoreBackend(RemoteBackend):
+class InfiniStoreBackend(AddressedBackend):
     """An InfiniStore server as a backend, over TCP.
 
     Parameters
@@ -83,46 +83,24 @@ class InfiniStoreBackend(RemoteBackend):
     lmkv.errors.ConfigError: infinistore://localhost must have a host and a port: infinistore://host:port/
     """
 
-    def __init__(
-        self,
-        url: str,
-        namespace: bytes,
-        *,
-        username: str | None = None,
-        password: str | None = None,
-        prefix: str = "lmkv:",
-        ttl: int | None = None,
-        timeout: float = 1.0,
-        chunk_tokens: int = 512,
-        name: str = "infinistore",
-        authentication_key: bytes | None = None,
-    ) -> None:
-        super().__init__(
-            namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
-        )
-        self._shown = masked(url)
-        options = address_of(url, {"device": str})
-        self._address = (options["host"], options["port"])
-        tell_unused(self._shown, user=username, password=password, ttl=ttl)
+    known: ClassVar[dict[str, type[str] | type[int]]] = {"device": str}
+
+    def _set_up(self, options: dict[str, Any]) -> None:
         if options.get("device"):
             logger.warning("lmkv: %s: device is not used: lmkv speaks TCP with InfiniStore", self._shown)
-        self._timeout = timeout
+        self._address = (options["host"], options["port"])
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._answered_at = 0.0
         self._pid = os.getpid()
         self._written, self._writing = threading.Condition(), set[str]()
 
-    def __repr__(self) -> str:
-        return f"<InfiniStoreBackend {self.name!r}: {self._shown}>"
-
     # -- of the engine ------------------------------------------------------------------------------------
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         def exist(connection: Connection) -> list[bool]:
             found: list[bool] = []
-            for at in range(0, len(names), _AT_ONCE):
-                batch = names[at : at + _AT_ONCE]
+            for batch in batches(names, _AT_ONCE):
                 connection.ask(batch)
                 found += connection.found(len(batch))
             return found
@@ -152,7 +130,7 @@ class InfiniStoreBackend(RemoteBackend):
         found = self._call(get, len(into))
         if not found:
             # Evicted: an entry without a payload would keep the chunk from being stored again.
-            self._call(lambda connection: connection.delete([name]))
+            self._delete([name])
         return found
 
     def _entry(self, connection: Connection, name: str) -> _Entry | None:
@@ -190,10 +168,11 @@ class InfiniStoreBackend(RemoteBackend):
 
     def _remove(self, names: Sequence[str]) -> None:
         there = [name for name, found in zip(names, self._exist(names), strict=True) if found]
-        for at in range(0, len(there), _AT_ONCE):
-            batch = there[at : at + _AT_ONCE]
-            doomed = [each for name in batch for each in (name, self._payload_name(name)) if each]
-            self._call(lambda connection, doomed=doomed: connection.delete(doomed))  # type: ignore[misc]
+        for batch in batches(there, _AT_ONCE):
+            self._delete([each for name in batch for each in (name, self._payload_name(name)) if each])
+
+    def _delete(self, names: Sequence[str]) -> None:
+        self._call(lambda connection: connection.delete(names))
 
     def _payload_name(self, name: str) -> str:
         """Empty for what is no entry."""
@@ -201,9 +180,6 @@ class InfiniStoreBackend(RemoteBackend):
             entry = self._call(lambda connection: self._entry(connection, name))
             return entry.payload_name if entry else ""
         return ""
-
-    def _is_away(self, error: Exception) -> bool:
-        return isinstance(error, OSError)
 
     # -- connections --------------------------------------------------------------------------------------
 
@@ -220,15 +196,13 @@ class InfiniStoreBackend(RemoteBackend):
         connection.deadline = deadline
         try:
             done = work(connection)
-        except Exception:
-            raise
-        except BaseException:
-            # A signal's: it may have come between bytes and their being counted.
-            connection.in_step = connection.is_behind = False
-            raise
-        else:
             self._answered_at = max(self._answered_at, connection.asked_at)
             return done
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # A signal's: it may have come between bytes and their being counted.
+                connection.in_step = connection.is_behind = False
+            raise
         finally:
             self._release(connection)
 

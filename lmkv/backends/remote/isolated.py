@@ -21,9 +21,10 @@ from socket import socketpair
 from typing import Any, ClassVar
 from zlib import crc32
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend, address_of, tell_unused
+from lmkv.backends.remote.addressed import AddressedBackend
+from lmkv.backends.remote.base import SLOWEST, batches
 from lmkv.chunks.codec import FormatError
-from lmkv.errors import ConfigError, masked
+from lmkv.errors import ConfigError
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey
 
@@ -38,8 +39,8 @@ _ROOM = 16 << 20
 _LARGEST = 1 << 30
 
 
-class IsolatedBackend(RemoteBackend):
-    """A store behind a C++ client. A subclass says which, and reads its URL.
+class IsolatedBackend(AddressedBackend):
+    """A store behind a C++ client. A subclass says which; among the options that it knows is `clients`.
 
     All calls about a name go to the same process, one after the other: it asks for a name and stores its value,
     and no other call of this backend is between the two.
@@ -51,45 +52,15 @@ class IsolatedBackend(RemoteBackend):
     install: ClassVar[str]
     """What installs it."""
 
-    known: ClassVar[Mapping[str, type[str] | type[int]]]
-    """Options in the URL's query."""
-
-    def __init__(
-        self,
-        url: str,
-        namespace: bytes,
-        *,
-        username: str | None = None,
-        password: str | None = None,
-        prefix: str = "lmkv:",
-        ttl: int | None = None,
-        timeout: float = 1.0,
-        chunk_tokens: int = 512,
-        name: str = "",
-        authentication_key: bytes | None = None,
-    ) -> None:
+    def _set_up(self, options: dict[str, Any]) -> None:
         self._engine = type(self).__module__
-        default = self._engine.rpartition(".")[2]
-        super().__init__(
-            namespace,
-            prefix=prefix,
-            chunk_tokens=chunk_tokens,
-            name=name or default,
-            authentication_key=authentication_key,
-        )
-        self._shown = masked(url)
-        options = address_of(url, {**self.known, "clients": int})
         clients = options.pop("clients", 2)
         if clients < 1:
             raise ConfigError(f"{self._shown}: clients must be 1 at least")
         if find_spec(self.module) is None:
             raise ConfigError(f"{self._shown} needs {self.module}: {self.install}")
-        tell_unused(self._shown, user=username, password=password, ttl=ttl)
         options = self._prepared(options)
-        self._clients = [Client(self._engine, options, timeout) for _ in range(clients)]
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}: {self._shown}>"
+        self._clients = [Client(self._engine, options, self._timeout) for _ in range(clients)]
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
         """Those of the URL as the engine takes them."""
@@ -101,7 +72,8 @@ class IsolatedBackend(RemoteBackend):
         return self._clients[crc32(name.encode()) % len(self._clients)]
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
-        return [found for batch in self._batches(names) for found in self._client(batch[0]).ask("exist", batch)]
+        asked = batches(names, _AT_ONCE)
+        return [found for batch in asked for found in self._client(batch[0]).ask("exist", batch)]
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
         with self._client(name).value(name, self.blobs.blob_bytes(len(into))) as value:
@@ -114,19 +86,12 @@ class IsolatedBackend(RemoteBackend):
         return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(answer)
 
     def _remove(self, names: Sequence[str]) -> None:
-        for batch in self._batches(names):
+        for batch in batches(names, _AT_ONCE):
             self._client(batch[0]).ask("remove", batch)
-
-    def _batches(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
-        for at in range(0, len(names), _AT_ONCE):
-            yield names[at : at + _AT_ONCE]
 
     def _disconnect(self) -> None:
         for client in self._clients:
             client.close()
-
-    def _is_away(self, error: Exception) -> bool:
-        return isinstance(error, OSError)
 
 
 class Client:

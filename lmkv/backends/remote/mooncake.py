@@ -64,7 +64,7 @@ class MooncakeBackend(IsolatedBackend):
     module = "mooncake"
     install = "pip install 'lmkv[mooncake]', or mooncake-transfer-engine-non-cuda on a machine without CUDA"
     known: ClassVar[dict[str, type[str] | type[int]]] = {
-        **dict.fromkeys(("segment_size", "global_segment_size", "local_buffer_size"), int),
+        **dict.fromkeys(("clients", "segment_size", "global_segment_size", "local_buffer_size"), int),
         **dict.fromkeys(("local_hostname", "protocol", "device_name", "metadata_server"), str),
     }
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import parse_qs
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend, split
+from lmkv.backends.remote.base import SLOWEST, RemoteBackend, batches, split
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError, masked
@@ -190,11 +190,11 @@ class RedisBackend(RemoteBackend):
     def _for_each(self, names: Sequence[str], command: Callable[[Any, str], object]) -> list[Any]:
         """The answers, or errors, to a command about each name."""
         answers: list[Any] = []
-        for at in range(0, len(names), _AT_ONCE):
+        for batch in batches(names, _AT_ONCE):
             client: Any = self._connected()
             pipeline = client.pipeline() if self._is_cluster else client.pipeline(transaction=False)
             with pipeline:
-                for name in names[at : at + _AT_ONCE]:
+                for name in batch:
                     command(pipeline, name)
                 answers += pipeline.execute(raise_on_error=False)
         return answers

@@ -13,7 +13,7 @@ from lmkv.backends.remote.isolated import IsolatedBackend
 
 class FolderBackend(IsolatedBackend):
     module = "json"
-    known: ClassVar = {"folder": str}
+    known: ClassVar = {"clients": int, "folder": str}
 
 
 class NoClientBackend(FolderBackend):

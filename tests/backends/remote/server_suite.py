@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -120,7 +121,7 @@ class StoreSuite:
         assert "hunter2" not in caplog.text
 
 
-class ServerSuite(StoreSuite, BackendSuite):
+class ServerSuite(StoreSuite, BackendSuite, ABC):
     """Define `server`, too, the program that the store is lost with, and how a test changes its values."""
 
     server: Server
@@ -142,13 +143,7 @@ class ServerSuite(StoreSuite, BackendSuite):
         chunk, sound = chunk_of(9000), chunk_of(9000)
         assert statuses(backend, [chunk, sound]) == [STORED] * 2
         self.replace(backend, chunk, damage)
-        (read,) = backend.read([(chunk.key, memoryview(bytearray(9000)))])
-        assert read.status is ReadStatus.FAILED
-        assert isinstance(read.error, CorruptChunkError)
-        assert read_back(backend, sound) == sound.payload
-        backend.delete([chunk.key])
-        assert statuses(backend, [chunk]) == [STORED]
-        assert read_back(backend, chunk) == chunk.payload
+        assert_fails_and_can_be_replaced(backend, chunk, sound)
 
     def test_the_value_of_another_chunk_fails(self, backend: Any) -> None:
         chunk, other = chunk_of(9000), chunk_of(9000)
@@ -160,13 +155,13 @@ class ServerSuite(StoreSuite, BackendSuite):
     def replace(self, backend: Any, chunk: Chunk, damage: Callable[[bytes], bytes]) -> None:
         self.put(backend, backend.name_of(chunk.key), damage(self.value_of(backend, chunk)))
 
+    @abstractmethod
     def value_of(self, backend: Any, chunk: Chunk) -> bytes:
         """What the store has."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put(self, backend: Any, name: str, value: bytes) -> None:
         """Into the store, whatever is there."""
-        raise NotImplementedError
 
     def test_a_server_that_is_killed_is_unavailable_until_it_is_back(self, backend: Any) -> None:
         chunk = chunk_of(100)
@@ -184,17 +179,20 @@ class ServerSuite(StoreSuite, BackendSuite):
         backend = self.backend_of(timeout=2.0)
         chunks = [chunk_of(1 << 20) for _ in range(8)]
         eventually(lambda: set(statuses(backend, chunks)) == {PRESENT})
-        killed = []
+        killed, reads = [], []
 
         def work(index: int) -> None:
             if index == 0:
-                time.sleep(0.05)
-                self.server.kill()
-                killed.append(True)
+                try:
+                    eventually(lambda: len(reads) >= 8, "values are read")
+                    self.server.kill()
+                finally:
+                    killed.append(True)
             while not killed:
                 for chunk in chunks[index:]:
                     into = memoryview(bytearray(len(chunk.payload)))
                     (read,) = backend.read([(chunk.key, into)])
+                    reads.append(read)
                     assert read.status is not ReadStatus.HIT or into == chunk.payload
                     if read.status is ReadStatus.FAILED:
                         assert isinstance(read.error, BackendUnavailable), read.error
@@ -231,10 +229,23 @@ class ServerSuite(StoreSuite, BackendSuite):
         backend.close()
 
 
-def assert_unavailable(backend: Any, chunk: Chunk) -> None:
-    with pytest.raises(BackendUnavailable):
+def assert_unavailable(backend: Any, chunk: Chunk) -> list[str]:
+    """What the errors say."""
+    with pytest.raises(BackendUnavailable) as asked:
         backend.contains([chunk.key])
     (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
     assert isinstance(read.error, BackendUnavailable)
     (written,) = backend.write([chunk_of(100)])
     assert isinstance(written.error, BackendUnavailable)
+    return [repr(asked.value), str(read.error), str(written.error)]
+
+
+def assert_fails_and_can_be_replaced(backend: Any, chunk: Chunk, sound: Chunk) -> None:
+    """The value of a chunk that is not the chunk's; that of the `sound` one is."""
+    (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
+    assert read.status is ReadStatus.FAILED
+    assert isinstance(read.error, CorruptChunkError)
+    assert read_back(backend, sound) == sound.payload, "the connection is clean again"
+    backend.delete([chunk.key])
+    assert statuses(backend, [chunk]) == [STORED]
+    assert read_back(backend, chunk) == chunk.payload

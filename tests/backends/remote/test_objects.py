@@ -45,6 +45,7 @@ from lmkv.testing.backend_suite import (
     sizes_of,
     statuses,
 )
+from tests.backends.remote.server_suite import assert_fails_and_can_be_replaced, assert_unavailable
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, eventually
 from tests.servers import ObjectServer, Proxy, object_server
@@ -179,13 +180,7 @@ def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(
     chunk, sound = chunk_of(9000), chunk_of(9000)
     assert statuses(backend, [chunk, sound]) == [STORED] * 2
     damage(raw, backend.name_of(chunk.key))
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(9000)))])
-    assert read.status is ReadStatus.FAILED
-    assert isinstance(read.error, CorruptChunkError)
-    assert read_back(backend, sound) == sound.payload
-    backend.delete([chunk.key])
-    assert statuses(backend, [chunk]) == [STORED]
-    assert read_back(backend, chunk) == chunk.payload
+    assert_fails_and_can_be_replaced(backend, chunk, sound)
 
 
 def test_of_a_huge_foreign_file_only_the_beginning_is_read(tmp_path: Path) -> None:
@@ -313,19 +308,13 @@ def test_engines_that_write_a_chunk_at_the_same_time_harm_nothing(server: Object
 # -- connections -----------------------------------------------------------------------------------------
 
 
-def assert_unavailable(backend: ObjectStoreBackend, chunk: Chunk) -> list[str]:
+def assert_all_unavailable(backend: ObjectStoreBackend, chunk: Chunk) -> list[str]:
     """What the errors say."""
-    with pytest.raises(BackendUnavailable) as asked:
-        backend.contains([chunk.key])
     with pytest.raises(BackendUnavailable) as listing:
         list(backend.list_keys())
     with pytest.raises(BackendUnavailable) as deleting:
         backend.delete([chunk.key])
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
-    assert isinstance(read.error, BackendUnavailable)
-    (written,) = backend.write([chunk_of(100)])
-    assert isinstance(written.error, BackendUnavailable)
-    return [*(repr(each.value) for each in (asked, listing, deleting)), str(read.error), str(written.error)]
+    return [repr(listing.value), repr(deleting.value), *assert_unavailable(backend, chunk)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -334,7 +323,7 @@ def test_a_server_that_is_killed_is_unavailable_until_it_is_back(tmp_path: Path,
         chunk = chunk_of(100)
         assert statuses(backend, [chunk]) == [STORED]
         server.kill()
-        assert_unavailable(backend, chunk)
+        assert_all_unavailable(backend, chunk)
         server.start()
         # moto had it in its memory, and azurite may not have written it yet.
         assert statuses(backend, [chunk])[0] in ((STORED, PRESENT) if kind in CONDITIONAL else (PRESENT,))
@@ -383,7 +372,7 @@ def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str, ser
     proxy.deaf = deaf == "the network"
     try:
         started = time.monotonic()
-        assert_unavailable(backend, chunk)
+        assert_all_unavailable(backend, chunk)
         with pytest.raises(BackendUnavailable):
             backend.contains([new_key() for _ in range(1000)])
         assert time.monotonic() - started < LIMIT
@@ -465,7 +454,7 @@ def test_googles_key_comes_from_a_file_and_is_shown_nowhere(
             assert statuses(backend, [chunk]) == [STORED]
             assert read_back(backend, chunk) == chunk.payload
             server.kill()
-            texts = [repr(backend), *assert_unavailable(backend, chunk)]
+            texts = [repr(backend), *assert_all_unavailable(backend, chunk)]
         key = json.loads(file.read_text())["private_key"].splitlines()[1]
         file.write_text(file.read_text().replace("PRIVATE KEY", "KEY"))
         with pytest.raises(ConfigError) as refused:
@@ -488,7 +477,7 @@ def test_wrong_keys_are_refused_and_shown_nowhere(
     ]
     texts = []
     for each in wrong:
-        texts += [repr(each), *assert_unavailable(each, chunk_of(100))]
+        texts += [repr(each), *assert_all_unavailable(each, chunk_of(100))]
         each.close()
     with pytest.raises(ConfigError) as refused:
         backend_of(f"{url}&account_key={secret}&secret_access_key={secret}")
@@ -503,7 +492,7 @@ def test_keys_that_end_in_the_middle_are_misses_until_they_hold_again(
         chunk = chunk_of(100)
         assert statuses(backend, [chunk]) == [STORED]
         server.expect("another")
-        texts = assert_unavailable(backend, chunk)
+        texts = assert_all_unavailable(backend, chunk)
         server.expect(SECRET)
         assert read_back(backend, chunk) == chunk.payload
     assert not [text for text in [*texts, caplog.text] if SECRET in text or quote(SECRET) in text]
@@ -515,9 +504,9 @@ def test_a_shared_access_signature_is_shown_nowhere(tmp_path: Path, caplog: pyte
         sas = quote("sv=2021-12-02&ss=b&srt=co&sp=rwl&se=2099-01-01&sig=aHVudGVyMg==")
         url = f"{server.url()}&account_name={USER}&sas_key={sas}"
         with closing(backend_of(url, username=None, password=None)) as backend:
-            texts = [repr(backend), *assert_unavailable(backend, chunk_of(100))]
+            texts = [repr(backend), *assert_all_unavailable(backend, chunk_of(100))]
             server.kill()
-            texts += assert_unavailable(backend, chunk_of(100))
+            texts += assert_all_unavailable(backend, chunk_of(100))
     assert not [text for text in [*texts, caplog.text] if "aHVudGVyMg" in text]
 
 
@@ -533,7 +522,7 @@ def test_tls(tmp_path: Path) -> None:
             assert statuses(backend, [chunk]) == [STORED]
             assert read_back(backend, chunk) == chunk.payload
         with closing(backend_of(url)) as distrusting:
-            assert_unavailable(distrusting, chunk)
+            assert_all_unavailable(distrusting, chunk)
 
 
 # -- settings --------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ pytest.importorskip("redis")
 from redis import Redis
 
 from lmkv.backends.remote.redis import RedisBackend
-from lmkv.errors import BackendUnavailable, ConfigError, CorruptChunkError
+from lmkv.errors import BackendUnavailable, ConfigError
 from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk
+from lmkv.protocols import Backend
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, sizes_of, statuses
+from tests.backends.remote.server_suite import assert_fails_and_can_be_replaced, assert_unavailable
 from tests.kit import LIMIT, chain, eventually, get, lower, put_below, small_store
 from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, missing, redis_server
 
@@ -165,13 +166,7 @@ def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(
     chunk, sound = chunk_of(9000), chunk_of(9000)
     assert statuses(backend, [chunk, sound]) == [WriteStatus.STORED] * 2
     damage(client, backend.name_of(chunk.key))
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(9000)))])
-    assert read.status is ReadStatus.FAILED
-    assert isinstance(read.error, CorruptChunkError)
-    assert read_back(backend, sound) == sound.payload, "the connection is clean again"
-    backend.delete([chunk.key])
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
-    assert read_back(backend, chunk) == chunk.payload
+    assert_fails_and_can_be_replaced(backend, chunk, sound)
 
 
 def test_other_namespaces_and_prefixes_are_other_chunks(backend: RedisBackend, server: RedisServer) -> None:
@@ -252,15 +247,6 @@ def test_a_server_that_is_killed_is_unavailable_until_it_is_back(tmp_path: Path)
         assert statuses(backend, [chunk]) == [WriteStatus.STORED]
         assert read_back(backend, chunk) == chunk.payload
         backend.close()
-
-
-def assert_unavailable(backend: RedisBackend, chunk: Chunk) -> None:
-    with pytest.raises(BackendUnavailable):
-        backend.contains([chunk.key])
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
-    assert isinstance(read.error, BackendUnavailable)
-    (written,) = backend.write([chunk_of(100)])
-    assert isinstance(written.error, BackendUnavailable)
 
 
 def test_a_connection_that_dies_while_it_was_idle_is_made_again(server: RedisServer) -> None:
