@@ -6,8 +6,8 @@
 
 The client puts and gets bytes as its documentation shows it, and reads into nothing; Mooncake's puts
 from memory and gets into memory that is registered with it. lmkv computes and checks checksums of every byte, asks
-before it puts, and reads into memory that it is given. Eight at once are eight threads on either side, as a tier has
-its I/O threads. Wall time: a ratio below 1 is slower than the client. What is written is deleted again.
+before it puts, and puts from and reads into slots of a slab. Eight at once are eight threads on either side, as a
+tier has its I/O threads. Wall time: a ratio below 1 is slower than the client. What is written is deleted again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from attrs import frozen
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.remote.base import RemoteBackend
 from lmkv.config.remote_url import SCHEMES, RemoteURL
+from lmkv.memory.slab import Slab
 from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, RegistersMemory
 
 MIB = 1 << 20
 VALUE = 4 * MIB
@@ -165,7 +166,11 @@ def measure(url: str, rounds: int) -> Iterator[Row]:
         url, os.urandom(32), chunk_tokens=256, name=engine, **options
     )
     client = CLIENTS[engine](url)
-    payload = memoryview(bytearray(os.urandom(VALUE)))
+    slab = Slab(VALUE, (AT_ONCE + 1) * VALUE, shared=True)
+    if isinstance(backend, RegistersMemory):
+        backend.register_memory(slab.descriptor, slab.address, slab.nbytes)
+    *buffers, payload = map(slab.view, range(slab.num_slots))
+    payload[:] = os.urandom(VALUE)
     numbers = itertools.count()
     keys, names = [os.urandom(32) for _ in range(KEPT)], [f"lmkv-bench:{number}" for number in range(KEPT)]
     written: tuple[list[bytes], list[str]] = ([], [])
@@ -182,8 +187,6 @@ def measure(url: str, rounds: int) -> Iterator[Row]:
         written[1].append(name)
         client.put(name, payload)
 
-    buffers = [memoryview(bytearray(VALUE)) for _ in range(AT_ONCE)]
-
     def get(thread: int) -> None:
         (result,) = backend.read([(keys[next(numbers) % KEPT], buffers[thread])])
         assert result.status is ReadStatus.HIT, result
@@ -197,12 +200,12 @@ def measure(url: str, rounds: int) -> Iterator[Row]:
     def alone(work: Callable[[int], None]) -> Callable[[], object]:
         return lambda: work(0)
 
-    def tidy(_: str) -> None:
-        backend.delete(written[0])
-        if written[1]:
-            client.delete(written[1])
-        written[0].clear()
-        written[1].clear()
+    def tidy(turn: str) -> None:
+        """Either deletes its own before its turn, so that it has just spoken with the store."""
+        which = ("lmkv", "the client").index(turn)
+        if written[which]:
+            (backend.delete, client.delete)[which](written[which])
+            written[which].clear()
 
     backend.write([Chunk(key, payload) for key in keys])
     for name in names:
@@ -216,7 +219,8 @@ def measure(url: str, rounds: int) -> Iterator[Row]:
                 speed = count * VALUE / statistics.median(times["lmkv"]) / 1e9
                 yield Row(f"{engine}: {verb}{how}", speed, "GB/s", "the client", ratio, TARGET, ratio >= TARGET)
     finally:
-        tidy("")
+        tidy("lmkv")
+        tidy("the client")
         backend.delete(keys)
         client.delete(names)
         pool.shutdown()

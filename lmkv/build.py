@@ -35,6 +35,8 @@ def build_store(
     """
     for level, remark in config.remarks:
         logger.log(level, "lmkv: %s", remark)
+    # The client of a remote store may have a process of its own.
+    shared = shared or bool(config.remote_url + config.remote_urls)
     # Whoever copies has the pages mapped: each rank those of its own part.
     host = CPUPinnedBackend(
         config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines

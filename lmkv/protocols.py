@@ -122,6 +122,18 @@ class SizesChunks(Protocol):
 
 
 @runtime_checkable
+class RegistersMemory(Protocol):
+    """A backend that moves payloads without a copy where it knows their memory beforehand."""
+
+    def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
+        """Most payloads and buffers will be in these bytes, all of a memory file that is mapped at `address`.
+
+        Called once, before any other call. The descriptor stays the caller's, the memory is there until `close`.
+        """
+        ...
+
+
+@runtime_checkable
 class Shared(Protocol):
     """A backend whose content other processes may change.
 

@@ -67,7 +67,7 @@ BUDGET = {
     "outcomes": 50,
     "protocols": 90,
     "config": 595,
-    "build": 95,
+    "build": 100,
     "engine": 345,
     "registry": 30,
     "chunks": 500,
@@ -75,16 +75,16 @@ BUDGET = {
     "policies": 165,
     "store": 990,
     "store.tiers": 1125,
-    "backends": 370,
+    "backends": 375,
     "backends.disk": 740,
-    "backends.remote": 1260,
+    "backends.remote": 1360,
     "agent": 740,
     "vllm": 1465,
     "vllm.scheduler": 1470,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 11130
+WHOLE = 11240
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from lmkv.outcomes import Read, Written
-from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, Shared, SharesRoom, SizesChunks
+from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, RegistersMemory, Shared, SharesRoom, SizesChunks
 
 T = TypeVar("T")
 
@@ -48,6 +48,8 @@ class WrapperBackend:
             self.reserve_bytes, self.release_bytes = inner.reserve_bytes, inner.release_bytes
             self.reclaim = partial(self._forward_reclaim, inner)
             self.list_all = partial(self._forward_list_all, inner)
+        if isinstance(inner, RegistersMemory):
+            self.register_memory = inner.register_memory
         if isinstance(inner, Shared):
             self.shared = inner.shared
 

@@ -224,6 +224,11 @@ class Slab(SlabMap):
         return f"<Slab: {self.free_slots} of {self.num_slots} slots of {self.slot_bytes} bytes are free>"
 
     @property
+    def descriptor(self) -> int:
+        """That of a shared slab's memory file; -1 of another slab's."""
+        return self._fd
+
+    @property
     def ref(self) -> SlabRef:
         """For `attach` in other processes of this host, while this process lives. Shared slabs only."""
         if self._fd < 0:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
-from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, Tier
+from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
 from lmkv.store.allocator import SlotAllocator
 from lmkv.store.discovery import Discovery
 from lmkv.store.flusher import Flusher
@@ -104,6 +104,9 @@ class TieredStore:
         self._primary = PrimaryTier(primary, retain=retain, spans=spans, observers=self._observers)
         slots = self._primary.slab.num_slots
         nbytes = self._primary.payloads.nbytes
+        for tier in secondaries:
+            if self.slab.descriptor >= 0 and isinstance(tier.backend, RegistersMemory):
+                tier.backend.register_memory(self.slab.descriptor, self.slab.address, self.slab.nbytes)
         self._tiers = [Secondary(tier, nbytes, self._lock, clock, self._observers) for tier in secondaries]
         # Writes must not refer to so many slots that loads find none.
         self.store_window = max(1, min(_MAX_STORES, slots // 2)) if secondaries else slots

@@ -25,17 +25,18 @@ from lmkv.backends.wrapper import WrapperBackend
 from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk, Listed, ListsKeys, Shared, SizesChunks
+from lmkv.protocols import Backend, Chunk, Listed, ListsKeys, RegistersMemory, Shared, SizesChunks
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, statuses
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
+from tests.backends.remote.folder_store import FolderBackend
 from tests.forked import python
 from tests.kit import LIMIT, chain, eventually, get, lower, put_below, small_store
 from tests.pages import ROOT
 
 T = TypeVar("T")
 NAMESPACE = bytes(range(32))
-CAPABILITIES = (ListsKeys, SizesChunks, Shared)
+CAPABILITIES = (ListsKeys, RegistersMemory, SizesChunks, Shared)
 
 
 def page_aligned(nbytes: int, fill: bytes = b"") -> memoryview:
@@ -391,7 +392,8 @@ def test_the_disk_is_shared_only_when_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [WrapperBackend, FaultyBackend])
 def test_a_wrapper_has_the_capabilities_of_its_inner(tmp_path: Path, make: Any) -> None:
-    for inner in (NullBackend(), LocalDiskBackend(tmp_path, NAMESPACE, shared=True)):
+    registering = FolderBackend(f"folder://host:1/?folder={tmp_path}", NAMESPACE)
+    for inner in (NullBackend(), registering, LocalDiskBackend(tmp_path, NAMESPACE, shared=True)):
         wrapped = make(make(inner))
         assert wrapped.name == inner.name
         for capability in CAPABILITIES:

@@ -10,14 +10,27 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from lmkv.chunks import codec
 from lmkv.chunks.codec import FormatError, Header
 from lmkv.chunks.format import Checks, ChunkFormat
 from lmkv.protocols import Chunk, ChunkKey
 
+Fill = Callable[[memoryview], None]
+"""Reads on in a value: fills a buffer with the bytes that follow."""
+
 
 class WrongLengthError(Exception):
     """The value is sound, but its payload has another length than the caller expects."""
+
+
+def filler(value: memoryview) -> Fill:
+    """Reads on in `value`: fills what it is given with the bytes that follow, as far as there are any."""
+
+    def fill(part: memoryview) -> None:
+        nonlocal value
+        part[: len(value)] = value[: len(part)]
+        value = value[len(part) :]
+
+    return fill
 
 
 @frozen
@@ -52,7 +65,7 @@ class Blobs:
             raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the buffer {expected}")
         return header
 
-    def receive(self, key: ChunkKey, nbytes: int, fill: Callable[[memoryview], None], into: memoryview) -> None:
+    def receive(self, key: ChunkKey, nbytes: int, fill: Fill, into: memoryview) -> None:
         """Fill `into` with the payload of a value of `nbytes`, which `fill` reads on. Raises as `parsed` does."""
         header_bytes = self.header_bytes(len(into))
         start = memoryview(bytearray(min(nbytes, header_bytes)))
@@ -62,7 +75,7 @@ class Blobs:
             raise FormatError(f"it has {nbytes} bytes, {header.header_bytes + len(into)} by its header")
         self.receive_payload(header, fill, into)
 
-    def receive_payload(self, header: Header, fill: Callable[[memoryview], None], into: memoryview) -> None:
+    def receive_payload(self, header: Header, fill: Fill, into: memoryview) -> None:
         """Fill `into` with a payload that `fill` reads on. Raises `FormatError`."""
         for index, at in enumerate(range(0, len(into), header.segment_bytes)):
             segment = into[at : at + header.segment_bytes]
@@ -71,13 +84,5 @@ class Blobs:
             self.format.verify(header, segment, index)
 
     def unpack(self, key: ChunkKey, value: memoryview, into: memoryview) -> None:
-        """Fill `into` with the payload of a whole value. Raises as `parsed` does.
-
-        What is checked is a copy: others may still write to `value`.
-        """
-        start = bytes(value[: codec.peek_header_bytes(value)])
-        header = self.parsed(key, memoryview(start), len(into))
-        if len(value) != header.header_bytes + len(into):
-            raise FormatError(f"it has {len(value)} bytes, {header.header_bytes + len(into)} by its header")
-        into[:] = value[header.header_bytes :]
-        self.format.verify(header, into)
+        """Fill `into` with the payload of a whole value. Raises as `parsed` does."""
+        self.receive(key, len(value), filler(value), into)

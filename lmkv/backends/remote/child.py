@@ -1,9 +1,9 @@
 """The other side of `isolated`: a process with the client of a store in it.
 
-python -m lmkv.backends.remote.child MODULE CONNECTION MEMORY
+python -m lmkv.backends.remote.child MODULE CONNECTION MEMORY [MEMORY ...]
 
-`MODULE` has an `Engine`, made with the memory and with options, which come first; its methods are the calls. The last
-two are file descriptors. Messages are JSON.
+`MODULE` has an `Engine`, made with the memories and with options, which come first; its methods are the calls. All
+but it are file descriptors. Messages are JSON.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ import threading
 import time
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing.connection import Connection
+from socket import socket
 from typing import Any
+
+ROOM, SLAB = 0, 1
+"""Which memory: that between the two processes, and that of the parent's chunks, if there is any."""
+Part = tuple[int, int, int]
+"""Bytes of a value: in which memory, at what offset, and how many."""
+LARGEST_MESSAGE = 1 << 17
+"""Bytes, so that it fits into a socket's buffer."""
 
 _LEAVING = 4.0
 """Seconds for the client to leave its store."""
@@ -41,14 +48,14 @@ def answer(engine: Any, message: bytes) -> tuple[str, Any]:
         action, *arguments = json.loads(message)
         return "done", getattr(engine, action)(*arguments)
     except Exception as error:
-        return "away" if isinstance(error, OSError) else "failed", f"{type(error).__name__}: {error}"
+        return "away" if isinstance(error, OSError) else "failed", f"{type(error).__name__}: {error}"[:1000]
 
 
-def serve(connection: Connection[Any, Any], engine: Any) -> None:
-    with suppress(EOFError, OSError):
-        connection.send_bytes(json.dumps(("done", None)).encode())
-        while True:
-            connection.send_bytes(json.dumps(answer(engine, connection.recv_bytes())).encode())
+def serve(connection: socket, engine: Any) -> None:
+    with suppress(OSError):
+        connection.send(json.dumps(("done", None)).encode())
+        while message := connection.recv(LARGEST_MESSAGE):
+            connection.send(json.dumps(answer(engine, message)).encode())
     engine.close()
 
 
@@ -61,10 +68,11 @@ def end_with(connection: int) -> None:
     os._exit(1)
 
 
-def main(module: str, descriptor: str, memory: str) -> None:
+def main(module: str, descriptor: str, *memories: str) -> None:
     threading.Thread(target=end_with, args=(int(descriptor),), daemon=True).start()
-    connection: Connection[Any, Any] = Connection(int(descriptor))
-    engine = import_module(module).Engine(Memory(int(memory)), **json.loads(connection.recv_bytes()))
+    connection = socket(fileno=int(descriptor))
+    options = json.loads(connection.recv(LARGEST_MESSAGE))
+    engine = import_module(module).Engine([Memory(int(memory)) for memory in memories], **options)
     serve(connection, engine)
     # C++ destructors of a client whose store is away may hang.
     os._exit(0)

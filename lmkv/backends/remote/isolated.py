@@ -1,11 +1,13 @@
 """`IsolatedBackend`: a store whose client is C++ that may hang, crash or hold the GIL.
 
-So the client runs in processes of its own (`child`), each with memory that both sides map. A call that takes
-too long ends with its process, which cannot write anywhere afterwards; the next call starts another one.
+So the client runs in processes of its own (`child`), each with memory that both sides map, the slab among it. A call
+that takes too long, or a read that fails, ends with its process, which cannot write anywhere afterwards; the next call
+starts another one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -15,14 +17,15 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
-from socket import socketpair
+from socket import AF_UNIX, SOCK_SEQPACKET, socketpair
 from typing import Any, ClassVar
 from zlib import crc32
 
 from lmkv.backends.remote.addressed import AddressedBackend
 from lmkv.backends.remote.base import SLOWEST, batches
+from lmkv.backends.remote.blobs import Fill, filler
+from lmkv.backends.remote.child import LARGEST_MESSAGE, ROOM, SLAB, Part
 from lmkv.chunks.codec import FormatError
 from lmkv.errors import ConfigError
 from lmkv.outcomes import PRESENT, STORED, Written
@@ -31,16 +34,16 @@ from lmkv.protocols import Chunk, ChunkKey
 START_LIMIT = 10.0
 """Seconds for a process to start and to import its client."""
 
-_AT_ONCE = 500
+_AT_ONCE = 200
 """Names in one call, so that its message fits into a socket's buffer."""
 
 _END_LIMIT = 5.0
-_ROOM = 16 << 20
+_SMALLEST = 16 << 20
 _LARGEST = 1 << 30
 
 
 class IsolatedBackend(AddressedBackend):
-    """A store behind a C++ client. A subclass says which; among the options that it knows is `clients`.
+    """A store behind a C++ client. A subclass says which; it knows the options `clients` and `zero_copy`.
 
     All calls about a name go to the same process, one after the other: it asks for a name and stores its value,
     and no other call of this backend is between the two.
@@ -59,12 +62,23 @@ class IsolatedBackend(AddressedBackend):
             raise ConfigError(f"{self._shown}: clients must be 1 at least")
         if find_spec(self.module) is None:
             raise ConfigError(f"{self._shown} needs {self.module}: {self.install}")
+        self._zero_copy = options.pop("zero_copy", 1)
         options = self._prepared(options)
         self._clients = [Client(self._engine, options, self._timeout) for _ in range(clients)]
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
         """Those of the URL as the engine takes them."""
         return options
+
+    def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
+        """Have payloads that are there moved without a copy, unless the URL says otherwise."""
+        if self._zero_copy:
+            for client in self._clients:
+                client.register(descriptor, address, nbytes, self._seconds_to_register(nbytes))
+
+    def _seconds_to_register(self, nbytes: int) -> float:
+        """What the first call of a process may take beyond the timeout."""
+        return 0.0
 
     # -- of the engine ------------------------------------------------------------------------------------
 
@@ -76,9 +90,9 @@ class IsolatedBackend(AddressedBackend):
         return [found for batch in asked for found in self._client(batch[0]).ask("exist", batch)]
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
-        with self._client(name).value(name, self.blobs.blob_bytes(len(into))) as value:
+        with self._client(name).value(name, self.blobs.header_bytes(len(into)), into) as value:
             if value is not None:
-                self.blobs.unpack(key, value, into)
+                self.blobs.receive(key, *value, into)
             return value is not None
 
     def _put(self, name: str, chunk: Chunk) -> Written:
@@ -101,41 +115,88 @@ class Client:
     ------
     OSError
         The store or the process does not answer.
+    RuntimeError
+        The call failed.
     """
 
     def __init__(self, engine: str, options: Mapping[str, Any], timeout: float) -> None:
         self._engine, self._options, self._timeout = engine, options, timeout
         self._lock = threading.Lock()
-        self._room = _ROOM
+        self._room = _SMALLEST
+        self._slab = -1, 0, 0
+        self._first_timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
-        self._closed = False
+        self._connected = self._closed = False
         self._pid = os.getpid()
+
+    def register(self, descriptor: int, address: int, nbytes: int, seconds: float) -> None:
+        """Have payloads that are there moved without a copy. Before the first call, which has more `seconds` for it."""
+        with self._lock:
+            self._slab = os.dup(descriptor), address, nbytes
+            self._first_timeout = self._timeout + seconds
 
     def ask(self, action: str, *arguments: Any) -> Any:
         with self._running():
             return self._ask(action, *arguments)
 
     @contextmanager
-    def value(self, name: str, expected: int) -> Iterator[memoryview | None]:
-        """The value of a name, until the next call, or None."""
-        with self._running(expected):
-            nbytes = self._ask("get", name, self._room, moving=expected)
-            if nbytes is not None and nbytes > self._room:
-                raise FormatError(f"it has {nbytes} bytes, {expected} at most were expected")
-            yield None if nbytes is None else memoryview(self._memory)[:nbytes]
+    def value(self, name: str, header_bytes: int, into: memoryview) -> Iterator[tuple[int, Fill] | None]:
+        """Length of a name's value and what reads on in it, until the next call; None when there is none.
+
+        A payload in registered memory is in `into` already, and stays there.
+        """
+        nbytes = header_bytes + len(into)
+        place = self._place(into, header_bytes)
+        with self._running(nbytes):
+            found = in_room = self._get(name, [(ROOM, 0, header_bytes), place], nbytes)
+            if found == nbytes and place[0] == SLAB:
+                in_room = header_bytes
+            elif found not in (None, nbytes):
+                if found > self._room:
+                    raise FormatError(f"it has {found} bytes, {nbytes} were expected")
+                self._get(name, [(ROOM, 0, found)], found)
+            yield None if found is None else (found, filler(memoryview(self._memory)[:in_room]))
+
+    def _get(self, name: str, parts: Sequence[Part], nbytes: int) -> Any:
+        try:
+            found = self._ask("get", name, parts, moving=nbytes)
+        except RuntimeError:
+            # What is still on its way to the memory must not arrive when that is another chunk's.
+            self._end(at_once=True)
+            raise
+        if found not in (None, nbytes):
+            self._end(at_once=True)
+            self._start()
+        return found
 
     def put(self, name: str, header: memoryview, payload: memoryview) -> str:
         """`stored`, `present`, or why neither."""
         nbytes = len(header) + len(payload)
+        place = self._place(payload, len(header))
         with self._running(nbytes):
             self._memory[: len(header)] = header
-            self._memory[len(header) : nbytes] = payload
-            return str(self._ask("put", name, nbytes, moving=nbytes))
+            if place[0] == ROOM:
+                self._memory[len(header) : nbytes] = payload
+            return str(self._ask("put", name, [(ROOM, 0, len(header)), place], moving=nbytes))
+
+    def _place(self, payload: memoryview, otherwise: int) -> Part:
+        """Where these bytes are in registered memory, or where they are `otherwise`."""
+        nbytes = len(payload)
+        _, start, length = self._slab
+        if length and nbytes and not payload.readonly:
+            offset = ctypes.addressof(ctypes.c_char.from_buffer(payload)) - start
+            if 0 <= offset <= length - nbytes:
+                return SLAB, offset, nbytes
+        return ROOM, otherwise, nbytes
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self._end()
+            descriptor, *_ = self._slab
+            self._slab = -1, 0, 0
+            if descriptor >= 0:
+                os.close(descriptor)
 
     @contextmanager
     def _running(self, room: int = 0) -> Iterator[None]:
@@ -161,28 +222,30 @@ class Client:
         self._start()
 
     def _start(self) -> None:
-        near, far = socketpair()
-        memory = os.memfd_create("lmkv")
+        near, far = socketpair(AF_UNIX, SOCK_SEQPACKET)
+        memory, slab = os.memfd_create("lmkv"), self._slab[0]
+        shared = [memory] if slab < 0 else [memory, slab]
+        self._connected = False
         try:
             os.ftruncate(memory, self._room)
             self._memory = mmap.mmap(memory, self._room)
-            # It is no part of the terminal's group: an interrupt there is the engine's to handle.
+            # It is no part of the terminal's group: an interrupt there is the engine's to handle. But of its session,
+            # by which Linux shares out a busy processor: another one waited for it for seconds.
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "lmkv.backends.remote.child"),
-                    *(self._engine, str(far.fileno()), str(memory)),
+                    *(self._engine, str(far.fileno()), *map(str, shared)),
                 ],
-                pass_fds=(far.fileno(), memory),
+                pass_fds=(far.fileno(), *shared),
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,
             )
-            self._connection: Connection[Any, Any] = Connection(near.detach())
+            self._connection = near
             # Not as arguments, which other users see: a password may be among them.
-            self._connection.send_bytes(json.dumps(self._options).encode())
+            near.send(json.dumps(self._options).encode())
         finally:
-            near.close()
             far.close()
             os.close(memory)
         self._answer(START_LIMIT)
@@ -190,17 +253,24 @@ class Client:
     def _ask(self, action: str, *arguments: Any, moving: int = 0) -> Any:
         # If it has ended, so says the answer.
         with suppress(OSError):
-            self._connection.send_bytes(json.dumps([action, *arguments]).encode())
-        return self._answer(self._timeout + moving / SLOWEST)
+            self._connection.send(json.dumps([action, *arguments]).encode())
+        answer = self._answer((self._timeout if self._connected else self._first_timeout) + moving / SLOWEST)
+        self._connected = True
+        return answer
 
     def _answer(self, timeout: float) -> Any:
         try:
-            if not self._connection.poll(timeout):
-                raise TimeoutError(f"no answer within {timeout} s")
-            kind, answer = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
+            self._connection.settimeout(timeout)
+            message = self._connection.recv(LARGEST_MESSAGE)
+            if not message:
+                raise EOFError
+            kind, answer = json.loads(message)
+        except BaseException as error:
+            # An answer that comes later is none to the next question.
             code = self._end(at_once=True)
             if isinstance(error, TimeoutError):
+                raise TimeoutError(f"no answer within {timeout} s") from error
+            if not isinstance(error, EOFError | OSError):
                 raise
             raise ConnectionError(f"the client's process ended with {code}") from error
         if kind == "away":
@@ -218,9 +288,8 @@ class Client:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(0.1 if at_once else _END_LIMIT)
         process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(_END_LIMIT)
-        return None
+        # However long: until it has ended it may write to the slab.
+        return process.wait()
 
 
 def _environment() -> dict[str, str]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
-from lmkv.backends.remote.child import Memory
+from lmkv.backends.remote.child import Memory, Part
+from lmkv.backends.remote.incoming import drop_incoming
 from lmkv.backends.remote.isolated import START_LIMIT, Client, IsolatedBackend
 
-_NO_ROOM, _INVALID, _EXISTS = -200, -600, -705
+_NO_ROOM, _INVALID, _EXISTS, _NOT_MOVED = -200, -600, -705, -800
 _ABSENT = (-703, -704)
 """Not complete, which it becomes or not, and unknown."""
 _AWAY = (-900, -901)
 CONNECT_LIMIT = 0.8
+_PINNED_PER_SECOND = 1 << 30
+"""Bytes, at least, that RDMA registers."""
 
 
 class MooncakeBackend(IsolatedBackend):
@@ -25,8 +29,8 @@ class MooncakeBackend(IsolatedBackend):
         `mooncake://host:port/`, the master's address; LMCache's `mooncakestore://` is the same. In its query:
         `segment_size`, bytes of this host that become part of the store (0: none; other processes have it),
         `local_hostname` (default: the address that this host has on the way to the master), `protocol` (`tcp` or
-        `rdma`), `device_name`, `metadata_server` (`P2PHANDSHAKE`), `local_buffer_size` (0 bytes) and `clients`,
-        processes with a client each (2).
+        `rdma`), `device_name`, `metadata_server` (`P2PHANDSHAKE`), `local_buffer_size` (0 bytes), `clients`,
+        processes with a client each (2), and `zero_copy` (1; 0: the slab is not registered).
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
     username, password, ttl
@@ -49,9 +53,12 @@ class MooncakeBackend(IsolatedBackend):
 
     Notes
     -----
-    Nothing is connected before the first call. Values are copied once, through memory that is registered with
-    the client, which lives in processes of its own: `setup` holds the GIL for half a minute when
-    the master does not answer, and a read from a host that does not answer takes as long.
+    Nothing is connected before the first call. The client lives in processes of its own: `setup` holds the GIL for
+    half a minute when the master does not answer, and a read from a host that does not answer takes as long. A
+    store's shared slab is registered with it: values move from and to its slots without a copy. A read that fails
+    ends its process, so that nothing arrives in a slot that is another chunk's by then. Mooncake lets whoever reaches
+    its port read and write registered memory: over TCP nobody does (`lmkv.backends.remote.incoming`); over RDMA the
+    slab is not registered where there is an `authentication_key`, which says that not everybody there is trusted.
 
     Examples
     --------
@@ -64,17 +71,24 @@ class MooncakeBackend(IsolatedBackend):
     module = "mooncake"
     install = "pip install 'lmkv[mooncake]', or mooncake-transfer-engine-non-cuda on a machine without CUDA"
     known: ClassVar[dict[str, type[str] | type[int]]] = {
-        **dict.fromkeys(("clients", "segment_size", "global_segment_size", "local_buffer_size"), int),
+        **dict.fromkeys(("clients", "zero_copy", "segment_size", "global_segment_size", "local_buffer_size"), int),
         **dict.fromkeys(("local_hostname", "protocol", "device_name", "metadata_server"), str),
     }
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
+        # TCP only notes where registered memory is.
+        self._pins = options.get("protocol", "tcp") != "tcp"
+        if self._pins and self.blobs.format.authenticator is not None:
+            self._zero_copy = 0
         nbytes = options.pop("global_segment_size", 0)
         nbytes = options.pop("segment_size", nbytes)
         # In a process that no slow call ends: its chunks would end with it.
         with_segment = {**options, "segment_size": nbytes}
         self._segment = Client(self._engine, with_segment, START_LIMIT) if nbytes else None
         return options
+
+    def _seconds_to_register(self, nbytes: int) -> float:
+        return nbytes / _PINNED_PER_SECOND if self._pins else 0.0
 
     def _client(self, name: str) -> Client:
         if self._segment is not None:
@@ -95,7 +109,7 @@ class Engine:
 
     def __init__(
         self,
-        memory: Memory,
+        memories: Sequence[Memory],
         *,
         host: str,
         port: int,
@@ -108,9 +122,11 @@ class Engine:
     ) -> None:
         from mooncake.store import MooncakeDistributedStore
 
-        self._memory, self._make = memory, MooncakeDistributedStore
+        self._memories, self._make = memories, MooncakeDistributedStore
         self._master, self._local = (host, port), local_hostname
         self._segment_size = segment_size
+        # It asks others, who have no business with its memory; RDMA's handshake goes both ways.
+        self._alone = protocol == "tcp" and not segment_size
         self._options = (metadata_server, segment_size, local_buffer_size, protocol, device_name)
         self._store: Any = None
 
@@ -123,36 +139,48 @@ class Engine:
         store = self._make()
         host, port = self._master
         _checked(store.setup(local, *self._options, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"), "setup")
-        _checked(store.register_buffer(self._memory.address, len(self._memory)), "register_buffer")
+        if self._alone:
+            drop_incoming()
+        for memory in self._memories:
+            asked = f"register_buffer of {len(memory)} bytes, less of them with zero_copy=0,"
+            _checked(store.register_buffer(memory.address, len(memory)), asked)
         self._store = store
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         self.connect()
         return [bool(_checked(found, "is_exist")) for found in self._store.batch_is_exist(names)]
 
-    def get(self, name: str, room: int) -> int | None:
-        """Bytes of the value, which is in the memory if it has room; None when there is none."""
+    def get(self, name: str, parts: Sequence[Part]) -> int | None:
+        """Bytes of the value, which is in these parts if it is as long as they are; None when there is none."""
         self.connect()
-        code = self._store.get_into(name, self._memory.address, room)
-        if code == _INVALID:
-            code = self._store.get_size(name)
+        addresses, sizes = self._located(parts)
+        (code,) = self._store.batch_get_into_multi_buffers([name], [addresses], [sizes])
+        if code in (_INVALID, _NOT_MOVED):
+            nbytes = self._store.get_size(name)
+            if nbytes >= 0 and nbytes != sum(sizes):
+                return int(nbytes)
         return None if code in _ABSENT else _checked(code, "get_into")
 
-    def put(self, name: str, nbytes: int) -> str:
-        """Store what is in the memory.
+    def _located(self, parts: Sequence[Part]) -> tuple[list[int], list[int]]:
+        return [self._memories[memory].address + offset for memory, offset, _ in parts], [part[2] for part in parts]
+
+    def put(self, name: str, parts: Sequence[Part]) -> str:
+        """Store these parts as one value.
 
         A plain put says that it succeeded where the name is there, even if another client is only writing it, or
         ended while it wrote; a session says so when it begins.
         """
         self.connect()
-        (code,) = self._store.batch_put_session_start([name], [nbytes])
+        addresses, sizes = self._located(parts)
+        (code,) = self._store.batch_put_session_start([name], [sum(sizes)])
         if code == _EXISTS:
             return "present" if self.exist([name])[0] else "another client is writing it"
         if code == _NO_ROOM:
             return "the store has no room"
         _checked(code, "put_session_start")
-        (code,) = self._store.batch_put_from_multi_buffer_ranges([name], [[self._memory.address]], [[nbytes]], [[0]])
-        if code != nbytes:
+        places = list(accumulate(sizes, initial=0))[:-1]
+        (code,) = self._store.batch_put_from_multi_buffer_ranges([name], [addresses], [sizes], [places])
+        if code != sum(sizes):
             self._store.batch_put_session_revoke([name])
             _checked(min(code, -1), "put_from")
         _checked(self._store.batch_put_session_end([name])[0], "put_session_end")

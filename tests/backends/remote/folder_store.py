@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from lmkv.backends.remote.child import Memory
+from lmkv.backends.remote.child import Memory, Part
 from lmkv.backends.remote.isolated import IsolatedBackend
+
+UNREADABLE = b"unreadable"
 
 
 class FolderBackend(IsolatedBackend):
     module = "json"
-    known: ClassVar = {"clients": int, "folder": str}
+    known: ClassVar = {"clients": int, "zero_copy": int, "folder": str}
 
 
 class NoClientBackend(FolderBackend):
@@ -22,8 +24,8 @@ class NoClientBackend(FolderBackend):
 
 
 class Engine:
-    def __init__(self, memory: Memory, *, host: str, port: int, folder: str) -> None:
-        self._memory, self._folder = memory, Path(folder)
+    def __init__(self, memories: Sequence[Memory], *, host: str, port: int, folder: str) -> None:
+        self._memories, self._folder = memories, Path(folder)
 
     def _path(self, name: str) -> Path:
         return self._folder / name.replace("/", "-")
@@ -31,18 +33,24 @@ class Engine:
     def exist(self, names: Sequence[str]) -> list[bool]:
         return [self._path(name).exists() for name in names]
 
-    def get(self, name: str, room: int) -> int | None:
+    def get(self, name: str, parts: Sequence[Part]) -> int | None:
         if not self._path(name).exists():
             return None
         value = self._path(name).read_bytes()
-        if len(value) <= room:
-            self._memory.view[: len(value)] = value
+        if value == UNREADABLE:
+            raise RuntimeError("it cannot be read")
+        if len(value) == sum(nbytes for _, _, nbytes in parts):
+            left = value
+            for memory, offset, nbytes in parts:
+                self._memories[memory].view[offset : offset + nbytes] = left[:nbytes]
+                left = left[nbytes:]
         return len(value)
 
-    def put(self, name: str, nbytes: int) -> str:
+    def put(self, name: str, parts: Sequence[Part]) -> str:
         if self._path(name).exists():
             return "present"
-        self._path(name).write_bytes(self._memory.view[:nbytes])
+        parted = (self._memories[memory].view[offset : offset + nbytes] for memory, offset, nbytes in parts)
+        self._path(name).write_bytes(b"".join(parted))
         return "stored"
 
     def remove(self, names: Sequence[str]) -> None:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
+from attrs import evolve
 
 from lmkv.backends.remote.isolated import Client, IsolatedBackend
 from lmkv.errors import BackendUnavailable
-from lmkv.outcomes import ReadStatus
-from lmkv.protocols import Chunk
+from lmkv.memory.slab import Slab
+from lmkv.outcomes import ReadStatus, Written
+from lmkv.protocols import Chunk, ChunkKey
 from lmkv.testing.backend_suite import chunk_of, read_back, statuses
 from tests.backends.remote.server_suite import PRESENT, STORED, ServerSuite, StoreSuite
 from tests.kit import eventually
 from tests.servers import stop
+
+FREE = 0xA5
+"""Each byte of a slot that was used and is free."""
 
 
 class ProcessSuite(StoreSuite):
@@ -56,14 +64,62 @@ class ProcessSuite(StoreSuite):
 class IsolatedSuite(ProcessSuite, ServerSuite):
     def value_of(self, backend: Any, chunk: Chunk) -> bytes:
         name = backend.name_of(chunk.key)
-        with backend._client(name).value(name, 1 << 20) as value:
+        with backend._client(name).value(name, 0, memoryview(b"?")) as (nbytes, fill):
+            value = bytearray(nbytes)
+            fill(memoryview(value))
             return bytes(value)
 
     def put(self, backend: Any, name: str, value: bytes) -> None:
         client: Client = backend._client(name)
         client.ask("remove", [name])
-        assert client.put(name, memoryview(value), memoryview(b"")) == "stored"
+        assert client.put(name, memoryview(value)[:1], memoryview(value)[1:]) == "stored"
 
 
 def process_of(backend: Any, chunk: Chunk) -> Any:
     return backend._client(backend.name_of(chunk.key))._process
+
+
+def in_slab(kind: type[IsolatedBackend]) -> type[IsolatedBackend]:
+    """Of that kind, and what it is given goes through slots of a registered slab, which nobody else writes to."""
+
+    class InSlab(kind):  # type: ignore[misc,valid-type]
+        # Where the processes find their client.
+        __module__ = kind.__module__
+
+        def _set_up(self, options: dict[str, Any]) -> None:
+            super()._set_up(options)
+            self._slab, self._slots = Slab(32 << 20, 2 << 30, shared=True), threading.Lock()
+            self.register_memory(self._slab.descriptor, self._slab.address, self._slab.nbytes)
+            self._freed: dict[int, int] = {}
+
+        @contextmanager
+        def _slot(self, nbytes: int) -> Iterator[memoryview]:
+            with self._slots:
+                slot = self._slab.acquire()
+            assert slot is not None
+            try:
+                yield self._slab.view(slot, nbytes)
+            finally:
+                self._slab.array[slot, :nbytes] = FREE
+                with self._slots:
+                    self._freed[slot] = max(nbytes, self._freed.get(slot, 0))
+                    self._slab.release(slot)
+
+        def _put(self, name: str, chunk: Chunk) -> Written:
+            with self._slot(len(chunk.payload)) as slot:
+                slot[:] = chunk.payload
+                return super()._put(name, evolve(chunk, payload=slot))
+
+        def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
+            with self._slot(len(into)) as slot:
+                found: bool = super()._get(key, name, slot)
+                into[:] = slot
+                return found
+
+        def _disconnect(self) -> None:
+            super()._disconnect()
+            late = [slot for slot, nbytes in self._freed.items() if (self._slab.array[slot, :nbytes] != FREE).any()]
+            self._slab.close()
+            assert not late, "nothing arrives in a slot that is free"
+
+    return InSlab

@@ -222,7 +222,8 @@ class ServerSuite(StoreSuite, BackendSuite, ABC):
         backend.close()
 
     def test_nobody_listens(self) -> None:
-        backend = self.kind(f"{self.kind.__name__[:-7].lower()}://127.0.0.1:9/", NAMESPACE, timeout=5.0)
+        scheme = self.url.partition("://")[0]
+        backend = self.kind(f"{scheme}://127.0.0.1:9/", NAMESPACE, timeout=5.0)
         started = time.monotonic()
         assert_unavailable(backend, chunk_of(100))
         assert time.monotonic() - started < 3 * GIVEN_UP

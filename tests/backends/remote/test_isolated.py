@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from lmkv.backends import CPUPinnedBackend, WrapperBackend
 from lmkv.errors import ConfigError
-from lmkv.testing.backend_suite import chunk_of
-from tests.backends.remote.folder_store import FolderBackend, NoClientBackend
-from tests.backends.remote.isolated_suite import ProcessSuite, process_of
-from tests.backends.remote.server_suite import NAMESPACE, assert_unavailable
-from tests.kit import eventually
+from lmkv.memory.slab import Slab
+from lmkv.outcomes import Presence, ReadStatus
+from lmkv.policies import LRU
+from lmkv.protocols import Chunk, Tier
+from lmkv.store.tiered import TieredStore
+from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
+from tests.backends.remote.folder_store import UNREADABLE, FolderBackend, NoClientBackend
+from tests.backends.remote.isolated_suite import ProcessSuite, in_slab, process_of
+from tests.backends.remote.server_suite import NAMESPACE, STORED, assert_unavailable
+from tests.kit import LIMIT, eventually
 
 
 class TestProcesses(ProcessSuite):
@@ -58,6 +68,16 @@ class TestProcesses(ProcessSuite):
         assert b"folder_store" in arguments
         assert bytes(self.folder) not in arguments
 
+    def test_an_interrupt_at_the_terminal_is_not_theirs_and_a_busy_processor_is_shared(
+        self, backend: FolderBackend
+    ) -> None:
+        """Linux shares it among sessions: a process in one of its own waited for it for seconds."""
+        chunk = chunk_of(100)
+        backend.write([chunk])
+        pid = process_of(backend, chunk).pid
+        assert os.getpgid(pid) == pid
+        assert os.getsid(pid) == os.getsid(0)
+
     def test_a_client_that_is_not_installed_is_named(self) -> None:
         with pytest.raises(ConfigError, match=r"lmkv_has_no_such_client: pip install 'lmkv\[none\]'"):
             NoClientBackend(self.url, NAMESPACE)
@@ -67,6 +87,111 @@ class TestProcesses(ProcessSuite):
         backend = WithoutEngine(f"{self.url}?folder={self.folder}", NAMESPACE, timeout=10.0)
         assert_unavailable(backend, chunk_of(100))
         backend.close()
+
+
+class TestProcessesWithASlab(TestProcesses):
+    kind = in_slab(FolderBackend)
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab(1 << 20, 4 << 20, shared=True)
+    yield slab
+    slab.close()
+
+
+def folder_backend(folder: Path, slab: Slab, query: str = "") -> FolderBackend:
+    """With one process, which has the slab."""
+    url = f"folder://host:1/?clients=1&folder={folder}{query}"
+    backend = FolderBackend(url, NAMESPACE, timeout=10.0, chunk_tokens=256)
+    backend.register_memory(slab.descriptor, slab.address, slab.nbytes)
+    return backend
+
+
+@pytest.mark.parametrize(("query", "copied"), [("", False), ("&zero_copy=0", True)])
+def test_payloads_in_the_slab_are_not_copied(tmp_path: Path, slab: Slab, query: str, copied: bool) -> None:
+    backend, payload = folder_backend(tmp_path, slab, query), os.urandom(slab.slot_bytes)
+    slab.view(1)[:] = payload
+    chunk = Chunk(new_key(), slab.view(1))
+    assert statuses(backend, [chunk]) == [STORED]
+    (read,) = backend.read([(chunk.key, slab.view(3))])
+    assert read.status is ReadStatus.HIT
+    assert slab.view(3) == payload
+    (client,) = backend._clients
+    assert (payload[:100] in client._memory[:]) == copied
+    assert slab.view(0) == slab.view(2) == bytes(slab.slot_bytes)
+    backend.close()
+
+
+def test_parts_of_slots_and_other_memory(tmp_path: Path, slab: Slab) -> None:
+    """What is inside the slab, what ends beyond it, and what can only be read."""
+    backend = folder_backend(tmp_path, slab)
+    payload = os.urandom(5000)
+    slab.view(3)[-5000:] = payload
+    for place in (slab.view(3)[-5000:], memoryview(payload), memoryview(bytearray(payload))):
+        chunk = Chunk(new_key(), place)
+        assert statuses(backend, [chunk]) == [STORED]
+        for into in (slab.view(0)[77:5077], memoryview(bytearray(5000))):
+            (read,) = backend.read([(chunk.key, into)])
+            assert read.status is ReadStatus.HIT
+            assert into == payload
+    backend.close()
+
+
+def test_a_read_that_fails_ends_its_process_before_the_slot_is_used_again(tmp_path: Path, slab: Slab) -> None:
+    backend = folder_backend(tmp_path, slab)
+    chunk, sound = chunk_of(100), chunk_of(100)
+    assert statuses(backend, [chunk, sound]) == [STORED] * 2
+    process = process_of(backend, chunk)
+    (tmp_path / backend.name_of(chunk.key).replace("/", "-")).write_bytes(UNREADABLE)
+    (read,) = backend.read([(chunk.key, slab.view(0)[:100])])
+    assert "it cannot be read" in str(read.error)
+    assert process.poll() is not None
+    assert read_back(backend, sound) == sound.payload
+    backend.close()
+
+
+def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next_one(tmp_path: Path, slab: Slab) -> None:
+    backend = folder_backend(tmp_path, slab)
+    chunk, other = chunk_of(100), chunk_of(100)
+    assert statuses(backend, [chunk, other]) == [STORED] * 2
+    process = process_of(backend, chunk)
+    process.send_signal(signal.SIGSTOP)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            backend.read([(chunk.key, slab.view(0)[:100])])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert process.poll() is not None
+    assert read_back(backend, other) == other.payload
+    backend.close()
+
+
+def test_a_store_has_its_slab_registered(tmp_path: Path) -> None:
+    """Through a wrapper, too: the slots of the store are the process's."""
+    payload = os.urandom(1 << 20)
+    backend = FolderBackend(f"folder://host:1/?clients=1&folder={tmp_path}", NAMESPACE, timeout=10.0)
+    host = CPUPinnedBackend(4 << 20, 1 << 20, shared=True, populate=False)
+    with closing(TieredStore(Tier(host, LRU()), [Tier(WrapperBackend(backend), LRU())], retain=False)) as store:
+        key = new_key()
+        with store.reserve([key]) as reservation:
+            store.slab.view(reservation.slots[key])[:] = payload
+            reservation.commit()
+        eventually(lambda: backend.contains([key]) == [True])
+        eventually(lambda: store.lookup([key]) == [Presence.SECONDARY], "it is in no slot any more")
+        store.slab.array[:] = 0
+        promotion = store.promote([key])
+        assert promotion.wait(LIMIT)
+        with store.lease(promotion.keys) as lease:
+            assert store.slab.view(lease.slots[0]) == payload
+        promotion.release()
+        assert payload[:100] not in backend._clients[0]._memory[:]
 
 
 class WithoutEngine(FolderBackend):

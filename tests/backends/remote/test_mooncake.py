@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +19,13 @@ from lmkv.errors import BackendUnavailable
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
-from tests.backends.remote.isolated_suite import IsolatedSuite
+from tests.backends.remote.isolated_suite import IsolatedSuite, in_slab, process_of
 from tests.backends.remote.own_network import MOONCAKE, Mooncake, mooncake_servers
 from tests.backends.remote.server_suite import GIVEN_UP, NAMESPACE, PRESENT, STORED
-from tests.kit import eventually
+from tests.kit import LIMIT, eventually
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
     with mooncake_servers(tmp_path_factory.mktemp("mooncake")) as servers:
         yield servers
@@ -85,7 +87,7 @@ class TestMooncakeSuite(IsolatedSuite):
         assert read.status is not ReadStatus.HIT
         mooncake.memory.start()
         eventually(lambda: backend.contains([chunk.key]) == [False])
-        assert statuses(backend, [chunk]) == [STORED]
+        eventually(lambda: statuses(backend, [chunk]) == [STORED], "the master has heard of the memory")
         assert read_back(backend, chunk) == chunk.payload
         backend.close()
 
@@ -132,6 +134,42 @@ class TestMooncakeSuite(IsolatedSuite):
 
         eventually(all_well)
         backend.close()
+
+
+class TestMooncakeInSlab(TestMooncakeSuite):
+    """The same, with payloads that are moved without a copy."""
+
+    kind = in_slab(MooncakeBackend)
+
+
+def test_nobody_else_reaches_the_registered_memory(mooncake: Mooncake) -> None:
+    """Mooncake's client listens on every address and writes what it is told."""
+    backend = MooncakeBackend(f"{TestMooncakeSuite.url}?clients=1", NAMESPACE, timeout=10.0)
+    chunk = chunk_of(1 << 20)
+    eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+    ports = listening(process_of(backend, chunk).pid)
+    assert ports, "it needs no filter any more"
+    for port in ports:
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("127.0.0.1", port), 0.5)
+    assert is_hit(backend, chunk)
+    backend.close()
+    with_segment = MooncakeBackend(f"{TestMooncakeSuite.url}?segment_size={16 << 20}", NAMESPACE, timeout=10.0)
+    assert with_segment.contains([chunk.key]) == [True]
+    for port in listening(with_segment._segment._process.pid):
+        socket.create_connection(("127.0.0.1", port), LIMIT).close()
+    with_segment.close()
+
+
+def listening(pid: int) -> list[int]:
+    """Ports of a process."""
+    links = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+    rows = [
+        line.split()
+        for family in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]
+    ]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
 
 
 def is_hit(backend: MooncakeBackend, chunk: Chunk) -> bool:
