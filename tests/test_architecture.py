@@ -77,14 +77,14 @@ BUDGET = {
     "store.tiers": 1125,
     "backends": 375,
     "backends.disk": 740,
-    "backends.remote": 1360,
+    "backends.remote": 1405,
     "agent": 740,
     "vllm": 1465,
     "vllm.scheduler": 1470,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 11240
+WHOLE = 11285
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

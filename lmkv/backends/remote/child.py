@@ -59,17 +59,19 @@ def serve(connection: socket, engine: Any) -> None:
     engine.close()
 
 
-def end_with(connection: int) -> None:
-    """End this process soon after its parent has closed the connection, whatever hangs."""
+def end_with(connection: int, seconds: float) -> None:
+    """End this process so long after its parent has closed the connection, whatever hangs."""
     poll = select.poll()
     poll.register(connection, 0)
     poll.poll()
-    time.sleep(_LEAVING)
+    time.sleep(seconds)
     os._exit(1)
 
 
 def main(module: str, descriptor: str, *memories: str) -> None:
-    threading.Thread(target=end_with, args=(int(descriptor),), daemon=True).start()
+    # The slab is another engine's room as soon as its own has ended.
+    seconds = _LEAVING if len(memories) <= SLAB else 0.0
+    threading.Thread(target=end_with, args=(int(descriptor), seconds), daemon=True).start()
     connection = socket(fileno=int(descriptor))
     options = json.loads(connection.recv(LARGEST_MESSAGE))
     engine = import_module(module).Engine([Memory(int(memory)) for memory in memories], **options)

@@ -4,36 +4,61 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
 import struct
+import time
 from collections.abc import Iterator
-from contextlib import suppress
-from socket import AF_INET, AF_INET6, SO_ACCEPTCONN, SOL_SOCKET, socket
+from contextlib import ExitStack, contextmanager
+from socket import AF_INET, AF_INET6, IPPROTO_TCP, SO_ACCEPTCONN, SOL_SOCKET, TCP_INFO, socket
 
 _SO_ATTACH_FILTER = 26
 _KEEP_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
 """One instruction of a classic BPF program: return 0 bytes of each packet."""
+_UNACKED = struct.Struct("24xI")
+"""In a listening socket's `tcp_info`: connections that nobody has accepted yet."""
+_LIMIT = 1.0
+"""Seconds for the client to accept who came before."""
 
 
 def drop_incoming() -> None:
     """Have the kernel drop what others send to the ports on which this process listens.
 
-    Its client does not notice: connections that it makes itself are as before. Linux only.
+    Its client does not notice: connections that it makes itself are as before. Raises ConnectionError when somebody
+    is connected whom the client does not accept, so that he cannot be dropped. Linux only.
     """
-    # Again for what was accepted while the first filters were set.
-    for _ in range(2):
-        sockets = list(_sockets())
-        ports = {each.getsockname()[1] for each in sockets if each.getsockopt(SOL_SOCKET, SO_ACCEPTCONN)}
+    deadline = time.monotonic() + _LIMIT
+    while _drop_once():
+        if time.monotonic() > deadline:
+            raise ConnectionError("others are connected to the ports of the client, and are to be dropped")
+        time.sleep(0.001)
+    # Those who were accepted since.
+    _drop_once()
+
+
+def _drop_once() -> int:
+    """Filter what listens, and who has come there; returns how many have come and are not accepted."""
+    with _sockets() as sockets:
+        listening = [each for each in sockets if each.getsockopt(SOL_SOCKET, SO_ACCEPTCONN)]
+        ports = {each.getsockname()[1] for each in listening}
         for each in sockets:
             if each.getsockname()[1] in ports:
                 program = struct.pack("HP", 1, ctypes.addressof(_KEEP_NOTHING))
                 each.setsockopt(SOL_SOCKET, _SO_ATTACH_FILTER, program)
-            each.close()
+        return sum(_UNACKED.unpack(each.getsockopt(IPPROTO_TCP, TCP_INFO, _UNACKED.size))[0] for each in listening)
 
 
-def _sockets() -> Iterator[socket]:
+@contextmanager
+def _sockets() -> Iterator[list[socket]]:
     """Of the internet, this process's own."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            each = socket(fileno=os.dup(int(name)))
-            if each.family in (AF_INET, AF_INET6):
-                yield each
+    with ExitStack() as stack:
+        opened = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                descriptor = os.dup(int(name))
+            except OSError:
+                continue
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                opened.append(stack.enter_context(socket(fileno=descriptor)))
+            else:
+                os.close(descriptor)
+        yield [each for each in opened if each.family in (AF_INET, AF_INET6)]

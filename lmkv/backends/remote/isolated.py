@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -27,15 +28,12 @@ from lmkv.backends.remote.base import SLOWEST, batches
 from lmkv.backends.remote.blobs import Fill, filler
 from lmkv.backends.remote.child import LARGEST_MESSAGE, ROOM, SLAB, Part
 from lmkv.chunks.codec import FormatError
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, UsageError
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey
 
 START_LIMIT = 10.0
 """Seconds for a process to start and to import its client."""
-
-_AT_ONCE = 200
-"""Names in one call, so that its message fits into a socket's buffer."""
 
 _END_LIMIT = 5.0
 _SMALLEST = 16 << 20
@@ -45,8 +43,8 @@ _LARGEST = 1 << 30
 class IsolatedBackend(AddressedBackend):
     """A store behind a C++ client. A subclass says which; it knows the options `clients` and `zero_copy`.
 
-    All calls about a name go to the same process, one after the other: it asks for a name and stores its value,
-    and no other call of this backend is between the two.
+    Reads and writes of a name go to the same process, one after the other: it asks for a name and stores its value,
+    and no other write of this backend is between the two.
     """
 
     module: ClassVar[str]
@@ -86,7 +84,7 @@ class IsolatedBackend(AddressedBackend):
         return self._clients[crc32(name.encode()) % len(self._clients)]
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
-        asked = batches(names, _AT_ONCE)
+        asked = batches(names, _at_once(names))
         return [found for batch in asked for found in self._client(batch[0]).ask("exist", batch)]
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
@@ -100,12 +98,17 @@ class IsolatedBackend(AddressedBackend):
         return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(answer)
 
     def _remove(self, names: Sequence[str]) -> None:
-        for batch in batches(names, _AT_ONCE):
+        for batch in batches(names, _at_once(names)):
             self._client(batch[0]).ask("remove", batch)
 
     def _disconnect(self) -> None:
         for client in self._clients:
             client.close()
+
+
+def _at_once(names: Sequence[str]) -> int:
+    """How many names, which are alike, a message has room for."""
+    return max(1, (LARGEST_MESSAGE - 1000) // (len(json.dumps(names[0])) + 2)) if names else 1
 
 
 class Client:
@@ -128,10 +131,13 @@ class Client:
         self._process: subprocess.Popen[bytes] | None = None
         self._connected = self._closed = False
         self._pid = os.getpid()
+        _clients.add(self)
 
     def register(self, descriptor: int, address: int, nbytes: int, seconds: float) -> None:
         """Have payloads that are there moved without a copy. Before the first call, which has more `seconds` for it."""
         with self._lock:
+            if self._process is not None or self._slab[0] >= 0:
+                raise UsageError("memory is registered once, before the first call")
             self._slab = os.dup(descriptor), address, nbytes
             self._first_timeout = self._timeout + seconds
 
@@ -147,7 +153,7 @@ class Client:
         """
         nbytes = header_bytes + len(into)
         place = self._place(into, header_bytes)
-        with self._running(nbytes):
+        with self._running(nbytes if place[0] == ROOM else header_bytes, nbytes):
             found = in_room = self._get(name, [(ROOM, 0, header_bytes), place], nbytes)
             if found == nbytes and place[0] == SLAB:
                 in_room = header_bytes
@@ -173,7 +179,7 @@ class Client:
         """`stored`, `present`, or why neither."""
         nbytes = len(header) + len(payload)
         place = self._place(payload, len(header))
-        with self._running(nbytes):
+        with self._running(nbytes if place[0] == ROOM else len(header), nbytes):
             self._memory[: len(header)] = header
             if place[0] == ROOM:
                 self._memory[len(header) : nbytes] = payload
@@ -198,9 +204,21 @@ class Client:
             if descriptor >= 0:
                 os.close(descriptor)
 
+    @property
+    def connected(self) -> bool:
+        """Whether its process has answered, and is there."""
+        process = self._process
+        return self._connected and process is not None and process.poll() is None
+
+    def leave_to_parent(self) -> None:
+        """In a fork: let go of what would keep the process from noticing that its parent has ended."""
+        self._lock = threading.Lock()
+        if self._process is not None:
+            self._connection.close()
+
     @contextmanager
-    def _running(self, room: int = 0) -> Iterator[None]:
-        timeout = self._timeout + self._room / SLOWEST
+    def _running(self, room: int = 0, moving: int = 0) -> Iterator[None]:
+        timeout = self._timeout + max(self._room, moving) / SLOWEST
         if not self._lock.acquire(timeout=timeout):
             raise TimeoutError(f"calls before this one take more than {timeout} s")
         try:
@@ -248,19 +266,20 @@ class Client:
         finally:
             far.close()
             os.close(memory)
-        self._answer(START_LIMIT)
+        self._exchange(b"", START_LIMIT)
 
     def _ask(self, action: str, *arguments: Any, moving: int = 0) -> Any:
-        # If it has ended, so says the answer.
-        with suppress(OSError):
-            self._connection.send(json.dumps([action, *arguments]).encode())
-        answer = self._answer((self._timeout if self._connected else self._first_timeout) + moving / SLOWEST)
+        timeout = self._timeout if self._connected else self._first_timeout
+        answer = self._exchange(json.dumps([action, *arguments]).encode(), timeout + moving / SLOWEST)
         self._connected = True
         return answer
 
-    def _answer(self, timeout: float) -> Any:
+    def _exchange(self, question: bytes, timeout: float) -> Any:
+        """Send a question, if there is one, and return what it is answered."""
         try:
             self._connection.settimeout(timeout)
+            if question:
+                self._connection.send(question)
             message = self._connection.recv(LARGEST_MESSAGE)
             if not message:
                 raise EOFError
@@ -290,6 +309,17 @@ class Client:
         process.kill()
         # However long: until it has ended it may write to the slab.
         return process.wait()
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for client in _clients:
+        client.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _environment() -> dict[str, str]:

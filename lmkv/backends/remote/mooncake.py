@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -85,20 +87,27 @@ class MooncakeBackend(IsolatedBackend):
         # In a process that no slow call ends: its chunks would end with it.
         with_segment = {**options, "segment_size": nbytes}
         self._segment = Client(self._engine, with_segment, START_LIMIT) if nbytes else None
+        self._pool, self._lock = ThreadPoolExecutor(1, "lmkv-mooncake"), threading.Lock()
+        self._connecting: Future[None] | None = None
         return options
 
     def _seconds_to_register(self, nbytes: int) -> float:
         return nbytes / _PINNED_PER_SECOND if self._pins else 0.0
 
     def _client(self, name: str) -> Client:
-        if self._segment is not None:
-            self._segment.ask("connect")
+        if self._segment is not None and not self._segment.connected:
+            # In another thread, which has more time for it than this call.
+            with self._lock:
+                if self._connecting is None or self._connecting.done():
+                    self._connecting = self._pool.submit(self._segment.ask, "connect")
+            self._connecting.result(self._timeout)
         return super()._client(name)
 
     def _disconnect(self) -> None:
         super()._disconnect()
         if self._segment is not None:
             self._segment.close()
+            self._pool.shutdown(wait=False)
 
 
 open_url = MooncakeBackend

@@ -116,9 +116,11 @@ def mooncake_servers(folder: Path) -> Iterator[Mooncake]:
             *("--metadata_server=P2PHANDSHAKE", f"--master_server_address=127.0.0.1:{MOONCAKE}"),
             "--global_segment_size=512 MB",
         )
-        yield Mooncake(master, memory)
-        for each in (memory, master):
-            each.kill()
+        try:
+            yield Mooncake(master, memory)
+        finally:
+            for each in (memory, master):
+                each.kill()
 
 
 @contextmanager

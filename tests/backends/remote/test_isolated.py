@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.backends import CPUPinnedBackend, WrapperBackend
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, UsageError
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence, ReadStatus
 from lmkv.policies import LRU
@@ -171,6 +172,109 @@ def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next_one(tmp_path: P
     assert process.poll() is not None
     assert read_back(backend, other) == other.payload
     backend.close()
+
+
+def test_an_answer_to_an_interrupted_call_is_not_the_next_ones(tmp_path: Path, slab: Slab) -> None:
+    backend = folder_backend(tmp_path, slab)
+    chunk = chunk_of(100)
+    assert statuses(backend, [chunk]) == [STORED]
+    (client,) = backend._clients
+    client._connection = InterruptedSocket(client._connection)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        backend.contains([new_key()])
+    assert backend.contains([chunk.key]) == [True]
+    assert backend.contains([new_key()]) == [False]
+    backend.close()
+
+
+class InterruptedSocket:
+    """Raises as soon as a message is sent."""
+
+    def __init__(self, inner: socket.socket) -> None:
+        self.settimeout, self.close, self._inner = inner.settimeout, inner.close, inner
+
+    def send(self, message: bytes) -> None:
+        self._inner.send(message)
+        raise KeyboardInterrupt
+
+
+def test_large_payloads_in_the_slab_need_no_other_room(tmp_path: Path) -> None:
+    slab = Slab(40 << 20, 80 << 20, shared=True)
+    backend = folder_backend(tmp_path, slab)
+    small, large = chunk_of(100), Chunk(new_key(), slab.view(0))
+    slab.view(0)[:8] = b"the data"
+    assert statuses(backend, [small]) == [STORED]
+    process = process_of(backend, small)
+    assert statuses(backend, [large]) == [STORED]
+    (read,) = backend.read([(large.key, slab.view(1))])
+    assert read.status is ReadStatus.HIT
+    assert slab.view(1) == slab.view(0)
+    assert process_of(backend, small) is process
+    backend.close()
+    slab.close()
+
+
+def test_memory_is_registered_once_and_first(tmp_path: Path, slab: Slab) -> None:
+    backend = folder_backend(tmp_path, slab)
+    with pytest.raises(UsageError, match="once, before the first call"):
+        backend.register_memory(slab.descriptor, slab.address, slab.nbytes)
+    backend.close()
+
+
+def test_a_living_fork_keeps_no_process_from_leaving(tmp_path: Path) -> None:
+    backend = FolderBackend(f"folder://host:1/?clients=1&folder={tmp_path}", NAMESPACE, timeout=10.0)
+    chunk = chunk_of(100)
+    assert statuses(backend, [chunk]) == [STORED]
+    process = process_of(backend, chunk)
+    read, write = os.pipe()
+    fork = os.fork()
+    if not fork:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        backend.close()
+        assert process.returncode == 0
+        assert (tmp_path / f"left-{process.pid}").exists()
+    finally:
+        os.close(write)
+        os.close(read)
+        os.waitpid(fork, 0)
+
+
+def test_whoever_is_connected_to_a_client_is_dropped_and_all_who_come_later() -> None:
+    program = """if True:
+        import os, socket
+        from lmkv.backends.remote.incoming import drop_incoming
+        listener = socket.create_server(("127.0.0.1", 0))
+        ends = [socket.create_connection(listener.getsockname())]
+        accepted = [listener.accept()[0]]
+        ends.append(socket.create_connection(listener.getsockname()))
+        before = len(os.listdir("/proc/self/fd"))
+        try:
+            drop_incoming()
+        except ConnectionError as error:
+            print(error)
+        accepted.append(listener.accept()[0])
+        drop_incoming()
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+        for end in ends:
+            end.send(b"hello")
+        for each in accepted:
+            each.settimeout(0.3)
+            try:
+                print(each.recv(5))
+            except TimeoutError:
+                print("dropped")
+        try:
+            socket.create_connection(listener.getsockname(), 0.3)
+        except TimeoutError:
+            print("not reached")
+    """
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    refused, *rest = done.stdout.splitlines()
+    assert refused.startswith("others are connected"), done.stderr
+    assert rest == ["dropped", "dropped", "not reached"], done.stderr
 
 
 def test_a_store_has_its_slab_registered(tmp_path: Path) -> None:

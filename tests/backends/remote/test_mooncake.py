@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,30 @@ class TestMooncakeSuite(IsolatedSuite):
             for each in (with_segment, without):
                 each.close()
             mooncake.memory.start()
+        self.until_there_is_room()
+
+    def test_names_that_are_long(self) -> None:
+        backend = self.backend_of(prefix="é" * 500)
+        chunk = chunk_of(100)
+        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+        keys = [new_key() for _ in range(500)]
+        keys[77] = chunk.key
+        assert [index for index, found in enumerate(backend.contains(keys)) if found] == [77]
+        backend.close()
+
+    def test_a_master_that_does_not_answer_is_given_up_in_time_with_a_segment_too(self, mooncake: Mooncake) -> None:
+        backend = self.backend_of(f"?segment_size={16 << 20}", timeout=1.0)
+        mooncake.master.pause()
+        try:
+            for _ in range(2):
+                started = time.monotonic()
+                with pytest.raises(BackendUnavailable):
+                    backend.contains([new_key()])
+                assert time.monotonic() - started < GIVEN_UP
+        finally:
+            mooncake.master.resume()
+        eventually(lambda: succeeds(lambda: backend.contains([new_key()])))
+        backend.close()
         self.until_there_is_room()
 
     def test_memory_that_does_not_answer_is_given_up_in_time(self, mooncake: Mooncake) -> None:
@@ -159,6 +184,13 @@ def test_nobody_else_reaches_the_registered_memory(mooncake: Mooncake) -> None:
     for port in listening(with_segment._segment._process.pid):
         socket.create_connection(("127.0.0.1", port), LIMIT).close()
     with_segment.close()
+
+
+def succeeds(call: Callable[[], object]) -> bool:
+    with suppress(BackendUnavailable):
+        call()
+        return True
+    return False
 
 
 def listening(pid: int) -> list[int]:
