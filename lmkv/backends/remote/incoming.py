@@ -8,12 +8,14 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from socket import AF_INET, AF_INET6, IPPROTO_TCP, SO_ACCEPTCONN, SOL_SOCKET, TCP_INFO, socket
 
 _SO_ATTACH_FILTER = 26
 _KEEP_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
-"""One instruction of a classic BPF program: return 0 bytes of each packet."""
+"""An instruction of classic BPF: return 0 bytes of each packet."""
+_PROGRAM = struct.pack("HP", 1, ctypes.addressof(_KEEP_NOTHING))
+"""Of that one instruction."""
 _UNACKED = struct.Struct("24xI")
 """In a listening socket's `tcp_info`: connections that nobody has accepted yet."""
 _LIMIT = 1.0
@@ -42,8 +44,7 @@ def _drop_once() -> int:
         ports = {each.getsockname()[1] for each in listening}
         for each in sockets:
             if each.getsockname()[1] in ports:
-                program = struct.pack("HP", 1, ctypes.addressof(_KEEP_NOTHING))
-                each.setsockopt(SOL_SOCKET, _SO_ATTACH_FILTER, program)
+                each.setsockopt(SOL_SOCKET, _SO_ATTACH_FILTER, _PROGRAM)
         return sum(_UNACKED.unpack(each.getsockopt(IPPROTO_TCP, TCP_INFO, _UNACKED.size))[0] for each in listening)
 
 
@@ -52,13 +53,9 @@ def _sockets() -> Iterator[list[socket]]:
     """Of the internet, this process's own."""
     with ExitStack() as stack:
         opened = []
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                descriptor = os.dup(int(name))
-            except OSError:
-                continue
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                opened.append(stack.enter_context(socket(fileno=descriptor)))
-            else:
-                os.close(descriptor)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            # Closed since: that of the listing, for one.
+            with suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    opened.append(stack.enter_context(socket(fileno=os.dup(descriptor))))
         yield [each for each in opened if each.family in (AF_INET, AF_INET6)]

@@ -261,25 +261,23 @@ class Client:
                 process_group=0,
             )
             self._connection = near
-            # Not as arguments, which other users see: a password may be among them.
-            near.send(json.dumps(self._options).encode())
         finally:
             far.close()
             os.close(memory)
-        self._exchange(b"", START_LIMIT)
+        # Not as arguments, which other users see: a password may be among them.
+        self._exchange(self._options, START_LIMIT)
 
     def _ask(self, action: str, *arguments: Any, moving: int = 0) -> Any:
         timeout = self._timeout if self._connected else self._first_timeout
-        answer = self._exchange(json.dumps([action, *arguments]).encode(), timeout + moving / SLOWEST)
+        answer = self._exchange([action, *arguments], timeout + moving / SLOWEST)
         self._connected = True
         return answer
 
-    def _exchange(self, question: bytes, timeout: float) -> Any:
-        """Send a question, if there is one, and return what it is answered."""
+    def _exchange(self, question: Any, timeout: float) -> Any:
+        """What the process answers."""
         try:
             self._connection.settimeout(timeout)
-            if question:
-                self._connection.send(question)
+            self._connection.send(json.dumps(question).encode())
             message = self._connection.recv(LARGEST_MESSAGE)
             if not message:
                 raise EOFError

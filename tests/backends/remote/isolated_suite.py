@@ -79,47 +79,41 @@ def process_of(backend: Any, chunk: Chunk) -> Any:
     return backend._client(backend.name_of(chunk.key))._process
 
 
-def in_slab(kind: type[IsolatedBackend]) -> type[IsolatedBackend]:
-    """Of that kind, and what it is given goes through slots of a registered slab, which nobody else writes to."""
+class InSlab(IsolatedBackend):
+    """A mixin: what the backend is given goes through slots of a registered slab, which nobody else writes to."""
 
-    class InSlab(kind):  # type: ignore[misc,valid-type]
-        # Where the processes find their client.
-        __module__ = kind.__module__
+    def _set_up(self, options: dict[str, Any]) -> None:
+        super()._set_up(options)
+        self._slab, self._slots = Slab(32 << 20, 2 << 30, shared=True), threading.Lock()
+        self.register_memory(self._slab.descriptor, self._slab.address, self._slab.nbytes)
+        self._freed: dict[int, int] = {}
 
-        def _set_up(self, options: dict[str, Any]) -> None:
-            super()._set_up(options)
-            self._slab, self._slots = Slab(32 << 20, 2 << 30, shared=True), threading.Lock()
-            self.register_memory(self._slab.descriptor, self._slab.address, self._slab.nbytes)
-            self._freed: dict[int, int] = {}
-
-        @contextmanager
-        def _slot(self, nbytes: int) -> Iterator[memoryview]:
+    @contextmanager
+    def _slot(self, nbytes: int) -> Iterator[memoryview]:
+        with self._slots:
+            slot = self._slab.acquire()
+        assert slot is not None
+        try:
+            yield self._slab.view(slot, nbytes)
+        finally:
+            self._slab.array[slot, :nbytes] = FREE
             with self._slots:
-                slot = self._slab.acquire()
-            assert slot is not None
-            try:
-                yield self._slab.view(slot, nbytes)
-            finally:
-                self._slab.array[slot, :nbytes] = FREE
-                with self._slots:
-                    self._freed[slot] = max(nbytes, self._freed.get(slot, 0))
-                    self._slab.release(slot)
+                self._freed[slot] = max(nbytes, self._freed.get(slot, 0))
+                self._slab.release(slot)
 
-        def _put(self, name: str, chunk: Chunk) -> Written:
-            with self._slot(len(chunk.payload)) as slot:
-                slot[:] = chunk.payload
-                return super()._put(name, evolve(chunk, payload=slot))
+    def _put(self, name: str, chunk: Chunk) -> Written:
+        with self._slot(len(chunk.payload)) as slot:
+            slot[:] = chunk.payload
+            return super()._put(name, evolve(chunk, payload=slot))
 
-        def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
-            with self._slot(len(into)) as slot:
-                found: bool = super()._get(key, name, slot)
-                into[:] = slot
-                return found
+    def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
+        with self._slot(len(into)) as slot:
+            found: bool = super()._get(key, name, slot)
+            into[:] = slot
+            return found
 
-        def _disconnect(self) -> None:
-            super()._disconnect()
-            late = [slot for slot, nbytes in self._freed.items() if (self._slab.array[slot, :nbytes] != FREE).any()]
-            self._slab.close()
-            assert not late, "nothing arrives in a slot that is free"
-
-    return InSlab
+    def _disconnect(self) -> None:
+        super()._disconnect()
+        late = [slot for slot, nbytes in self._freed.items() if (self._slab.array[slot, :nbytes] != FREE).any()]
+        self._slab.close()
+        assert not late, "nothing arrives in a slot that is free"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from attrs import frozen
 
@@ -74,6 +75,12 @@ class Server:
             return True
         return False
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()
@@ -102,25 +109,23 @@ def mooncake_servers(folder: Path) -> Iterator[Mooncake]:
     except ImportError as error:
         missing("mooncake", f"pip install -r requirements/mooncake.txt, and see there ({error})")
     programs = Path(str(store.__file__)).parent
-    with own_network("mooncake"):
-        master = Server(
+    with (
+        own_network("mooncake"),
+        Server(
             folder / "master.log",
             MOONCAKE,
             *(str(programs / "mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={MOONCAKE}"),
             *("--metrics_host=127.0.0.1", "--metrics_port=9103", "--default_kv_lease_ttl=5000"),
-        )
-        memory = Server(
+        ) as master,
+        Server(
             folder / "memory.log",
             MOONCAKE_MEMORY,
             *(str(programs / "mooncake_client"), "--host=127.0.0.1", f"--port={MOONCAKE_MEMORY}"),
             *("--metadata_server=P2PHANDSHAKE", f"--master_server_address=127.0.0.1:{MOONCAKE}"),
             "--global_segment_size=512 MB",
-        )
-        try:
-            yield Mooncake(master, memory)
-        finally:
-            for each in (memory, master):
-                each.kill()
+        ) as memory,
+    ):
+        yield Mooncake(master, memory)
 
 
 @contextmanager
@@ -137,16 +142,17 @@ def infinistore_server(folder: Path) -> Iterator[Server]:
     )
     if not uvloop.stdout.startswith("0.21."):
         missing("infinistore", "needs uvloop 0.21: pip install --target DIR uvloop==0.21.0, INFINISTORE_UVLOOP=DIR")
-    with own_network("infinistore"):
-        server = Server(
+    with (
+        own_network("infinistore"),
+        Server(
             folder / "server.log",
             INFINISTORE,
             *(sys.executable, "-c", _INFINISTORE, "--service-port", str(INFINISTORE), "--manage-port", "18080"),
             *("--host", "127.0.0.1", "--prealloc-size", "1", "--log-level", "error"),
             env={**env, "LD_PRELOAD": str(_device_in(folder))},
-        )
+        ) as server,
+    ):
         yield server
-        server.kill()
 
 
 def _device_in(folder: Path) -> Path:

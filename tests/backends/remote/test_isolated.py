@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from lmkv.protocols import Chunk, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
 from tests.backends.remote.folder_store import UNREADABLE, FolderBackend, NoClientBackend
-from tests.backends.remote.isolated_suite import ProcessSuite, in_slab, process_of
+from tests.backends.remote.isolated_suite import InSlab, ProcessSuite, process_of
 from tests.backends.remote.server_suite import NAMESPACE, STORED, assert_unavailable
 from tests.kit import LIMIT, eventually
 
@@ -90,8 +91,12 @@ class TestProcesses(ProcessSuite):
         backend.close()
 
 
+class FolderInSlab(InSlab, FolderBackend):
+    __module__ = FolderBackend.__module__
+
+
 class TestProcessesWithASlab(TestProcesses):
-    kind = in_slab(FolderBackend)
+    kind = FolderInSlab
 
 
 @pytest.fixture
@@ -109,6 +114,12 @@ def folder_backend(folder: Path, slab: Slab, query: str = "") -> FolderBackend:
     return backend
 
 
+@pytest.fixture
+def backend(tmp_path: Path, slab: Slab) -> Iterator[FolderBackend]:
+    with closing(folder_backend(tmp_path, slab)) as backend:
+        yield backend
+
+
 @pytest.mark.parametrize(("query", "copied"), [("", False), ("&zero_copy=0", True)])
 def test_payloads_in_the_slab_are_not_copied(tmp_path: Path, slab: Slab, query: str, copied: bool) -> None:
     backend, payload = folder_backend(tmp_path, slab, query), os.urandom(slab.slot_bytes)
@@ -124,9 +135,8 @@ def test_payloads_in_the_slab_are_not_copied(tmp_path: Path, slab: Slab, query: 
     backend.close()
 
 
-def test_parts_of_slots_and_other_memory(tmp_path: Path, slab: Slab) -> None:
+def test_parts_of_slots_and_other_memory(backend: FolderBackend, slab: Slab) -> None:
     """What is inside the slab, what ends beyond it, and what can only be read."""
-    backend = folder_backend(tmp_path, slab)
     payload = os.urandom(5000)
     slab.view(3)[-5000:] = payload
     for place in (slab.view(3)[-5000:], memoryview(payload), memoryview(bytearray(payload))):
@@ -136,11 +146,11 @@ def test_parts_of_slots_and_other_memory(tmp_path: Path, slab: Slab) -> None:
             (read,) = backend.read([(chunk.key, into)])
             assert read.status is ReadStatus.HIT
             assert into == payload
-    backend.close()
 
 
-def test_a_read_that_fails_ends_its_process_before_the_slot_is_used_again(tmp_path: Path, slab: Slab) -> None:
-    backend = folder_backend(tmp_path, slab)
+def test_a_read_that_fails_ends_its_process_before_the_slot_is_used_again(
+    backend: FolderBackend, tmp_path: Path, slab: Slab
+) -> None:
     chunk, sound = chunk_of(100), chunk_of(100)
     assert statuses(backend, [chunk, sound]) == [STORED] * 2
     process = process_of(backend, chunk)
@@ -149,11 +159,9 @@ def test_a_read_that_fails_ends_its_process_before_the_slot_is_used_again(tmp_pa
     assert "it cannot be read" in str(read.error)
     assert process.poll() is not None
     assert read_back(backend, sound) == sound.payload
-    backend.close()
 
 
-def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next_one(tmp_path: Path, slab: Slab) -> None:
-    backend = folder_backend(tmp_path, slab)
+def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next_one(backend: FolderBackend, slab: Slab) -> None:
     chunk, other = chunk_of(100), chunk_of(100)
     assert statuses(backend, [chunk, other]) == [STORED] * 2
     process = process_of(backend, chunk)
@@ -171,30 +179,24 @@ def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next_one(tmp_path: P
         signal.signal(signal.SIGALRM, before)
     assert process.poll() is not None
     assert read_back(backend, other) == other.payload
-    backend.close()
 
 
-def test_an_answer_to_an_interrupted_call_is_not_the_next_ones(tmp_path: Path, slab: Slab) -> None:
-    backend = folder_backend(tmp_path, slab)
+def test_an_answer_to_an_interrupted_call_is_not_the_next_ones(backend: FolderBackend) -> None:
     chunk = chunk_of(100)
     assert statuses(backend, [chunk]) == [STORED]
     (client,) = backend._clients
-    client._connection = InterruptedSocket(client._connection)  # type: ignore[assignment]
+    client._connection = InterruptedSocket(fileno=client._connection.detach())
     with pytest.raises(KeyboardInterrupt):
         backend.contains([new_key()])
     assert backend.contains([chunk.key]) == [True]
     assert backend.contains([new_key()]) == [False]
-    backend.close()
 
 
-class InterruptedSocket:
+class InterruptedSocket(socket.socket):
     """Raises as soon as a message is sent."""
 
-    def __init__(self, inner: socket.socket) -> None:
-        self.settimeout, self.close, self._inner = inner.settimeout, inner.close, inner
-
-    def send(self, message: bytes) -> None:
-        self._inner.send(message)
+    def send(self, *message: Any) -> int:
+        super().send(*message)
         raise KeyboardInterrupt
 
 
@@ -214,11 +216,9 @@ def test_large_payloads_in_the_slab_need_no_other_room(tmp_path: Path) -> None:
     slab.close()
 
 
-def test_memory_is_registered_once_and_first(tmp_path: Path, slab: Slab) -> None:
-    backend = folder_backend(tmp_path, slab)
+def test_memory_is_registered_once_and_first(backend: FolderBackend, slab: Slab) -> None:
     with pytest.raises(UsageError, match="once, before the first call"):
         backend.register_memory(slab.descriptor, slab.address, slab.nbytes)
-    backend.close()
 
 
 def test_a_living_fork_keeps_no_process_from_leaving(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lmkv.errors import BackendUnavailable
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
-from tests.backends.remote.isolated_suite import IsolatedSuite, in_slab, process_of
+from tests.backends.remote.isolated_suite import InSlab, IsolatedSuite, process_of
 from tests.backends.remote.own_network import MOONCAKE, Mooncake, mooncake_servers
 from tests.backends.remote.server_suite import GIVEN_UP, NAMESPACE, PRESENT, STORED
 from tests.kit import LIMIT, eventually
@@ -161,10 +161,14 @@ class TestMooncakeSuite(IsolatedSuite):
         backend.close()
 
 
+class MooncakeInSlab(InSlab, MooncakeBackend):
+    __module__ = MooncakeBackend.__module__
+
+
 class TestMooncakeInSlab(TestMooncakeSuite):
     """The same, with payloads that are moved without a copy."""
 
-    kind = in_slab(MooncakeBackend)
+    kind = MooncakeInSlab
 
 
 def test_nobody_else_reaches_the_registered_memory(mooncake: Mooncake) -> None:
