@@ -18,7 +18,7 @@ from tests.kit import LIMIT, eventually
 from tests.servers import free_port, missing
 from tests.vllm.harness import prompt
 from tests.vllm.server import Server, serving_together
-from tests.vllm.test_metrics import others, small_tiers
+from tests.vllm.test_metrics import CHUNKS, LENGTH, others, small_tiers, store
 from tests.vllm.test_online import ask, report
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "lmkv.json"
@@ -75,11 +75,11 @@ def asked(url: str, query: str) -> list[Any]:
 
 @pytest.mark.nightly
 def test_every_query_of_the_dashboard_has_an_answer(model: Path, tmp_path: Path) -> None:
-    ids = prompt(80, 1500)
+    ids = prompt(80, LENGTH)
     served = Server(model, tmp_path / "server.log", small_tiers(tmp_path / "kv"), VLLM_SERVER_DEV_MODE="1")
     with serving_together(served) as (server,), prometheus(server, tmp_path) as url:
         eventually(lambda: bool(asked(url, "up == 1")), "a scrape")
-        ask(server, ids)
+        store(server, ids, CHUNKS)
         server.post("/reset_prefix_cache")
         ask(server, ids)
         others(server, 81, 82)

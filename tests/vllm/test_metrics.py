@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,12 +234,17 @@ def step(server: Server) -> None:
 
 
 def others(server: Server, *seeds: int) -> None:
-    """Prompts of eight chunks each, each in both tiers before the next; afterwards vLLM itself has forgotten all."""
+    """Prompts of eight chunks each; afterwards vLLM itself has forgotten all."""
     for seed in seeds:
-        counted = Scraped(server)
-        ask(server, prompt(seed, 1900))
-        becomes(server, partial(all_written, counted, 8), "writes")
+        store(server, prompt(seed, 1900), chunks=8)
     server.post("/reset_prefix_cache")
+
+
+def store(server: Server, ids: list[int], chunks: int) -> None:
+    """Ask with a prompt of so many chunks, and wait until all of them are in both tiers."""
+    counted = Scraped(server)
+    ask(server, ids)
+    becomes(server, lambda: all_written(counted, chunks), "writes")
 
 
 def all_written(counted: Scraped, chunks: int) -> bool:
