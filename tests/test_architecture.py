@@ -79,12 +79,12 @@ BUDGET = {
     "backends.disk": 740,
     "backends.remote": 1405,
     "agent": 740,
-    "vllm": 1465,
+    "vllm": 1500,
     "vllm.scheduler": 1470,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 11285
+WHOLE = 11320
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -16,6 +16,7 @@ from typing import Any
 from attrs import frozen
 
 from lmkv.errors import UsageError
+from lmkv.vllm.cacheable import check_group, check_spec
 
 SUPPORTED = ((0, 29), (0, 34))
 """vLLM versions, from the first up to but not including the second."""
@@ -92,8 +93,7 @@ def _strides(kv_cache_config: Any) -> dict[str, int]:
 
 def _group(group: Any, strides: Mapping[str, int]) -> KVGroup:
     spec, names = group.kv_cache_spec, group.layer_names
-    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-        raise ValueError(f"the blocks of {', '.join(names)} are kept outside the device's block tables")
+    check_group(group)
     by_layer = getattr(spec, "kv_cache_specs", None)
     specs = [by_layer[name] for name in names] if by_layer else [spec] * len(names)
     windows = {_window(one) for one in specs}
@@ -115,15 +115,9 @@ def _page_format(spec: Any) -> str:
     return " ".join([type(spec).__name__, *(f"{name}={getattr(spec, name, None)}" for name in _PAGE_FORMAT)])
 
 
-_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
-"""KV cache kinds with one block after the other for the tokens of a prefix, and no other state."""
-
-
 def _window(spec: Any) -> int | None:
-    kind = type(spec).__name__
-    if kind not in _KINDS or not getattr(spec, "prefix_cacheable", True):
-        raise ValueError(f"{kind} layers keep state that is not part of a prefix's chunks")
-    if "SlidingWindow" not in kind:
+    check_spec(spec)
+    if "SlidingWindow" not in type(spec).__name__:
         return None
     return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
 

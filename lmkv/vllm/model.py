@@ -17,6 +17,7 @@ from attrs import field, frozen
 from lmkv.chunks.layout import KVLayout, LayerPages, align_up
 from lmkv.chunks.namespace import Namespace
 from lmkv.memory.paged import PagedMemory
+from lmkv.vllm.cacheable import check_model
 from lmkv.vllm.compat import KVGroup, kv_groups, vllm_version
 from lmkv.vllm.geometry import Geometry, Group
 from lmkv.vllm.identity import fingerprint
@@ -72,6 +73,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
 
     Raises ValueError, with the reason, for a model or a parallel split that lmkv does not cache.
     """
+    check_model(vllm_config)
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ValueError("pipeline parallel ranks have different layers, which is not supported yet")
@@ -79,6 +81,8 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"{name} > 1 spreads blocks over ranks, which is not supported yet")
     groups = kv_groups(kv_cache_config)
+    if not groups:
+        raise ValueError("it has no KV cache")
     size = align_up(chunk_size, math.lcm(*(group.block_size for group in groups)))
     ranks = int(parallel.tensor_parallel_size)
     replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1))

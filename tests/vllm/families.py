@@ -167,6 +167,14 @@ def _latent() -> dict[str, Any]:
     }
 
 
+def hrm_text() -> Any:
+    """The tokens of a prompt attend to all of it, also to later ones."""
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    settings = {**_SMALL, "num_hidden_layers": 2}
+    return HrmTextForCausalLM(HrmTextConfig(**settings, H_cycles=2, L_cycles=2, prefix_lm=True))
+
+
 def falcon_h1() -> Any:
     """Attention and a Mamba mixer in every layer."""
     from transformers import FalconH1Config, FalconH1ForCausalLM

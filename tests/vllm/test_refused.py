@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vllm.harness import ENVIRONMENT
+from tests.vllm.families import Family, hrm_text
+from tests.vllm.harness import ENVIRONMENT, engine, external_hits, prompt
 
 FORM = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 
@@ -100,3 +101,69 @@ def test_the_padding_of_a_page_is_no_part_of_it() -> None:
     assert padded.page_size_bytes == 2 * plain.page_size_bytes
     config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], padded)])
     assert kv_groups(config)[0].page_bytes == (plain.page_size_bytes,)
+
+
+def test_a_prefix_whose_kv_depends_on_what_follows_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = Family(hrm_text).write(tmp_path / "model")
+    head = prompt(1, 512)
+    prompts = [head + prompt(2, 300), head + prompt(3, 300)]
+    options = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 2048}
+    with engine(folder, connector=None, **options) as plain:
+        expected = [plain.ids([ids])[0] for ids in prompts]
+    with caplog.at_level(logging.WARNING, logger="lmkv"), engine(folder, **options) as running:
+        assert [running.ids([ids])[0] for ids in prompts] == expected
+    assert any("attend to later ones" in record.getMessage() for record in caplog.records)
+
+
+def pooled(llm: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
+    outputs = [llm.embed([{"prompt_token_ids": ids}], use_tqdm=False)[0] for ids in prompts]
+    return [torch.tensor(output.outputs.embedding) for output in outputs]
+
+
+@pytest.mark.parametrize(("pooling", "cached"), [("MEAN", False), ("CLS", False), ("LAST", True)])
+def test_embeddings_of_a_text_that_comes_again(
+    model: Path, pooling: str, cached: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pooling over all tokens computes each prompt whole: a hit would end the server."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.config import PoolerConfig
+
+    options: dict[str, Any] = {"runner": "pooling", "convert": "embed", "enable_prefix_caching": None}
+    options["skip_tokenizer_init"] = False
+    options["pooler_config"] = PoolerConfig(seq_pooling_type=pooling)
+    # Of no whole number of chunks, and two texts with a common beginning.
+    prompts = [prompt(4, 747), prompt(4, 747), prompt(4, 600) + prompt(5, 147)]
+    with engine(model, connector=None, **options) as plain:
+        expected = pooled(plain.llm, prompts)
+    with caplog.at_level(logging.INFO, logger="lmkv"), engine(model, **options) as running:
+        found = pooled(running.llm, prompts[:1])
+        running.forget_local()
+        found += pooled(running.llm, prompts[1:])
+    assert all(torch.allclose(ours, theirs, atol=1e-4) for ours, theirs in zip(found, expected, strict=True))
+    said = [record.getMessage() for record in caplog.records]
+    assert any("to load 746" in line for line in said) == cached, said
+    assert any(f"with {pooling}/" in line and "not cached" in line for line in said) == (not cached), said
+
+
+def test_a_request_that_needs_an_output_of_each_prompt_token(model: Path) -> None:
+    """Log probabilities of the prompt are those of an engine without a connector, all of them, after a hit too."""
+    from vllm import SamplingParams
+
+    ids = prompt(6, 700)
+    asked = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0, detokenize=False)
+    with engine(model, connector=None) as plain:
+        [expected] = plain.llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False)
+    with engine(model) as running:
+        running.run([ids])
+        running.forget_local()
+        looked_up = running.store.stats().primary.hits
+        [found] = running.llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False)
+        assert running.store.stats().primary.hits == looked_up, "nothing is leased for what vLLM does not take"
+        running.forget_local()
+        assert external_hits(running.run([ids])[0]) == 699
+        running.assert_nothing_leaked()
+    values = [
+        [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]] for output in (found, expected)
+    ]
+    assert len(values[0]) == len(values[1]) == 699
+    assert torch.allclose(torch.tensor(values[0]), torch.tensor(values[1]), atol=1e-4)

@@ -12,6 +12,7 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.discovery import Discovery
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
+from lmkv.vllm.cacheable import has_tokens, must_be_computed
 from lmkv.vllm.scheduler.hints import AgentHint, seconds
 from lmkv.vllm.scheduler.miss import Miss
 
@@ -46,14 +47,14 @@ class RequestOptions:
 
     @classmethod
     def of(cls, request: Any) -> Self:
-        """The options of a vLLM request. A prompt given as embeddings has no tokens to hash: no caching."""
+        """The options of a vLLM request."""
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
-        no_tokens = getattr(request, "prompt_embeds", None) is not None
+        nameless, whole = not has_tokens(request), must_be_computed(request)
         hint = AgentHint.of(getattr(request, "agent_hint", None) or params.get("agent_hint"))
         return cls(
-            skip_save=no_tokens or _is_true(params.get("lmkv.skip_save")),
-            skip_load=no_tokens or _is_true(params.get("lmkv.skip_load")),
+            skip_save=nameless or _is_true(params.get("lmkv.skip_save")),
+            skip_load=nameless or whole or _is_true(params.get("lmkv.skip_load")),
             report=_is_true(params.get("lmkv.report")),
             prefetch=_is_true(params.get("lmkv.prefetch")) or hint.prefetch,
             prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),

@@ -1,0 +1,62 @@
+"""Which models and requests may use cached prefixes: every mark by which vLLM says that they may not, in one place.
+
+docs/vllm.md has the same marks as a table.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
+"""KV cache kinds with one block after the other for the tokens of a prefix, and no other state."""
+
+_NOT_BATCH_INVARIANT = ("FLASHINFER", "TRITON_MLA")
+"""Attention backends whose batch-invariant form vLLM does not combine with cached prefixes."""
+
+
+def check_model(vllm_config: Any) -> None:
+    """Raise ValueError, with vLLM's reason, if no prefix of this model may be cached, or no prefill be partial."""
+    from vllm import envs
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not (model.is_prefix_caching_supported and model.is_chunked_prefill_supported):
+        pooler = getattr(model, "pooler_config", None)
+        kinds = [str(getattr(pooler, name, None)) for name in ("seq_pooling_type", "tok_pooling_type")]
+        pooling = f" with {'/'.join(kinds)} pooling" if pooler is not None else ""
+        raise ValueError(f"vLLM computes each prompt of a model of type {model.attn_type!r}{pooling} whole")
+    if getattr(model, "rswa_window", None) is not None:
+        raise ValueError("the KV of a generated token depends on where the prompt ended (rswa_window)")
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    named = getattr(backend, "name", None)
+    if envs.VLLM_BATCH_INVARIANT and (named in _NOT_BATCH_INVARIANT or (named is None and model.use_mla)):
+        raise ValueError(
+            f"vLLM caches no prefix with VLLM_BATCH_INVARIANT and the attention backend {named or 'of MLA models'}"
+        )
+    if platform.machine().startswith("riscv") and not cache.enable_prefix_caching:
+        raise ValueError("vLLM caches no prefix on RISC-V")
+
+
+def check_group(group: Any) -> None:
+    """Raise ValueError, with the layers' names, if a KV cache group is outside the device's block tables."""
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        raise ValueError(f"the blocks of {', '.join(group.layer_names)} are kept outside the device's block tables")
+
+
+def check_spec(spec: Any) -> None:
+    """Raise ValueError, with the reason, if the KV of these layers depends on more than the tokens of a prefix."""
+    kind = type(spec).__name__
+    if kind not in _KINDS or not getattr(spec, "prefix_cacheable", True):
+        raise ValueError(f"{kind} layers keep state that is not part of a prefix's chunks")
+    if getattr(spec, "non_causal", False):
+        raise ValueError("tokens of a prompt attend to later ones, so that a prefix's KV depends on what follows it")
+
+
+def has_tokens(request: Any) -> bool:
+    """Whether the request's prompt can be named by its tokens: one that is given as embeddings cannot."""
+    return getattr(request, "prompt_embeds", None) is None
+
+
+def must_be_computed(request: Any) -> bool:
+    """Whether vLLM needs an output of every token of the prompt: log probabilities, or an embedding of each."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
