@@ -50,7 +50,7 @@ DEFAULTS: dict[str, object] = {
     "authentication_key": None,
     "authentication_key_file": None,
     "prefetch_share": 0.5,
-    "prefetch_deadline": 0.8,
+    "prefetch_deadline": 30.0,
     "load_or_recompute": True,
     "load_mode": "auto",
     "use_layerwise": False,
@@ -119,7 +119,7 @@ def test_describe_gives_everything_that_a_person_needs() -> None:
         name="prefetch_deadline",
         value=2.0,
         source="environment LMKV_PREFETCH_DEADLINE",
-        default=0.8,
+        default=30.0,
         unit="s",
         doc=row.doc,
     )

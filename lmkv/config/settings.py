@@ -318,7 +318,11 @@ class Config:
         0.5, _number(0, 1), "Most of host memory that prefetches from disk may take at a time", "0..1"
     )
     prefetch_deadline: float = _option(
-        0.8, _number(0), "How long a queued request waits for its chunks on disk; then it is computed", "s"
+        30.0,
+        _number(0),
+        "The longest that a queued request waits for chunks of lower tiers. It waits no longer than computing them "
+        "would take",
+        "s",
     )
     load_or_recompute: bool = _option(
         True, _boolean, "Recompute what is measured to load slower than it computes; off: always load"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
-from lmkv.protocols import ChunkKey
+from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.tiers.iopool import Deferred, Job, Priority
 from lmkv.store.tiers.secondary import Secondary
 
@@ -15,7 +16,7 @@ class Discovery:
 
     Done when all chunks are found, or all tiers have answered, or failed to. Thread-safe.
 
-    `on_done`: called once, without the lock.
+    `on_done`: called once, without the lock. `seconds`: from its making to its end, by the `clock`.
     """
 
     def __init__(
@@ -23,7 +24,11 @@ class Discovery:
         keys: Sequence[ChunkKey],
         tiers: Sequence[Secondary],
         on_done: Callable[[Deferred], None] = lambda deferred: None,
+        clock: Clock = time.monotonic,
     ) -> None:
+        self._clock = clock
+        self._started = clock()
+        self.seconds = 0.0
         self._keys = keys
         self._tiers = tiers
         self._on_done = on_done
@@ -56,5 +61,6 @@ class Discovery:
             self._end(deferred)
 
     def _end(self, deferred: Deferred) -> None:
+        self.seconds = self._clock() - self._started
         self._done.set()
         deferred.calls.append(self._on_done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
@@ -23,11 +24,13 @@ _Copy = tuple[Secondary, Entry]
 class _Flush:
     """Copies of one chain's chunks, head first. They refer to their chunks until the last of them has ended.
 
-    `chain`: the lower tiers do not evict what comes before a chunk in it to make room for that chunk.
+    `chain`: the lower tiers do not evict what comes before a chunk in it to make room for that chunk. `late`:
+    the rest of the chain was copied before.
     """
 
     chain: Sequence[ChunkKey]
     copies: dict[_Copy, None]
+    late: bool = False
     left: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -51,6 +54,8 @@ class Flusher:
         self._primary = primary
         self._tiers = tiers
         self._on_slots_freed = on_slots_freed
+        self._late: deque[tuple[_Copy, Sequence[ChunkKey]]] = deque()
+        """Copies that the pool had no room for, with their chains. They refer to no slot: eviction may come first."""
 
     @locked
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], deferred: Deferred) -> None:
@@ -78,10 +83,12 @@ class Flusher:
             if tier.write_mode == mode and not entry.removed and tier.wants(entry.key)
         ]
 
-    def _plan(self, copies: Sequence[_Copy], chain: Sequence[ChunkKey], deferred: Deferred) -> None:
+    def _plan(
+        self, copies: Sequence[_Copy], chain: Sequence[ChunkKey], deferred: Deferred, *, late: bool = False
+    ) -> None:
         """Each of the copies refers to its entry already."""
         if copies:
-            flush = _Flush(chain, dict.fromkeys(copies))
+            flush = _Flush(chain, dict.fromkeys(copies), late)
             deferred.jobs += [
                 Job(partial(self._copy, copy, flush), Priority.STORE, partial(self._refused, copy, flush))
                 for copy in copies
@@ -97,15 +104,32 @@ class Flusher:
         finally:
             with self._lock:
                 self._end_copy(flush, deferred)
+                self._plan_late(deferred)
 
     def _refused(self, copy: _Copy, flush: _Flush, deferred: Deferred) -> None:
-        """The pool has no room: the chunk is a future miss below, and its slot is not kept for it."""
+        """The pool has no room: the copy comes later, if the chunk is still here. Its slot is not kept for it."""
         tier, entry = copy
         with self._lock:
             del flush.copies[copy]
-            tier.count_dropped()
             self._primary.unref(entry)
+            if entry.removed or len(self._late) >= self._primary.slab.num_slots:
+                tier.count_dropped()
+            else:
+                # Refused tail first, planned head first.
+                self._late.appendleft((copy, flush.chain))
             self._end_copy(flush, deferred)
+
+    @locked
+    def _plan_late(self, deferred: Deferred) -> None:
+        """A copy has ended: there is room for one that had none."""
+        while self._late:
+            (tier, entry), chain = self._late.popleft()
+            if entry.removed:
+                tier.count_dropped()
+            elif not tier.index.knows(entry.key):
+                self._primary.ref(entry)
+                self._plan([(tier, entry)], chain, deferred, late=True)
+                return
 
     @locked
     def _end_copy(self, flush: _Flush, deferred: Deferred) -> None:
@@ -117,4 +141,7 @@ class Flusher:
             self._primary.unref(entry)
         for tier in {tier for tier, _ in flush.copies}:
             tier.index.policy.touch(flush.chain)
+        if flush.late:
+            # Its chunk was just used, and would be evicted after those before it.
+            self._primary.policy.touch(flush.chain)
         deferred.calls.append(self._on_slots_freed)

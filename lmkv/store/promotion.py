@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lmkv.errors import ClosedError
@@ -37,7 +38,7 @@ class Promotion:
         self._lock = lock
         self._release = release
         self._entries: list[Entry] = []
-        self._sources: dict[str, int] = {}
+        self._sources: list[str] = []
         self._unfinished = 0
         self._failed_at: int | None = None
         self._done = threading.Event()
@@ -71,7 +72,12 @@ class Promotion:
     @property
     def sources(self) -> dict[str, int]:
         """Chunks by the name of the tier that had them when the promotion was asked for."""
-        return dict(self._sources)
+        return dict(Counter(self._sources))
+
+    @property
+    def arrived(self) -> dict[str, int]:
+        """The chunks that are `ready`, likewise."""
+        return dict(Counter(self._sources[: self.ready]))
 
     @property
     def done(self) -> bool:
@@ -113,7 +119,7 @@ class Promotion:
     def add(self, entry: Entry, source: str) -> None:
         """Its next chunk, already referenced for it."""
         self._entries.append(entry)
-        self._sources[source] = self._sources.get(source, 0) + 1
+        self._sources.append(source)
         if not entry.ready:
             entry.waiters += (self,)
             self._unfinished += 1

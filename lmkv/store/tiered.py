@@ -100,6 +100,7 @@ class TieredStore:
         clock: Clock = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
+        self._clock = clock
         self._observers: list[StoreObserver] = []
         self._primary = PrimaryTier(primary, retain=retain, spans=spans, observers=self._observers)
         slots = self._primary.slab.num_slots
@@ -334,9 +335,11 @@ class TieredStore:
         deferred = Deferred()
         with self._lock:
             shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
+            writable = any(tier.writable for tier in shared)
             entries, count = [], 0
             for key in keys if shared else ():
-                entry, known = self._primary.entries.get(key), any(tier.index.knows(key) for tier in shared)
+                entry = self._primary.entries.get(key) if writable else None
+                known = any(tier.index.knows(key) if tier.writable else key in tier.index for tier in shared)
                 if entry is None and not known:
                     break
                 # What is referenced is being written already, or is the next time.
@@ -427,7 +430,7 @@ class TieredStore:
         unknown = keys[self._count_found(keys) :] if shared else ()
         if not unknown:
             return None
-        discovery = Discovery(unknown, shared, on_done)
+        discovery = Discovery(unknown, shared, on_done, self._clock)
         deferred.jobs.append(discovery.job())
         return discovery
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -249,4 +250,20 @@ def test_what_cannot_be_listed_is_forgotten_after_a_while_and_asked_for_again() 
     medium.delete(KEYS[4:5])
     eventually(lambda: discovered(store, KEYS[:8]) == 4, "the one that was deleted is promised no more")
     eventually(lambda: discovered(store, KEYS[:4]) == 4 and get(store, KEYS[:4]) == [0] * 4, "found again")
+    store.close()
+
+
+def test_a_first_listing_that_was_slow_does_not_put_off_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv.store.tiers.scanner._SHARE", 1e-4)
+    medium = Gated(Persistent(memory(64, "remote"), shared=True))
+    others_store(medium.inner, KEYS[:8])
+    medium.shut("list_keys")
+    with listing_every(0.02):
+        store = TieredStore(Tier(memory(48), LRU()), [lower(medium)])
+    medium.waiting("list_keys")
+    time.sleep(0.05)
+    medium.open()
+    eventually(lambda: store.match(KEYS[:8])[1] == 8, "found")
+    medium.inner.delete(KEYS)
+    eventually(lambda: store.match(KEYS[:8])[1] == 0, "the next listing comes soon, not after minutes")
     store.close()

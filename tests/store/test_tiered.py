@@ -661,3 +661,34 @@ def test_a_promotion_whose_time_is_over_before_it_has_begun_leaks_nothing() -> N
         store.promote(keys, ttl=0)
         store.poll()
     assert_idle(store)
+
+
+def test_more_writes_than_may_wait_come_later_while_their_chunks_are_here() -> None:
+    below = Gated(memory(80, "low"))
+    store = small_store(40, lower(below))
+    below.shut("write")
+    keys = chain("a", 38)
+    assert put(store, keys) == 38
+    below.waiting("write")
+    below.open()
+    assert store.drain(LIMIT)
+    assert below.contains(keys) == [True] * 38
+    assert store.stats().tiers[1].dropped == 0
+    put(store, chain("b", 10))
+    assert kept(store, keys) == [True] * 30 + [False] * 8, "the chain is evicted from its tail, as ever"
+    store.close()
+
+
+def test_a_chunk_that_is_evicted_before_its_write_is_dropped_below() -> None:
+    below = Gated(memory(200, "low"))
+    store = small_store(40, lower(below))
+    below.shut("write")
+    for name in "abcd":
+        put(store, chain(name, 30))
+    below.waiting("write")
+    below.open()
+    assert store.drain(LIMIT)
+    tier = store.stats().tiers[1]
+    assert tier.dropped > 0
+    assert tier.writes + tier.dropped == store.stats().primary.writes
+    store.close()

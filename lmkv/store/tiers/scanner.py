@@ -58,7 +58,7 @@ class TierScanner:
 
     def _run(self) -> None:
         backend = self._tier.backend
-        again = isinstance(backend, Shared) and backend.shared
+        again, took = isinstance(backend, Shared) and backend.shared, 0.0
         while not self._stop.is_set():
             started = time.monotonic()
             done = attempt(self._list, self._failed)
@@ -66,8 +66,9 @@ class TierScanner:
                 self.listed.set()
                 if not again:
                     return
-            took = time.monotonic() - started
-            self._stop.wait(max(self._interval * random.uniform(0.8, 1.2), took / _SHARE))
+            before, took = took, time.monotonic() - started
+            # One that was slow by chance, as the first often is, says nothing of the next.
+            self._stop.wait(max(self._interval * random.uniform(0.8, 1.2), min(before, took) / _SHARE))
 
     def _failed(self, error: Exception) -> bool:
         with self._lock:

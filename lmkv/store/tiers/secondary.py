@@ -71,6 +71,11 @@ class Secondary:
         """Whether what it stores can be read now."""
         return self._reads.usable and not self._closed
 
+    @property
+    def writable(self) -> bool:
+        """Whether what is written to it now may arrive."""
+        return self.usable and self._writes.usable
+
     @locked
     def has(self, key: ChunkKey) -> bool:
         return key in self.index and self.usable
@@ -110,7 +115,7 @@ class Secondary:
 
     @locked
     def count_dropped(self) -> None:
-        """A write was refused because too many waited."""
+        """A chunk was evicted above before its write, for too many others waited."""
         self._counters.dropped += 1
 
     @locked

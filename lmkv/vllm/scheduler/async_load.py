@@ -45,6 +45,8 @@ class AsyncLoad:
     timeout: float
     clock: Clock = field(repr=False)
     stopped: bool = False
+    abandoned: bool = False
+    """Its request has ended: nobody computes what is not loaded."""
     ended: bool = False
     copying: int = 0
     """Chunks of the window that is being copied, 0 when there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Literal
 
 from attrs import define, field
@@ -13,8 +14,12 @@ _SMOOTHING = 0.3
 _DECAY = 0.98
 MIN_STEP_TOKENS = 64
 """Of smaller steps the duration says nothing of the model's speed."""
-_RETRY_EVERY = 16
-"""Of loads that look too slow, every sixteenth is done anyway, to measure the tier again."""
+_PROBE_EVERY = 16
+"""Every sixteenth load that looks too slow is done while its request computes, to measure the tier again."""
+_USUAL = 4.0
+"""A load that takes so many times as long as expected will not come."""
+_STAKE = 0.25
+"""Share of the seconds that computing takes which may be waited for any load that is expected to be faster."""
 
 
 @define
@@ -83,7 +88,26 @@ class LoadCost:
         logger.debug(
             "lmkv: %d tokens from %s would take %.3f s, computing them %.3f s: not loaded", tokens, tier, load, compute
         )
-        return self.skipped % _RETRY_EVERY == 0
+        return False
+
+    @property
+    def wants_probe(self) -> bool:
+        """Whether the load that was last found too slow is to be done all the same, while its request computes."""
+        return self.skipped % _PROBE_EVERY == 0
+
+    def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
+        """Seconds after which a load of so many tokens is better given up for computing them.
+
+        Never more than computing takes. From a tier whose speed is known a load that is long overdue will not
+        come. Infinite where everything is to be loaded; None while no prefill has been measured.
+        """
+        if not self.enabled:
+            return math.inf
+        if not self.prefill_speed:
+            return None
+        compute = tokens / self.prefill_speed
+        known = self.loads.get(tier) if tier is not None else None
+        return compute if known is None else min(compute, max(_USUAL * known.of(nbytes), _STAKE * compute))
 
 
 MAX_STALL = 0.005

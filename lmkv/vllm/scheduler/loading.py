@@ -11,12 +11,14 @@ for them. Hits that are too long for host memory are loaded through it between s
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from attrs import define, field
 
 from lmkv.chunks.hashing import TailKey, token_bytes
 from lmkv.protocols import ChunkKey
+from lmkv.store.discovery import Discovery
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
@@ -29,12 +31,15 @@ from lmkv.vllm.scheduler.explain import Explainer
 from lmkv.vllm.scheduler.load_policy import MIN_STEP_TOKENS, LoadCost, LoadMode
 from lmkv.vllm.scheduler.miss import Miss
 from lmkv.vllm.scheduler.options import SchedulerOptions
+from lmkv.vllm.scheduler.patience import STALL, Patience
 from lmkv.vllm.scheduler.request import BlockTables, RequestState
 from lmkv.vllm.scheduler.telemetry import Telemetry
 
 logger = logging.getLogger("lmkv.vllm")
 
 _MAX_ASYNC_LOADS = 3
+_QUESTION = "?"
+"""Name for shared tiers, all of them, when they are asked whether they have chunks."""
 
 
 @define(eq=False)
@@ -98,10 +103,10 @@ class LoadPlanner:
         if ready < found <= self._max_promoted and self._is_worth_loading(state, keys, ready, found):
             state.promotion = self._promote(keys[:found], Priority.PREFETCH)
 
-    def _promote(self, keys: Sequence[ChunkKey], priority: Priority) -> Promotion:
+    def _promote(self, keys: Sequence[ChunkKey], priority: Priority, ttl: float | None = None) -> Promotion:
         """Promote chunks, and measure how fast their tier delivers them, waiting in its queue included."""
         started = self._clock()
-        promotion = self._store.promote(keys, priority=priority)
+        promotion = self._store.promote(keys, priority=priority, ttl=ttl)
 
         def measure() -> None:
             chunks = dict(promotion.sources)
@@ -115,6 +120,11 @@ class LoadPlanner:
 
         promotion.add_done_callback(measure)
         return promotion
+
+    def _probe(self, keys: Sequence[ChunkKey]) -> None:
+        """Measure a tier again that was too slow; its request does not wait for it."""
+        probe = self._promote(keys, Priority.PREFETCH, ttl=self._options.prefetch_deadline)
+        probe.add_done_callback(probe.release)
 
     def is_unconfirmed(self, state: RequestState, num_computed_tokens: int) -> bool:
         """Whether vLLM's own hit may include blocks of a load that is not known to have succeeded.
@@ -139,7 +149,7 @@ class LoadPlanner:
         state.computed, state.between_steps = num_computed_tokens, False
         keys = wanted = self._keys(state)
         first = num_computed_tokens // self._chunk_size
-        if state.discovery is not None and not state.discovery.done and self._has_time(state):
+        if state.discovery is not None and self._is_asking(state, state.discovery, keys):
             return None, False
         ready, found = self._store.match(keys)
         if self._is_being_stored(state, keys, found):
@@ -149,12 +159,13 @@ class LoadPlanner:
                 return None, False
             # The promotion has ended, now or before: its chunks are in host memory.
             ready, found = self._store.match(keys)
+        state.patience.end(self._clock())
         keys, last = self._extended(state, keys[:found])
         if ready == found:
             ready = len(keys)
         chunks, between_steps = self._offer(state, keys, ready, len(keys))
         if between_steps and not self.admission.admits(state):
-            if self._has_time(state):
+            if state.patience.lasts(self._clock(), lambda: math.inf, 0):
                 return None, False
             chunks = 0
         chunks -= self._options.tail_depends_on_next and chunks > 0
@@ -165,7 +176,7 @@ class LoadPlanner:
         need = max(0, hit - num_computed_tokens)
         few = 0 < need < self._options.min_retrieve_tokens
         end = num_computed_tokens + (0 if few else need)
-        state.miss = self._explainer.explain(state, wanted, end, few=few, late=self._is_late(state))
+        state.miss = self._explainer.explain(state, wanted, end, few=few, late=state.patience.late)
         self._log(state, hit, need)
         if few or not need:
             state.drop_promotion()
@@ -211,25 +222,45 @@ class LoadPlanner:
         if not wanted:
             return False
         missing = found < min(-(-wanted // self._chunk_size), len(keys)) and state.computed < wanted
-        asked = self._store.discover(keys) if missing and self._has_time(state) else None
+        waits = missing and state.patience.lasts(self._clock(), lambda: self._compute_seconds(wanted), found)
+        asked = self._store.discover(keys) if waits else None
         if asked is not None:
             state.discovery = asked
             return True
         if missing:
             message = "lmkv: request %s: of %d tokens that another server stores %d were found within %.1f s"
-            deadline = self._options.prefetch_deadline
-            logger.warning(message, state.request_id, wanted, found * self._chunk_size, deadline)
-        state.options.wait_for, state.waiting_since = 0, None
+            logger.warning(message, state.request_id, wanted, found * self._chunk_size, state.patience.spent)
+        state.options.wait_for, state.patience = 0, self.new_patience()
+        return False
+
+    def new_patience(self) -> Patience:
+        """For a request that has not waited yet."""
+        return Patience(self._options.prefetch_deadline)
+
+    def _compute_seconds(self, tokens: int) -> float:
+        """Seconds that so many tokens take to compute; infinite while that is not known."""
+        seconds = self._cost.patience(None, tokens, 0)
+        return math.inf if seconds is None else seconds
+
+    def _is_asking(self, state: RequestState, discovery: Discovery, keys: Sequence[ChunkKey]) -> bool:
+        """Whether shared tiers have still to answer, and the request may wait for it."""
+        now, tokens = self._clock(), len(keys) * self._chunk_size
+        if not discovery.done:
+            return state.patience.lasts(now, lambda: self._cost.patience(_QUESTION, tokens, 1), 0)
+        self._cost.observe_load(_QUESTION, 1, discovery.seconds)
+        state.discovery = None
+        if not state.options.wait_for:
+            state.patience.end(now)
         return False
 
     def _must_wait(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
         """Whether chunks of lower tiers fit host memory and are still worth waiting for."""
         if found > self._max_promoted or not self._is_worth_loading(state, keys, ready, found):
             return False
-        if not self._has_time(state):
-            state.drop_promotion()
-            return False
         promotion = state.promotion
+        if not state.patience.lasts(self._clock(), lambda: self._patience(keys, ready, found), ready):
+            self._give_up(state, keys, ready, found)
+            return False
         if promotion is None or (promotion.done and len(promotion) < found):
             # Promoted again, now as a load: a prefetch may have been cut short by its share of the slots.
             # The old promotion is released afterwards, so that its chunks stay referenced.
@@ -240,15 +271,17 @@ class LoadPlanner:
                 return False
         return not promotion.done
 
-    def _has_time(self, state: RequestState) -> bool:
-        """Whether the request may wait on. Its deadline counts from the first call."""
-        if state.waiting_since is None:
-            state.waiting_since = self._clock()
-        return not self._is_late(state)
+    def _patience(self, keys: Sequence[ChunkKey], ready: int, found: int) -> float | None:
+        """Seconds that a request may wait for chunks `ready` to `found`; None while that is not known."""
+        tier, chunks = self._store.tier_of(keys[ready]), found - ready
+        return self._cost.patience(tier, chunks * self._chunk_size, chunks * self._store.slab.slot_bytes)
 
-    def _is_late(self, state: RequestState) -> bool:
-        since = state.waiting_since
-        return since is not None and self._clock() - since > self._options.prefetch_deadline
+    def _give_up(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> None:
+        """Chunks `ready` to `found` have not come in time. The tier counts as twice as slow as was seen."""
+        tier = self._store.tier_of(keys[ready])
+        if tier is not None and state.promotion is not None:
+            self._cost.observe_load(tier, (found - ready) * self._store.slab.slot_bytes, 2 * state.patience.spent)
+        state.drop_promotion()
 
     def _is_worth_loading(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
         """Whether loading the chunks of lower tiers beats computing them; decided once per request."""
@@ -257,6 +290,8 @@ class LoadPlanner:
             nbytes = chunks * self._store.slab.slot_bytes
             tokens = chunks * self._chunk_size
             state.worth_loading = tier is None or self._cost.worth_loading(tier, tokens, nbytes)
+            if not state.worth_loading and self._cost.wants_probe:
+                self._probe(keys[: min(found, self._max_promoted)])
         return state.worth_loading
 
     def _offer(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> tuple[int, bool]:
@@ -293,8 +328,8 @@ class LoadPlanner:
     def _sources(self, state: RequestState, total: int, below: Sequence[ChunkKey]) -> dict[str, int]:
         """The `total` chunks to load by tier. Those that were just promoted count for the tier that they came from."""
         host = self._store.primary_name
-        promoted = state.promotion.sources if state.promotion is not None else {}
-        lower = {name: count for name, count in promoted.items() if name != host}
+        state.note_promoted()
+        lower = {name: count for name, count in state.promoted.items() if name != host}
         if below:
             lower[self._store.tier_of(below[0]) or host] = len(below)
         lower = {name: min(count, total) for name, count in lower.items()}
@@ -370,12 +405,17 @@ class LoadPlanner:
             end,
             # What is in host memory already is copied as one window, if others still find slots meanwhile.
             here if here == len(keys) <= self._max_promoted else self._window,
-            self._options.prefetch_deadline,
+            self._stream_timeout(keys, here),
             self._clock,
         )
         state.async_loads += 1
         self.admission.begin(state)
         self._async_loads[state.request_id] = (state, load)
+
+    def _stream_timeout(self, keys: Sequence[ChunkKey], here: int) -> float:
+        """Seconds without a chunk after which the rest of an asynchronous load is computed."""
+        patience = self._patience(keys, here, len(keys)) if here < len(keys) else None
+        return min(self._options.prefetch_deadline, STALL if patience is None else patience)
 
     def end_step(self, scheduled_tokens: int, requests: int) -> None:
         """A step was scheduled: order the windows that are ready, and withdraw the promises not taken up."""
@@ -427,6 +467,10 @@ class LoadPlanner:
     def __contains__(self, job: int) -> bool:
         return job in self._jobs
 
+    def may_have_been_read(self, job: int) -> bool:
+        """Whether a step may have computed from the blocks of this load: none does before a load between steps ends."""
+        return job in self._jobs and self._jobs[job].load is None
+
     def ended(self, number: int, report: JobReport) -> None:
         """All ranks have answered. Chunks of a failed load are dropped, and the request offered no more."""
         job = self._jobs.pop(number)
@@ -443,8 +487,10 @@ class LoadPlanner:
             state.load_seconds += report.seconds
             self._mode.observe(report.nbytes, report.seconds)
             return
-        logger.warning("lmkv: a load for request %s failed; it is recomputed", state.request_id)
         self._store.drop(keys)
+        if job.load is not None and job.load.abandoned:
+            return
+        logger.warning("lmkv: a load for request %s failed; it is recomputed", state.request_id)
         # vLLM shares them until a request has computed them, and that request may be aborted before it does.
         self.evict_blocks(set(job.unconfirmed))
         self.on_failed_load(state.request_id)
@@ -461,6 +507,7 @@ class LoadPlanner:
         owner, load = self._async_loads.get(state.request_id, (None, None))
         if load is not None and owner is state:
             # Not deleted: the next step reports it as ended, and only then vLLM frees the blocks.
+            load.abandoned = True
             load.stop()
 
     @property

@@ -21,7 +21,7 @@ class SchedulerOptions:
     `min_retrieve_tokens`: smaller hits are computed. `load_or_recompute`: compute what is measured to load
     more slowly. `load_mode`: within the step that reads the KV ("sync"), between steps ("async"), or as it
     delays others less ("auto"). `concurrent_copies`: the device copies while it computes.
-    `prefetch_deadline`: seconds that a request waits for chunks of lower tiers. `tail_depends_on_next`: the
+    `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `tail_depends_on_next`: the
     KV at the end of a chunk depends on the token after it, which the chunk's key does not cover. `pin_ttl`:
     seconds that a prefetch is kept. `clock`: in seconds.
     """
@@ -36,7 +36,7 @@ class SchedulerOptions:
     load_or_recompute: bool = True
     load_mode: Literal["auto", "sync", "async"] = "auto"
     concurrent_copies: bool = False
-    prefetch_deadline: float = 0.8
+    prefetch_deadline: float = 30.0
     tail_depends_on_next: bool = False
     pin_ttl: float = 300.0
     clock: Clock = time.monotonic

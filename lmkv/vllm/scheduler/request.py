@@ -15,6 +15,7 @@ from lmkv.store.promotion import Promotion
 from lmkv.vllm.cacheable import has_tokens, must_be_computed
 from lmkv.vllm.scheduler.hints import AgentHint, seconds
 from lmkv.vllm.scheduler.miss import Miss
+from lmkv.vllm.scheduler.patience import Patience
 
 
 @define
@@ -113,7 +114,7 @@ class RequestState:
     Written by `StorePlanner`: `stored`, how many leading chunks are stored or being stored. The rest by
     `LoadPlanner`: `computed`, the tokens of vLLM's own hit at the last lookup; `lease`, on the chunks that
     this lookup promised, until they are loaded or the step ends; `discovery`, the question to shared tiers,
-    and `promotion`, of chunks, that the request waits for since `waiting_since`; `between_steps`, whether
+    and `promotion`, of chunks, that the request waits for with `patience`; `between_steps`, whether
     the promised load is asynchronous; `async_loads`, how many such loads have begun; `worth_loading`, None
     until it is decided; `logged`, what was logged last.
     """
@@ -122,6 +123,7 @@ class RequestState:
     root: bytes = field(repr=False)
     chain: KeyChain = field(repr=lambda chain: f"<{len(chain.keys)} keys>")
     options: RequestOptions = field(repr=False)
+    patience: Patience = field(repr=False)
     tail: TailKey | None = field(default=None, repr=False)
     """Of the prompt's tokens after its last whole chunk; None when there are none, or tails are not stored."""
     tail_chunk: int = 0
@@ -133,7 +135,8 @@ class RequestState:
     lease: Lease | None = None
     discovery: Discovery | None = None
     promotion: Promotion | None = None
-    waiting_since: float | None = None
+    promoted: dict[str, int] = field(factory=dict, repr=False)
+    """Chunks that were brought up for this request, by the tier that they came from."""
     worth_loading: bool | None = None
     between_steps: bool = False
     async_loads: int = 0
@@ -208,8 +211,14 @@ class RequestState:
 
     def drop_promotion(self) -> None:
         if self.promotion is not None:
+            self.note_promoted()
             self.promotion.release()
             self.promotion = None
+
+    def note_promoted(self) -> None:
+        """Note from which tiers the promotion has brought chunks. Those that it found in host memory came before."""
+        for tier, count in self.promotion.arrived.items() if self.promotion is not None else ():
+            self.promoted[tier] = max(count, self.promoted.get(tier, 0))
 
     def report(self) -> dict[str, object]:
         """What `lmkv.report` answers when the request ends."""

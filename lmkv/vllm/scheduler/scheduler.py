@@ -111,7 +111,9 @@ class Scheduler:
             options = RequestOptions.of(request)
             root = request_root(self._namespace, request, options.tags, self._epoch)
             chain = KeyChain(root, self._chunk_size, content_extras(request, self._chunk_size))
-            state = self._requests[request.request_id] = RequestState(request, root, chain, options)
+            state = self._requests[request.request_id] = RequestState(
+                request, root, chain, options, self._loading.new_patience()
+            )
             if self._options.save_unfull_chunk:
                 state.keys(request.num_tokens // self._chunk_size)
                 state.find_tail()
@@ -245,7 +247,7 @@ class Scheduler:
             self._loading.step_ended(step)
         # Before any store is published, and without waiting for the other ranks' answers: a store that is
         # reported together with a failed load may contain KV that was computed from unfilled blocks.
-        if any(not part.ok and job in self._loading for job, part in report.jobs.items()):
+        if any(not part.ok and self._loading.may_have_been_read(job) for job, part in report.jobs.items()):
             self._storing.taint_all()
         for job, merged in self._merge(report):
             if job in self._loading:

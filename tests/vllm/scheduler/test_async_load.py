@@ -77,3 +77,29 @@ def test_what_is_in_host_memory_is_loaded_as_one_window(ram_chunks: int, windows
         engine.add(SimulatedRequest("loads", list(tokens), len(tokens), 1, "a"))
         engine.finish()
         assert loaded == windows
+
+
+def test_an_aborted_load_costs_nobody_else_a_store(caplog: pytest.LogCaptureFixture) -> None:
+    """No step has read its blocks: what others store in the same step is as it should be."""
+    options = {"num_blocks": 200, "groups": [Group(4)], "chunk_size": CHUNK, "ram_chunks": 10, "lower_chunks": 60}
+    with closing(SimulatedVLLM(random.Random(0), load_mode="async", io_moves=0, **options)) as engine:
+        engine.local_hits = 0.0
+        long = [token % 50 for token in range(8 * CHUNK + 1)]
+        engine.add(SimulatedRequest("stores", list(long), len(long), 1, "a"))
+        engine.finish()
+        others = [(7 * token + 3) % 50 for token in range(9 * CHUNK)]
+        engine.add(SimulatedRequest("evicts", others, len(others), 1, "a"))
+        engine.finish()
+        loads = SimulatedRequest("loads", list(long), len(long), 1, "a")
+        engine.add(loads)
+        for _ in range(10):
+            engine.step()
+        assert loads.status == "loading", "its chunks are on their way for ever: no I/O gets on"
+        for number in range(6):
+            new = [(11 * token + number) % 50 for token in range(CHUNK + 1)]
+            engine.add(SimulatedRequest(f"new {number}", new, len(new), 1, "b"))
+        engine.abort(loads)
+        engine.finish()
+        assert engine.total("lmkv_failed_stores") == {}
+        assert engine.total("lmkv_failed_loads") == {}
+        assert "recomputed" not in caplog.text, "nobody computes it"

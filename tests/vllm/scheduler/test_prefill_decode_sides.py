@@ -132,6 +132,23 @@ def test_the_answer_ends_before_what_was_not_stored(prefill: Side) -> None:
     assert prefill.scheduler.request_finished(request) == {"lmkv.wait_for": 8}
 
 
+def test_nothing_is_promised_of_what_a_store_does_not_take(prefill: Side) -> None:
+    """Its reads have not failed, for there were none; what it has is promised, and nothing else."""
+    gated = prefill.store._tiers[0].backend
+    request = prefill.asks(**REMOTE)
+    keys = prefill.keys(request)
+    put(prefill.store, keys[:1])
+    assert prefill.store.drain(LIMIT)
+    assert isinstance(gated, Gated)
+    gated.shut("write")
+    put(prefill.store, keys[1:2])
+    gated.waiting("write")
+    prefill.clock.advance(6.0)
+    put(prefill.store, keys[2:])
+    assert prefill.scheduler.request_finished(request) == {"lmkv.wait_for": 8}
+    gated.open()
+
+
 @pytest.mark.parametrize("params", [{}, {"do_remote_decode": False}, {**REMOTE, "lmkv.skip_save": True}])
 def test_nothing_is_answered_to_who_does_not_ask(prefill: Side, params: dict[str, Any]) -> None:
     request = prefill.asks(**params)
@@ -179,7 +196,7 @@ def test_the_wait_ends_with_the_deadline_and_what_was_found_is_used(
     assert decode.match(request) is None
     decode.clock.advance(DEADLINE + 0.1)
     assert decode.answer(request) == 8, "to promote the chunk that is there has a deadline of its own"
-    assert "of 22 tokens that another server stores 8 were found within 0.8 s" in caplog.text
+    assert "of 22 tokens that another server stores 8 were found within 0.9 s" in caplog.text
 
 
 def test_it_never_waits_when_no_tier_can_be_asked() -> None:

@@ -1,0 +1,176 @@
+"""How long a request may wait for chunks of lower tiers: by what it saves, and without what it waits for otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from hypothesis import given, strategies as st
+
+from lmkv.vllm.scheduler.load_policy import LoadCost
+from lmkv.vllm.scheduler.patience import STALL, Patience
+from tests.kit import LIMIT
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+from tests.vllm.scheduler.test_explain import OTHERS, PROMPT, asks, engine_of, report, serve
+
+MIB = 1 << 20
+
+
+class TestPatience:
+    def test_a_wait_lasts_as_long_as_its_limit(self) -> None:
+        patience = Patience(30.0)
+        assert patience.lasts(5.0, lambda: 2.0, 0)
+        assert patience.lasts(7.0, lambda: 100.0, 0), "the limit is asked for once"
+        assert not patience.lasts(7.1, lambda: 100.0, 0)
+        assert patience.late
+        assert patience.spent == pytest.approx(2.1)
+        assert not patience.lasts(0.0, lambda: 100.0, 0), "there is no wait after one that took too long"
+
+    def test_time_between_waits_does_not_count(self) -> None:
+        patience = Patience(30.0)
+        for start in (0.0, 1000.0, 2000.0):
+            assert patience.lasts(start, lambda: 2.0, 0)
+            assert patience.lasts(start + 1.9, lambda: 2.0, 0)
+            patience.end(start + 1.9)
+        assert patience.spent == pytest.approx(5.7)
+
+    def test_all_waits_together_end_with_the_deadline(self) -> None:
+        patience = Patience(3.0)
+        for start in (0.0, 10.0):
+            assert patience.lasts(start, lambda: 2.0, 0)
+            patience.end(start + 1.4)
+        assert patience.lasts(20.0, lambda: 2.0, 0)
+        assert not patience.lasts(20.3, lambda: 2.0, 0)
+
+    def test_a_wait_of_which_nothing_is_known_lasts_while_chunks_arrive(self) -> None:
+        patience, now = Patience(30.0), 0.0
+        for arrived in range(20):
+            assert patience.lasts(now, lambda: None, arrived)
+            now += 0.9 * STALL
+        assert not patience.lasts(now + STALL, lambda: None, 19)
+
+    @given(
+        deadline=st.floats(0, 50),
+        steps=st.lists(st.tuples(st.floats(0, 5), st.integers(0, 9), st.none() | st.floats(0, 20), st.booleans())),
+    )
+    def test_no_history_of_waits_exceeds_the_deadline_by_more_than_a_step(
+        self, deadline: float, steps: list[tuple[float, int, float | None, bool]]
+    ) -> None:
+        patience, now, longest = Patience(deadline), 0.0, 0.0
+        for seconds, arrived, limit, ends in steps:
+            now += seconds
+            longest = max(longest, seconds)
+            patience.lasts(now, lambda limit=limit: limit, arrived)
+            if ends:
+                patience.end(now)
+        assert patience.spent <= deadline + longest + 1e-9
+
+
+class TestLimit:
+    def test_it_follows_the_seconds_that_computing_takes(self) -> None:
+        cost = LoadCost()
+        assert cost.patience("redis", 1000, MIB) is None
+        cost.observe_step(1000, 1.0)
+        assert cost.patience("redis", 29_000, MIB) == pytest.approx(29.0)
+        assert cost.patience("redis", 100, MIB) == pytest.approx(0.1)
+
+    def test_a_tier_that_is_known_to_be_fast_is_not_waited_for_as_long(self) -> None:
+        cost = LoadCost()
+        cost.observe_step(1000, 1.0)
+        cost.observe_load("redis", 10 * MIB, 0.1)
+        assert cost.patience("redis", 29_000, 10 * MIB) == pytest.approx(29 / 4)
+        cost.observe_load("redis", 10 * MIB, 16.0)
+        load = cost.loads["redis"].of(10 * MIB)
+        assert cost.patience("redis", 29_000, 10 * MIB) == pytest.approx(min(29.0, 4 * load))
+        assert cost.patience("redis", 10, 10 * MIB) == pytest.approx(0.01)
+
+    def test_who_wants_everything_loaded_waits_up_to_the_deadline(self) -> None:
+        assert LoadCost(enabled=False).patience("redis", 1, MIB) == math.inf
+
+
+@pytest.fixture
+def tiered() -> Iterator[SimulatedVLLM]:
+    """PROMPT lies below."""
+    with closing(engine_of(ram_chunks=10, lower_chunks=60)) as made:
+        serve(made, PROMPT, *OTHERS)
+        yield made
+
+
+def lookup(engine: SimulatedVLLM, request: SimulatedRequest) -> int | None:
+    return engine.scheduler.get_num_new_matched_tokens(request, 0)[0]
+
+
+def test_a_request_that_waits_for_kv_space_is_not_late_for_its_chunks(tiered: SimulatedVLLM) -> None:
+    """It is promised its chunks, finds no blocks, and its chunks are evicted meanwhile: again and again."""
+    request = asks(tiered, PROMPT)
+    for _ in range(5):
+        assert lookup(tiered, request) is None
+        assert tiered.store.drain(LIMIT)
+        tiered.now += 0.9 * STALL
+        assert lookup(tiered, request) == len(PROMPT) - 1
+        tiered.step()
+        tiered.now += 100.0
+        tiered.store.drop(tiered.scheduler.keys_of(PROMPT[:-1], "a", {}))
+    assert report(tiered, request) is None, "nothing was missed"
+
+
+def test_what_was_promised_and_withdrawn_counts_for_the_tier_that_had_it(tiered: SimulatedVLLM) -> None:
+    request = asks(tiered, PROMPT)
+    assert lookup(tiered, request) is None
+    assert tiered.store.drain(LIMIT)
+    for _ in range(3):
+        assert lookup(tiered, request) == len(PROMPT) - 1
+        assert tiered.scheduler.hit_sources("asks") == {"cpu": 0, "lower": len(PROMPT) - 1}
+        tiered.step()
+    tiered.scheduler.request_finished(request)
+
+
+def test_what_did_not_arrive_counts_for_no_tier(tiered: SimulatedVLLM) -> None:
+    """A part of the prompt is in host memory; the rest comes from a disk that hangs."""
+    serve(tiered, PROMPT[:17])
+    tiered.disks[0].latency = math.inf
+    request = asks(tiered, PROMPT)
+    assert lookup(tiered, request) is None
+    tiered.now += STALL + 0.1
+    assert lookup(tiered, request) == 16
+    assert tiered.scheduler.hit_sources("asks") == {"cpu": 16}
+    assert report(tiered, request)["reason"] == "deadline"
+    tiered.disks[0].latency = 0.0
+
+
+def test_a_model_that_computes_slowly_waits_longer_and_a_fast_one_not_at_all(tiered: SimulatedVLLM) -> None:
+    for speed, patience in ((2.0, (len(PROMPT) - 1) / 2.0), (1e6, 0.0)):
+        tiered.scheduler._loading._cost = LoadCost(prefill_speed=speed)
+        tiered.disks[0].latency = math.inf
+        request = asks(tiered, PROMPT)
+        assert lookup(tiered, request) is None
+        tiered.now += 0.9 * patience
+        assert (lookup(tiered, request) is None) == (patience > 0) or speed > 100
+        tiered.now += 0.5 * patience + 0.01
+        assert lookup(tiered, request) == 0
+        assert report(tiered, request)["reason"] == "deadline"
+        tiered.disks[0].latency = 0.0
+        tiered.step()
+
+
+def test_a_tier_that_was_given_up_is_slow_until_a_probe_shows_otherwise(tiered: SimulatedVLLM) -> None:
+    cost = tiered.scheduler._loading._cost = LoadCost(prefill_speed=100.0)
+    tiered.disks[0].latency = math.inf
+    request = asks(tiered, PROMPT)
+    assert lookup(tiered, request) is None
+    tiered.now += 1.0
+    assert lookup(tiered, request) == 0
+    tiered.scheduler.request_finished(request)
+    tiered.disks[0].latency = 0.0
+    assert tiered.store.drain(LIMIT)
+    tiered.store.drop(tiered.scheduler.keys_of(PROMPT, "a", {}))
+    for _ in range(16):
+        request = asks(tiered, PROMPT)
+        assert lookup(tiered, request) == 0, "nobody waits for a slow tier"
+        assert report(tiered, request)["reason"] in ("slower", "not_ready")
+    assert tiered.store.drain(LIMIT)
+    assert cost.worth_loading("lower", len(PROMPT), 1), "the sixteenth was loaded beside, and measured"
+    assert lookup(tiered, asks(tiered, PROMPT)) == len(PROMPT) - 1
+    tiered.finish()
