@@ -34,8 +34,11 @@ def below(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path, below: tuple[str, dict[str, Any]]) -> Iterator[Server]:
-    """With room for a few prompts of others, or for the conversation, in host memory and in vLLM."""
-    sizes = {"max_local_cpu_size": 12 * CHUNK_BYTES / 2**30, "prefetch_deadline": LIMIT, "load_or_recompute": False}
+    """With room for a few prompts of others, or for the conversation, in host memory and in vLLM.
+
+    In half of host memory the writes of two prompts may wait: a store that is slow for a moment loses none of them.
+    """
+    sizes = {"max_local_cpu_size": 24 * CHUNK_BYTES / 2**30, "prefetch_deadline": LIMIT, "load_or_recompute": False}
     agent = {"agent_listen": "127.0.0.1:0", "agent_token": "letmein"}
     with serving(model, tmp_path / "server.log", **sizes, **agent, **below[1]) as running:
         yield running

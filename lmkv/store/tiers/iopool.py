@@ -82,8 +82,7 @@ class IOPool:
     """`threads` daemon threads, at least two, over one queue per priority. Thread-safe.
 
     A quarter of the threads, at least one, never takes stores, so that no load waits for a write. At most
-    `max_stores` stores wait: more are refused, and their chunks are future misses. Loads are refused only
-    once the pool is closed.
+    `max_stores` stores wait or run: more are refused. Loads are refused only once the pool is closed.
     """
 
     def __init__(self, threads: int = 16, max_stores: int = 64, name: str = "lmkv-io") -> None:
@@ -98,6 +97,8 @@ class IOPool:
         self._room = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
         self._running = 0
+        self._stores = 0
+        """Stores that wait or run."""
         self._closed = False
 
     def submit(self, jobs: Sequence[Job]) -> list[Job]:
@@ -114,9 +115,10 @@ class IOPool:
     @locked
     def _queue(self, job: Job) -> bool:
         queue = self._queues[job.priority]
-        full = job.priority is Priority.STORE and len(queue) >= self._max_stores
+        full = job.priority is Priority.STORE and self._stores >= self._max_stores
         if not (self._closed or full):
             queue.append(job)
+            self._stores += job.priority is Priority.STORE
         return not (self._closed or full)
 
     @locked
@@ -138,7 +140,6 @@ class IOPool:
     def _next(self, loads_only: bool) -> Job | None:
         for priority in (Priority.LOAD, Priority.PREFETCH) if loads_only else Priority:
             if self._queues[priority]:
-                self._room.notify_all()
                 return self._queues[priority].popleft()
         return None
 
@@ -165,14 +166,23 @@ class IOPool:
             try:
                 job.work(deferred)
             finally:
+                if job.priority is Priority.STORE:
+                    self._end_store()
                 deferred.run(self)
         except BaseException:
             # The thread must go on, whatever a handler of logs raises.
             with suppress(BaseException):
                 logger.exception("lmkv: an unexpected error in an I/O thread; please report it")
 
+    def _end_store(self) -> None:
+        """Before anything that follows from it: another may come in its place."""
+        with self._lock:
+            self._stores -= 1
+            self._room.notify_all()
+
     @locked
     def _drop_queues(self) -> None:
+        self._stores -= len(self._queues[Priority.STORE])
         for queue in self._queues.values():
             queue.clear()
         if not self._running:
@@ -191,15 +201,14 @@ class IOPool:
 
     def wait_for_room(self, stores: int, timeout: float) -> bool:
         """Wait until so many stores would be taken, at most `timeout` seconds; True when that is so."""
-        waiting = self._queues[Priority.STORE]
         with self._lock:
-            return self._room.wait_for(lambda: len(waiting) + stores <= self._max_stores, timeout)
+            return self._room.wait_for(lambda: self._stores + stores <= self._max_stores, timeout)
 
     def after_fork(self) -> None:
         """In a child process: there are no threads, and the lock may have been held by one of them."""
         self._lock = threading.Lock()
         self._wakeup, self._idle, self._room = (threading.Condition(self._lock) for _ in range(3))
-        self._threads, self._running, self._closed = [], 0, True
+        self._threads, self._running, self._stores, self._closed = [], 0, 0, True
         for queue in self._queues.values():
             queue.clear()
 
