@@ -11,7 +11,7 @@ ADVICE = {
     "too_short": "Less than a chunk is left, or less than min_retrieve_tokens was found.",
     "not_ready": "It is just being stored: a request that comes later finds it.",
     "tier_unavailable": "That tier fails, and counts as empty until it answers again: see the log.",
-    "deadline": "It did not arrive within prefetch_deadline: prefetch it, or raise that setting.",
+    "deadline": "It did not arrive in the time that computing it takes, or within prefetch_deadline: prefetch it.",
     "slower": "Computing it is faster than that tier: load_or_recompute measures both.",
     "not_promoted": "It could not be read, or host memory had no room for it: see max_local_cpu_size.",
     "limited": "The request's max_load_tokens forbids more.",
