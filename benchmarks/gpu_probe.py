@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import ctypes
 import json
 import logging
 import statistics
@@ -23,11 +24,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import frozen
 
 from benchmarks._accelerator import Accelerator, copy, host_memory
-from lmkv.memory.device import DeviceError
+from lmkv.memory.device import DeviceError, Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,28 @@ torch.zeros(1, device="cuda")
 device.register(memory.address, 1 << 30)
 print("registered")
 """
+
+
+BESIDE = (
+    ("alone", 0, 1),
+    ("beside copies of 64 MiB", 64, 1),
+    ("beside copies of 32 MiB", 32, 1),
+    ("beside copies of 4 MiB", 4, 1),
+    ("beside copies of 1 MiB", 1, 1),
+    ("beside calls of 256 MiB", 4, 64),
+    ("beside calls of 32 MiB", 4, 8),
+)
+"""What a small copy is beside: MiB of each copy, and how many of them are one call. An order's chunks are one."""
+
+
+def locked_memory_facts(output: str, errors: str) -> Iterator[Fact]:
+    """What the child process says of the limit: only an answer of the driver's is one."""
+    name, last = "locked memory: not root, limit 64 KiB, 1 GiB registered", (errors.strip().splitlines() or ["?"])[-1]
+    if "registered" in output.splitlines():
+        yield name, True
+        return
+    yield name, False if "CUDA error" in last else "not known"
+    yield "locked memory: why not", last
 
 
 @frozen
@@ -82,17 +106,31 @@ class Probe:
         undo = device.register(memory.address, 64 * unit)
         hosts = [memory.address + at * unit for at in range(64)]
         theirs = [there + at * unit for at in range(64)]
-        for name, pinned in (("in one call", True), ("one by one", False)):
-            started = time.perf_counter()
-            event = copy(device, stream, hosts, theirs, unit, pinned=pinned)
-            yield f"batches: 64 copies {name}, the caller", round((time.perf_counter() - started) * 1e6)
-            event.wait()
+        for way, ends in (("to the device", (hosts, theirs)), ("from the device", (theirs, hosts))):
+            for name, pinned in (("in one call", True), ("one by one", False)):
+                started = time.perf_counter()
+                event = copy(device, stream, *ends, unit, pinned=pinned)
+                took = round((time.perf_counter() - started) * 1e6)
+                yield f"batches: 64 copies {way} {name}, the caller, us", took
+                event.wait()
         if self.accelerator.simulated is None:
-            from lmkv.memory.cuda import _batched_copy
-
-            yield "batches: the driver has cuMemcpyBatchAsync", _batched_copy() is not None
+            yield from self._statuses(stream, hosts, theirs)
         undo()
         memory.close()
+
+    def _statuses(self, stream: Any, hosts: list[int], theirs: list[int]) -> Iterator[Fact]:
+        """What the driver answers to many copies in one call, in either direction; 0: it makes them."""
+        from lmkv.memory.cuda import batched_copy
+
+        batched = batched_copy(ctypes.CDLL("libcuda.so.1"))
+        yield "batches: the driver has cuMemcpyBatchAsync", batched is not None
+        sizes = np.full(len(hosts), self.unit, np.int64)
+        here, there = np.array(hosts, np.int64), np.array(theirs, np.int64)
+        for name, ends in (("loads", (here, there)), ("stores", (there, here))):
+            if batched is not None:
+                transfers = Transfers(*ends, sizes, pinned=True, stable=name == "loads")
+                yield f"batches: status of {name}", batched(transfers, stream.stream.cuda_stream)
+        self.accelerator.open().synchronize()
 
     def locked_memory(self) -> Iterator[Fact]:
         """Whether a process that is not root and may lock 64 KiB can register 1 GiB."""
@@ -102,10 +140,7 @@ class Probe:
         root = str(Path(__file__).resolve().parents[1])
         command = [sys.executable, "-c", LOCKED_MEMORY]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
-        registered = "registered" in done.stdout
-        yield "locked memory: not root, limit 64 KiB, 1 GiB registered", registered
-        if not registered:
-            yield "locked memory: why not", (done.stderr.strip().splitlines() or ["?"])[-1]
+        yield from locked_memory_facts(done.stdout, done.stderr)
 
     def stalls(self) -> Iterator[Fact]:
         """How long a thread that launches kernels waits for one, while another thread registers memory."""
@@ -181,27 +216,32 @@ class Probe:
         memory.close()
 
     def small_beside_large(self) -> Iterator[Fact]:
-        """vLLM's own small copies to the device while a load is on its way."""
+        """vLLM's own small copies while lmkv's are on their way: inputs beside loads, sampled tokens beside stores."""
+        for way in ("to", "from"):
+            yield from self._small_beside_large(way)
+
+    def _small_beside_large(self, way: str) -> Iterator[Fact]:
         unit, device = self.unit, self.accelerator.open()
         memory, (there, _owner), stream = host_memory(256 * unit), device.allocate(256 * unit), device.stream()
         undo = device.register(memory.address, 256 * unit)
         small, other, (target, _kept) = host_memory(1 << 14), device.stream(), device.allocate(1 << 14)
         end = device.register(small.address, 1 << 14)
-        for size in (0, 64, 32, 4, 1):
-            offsets = range(0, 256, size) if size else ()
+        for beside, size, together in BESIDE:
             for _ in range(4):
-                for at in offsets:
-                    hosts, theirs = [memory.address + at * unit], [there + at * unit]
-                    copy(device, stream, hosts, theirs, size * unit, pinned=True)
+                for first in range(0, 256, size * together) if size else ():
+                    places = range(first, first + size * together, size)
+                    ends = [memory.address + at * unit for at in places], [there + at * unit for at in places]
+                    copy(device, stream, *ends[:: 1 if way == "to" else -1], size * unit, pinned=True)
             times = []
             for _ in range(15):
                 started = time.perf_counter()
-                copy(device, other, [small.address], [target], 1 << 14, pinned=True).wait()
+                ends = [small.address], [target]
+                copy(device, other, *ends[:: 1 if way == "to" else -1], 1 << 14, pinned=True).wait()
                 times.append(time.perf_counter() - started)
             device.synchronize()
-            beside = f"beside copies of {size} MiB" if size else "alone"
-            yield f"small copies: 16 KiB {beside}, median us", round(statistics.median(times) * 1e6)
-            yield f"small copies: 16 KiB {beside}, worst us", round(max(times) * 1e6)
+            name = f"small copies: 16 KiB {way} the device {beside}"
+            yield f"{name}, median us", round(statistics.median(times) * 1e6)
+            yield f"{name}, worst us", round(max(times) * 1e6)
         end()
         undo()
         small.close()

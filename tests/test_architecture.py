@@ -70,8 +70,8 @@ BUDGET = {
     "build": 100,
     "engine": 345,
     "registry": 30,
-    "chunks": 500,
-    "memory": 1040,
+    "chunks": 502,
+    "memory": 1084,
     "policies": 165,
     "store": 990,
     "store.tiers": 1125,
@@ -79,12 +79,12 @@ BUDGET = {
     "backends.disk": 740,
     "backends.remote": 1405,
     "agent": 740,
-    "vllm": 1500,
-    "vllm.scheduler": 1470,
+    "vllm": 1588,
+    "vllm.scheduler": 1475,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 11320
+WHOLE = 11460
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -6,6 +6,7 @@ a page, heads and dtypes do not matter here, so that any attention backend's pri
 
 from __future__ import annotations
 
+import hashlib
 from functools import cached_property
 from itertools import accumulate, product
 
@@ -88,6 +89,11 @@ class KVLayout:
     def __repr__(self) -> str:
         shape = f"num_layers={len(self.layers)}, num_ranks={self.num_ranks}"
         return f"<KVLayout: chunk_size={self.chunk_size}, {shape}, chunk_bytes={self.chunk_bytes}>"
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits, that processes have in common which agree on where each byte lies."""
+        return hashlib.sha256(repr((self.chunk_size, self.layers, self.num_ranks)).encode()).hexdigest()[:16]
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:

@@ -66,8 +66,12 @@ class Copier(Protocol):
         """Blocks into slots. The blocks may be used again as soon as the call returns."""
         ...
 
-    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
-        """Slots into blocks. With `overlap` the computation does not wait: it reads them after the event."""
+    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False, after: Event | None = None) -> Event:
+        """Slots into blocks. With `overlap` the computation does not wait: it reads them after the event.
+
+        It begins after `after`, the computation that was launched some time before, if nothing that was launched
+        since then uses the blocks; by default after all that was launched.
+        """
         ...
 
     def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
@@ -78,7 +82,9 @@ class Copier(Protocol):
         """`load`, one layer per `next`; copies of later layers may have begun already."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, *, process_ends: bool = False) -> None:
+        """Wait for all copies, and give back what they needed; if the process ends, that does it faster."""
+        ...
 
 
 def by_layer(planes: Sequence[_P], num_layers: int, layer_of: Callable[[_P], int]) -> list[list[_P]]:

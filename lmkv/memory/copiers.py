@@ -35,15 +35,20 @@ def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | 
 
 
 def make_copier(
-    memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0, staging: Staging | None = None
+    memory: PagedMemory,
+    layout: KVLayout,
+    slab: SlabMap,
+    rank: int = 0,
+    staging: Staging | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> Copier:
     """Raises UsageError when memory, layout and slab do not fit, and what torch raises for the device.
 
-    Populates the rank's part of the slab, in the background.
+    Populates the rank's part of the slab, in the background. `share`: (n, of how many ranks) that have that part.
     """
     staging = staging or make_staging(memory)
     if staging is not None:
-        return DeviceCopier(staging, memory, layout, slab, rank)
+        return DeviceCopier(staging, memory, layout, slab, rank, share)
     copier = CPUCopier(memory, layout, slab, rank)
-    slab.populate((rank * layout.rank_bytes, layout.rank_bytes) if layout.num_ranks > 1 else None)
+    slab.populate((rank * layout.rank_bytes, layout.rank_bytes) if layout.num_ranks > 1 else None, share)
     return copier

@@ -63,7 +63,7 @@ class CPUCopier:
         self._check(copies)
         return self._store(copies, self._planes)
 
-    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
+    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False, after: Event | None = None) -> Event:
         self._check(copies)
         return self._load(copies, self._planes)
 
@@ -95,7 +95,7 @@ class CPUCopier:
     def _check(self, copies: Sequence[ChunkCopy]) -> None:
         check_copies(copies, self._num_slots, self._num_blocks)
 
-    def close(self) -> None:
+    def close(self, *, process_ends: bool = False) -> None:
         for planes in (self._planes, *self._to_load, *self._to_store):
             planes.clear()
 

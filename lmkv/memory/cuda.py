@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from attrs import frozen
 from lmkv.memory.copier import Event
 from lmkv.memory.device import STAGING_BYTES, Addresses, DeviceError, Spans, Staging, Stream, TimedEvent, Transfers
 from lmkv.memory.paged import PagedMemory
+
+logger = logging.getLogger(__name__)
 
 _FREE_SHARE = 4
 """Staging memory is at most this part of the memory that is free on the device: the model's graphs need some."""
@@ -52,13 +56,14 @@ class _CUDAStream:
 
 
 class CUDADevice:
-    """One CUDA device. Raises OSError where there is no CUDA driver."""
+    """One CUDA device. Raises OSError where there is no CUDA driver. `driver`: its library, in tests another one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, driver: Any = None) -> None:
         self._device = device
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._driver = driver or ctypes.CDLL("libcuda.so.1")
         address, size, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         self._driver.cuMemcpyAsync.argtypes = (address, address, size, pointer)
+        self._batched = batched_copy(self._driver)
 
     def stream(self, *, compute: bool = False) -> Stream:
         if compute:
@@ -66,10 +71,12 @@ class CUDADevice:
         return _CUDAStream(torch.cuda.Stream(self._device))
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        # torch may give out memory that work queued on the compute stream still uses, and orders only that
-        # stream after it; this memory is used on other streams, too.
-        torch.cuda.current_stream(self._device).synchronize()
+        # A pool is that of the thread which has begun it.
+        with ThreadPoolExecutor(1) as thread:
+            memory = thread.submit(lambda: torch.empty(nbytes, dtype=torch.uint8, device=self._device)).result()
+        # torch may give out memory that work queued on one stream still uses, and orders only that stream after
+        # it; this memory is used on others, too.
+        self.synchronize()
         return memory.data_ptr(), memory
 
     def move(self, spans: Spans, stream: Stream) -> None:
@@ -87,10 +94,17 @@ class CUDADevice:
     def transfer(self, transfers: Transfers, stream: Stream) -> None:
         assert isinstance(stream, _CUDAStream)
         queue = stream.stream.cuda_stream
-        batched = _batched_copy() if transfers.pinned else None
-        # Where the driver refuses a batch it has queued none of it; single copies work, or say what is wrong.
-        if batched is not None and not batched(transfers, queue):
-            return
+        if self._batched is not None and transfers.pinned:
+            status = self._batched(transfers, queue)
+            if not status:
+                return
+            # Single copies work, or say what is wrong; what of the batch is queued they repeat.
+            self._batched = None
+            logger.warning(
+                "lmkv: the driver refuses many copies in one call (CUDA error %d): from now on each is a call, "
+                "which takes the model's thread longer",
+                status,
+            )
         copies = (transfers.targets.tolist(), transfers.sources.tolist(), transfers.sizes.tolist())
         for target, source, nbytes in zip(*copies, strict=True):
             _check(self._driver.cuMemcpyAsync(target, source, nbytes, queue), f"a copy of {nbytes} bytes")
@@ -121,14 +135,13 @@ def _copy_batch(function: Any, transfers: Transfers, queue: int) -> int:
     return int(function(*copies, *options, queue))
 
 
-@functools.cache
-def _batched_copy() -> Callable[[Transfers, int], int] | None:
-    """`_copy_batch` with `cuMemcpyBatchAsync` as CUDA 12.8 defines it; None with an older driver."""
-    driver = ctypes.CDLL("libcuda.so.1")
+def batched_copy(driver: Any) -> Callable[[Transfers, int], int] | None:
+    """Queues many copies in one call on a stream, and returns a status; None with a driver older than CUDA 12.8."""
     function, found = ctypes.c_void_p(), ctypes.c_int()
-    status = driver.cuGetProcAddress_v2(
-        b"cuMemcpyBatchAsync", ctypes.byref(function), 12080, ctypes.c_uint64(0), ctypes.byref(found)
-    )
+    find = getattr(driver, "cuGetProcAddress_v2", None)
+    if find is None:
+        return None
+    status = find(b"cuMemcpyBatchAsync", ctypes.byref(function), 12080, ctypes.c_uint64(0), ctypes.byref(found))
     if status or not function.value:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

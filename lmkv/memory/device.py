@@ -85,7 +85,10 @@ class Device(Protocol):
         ...
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        """Address of new memory on the device, and the object that owns it."""
+        """Address of new memory on the device, and the object that owns it: it is freed with that object.
+
+        The memory is of no pool that the caller has begun: vLLM's are copied to the host when the engine sleeps.
+        """
         ...
 
     def move(self, spans: Spans, stream: Stream) -> None:
@@ -132,17 +135,33 @@ class Staging:
     """One rank's streams and staging memory, made before there is a slab; and every kernel compiled.
 
     `nbytes`: of staging memory for stores. Loads, which reuse theirs in the order of their stream, have a
-    quarter as much. Raises what the device raises.
+    quarter as much. Raises what the device raises. `ring` and `loading` are there until `drop`, and after `take`.
     """
 
     def __init__(self, device: Device, memory: PagedMemory, nbytes: int = STAGING_BYTES) -> None:
         self.device = device
         self.batch_bytes = max(nbytes // 4, *(row.shape[1] for row in memory.rows))
-        self.ring = Ring(device, max(nbytes, self.batch_bytes))
-        self.loading, self._owner = device.allocate(self.batch_bytes)
+        self.ring_bytes = max(nbytes, self.batch_bytes)
+        self.take()
         self.incoming, self.outgoing = device.stream(), device.stream()
         for row in memory.rows:
             # A kernel is compiled when it is launched first, for seconds, and not while a request waits.
             address = np.array([row.data_ptr()], np.int64)
             device.move(Spans(address, np.array([self.loading], np.int64), row.shape[1]), self.incoming)
         device.synchronize()
+
+    def mark(self) -> Event:
+        """The end of the computation that was launched until now."""
+        return self.device.stream(compute=True).mark()
+
+    def take(self) -> None:
+        """Take the memory, where there is none yet."""
+        if not hasattr(self, "loading"):
+            self.ring = Ring(self.device, self.ring_bytes)
+            self.loading, self._owner = self.device.allocate(self.batch_bytes)
+
+    def drop(self) -> None:
+        """Give the memory back, once all copies have ended. Raises what the device raises."""
+        self.device.synchronize()
+        if hasattr(self, "loading"):
+            del self.ring, self.loading, self._owner

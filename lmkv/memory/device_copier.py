@@ -101,6 +101,7 @@ class DeviceCopier:
         layout: KVLayout,
         slab: SlabMap,
         rank: int = 0,
+        share: tuple[int, int] = (0, 1),
         *,
         direct_bytes: int = DIRECT_BYTES,
         pins: PinnedSlab | None = None,
@@ -119,10 +120,10 @@ class DeviceCopier:
         self._num_blocks = memory.num_blocks
         ranks = layout.num_ranks
         part = (rank * layout.rank_bytes, layout.rank_bytes) if ranks > 1 else None
-        self.pins = pins or PinnedSlab(self._device, slab, part, threads=pinning_threads(ranks))
+        self.pins = pins or PinnedSlab(self._device, slab, part, share, threads=pinning_threads(ranks * share[1]))
 
     def __repr__(self) -> str:
-        return f"<DeviceCopier: {self.num_layers} layers, {self._staging.ring.nbytes} bytes of staging, {self.pins}>"
+        return f"<DeviceCopier: {self.num_layers} layers, {self._staging.ring_bytes} bytes of staging, {self.pins}>"
 
     def _check(self, copies: Sequence[ChunkCopy]) -> None:
         check_copies(copies, self._slab.num_slots, self._num_blocks)
@@ -153,9 +154,9 @@ class DeviceCopier:
 
     # -- loading ------------------------------------------------------------------------------------------
 
-    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
+    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False, after: Event | None = None) -> Event:
         self._check(copies)
-        event = next(self._load(copies, [self._all]))
+        event = next(self._load(copies, [self._all], after))
         if not overlap:
             self._device.stream(compute=True).wait_for(event.ended)
         return event
@@ -170,12 +171,14 @@ class DeviceCopier:
             self._device.stream(compute=True).wait_for(event.ended)
             yield event
 
-    def _load(self, copies: Sequence[ChunkCopy], parts: Sequence[Sequence[_PlaneSet]]) -> Iterator[LoadEvent]:
+    def _load(
+        self, copies: Sequence[ChunkCopy], parts: Sequence[Sequence[_PlaneSet]], after: Event | None = None
+    ) -> Iterator[LoadEvent]:
         """Fill the planes of one part after the other, with an event for each."""
         incoming = self._staging.incoming
         with self._idle_after_failure():
-            # What was launched until now may still read the blocks.
-            incoming.wait_for(self._device.stream(compute=True).mark())
+            # What was launched until then may still use the blocks.
+            incoming.wait_for(after or self._staging.mark())
             begun = incoming.mark(timed=True)
             for part in parts:
                 self._fill(list(self._pages(copies, part)))
@@ -235,12 +238,15 @@ class DeviceCopier:
                 transfers = Transfers(sources[these], targets[these], sizes[these], state, stable=loads)
                 self._device.transfer(transfers, stream)
 
-    def close(self) -> None:
-        """Wait for all copies and unpin the slab. Raises what the device raises, once the slab is unpinned."""
+    def close(self, *, process_ends: bool = False) -> None:
+        """Wait for all copies and unpin the slab. Raises what the device raises, once the slab is unpinned.
+
+        A slab takes longer to unpin than vLLM waits for a worker; the end of the process unpins it, too.
+        """
         try:
             self._device.synchronize()
         finally:
-            self.pins.close()
+            self.pins.stop() if process_ends else self.pins.close()
 
 
 def _sets(planes: Iterable[_Plane]) -> list[_PlaneSet]:

@@ -45,16 +45,19 @@ class LayerReader:
     ) -> None:
         self.tokens = tokens
         self._layers = _Layers(copier.load_layers(copies), copier.num_layers, guard)
+        self.unread = set(range(copier.num_layers))
+        """Layers that nobody has waited for yet."""
 
     @property
     def complete(self) -> bool:
-        """Whether every layer was waited for."""
+        """Whether the load of every layer has begun."""
         return self._layers.done == self._layers.num_layers
 
     def wait(self, layer: int) -> None:
         """Have what is launched from now on see this layer, and the layers before it, loaded."""
         self._layers.check(layer)
         self._layers.upto(layer)
+        self.unread.discard(layer)
 
     def finish(self) -> Event:
         """Load the layers that `wait` was not called for; returns the event of the whole load."""

@@ -38,6 +38,15 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
     )
 
 
+def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
+    """`row` with pages of so many bytes, where there is as much padding behind each page; else as it is."""
+    blocks, stride = row.shape[0], row.stride(0)
+    end = row.storage_offset() + (blocks - 1) * stride + page_bytes
+    if row.shape[1] < page_bytes <= stride and end <= row.untyped_storage().nbytes():
+        return row.as_strided((blocks, page_bytes), (stride, 1))
+    return row
+
+
 def planes(tensor: Any, block_axis: int) -> list[torch.Tensor]:
     """The parts of a layer's tensor whose first axis is the block: `[2, block, ...]` has two of them."""
     if block_axis not in (0, 1):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmkv.memory.device import Addresses, Device, DeviceError
-from lmkv.memory.slab import SlabMap, lower_priority
+from lmkv.memory.slab import SlabMap
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,9 @@ class PinnedSlab:
     """One rank's part of a slab, populated and then registered with the device, in pieces of whole slots.
 
     What is not registered, yet or because the driver refuses, is pageable memory: slower to copy, its copies
-    block the calling thread, and they are just as correct. `part`: offset and bytes in each slot. `threads`:
-    0 to register nothing but by `pin_next`.
+    block the calling thread, and they are just as correct. `part`: offset and bytes in each slot. `share`:
+    (n, of how many ranks) that have the same part, of which each populates its share. `threads`: 0 to register
+    nothing but by `pin_next`.
     """
 
     def __init__(
@@ -33,12 +34,13 @@ class PinnedSlab:
         device: Device,
         slab: SlabMap,
         part: tuple[int, int] | None = None,
+        share: tuple[int, int] = (0, 1),
         *,
         threads: int = 1,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self._device, self._slab = device, slab
-        self._pieces = slab.spans(part or (0, slab.slot_bytes), piece_bytes)
+        self._pieces = slab.spans(part or (0, slab.slot_bytes), piece_bytes, share)
         self._pinned: npt.NDArray[np.bool_] = np.zeros(slab.num_slots, np.bool_)
         self._undo: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -56,7 +58,7 @@ class PinnedSlab:
         return pinned
 
     def _run(self) -> None:
-        lower_priority()
+        # At the priority of the process: whoever launches a kernel waits for the driver's locks, which this holds.
         while self.pin_next():
             pass
 
@@ -66,13 +68,15 @@ class PinnedSlab:
             piece = None if self._stop.is_set() else next(self._pieces, None)
         if piece is None:
             return False
-        # A registration would fault the pages in as well, one by one and under locks of the driver.
-        self._slab.touch(*piece)
         try:
+            # A registration would fault the pages in as well, one by one and under locks of the driver.
+            self._slab.touch(*piece)
             self._register(*piece)
-        except DeviceError as error:
+        except Exception as error:
+            # Whatever it is: copies of what is not pinned are right.
             self._stop.set()
-            logger.warning("lmkv: %r is all the driver pins, copies of the rest are slower: %s", self, error)
+            message = "lmkv: %r is all the driver pins, copies of the rest are slower: %s"
+            logger.warning(message, self, error, exc_info=not isinstance(error, DeviceError))
         return True
 
     def _register(self, offset: int, nbytes: int) -> None:
@@ -85,14 +89,18 @@ class PinnedSlab:
         for thread in self._threads:
             thread.join()
 
+    def stop(self) -> None:
+        """Register nothing more."""
+        self._stop.set()
+        self.wait()
+
     def close(self) -> None:
         """Unregister what is registered. No copy may be under way. Idempotent."""
-        self._stop.set()
         # Afterwards `_undo` is complete: nothing stays registered that is unmapped next.
-        self.wait()
+        self.stop()
         while self._undo:
             # A device that has failed refuses this, too; what it registered ends with the process.
-            with contextlib.suppress(DeviceError):
+            with contextlib.suppress(Exception):
                 self._undo.pop()()
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
-from lmkv.chunks.layout import ALIGNMENT, align_up
+from lmkv.chunks.layout import ALIGNMENT, KVLayout, align_up
 from lmkv.errors import ConfigError, UsageError
 from lmkv.memory import slab_files
 
@@ -124,31 +124,37 @@ class SlabMap:
         """The writable bytes of a slot, or the first `nbytes` of them."""
         return self.array[slot, :nbytes].data
 
-    def populate(self, part: tuple[int, int] | None = None) -> None:
+    def populate(self, part: tuple[int, int] | None = None, share: tuple[int, int] = (0, 1)) -> None:
         """Have the kernel map the pages in the background, so that no copy pays for page faults.
 
-        `part`: offset and bytes in each slot, when other processes populate the others.
+        `part`: offset and bytes in each slot, when other processes populate the others. `share`: see `spans`.
         """
         if self._populator is None:
             self._populator = threading.Thread(
-                target=self._populate, args=(part or (0, self.slot_bytes),), name="lmkv-populate", daemon=True
+                target=self._populate, args=(part or (0, self.slot_bytes), share), name="lmkv-populate", daemon=True
             )
             self._populator.start()
 
-    def _populate(self, part: tuple[int, int]) -> None:
+    def _populate(self, part: tuple[int, int], share: tuple[int, int]) -> None:
         lower_priority()
-        for offset, nbytes in self.spans(part, _PIECE):
+        for offset, nbytes in self.spans(part, _PIECE, share):
             started = time.monotonic()
             if self._stop.is_set() or not self.touch(offset, nbytes):
                 return
             # At most half of one core: the server starts up at the same time.
             self._stop.wait(time.monotonic() - started)
 
-    def spans(self, part: tuple[int, int], piece: int) -> Iterator[tuple[int, int]]:
-        """Offset and bytes of a part of every slot; of whole slots together as far as `piece` bytes reach."""
+    def spans(self, part: tuple[int, int], piece: int, share: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
+        """Offset and bytes of a part of every slot; of whole slots together as far as `piece` bytes reach.
+
+        `share`: (n, of how many processes) that go through the same part. Each begins at a place of its own, and
+        finds populated what the others began with.
+        """
         offset, nbytes = part
         together = max(1, piece // self.slot_bytes) if nbytes == self.slot_bytes else 1
-        for slot in range(0, self.num_slots, together):
+        slots = range(0, self.num_slots, together)
+        begin = len(slots) * share[0] // share[1]
+        for slot in (*slots[begin:], *slots[:begin]):
             last = min(slot + together, self.num_slots) - 1
             yield slot * self.slot_bytes + offset, (last - slot) * self.slot_bytes + nbytes
 
@@ -189,6 +195,11 @@ def attach(ref: SlabRef) -> SlabMap:
         return SlabMap(fd, ref.nbytes, ref.slot_bytes)
     finally:
         os.close(fd)
+
+
+def slab_name(engine: str, layout: KVLayout) -> str:
+    """The name of an engine's slab, by which only processes with the same layout find it."""
+    return f"{layout.digest}-{engine}"
 
 
 def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRef | None:

@@ -234,8 +234,8 @@ class FaultyCopier:
     def store(self, copies: Sequence[ChunkCopy]) -> Event:
         return self._copy("store", self._inner.store, copies)
 
-    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False) -> Event:
-        return self._copy("load", partial(self._inner.load, overlap=overlap), copies)
+    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False, after: Event | None = None) -> Event:
+        return self._copy("load", partial(self._inner.load, overlap=overlap, after=after), copies)
 
     def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
         return self._between_layers("store", self._inner.store_layers(copies))
@@ -243,8 +243,8 @@ class FaultyCopier:
     def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
         return self._between_layers("load", self._inner.load_layers(copies))
 
-    def close(self) -> None:
-        self._inner.close()
+    def close(self, *, process_ends: bool = False) -> None:
+        self._inner.close(process_ends=process_ends)
 
     def _copy(self, verb: str, copy: Callable[[Sequence[ChunkCopy]], Event], copies: Sequence[ChunkCopy]) -> Event:
         if self._unlucky(verb):

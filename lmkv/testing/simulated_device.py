@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -181,9 +182,14 @@ class SimulatedDevice:
         memory = np.full(nbytes, 0xEE, np.uint8)
         self.allocated += nbytes
         address = int(memory.ctypes.data)
-        self._memory.append(_Range(address, address + nbytes))
-        self._owners.append(memory)
+        made = _Range(address, address + nbytes)
+        self._memory.append(made)
+        weakref.finalize(memory, self._free, made)
         return address, memory
+
+    def _free(self, made: _Range) -> None:
+        self.allocated -= made.last - made.first
+        self._memory = [other for other in self._memory if other is not made]
 
     def move(self, spans: Spans, stream: Stream) -> None:
         self.moves += 1

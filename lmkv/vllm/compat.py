@@ -76,22 +76,25 @@ class KVGroup:
     window: int | None
 
 
-def kv_groups(kv_cache_config: Any) -> list[KVGroup]:
-    """The groups of a KVCacheConfig. Raises ValueError, with the reason, for what cannot be cached."""
-    strides = _strides(kv_cache_config)
-    return [_group(group, strides) for group in kv_cache_config.kv_cache_groups]
+def kv_groups(kv_cache_config: Any, *, padded: bool = False) -> list[KVGroup]:
+    """The groups of a KVCacheConfig, equal on both sides; `padded`: pages with the padding behind them.
+
+    Raises ValueError, with the reason, for what cannot be cached.
+    """
+    places = _places(kv_cache_config)
+    return [_group(group, places, padded) for group in kv_cache_config.kv_cache_groups]
 
 
-def _strides(kv_cache_config: Any) -> dict[str, int]:
-    """Bytes from one page to the next in memory, by layer."""
+def _places(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
+    """For each layer the number of its tensor, and bytes from one page to the next in memory."""
     return {
-        name: min(int(tensor.layer_stride), int(tensor.block_stride))
-        for tensor in getattr(kv_cache_config, "kv_cache_tensors", ())
+        name: (number, min(int(tensor.layer_stride), int(tensor.block_stride)))
+        for number, tensor in enumerate(getattr(kv_cache_config, "kv_cache_tensors", ()))
         for name in tensor.layers
     }
 
 
-def _group(group: Any, strides: Mapping[str, int]) -> KVGroup:
+def _group(group: Any, places: Mapping[str, tuple[int, int]], padded: bool) -> KVGroup:
     spec, names = group.kv_cache_spec, group.layer_names
     check_group(group)
     by_layer = getattr(spec, "kv_cache_specs", None)
@@ -101,9 +104,11 @@ def _group(group: Any, strides: Mapping[str, int]) -> KVGroup:
         raise ValueError(f"one block table for layers with different windows {windows}")
     # Tensors are views of the pages without the padding that makes them as large as other layers'.
     pages = [int(getattr(one, "real_page_size_bytes", one.page_size_bytes)) for one in specs]
-    if not by_layer and len({strides.get(name) for name in names}) > 1:
-        # One specification is given for all layers of the group, though their pages differ in size.
-        pages = [strides[name] for name in names]
+    # vLLM gives each specification a tensor, and the scheduler one specification for all layers of a group:
+    # what their pages are without padding only the workers know.
+    mixed = len({places[name][0] for name in names if name in places}) > 1
+    if (mixed or padded) and places.keys() >= set(names):
+        pages = [places[name][1] for name in names]
     page_formats = tuple(map(_page_format, specs))
     return KVGroup(tuple(names), tuple(pages), page_formats, int(spec.block_size), windows.pop())
 
@@ -130,6 +135,36 @@ def may_be_block_major(vllm_config: Any) -> bool:
     """
     chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
     return not chosen and not getattr(vllm_config.model_config, "is_hybrid", False)
+
+
+def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
+    """Why copies layer by layer would be wrong for an engine; "" when they are right.
+
+    `layers`: those with KV, whose modules only a worker knows.
+    """
+    parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
+    if getattr(parallel, "use_ubatching", False):
+        return "a step computes each layer once for every microbatch (--enable-dbo, --ubatch-size)"
+    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
+        return "the layers of a draft model are computed after vLLM asks which loads have failed"
+    modules = getattr(vllm_config.compilation_config, "static_forward_context", {})
+    silent = [name for name in layers if name in modules and not _calls_hooks(modules[name])]
+    if silent:
+        kind = type(modules[silent[0]]).__name__
+        return f"{len(silent)} layers do not wait for their KV, such as {silent[0]}, of type {kind}"
+    return ""
+
+
+def _calls_hooks(module: Any) -> bool:
+    """Whether a layer waits for its KV before it reads it, as an operator of vLLM's own attention layers does."""
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    forward = getattr(type(module), "forward", None)
+    return forward is Attention.forward or (
+        # Elsewhere than on CPUs and NVIDIA's GPUs the operator is left out.
+        forward is MLAAttention.forward and not getattr(module, "use_direct_call", False)
+    )
 
 
 def give_way() -> None:

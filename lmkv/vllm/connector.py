@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -25,6 +26,7 @@ from lmkv.config import Config
 from lmkv.errors import UsageError
 from lmkv.memory.copiers import check_device
 from lmkv.memory.paged import block_rows
+from lmkv.memory.slab import slab_name
 from lmkv.vllm import compat, kv_events
 from lmkv.vllm.agent import start_agent
 from lmkv.vllm.metadata import StepPlan, WorkerReport
@@ -128,7 +130,7 @@ def _make_scheduler(
         save_decode=config.save_decode_cache,
         # A tail's KV would depend on the token after it.
         save_unfull_chunk=config.save_unfull_chunk and not compat.drafts_from_hidden_states(vllm_config),
-        whole_blocks=config.use_layerwise and model.geometry.one_full_table,
+        whole_blocks=_is_layerwise(vllm_config, config) and model.geometry.one_full_table,
         min_retrieve_tokens=config.min_retrieve_tokens,
         load_or_recompute=config.load_or_recompute,
         load_mode=_load_mode(vllm_config, config),
@@ -138,7 +140,8 @@ def _make_scheduler(
         pin_ttl=config.pin_ttl,
     )
     engines = vllm_config.parallel_config.data_parallel_size_local
-    store = build_store(config, model.namespace, model.layout, engine=str(transfer.engine_id), engines=engines)
+    name = slab_name(str(transfer.engine_id), model.layout)
+    store = build_store(config, model.namespace, model.layout, engine=name, engines=engines)
     events = None if describe_blocks is None else EventRecorder(store, model.geometry, describe_blocks)
     return Scheduler(store, model.namespace, model.geometry, options, events)
 
@@ -147,7 +150,13 @@ def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync
     # A load that fails within a step cannot be undone where the next step is scheduled already.
     if vllm_config.scheduler_config.async_scheduling:
         return "async"
-    return "sync" if config.use_layerwise and config.load_mode == "auto" else config.load_mode
+    layerwise = config.load_mode == "auto" and _is_layerwise(vllm_config, config)
+    return "sync" if layerwise else config.load_mode
+
+
+def _is_layerwise(vllm_config: VllmConfig, config: Config) -> bool:
+    """As far as the scheduler side knows; workers may load and store whole steps all the same."""
+    return config.use_layerwise and not compat.no_layerwise(vllm_config)
 
 
 def _make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> Worker:
@@ -156,14 +165,17 @@ def _make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) ->
     single = model.geometry.one_full_table
     rank = compat.tensor_parallel_rank() if model.ranks > 1 else 0
     shard, replica = divmod(rank, model.replicas)
+    obstacle = compat.no_layerwise(vllm_config, model.layers) if config.use_layerwise else ""
+    if obstacle:
+        logger.warning("lmkv: use_layerwise is off: %s", obstacle)
     return Worker(
         shard,
         model.layout,
+        (replica, model.replicas),
         block_level_failures=single,
-        stores=replica == 0,
         # With several block tables, or windows, all loads are between steps.
-        layerwise=config.use_layerwise and single,
-        engine=str(transfer.engine_id),
+        layerwise=config.use_layerwise and single and not obstacle,
+        engine=slab_name(str(transfer.engine_id), model.layout),
         staging_bytes=config.device_staging_bytes,
     )
 
@@ -215,6 +227,12 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._model = describe(vllm_config, kv_cache_config, config.chunk_size)
         except (UsageError, ValueError) as error:
             logger.warning("lmkv: this model is not cached: %s", error)
+            if role is KVConnectorRole.WORKER:
+                # The scheduler side sees less of the model. Should it take it for one that is cached, requests
+                # wait for the answers to its orders.
+                one_table = len(kv_cache_config.kv_cache_groups) == 1
+                self._worker = Worker(0, None, block_level_failures=one_table)
+                self._worker.refuse(f"a worker says: {error}")
             return
         if role is KVConnectorRole.SCHEDULER:
             _warn(vllm_config, config, self._model)
@@ -376,8 +394,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             named = compat.tensors_by_layer(kv_caches, model.layers, model.num_blocks)
             self._worker.register(model.paged_memory([block_rows(tensor, name) for name, tensor in named]))
-        except Exception:
+        except Exception as error:
             logger.exception("lmkv: the KV tensors cannot be used; nothing is cached")
+            self._worker.refuse(f"a worker cannot use its KV tensors: {error}")
 
     def unregister_kv_caches(self) -> None:
         """Before the engine sleeps (vLLM 0.33)."""
@@ -443,4 +462,5 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.close()
         if self._worker is not None:
-            self._worker.close()
+            # vLLM gives its own processes a few seconds to end.
+            self._worker.close(process_ends=multiprocessing.parent_process() is not None)

@@ -26,7 +26,7 @@ class CopyOrder:
 
 @frozen
 class StepPlan:
-    """The copy orders of one step. `slab`: set until a worker is known to have mapped it.
+    """The copy orders of one step. `slab`: set until every worker is known to have mapped it.
 
     `timed`: number of a step whose end is to be reported; 0: this one's is not.
     """
@@ -54,17 +54,23 @@ class JobReport:
 
 @define
 class WorkerReport:
-    """The jobs, and the timed steps, that have ended since the last report."""
+    """The jobs, and the timed steps, that have ended since the last report.
+
+    `mapped`: ranks that have the slab. `refusal`: why a rank fails every order from now on, "" if none does.
+    """
 
     jobs: dict[int, JobReport] = field(factory=dict)
     steps: set[int] = field(factory=set)
+    mapped: set[int] = field(factory=set)
+    refusal: str = ""
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Both reports in one; the order does not matter, because ranks answer in any order."""
         merged = dict(self.jobs)
         for job, report in other.jobs.items():
             merged[job] = merged[job].merge(report) if job in merged else report
-        return WorkerReport(merged, self.steps | other.steps)
+        refusal = max(self.refusal, other.refusal)
+        return WorkerReport(merged, self.steps | other.steps, self.mapped | other.mapped, refusal)
 
 
 class StepPlanBuilder:

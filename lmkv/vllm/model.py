@@ -16,7 +16,7 @@ from attrs import field, frozen
 
 from lmkv.chunks.layout import KVLayout, LayerPages, align_up
 from lmkv.chunks.namespace import Namespace
-from lmkv.memory.paged import PagedMemory
+from lmkv.memory.paged import PagedMemory, padded
 from lmkv.vllm.cacheable import check_model
 from lmkv.vllm.compat import KVGroup, kv_groups, vllm_version
 from lmkv.vllm.geometry import Geometry, Group
@@ -57,13 +57,18 @@ class ServedModel:
 
         Raises ValueError when their pages are not those of the layout.
         """
+        sizes = [pages.page_bytes for pages in self.layout.layers]
         if self.fused:
             # In the order of memory, which need not be that of the layers.
-            memory = PagedMemory(sorted(rows, key=lambda row: row.storage_offset()))
+            rows = sorted(rows, key=lambda row: row.storage_offset())
+            starts = [int(row.storage_offset()) for row in rows]
+            ends = [*starts[1:], starts[0] + sizes[0]]
+            memory = PagedMemory([padded(row, end - start) for row, start, end in zip(rows, starts, ends, strict=True)])
         else:
-            memory = PagedMemory(rows, [pages.group for pages in self.layout.layers], fuse=False)
+            groups = [pages.group for pages in self.layout.layers]
+            memory = PagedMemory([padded(*pair) for pair in zip(rows, sizes, strict=True)], groups, fuse=False)
         found = [row.shape[1] for row in memory.rows]
-        if found != [pages.page_bytes for pages in self.layout.layers]:
+        if found != sizes:
             raise ValueError(f"pages of {found} bytes instead of {self.layout.layers}")
         return memory
 
@@ -77,10 +82,15 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ValueError("pipeline parallel ranks have different layers, which is not supported yet")
+    # Ray chooses machines later: a rank that cannot map the slab says so.
+    if getattr(parallel, "nnodes_within_dp", 1) > 1:
+        raise ValueError("tensor parallel ranks on other machines cannot map the CPU tier, which is not supported yet")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"{name} > 1 spreads blocks over ranks, which is not supported yet")
-    groups = kv_groups(kv_cache_config)
+    fused = _layout_name(vllm_config, kv_cache_config).startswith("BL") and len(kv_cache_config.kv_cache_groups) == 1
+    # Where layers lie next to each other, what pads a page is a part of what lies in one run.
+    groups = kv_groups(kv_cache_config, padded=fused)
     if not groups:
         raise ValueError("it has no KV cache")
     size = align_up(chunk_size, math.lcm(*(group.block_size for group in groups)))
@@ -91,7 +101,6 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
         for number, group in enumerate(groups)
         for name, page in zip(group.layers, group.page_bytes, strict=True)
     ]
-    fused = _layout_name(vllm_config, kv_cache_config).startswith("BL") and len(groups) == 1
     pages = tuple(pages for _, pages in layers)
     if fused:
         pages = (LayerPages(sum(layer.page_bytes for layer in pages), pages[0].pages_per_chunk),)

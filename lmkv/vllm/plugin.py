@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+import multiprocessing
+import sys
+from typing import Any
+
 NAME = "LMKVConnector"
 MODULE = "lmkv.vllm.connector"
 
@@ -14,9 +20,24 @@ def register() -> None:
         # To register a name twice is an error.
         if NAME not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+        if _is_replaced():
+            logging.getLogger("lmkv.vllm").warning(
+                "lmkv: --kv-offloading-size has vLLM use a connector of its own instead of %s; leave it out", NAME
+            )
     except Exception as error:
-        import logging
-
         logging.getLogger(__name__).warning(
             "lmkv: could not register %s with vLLM (%r); set kv_connector_module_path=%r", NAME, error, MODULE
         )
+
+
+def _is_replaced() -> bool:
+    """Whether vLLM was given `kv_offloading_size` as well, which silently takes the place of any connector.
+
+    A server has read its command line by now and nothing else; a program calls with its arguments.
+    """
+    given = " ".join(sys.argv).replace("_", "-")
+    if NAME in given and "--kv-offloading-size" in given:
+        return multiprocessing.parent_process() is None
+    callers: list[Any] = [frame.frame.f_locals.get("self") for frame in inspect.stack(0)]
+    arguments = [each for each in callers if "EngineArgs" in {kind.__name__ for kind in type(each).__mro__}]
+    return any(each.kv_offloading_size is not None and NAME in repr(each.kv_transfer_config) for each in arguments)

@@ -29,6 +29,13 @@ from lmkv.vllm.metrics import Samples, Values
 
 logger = logging.getLogger(__name__)
 
+_ATTACHES = 3
+"""So often is a slab that cannot be mapped tried, before the rank refuses."""
+
+
+class _NotReadyError(UsageError):
+    """Copies cannot be made now, or ever: known and said once, unlike what a copy fails with."""
+
 
 class LayerwiseTransfer:
     """Copies a step's loads or stores layer by layer while the model computes the other layers.
@@ -40,6 +47,7 @@ class LayerwiseTransfer:
         self.orders = orders
         self.started = time.monotonic()
         self._pipeline: LayerReader | LayerWriter | None = None
+        self._saved: set[int] = set()
         self._attempt(lambda: self._begin(copier(), loads))
 
     def _begin(self, copier: Copier, loads: bool) -> None:
@@ -51,15 +59,27 @@ class LayerwiseTransfer:
         pipeline = self._pipeline
         if isinstance(pipeline, LayerReader):
             self._attempt(lambda: pipeline.wait(layer))
+        elif layer in self._saved:
+            if pipeline is not None:
+                logger.error("lmkv: the model computed a layer twice in one step; what was stored of it is discarded")
+            self._fail()
         elif pipeline is not None:
+            self._saved.add(layer)
             self._attempt(lambda: pipeline.save(layer))
+
+    def _fail(self) -> None:
+        """Once the copies that have begun have ended: their slots may be given to others next."""
+        pipeline, self._pipeline = self._pipeline, None
+        if isinstance(pipeline, LayerWriter):
+            with contextlib.suppress(Exception):
+                pipeline.last.wait()
 
     def finish(self) -> Event | None:
         """The event of all copies; None when they failed, and then none of them is running any more."""
         pipeline, events = self._pipeline, list[Event]()
         if pipeline is None:
             return None
-        unread = isinstance(pipeline, LayerReader) and not pipeline.complete
+        unread = isinstance(pipeline, LayerReader) and bool(pipeline.unread)
         self._attempt(lambda: events.append(pipeline.finish()))
         if unread and events:
             # The model has read layers before they were loaded. The copies must end before vLLM is told so:
@@ -71,6 +91,9 @@ class LayerwiseTransfer:
     def _attempt(self, call: Callable[[], object]) -> None:
         try:
             call()
+        except _NotReadyError as error:
+            logger.debug("lmkv: copies fail: %s", error)
+            self._pipeline = None
         except Exception:
             logger.exception("lmkv: a copy of %d orders failed", len(self.orders))
             self._pipeline = None
@@ -86,30 +109,32 @@ class _Running:
 class Worker:
     """Executes the `StepPlan`s of one rank. All calls come from the thread that runs the model.
 
-    `block_level_failures`: failed loads are reported by block ids, else (see `Geometry.one_full_table`) by
-    request ids. `stores`: False on ranks whose KV another rank stores.
-    `layerwise`: loads and stores within a step overlap its computation, for a model that calls
-    `wait_for_layer` and `save_layer`. `engine`: finds the slab as soon as there is one, rather than with the
-    first order. `staging_bytes`: of the device's memory, for stores.
+    `rank`: whose part of each slot it copies. `layout`: None for a model that only the scheduler side takes for
+    one that is cached; then every order fails. `share`: (n, of how many ranks) that have the same KV, which
+    the first of them stores. `block_level_failures`: failed loads are reported by block ids, else (see
+    `Geometry.one_full_table`) by request ids. `layerwise`: loads and stores within a step overlap its
+    computation, for a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of its slab (see
+    `slab_name`), which it finds as soon as there is one, rather than with the first order. `staging_bytes`: of
+    the device's memory, for stores.
     """
 
     def __init__(
         self,
         rank: int,
-        layout: KVLayout,
+        layout: KVLayout | None,
+        share: tuple[int, int] = (0, 1),
         *,
         block_level_failures: bool = True,
-        stores: bool = True,
         layerwise: bool = False,
         engine: str = "",
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        self._rank = rank
+        self._rank, self._share = rank, share
         self._layout = layout
         self._page_bytes: Counter[int] = Counter()
-        for layer in layout.layers:
+        for layer in layout.layers if layout is not None else ():
             self._page_bytes[layer.group] += layer.page_bytes
-        self._stores = stores
+        self._stores = share[0] == 0
         self._block_level_failures = block_level_failures
         self._layerwise = layerwise
         self._engine = engine
@@ -124,11 +149,16 @@ class Worker:
         self._slab: SlabMap | None = None
         self._slab_ref: SlabRef | None = None
         self._copier: Copier | None = None
+        self._refusal = ""
+        self._failed_attaches = 0
         self._suspended = False
+        self._launched: Event | None = None
+        """What was launched when the orders came: what is launched since then uses no block that is being filled."""
         self._plan = StepPlan()
         self._running: list[_Running] = []
         self._report = WorkerReport()
         self._samples = Samples()
+        self._told = False
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._finished_requests: set[str] = set()
@@ -136,6 +166,10 @@ class Worker:
     def __repr__(self) -> str:
         state = "ready" if self._copier is not None else "no copier yet"
         return f"<Worker: rank {self._rank}, {state}, {len(self._running)} copies running>"
+
+    def refuse(self, reason: str) -> None:
+        """Fail every order from now on, and tell the scheduler side why with the first of them."""
+        self._refusal = self._refusal or reason
 
     def register(self, memory: PagedMemory) -> None:
         """Set the paged memory that orders refer to, and take what copies need of its device's memory."""
@@ -152,23 +186,38 @@ class Worker:
 
     def _find_slab(self) -> None:
         # vLLM makes the scheduler side, and with it the slab, once all is compiled and captured.
+        assert self._layout is not None
         ref = wait_for_slab(self._engine, self._layout.slot_bytes, self._closing)
-        if ref is not None:
-            self._attach(ref)
+        with self._attaching:
+            # One that came with an order is the right one.
+            if ref is not None and self._slab_ref is None:
+                self._attach(ref)
 
     def suspend(self) -> None:
         """The paged memory is about to lose its pages: end the running copies, and fail orders until `resume`.
 
-        What host memory is pinned stays so, and device memory its address. Idempotent.
+        Staging memory is given back. What host memory is pinned stays so, and paged memory has its address.
+        Idempotent.
         """
         self._suspended = True
         for item in self._running:
             with contextlib.suppress(Exception):  # `poll` reports it.
                 item.event.wait()
+        if self._staging is not None:
+            try:
+                self._staging.drop()
+            except Exception:
+                logger.exception("lmkv: the device has failed while the engine fell asleep")
 
     def resume(self) -> None:
         """The paged memory has pages again, at its address. Idempotent."""
-        self._suspended = False
+        try:
+            if self._staging is not None:
+                self._staging.take()
+            self._suspended = False
+        except Exception as error:
+            logger.exception("lmkv: no staging memory after the engine's sleep")
+            self.refuse(f"the device has no staging memory left after the engine's sleep: {error}")
 
     def begin(self, plan: StepPlan) -> None:
         """Take the orders of a step. Each is executed once, whether or not the model runs in that step."""
@@ -177,18 +226,37 @@ class Worker:
             self._report.steps.add(plan.timed)
         if plan.slab is not None:
             self._attach(plan.slab)
+        self._launched = None
+        if self._staging is not None and any(order.between_steps for order in plan.loads):
+            # vLLM computes this step before it has these loads begin, and nothing of it reads or writes their blocks.
+            with contextlib.suppress(Exception):  # The load fails as well, and says so.
+                self._launched = self._staging.mark()
 
     def _attach(self, ref: SlabRef) -> None:
         with self._attaching:
-            if ref == self._slab_ref or self._closing.is_set():
+            if ref == self._slab_ref or self._closing.is_set() or self._refusal or self._layout is None:
                 return
             try:
-                slab = attach(ref)
+                # First of all: if this one cannot be mapped, no copy may reach the one before.
+                self._slab_ref = None
                 self._release_slab()
-                self._slab, self._slab_ref = slab, ref
-                self._made_copier()
-            except Exception:
-                logger.exception("lmkv: cannot use the CPU tier at %s; nothing is cached", ref.path)
+                self._check_slab(ref, self._layout)
+                self._slab, self._slab_ref = attach(ref), ref
+                if self._memory is not None:
+                    self._made_copier()
+            except UsageError as error:
+                self.refuse(f"rank {self._rank} cannot use the CPU tier: {error}")
+            except Exception as error:
+                # One that does not run where the scheduler does, or has no descriptor left for a moment.
+                self._failed_attaches += 1
+                if self._failed_attaches == _ATTACHES:
+                    self.refuse(f"rank {self._rank} cannot map the CPU tier: {error!r}")
+                logger.debug("lmkv: cannot map the CPU tier at %s", ref.path, exc_info=True)
+
+    def _check_slab(self, ref: SlabRef, layout: KVLayout) -> None:
+        """Raise UsageError for the slab of a scheduler side that has another layout."""
+        if ref.slot_bytes != layout.slot_bytes or (self._engine and layout.digest not in ref.name):
+            raise UsageError(f"its slots of {ref.slot_bytes} bytes have another layout than this rank's {layout}")
 
     def _release_slab(self) -> None:
         """Unpin and unmap the slab. No copy may be under way."""
@@ -206,7 +274,11 @@ class Worker:
         if layerwise:
             self._reading = LayerwiseTransfer(layerwise, self._ready_copier, loads=True)
             orders = [order for order in orders if order not in layerwise]
-        self._execute(orders, lambda copier, order: copier.load(order.copies, overlap=order.between_steps))
+        self._execute(orders, self._load)
+
+    def _load(self, copier: Copier, order: CopyOrder) -> Event:
+        after = self._launched if order.between_steps else None
+        return copier.load(order.copies, overlap=order.between_steps, after=after)
 
     def wait_for_layer(self, layer: int) -> None:
         """The model is about to read this layer: wait until it is loaded."""
@@ -238,10 +310,15 @@ class Worker:
             started = time.monotonic()
             try:
                 event = copy(self._ready_copier(), order) if order.copies else DONE
+            except _NotReadyError as error:
+                logger.log(logging.DEBUG if self._told else logging.WARNING, "lmkv: copies fail: %s", error)
+                self._told = True
+                self._finish(order, 0.0, ok=False)
             except Exception:
                 logger.exception("lmkv: a copy of %d chunks failed", len(order.copies))
                 self._finish(order, time.monotonic() - started, ok=False)
             else:
+                self._told = False
                 self._follow(order, event, started)
 
     def _follow(self, order: CopyOrder, event: Event, started: float) -> None:
@@ -269,16 +346,17 @@ class Worker:
                 self._follow(order, event, layerwise.started)
 
     def _ready_copier(self) -> Copier:
-        if self._suspended:
-            raise UsageError("the engine sleeps: its KV tensors have no memory")
+        if self._refusal or self._suspended:
+            raise _NotReadyError(self._refusal or "the engine sleeps, its KV tensors have no memory")
         return self._made_copier()
 
     def _made_copier(self) -> Copier:
         with self._attaching:
             if self._copier is None:
-                if self._memory is None or self._slab is None:
-                    raise UsageError("the worker has no KV tensors or no CPU tier yet")
-                self._copier = make_copier(self._memory, self._layout, self._slab, self._rank, self._staging)
+                if self._memory is None or self._slab is None or self._layout is None:
+                    raise _NotReadyError("the worker has no KV tensors or no CPU tier yet")
+                memory, layout, slab = self._memory, self._layout, self._slab
+                self._copier = make_copier(memory, layout, slab, self._rank, self._staging, self._share)
             return self._copier
 
     def _finish(self, order: CopyOrder, seconds: float, *, ok: bool) -> None:
@@ -286,6 +364,9 @@ class Worker:
             len(run.blocks) * self._page_bytes[group] for copy in order.copies for group, run in enumerate(copy.runs)
         )
         self._report.jobs[order.job] = JobReport(1, ok, nbytes, seconds)
+        self._report.refusal = self._refusal
+        if self._slab is not None:
+            self._report.mapped = {self._rank * self._share[1] + self._share[0]}
         if ok and nbytes and (self._stores or not order.stores):
             self._count("store" if order.stores else "load", nbytes, seconds)
         if not ok and not order.stores:
@@ -312,7 +393,12 @@ class Worker:
             self._failed_blocks.update(block for run in copy.runs for block in run.blocks)
 
     def poll(self) -> None:
-        """Report the copies that have ended meanwhile. Never waits."""
+        """Report the copies that have ended meanwhile, without a wait for the others.
+
+        A load by layers ends here: vLLM asks next what has failed, and with drafts calls `save` only after that.
+        """
+        reading, self._reading = self._reading, None
+        self._end(reading)
         running, self._running = self._running, []
         for item in running:
             self._follow(item.order, item.event, item.started)
@@ -333,8 +419,8 @@ class Worker:
         failed, self._failed_requests = self._failed_requests, set()
         return finished, failed
 
-    def close(self) -> None:
-        """Wait for the running copies and unmap the slab. Idempotent."""
+    def close(self, *, process_ends: bool = False) -> None:
+        """Wait for the running copies and unmap the slab, unless the process ends, which does so faster. Idempotent."""
         self._closing.set()
         if self._search is not None:
             self._search.join()
@@ -344,6 +430,9 @@ class Worker:
             for item in running:
                 item.event.wait()
         try:
-            self._release_slab()
+            if process_ends and self._copier is not None:
+                self._copier.close(process_ends=True)
+            elif not process_ends:
+                self._release_slab()
         except Exception:
             logger.exception("lmkv: the device has failed, and cannot give the CPU tier back")

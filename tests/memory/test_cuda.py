@@ -174,6 +174,19 @@ def test_the_slab_is_pinned_in_the_background_and_unpinned_at_the_end(accelerato
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_staging_memory_is_of_no_pool_that_the_caller_has_begun() -> None:
+    """vLLM's are copied to the host when the engine sleeps."""
+    device, pool = Accelerator().open(), torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        address, owner = device.allocate(64 << 20)
+    assert not any(seen["address"] <= address < seen["address"] + seen["total_size"] for seen in pool.snapshot())
+    before = torch.cuda.memory_allocated()
+    del owner
+    assert torch.cuda.memory_allocated() <= before - (64 << 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_an_engine_on_the_device() -> None:
     caches = [torch.randn((BLOCKS, 2, BLOCK, 64), device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
     config = Config.load(chunk_size=4 * BLOCK, max_local_cpu_size=0.25, env={})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 
 from lmkv.memory.device import DeviceError
 from lmkv.memory.pinned import PinnedSlab, pinning_threads
-from lmkv.memory.slab import Slab
+from lmkv.memory.slab import Slab, SlabMap
 from lmkv.testing.simulated_device import SimulatedDevice
 
 SLOT = 3 * 4096
@@ -97,6 +99,69 @@ def test_a_driver_that_refuses_is_asked_no_more(caplog: pytest.LogCaptureFixture
     assert "<PinnedSlab: 2 of 5 slots>" in record.getMessage()
     pins.close()
     assert not device.registered
+    slab.close()
+
+
+def test_whatever_a_registration_fails_with_is_told_and_ends_the_pinning(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(SimulatedDevice):
+        def register(self, address: int, nbytes: int) -> Callable[[], None]:
+            raise RuntimeError("CUDA was never initialized")
+
+    slab = Slab(SLOT, 5 * SLOT)
+    with caplog.at_level(logging.WARNING, "lmkv"):
+        pins = PinnedSlab(Broken(), slab, threads=3, piece_bytes=SLOT)
+        pins.wait()
+    assert "never initialized" in caplog.text
+    assert not pins.pin_next()
+    pins.close()
+    slab.close()
+
+
+def test_ranks_with_the_same_part_populate_a_share_of_it_each_and_pin_all_of_it() -> None:
+    """As with the KV of MLA under tensor parallelism: one copy, which every rank loads."""
+    slab = Slab(SLOT, 16 * SLOT)
+    populated: list[int] = []
+    touched: set[int] = set()
+
+    class Counting(SlabMap):
+        rank = 0
+
+        def touch(self, offset: int, nbytes: int) -> bool:
+            pages = set(range(offset // 4096, (offset + nbytes) // 4096))
+            populated[self.rank] += len(pages - touched)
+            touched.update(pages)
+            return super().touch(offset, nbytes)
+
+    devices, pins = [], []
+    for rank in range(4):
+        mapped = Counting(-1, slab.nbytes, SLOT)
+        mapped.rank = rank
+        populated.append(0)
+        devices.append(SimulatedDevice())
+        pins.append(PinnedSlab(devices[-1], mapped, share=(rank, 4), threads=0, piece_bytes=2 * SLOT))
+    for _ in range(slab.num_slots // 2):
+        assert all(each.pin_next() for each in pins), "in turns"
+    assert populated == [slab.nbytes // 4096 // 4] * 4
+    assert {repr(each) for each in pins} == {"<PinnedSlab: 16 of 16 slots>"}
+    for each in pins:
+        each.close()
+    slab.close()
+
+
+def test_a_thread_that_pins_has_the_priority_of_the_process() -> None:
+    """It holds locks of the driver, which the thread that launches kernels waits for."""
+    found = []
+
+    class Watched(SimulatedDevice):
+        def register(self, address: int, nbytes: int) -> Callable[[], None]:
+            found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return super().register(address, nbytes)
+
+    slab = Slab(SLOT, 2 * SLOT)
+    pins = PinnedSlab(Watched(), slab)
+    pins.wait()
+    assert set(found) == {os.getpriority(os.PRIO_PROCESS, os.getpid())}
+    pins.close()
     slab.close()
 
 

@@ -21,10 +21,11 @@ from attrs import evolve
 import lmkv.backends.cpu
 import lmkv.memory.slab
 from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.errors import ConfigError, UsageError
 from lmkv.memory import slab_files
-from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, available_ram, clamp_capacity, wait_for_slab
+from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, available_ram, clamp_capacity, slab_name, wait_for_slab
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, eventually
 
@@ -354,6 +355,24 @@ def test_a_slab_is_found_by_the_name_of_its_engine() -> None:
         made.close()
     stop.set()
     assert wait_for_slab(engine, SLOT, stop) is None
+
+
+def test_a_slab_is_found_only_by_who_has_its_layout() -> None:
+    engine, stop = f"test-{os.getpid()}", threading.Event()
+    layouts = [KVLayout(8, (LayerPages(page, 2),)) for page in (64, 72)]
+    assert layouts[0].slot_bytes == layouts[1].slot_bytes
+    slab = Slab(layouts[0].slot_bytes, 4096, shared=True, engine=slab_name(engine, layouts[0]))
+    assert wait_for_slab(slab_name(engine, layouts[0]), 4096, stop) == slab.ref
+    assert slab_files.find(slab_name(engine, layouts[1])) is None
+    slab.close()
+
+
+def test_processes_with_the_same_part_begin_at_different_places() -> None:
+    slab = Slab(SLOT, 8 * SLOT)
+    pieces = [list(slab.spans((0, SLOT), 2 * SLOT, (rank, 2))) for rank in range(2)]
+    assert [found[0][0] for found in pieces] == [0, 4 * SLOT]
+    assert sorted(pieces[0]) == sorted(pieces[1])
+    slab.close()
 
 
 def test_each_rank_populates_its_part_alone() -> None:

@@ -167,3 +167,81 @@ def test_a_request_that_needs_an_output_of_each_prompt_token(model: Path) -> Non
     ]
     assert len(values[0]) == len(values[1]) == 699
     assert torch.allclose(torch.tensor(values[0]), torch.tensor(values[1]), atol=1e-4)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_on_another_machine(model: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cannot map the memory that the scheduler's process has."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from lmkv.vllm.model import describe
+
+    vllm_config = EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
+    monkeypatch.setattr(vllm_config.parallel_config, "nnodes", nodes)
+    config = KVCacheConfig(100, [], [KVCacheGroupSpec(["attention"], FullAttentionSpec(**FORM))])
+    if nodes == 1:
+        assert describe(vllm_config, config, 256).ranks == 1
+    else:
+        with pytest.raises(ValueError, match="ranks on other machines"):
+            describe(vllm_config, config, 256)
+
+
+def test_what_only_the_worker_refuses_is_answered_and_ends_the_orders(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The scheduler has the first specification of a group, and orders what the worker cannot copy."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SinkFullAttentionSpec,
+        UniformTypeKVCacheSpecs,
+    )
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from lmkv.vllm.connector import LMKVConnector, LMKVConnectorMetadata
+
+    transfer = KVTransferConfig(
+        kv_connector="LMKVConnector", kv_role="kv_both", kv_connector_extra_config={"max_local_cpu_size": 0.1}
+    )
+    vllm_config = EngineArgs(
+        model=str(model), skip_tokenizer_init=True, kv_transfer_config=transfer
+    ).create_engine_config()
+    specs = {"attention": FullAttentionSpec(**FORM), "odd": SinkFullAttentionSpec(**FORM, sink_len=4)}
+    group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs))
+    config = KVCacheConfig(100, [], [group])
+    theirs = generate_scheduler_kv_cache_config([config])
+    scheduler = LMKVConnector(vllm_config, KVConnectorRole.SCHEDULER, theirs)
+    worker = LMKVConnector(vllm_config, KVConnectorRole.WORKER, config)
+    request: Any = SimpleNamespace(
+        request_id="r", num_tokens=600, all_token_ids=list(range(600)), num_prompt_tokens=600
+    )
+    assert scheduler._scheduler is not None
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    tables = [list(range(1, 20))]
+    scheduler._scheduler.plan_step({"r": 600}, lambda _: tables)
+    plan = scheduler._scheduler.take_plan()
+    assert plan.stores, "it takes the model for one that is cached"
+    with caplog.at_level(logging.WARNING, logger="lmkv"):
+        worker.bind_connector_metadata(LMKVConnectorMetadata(plan))
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        meta = worker.build_connector_worker_meta()
+        assert meta is not None
+        scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
+    assert "nothing is cached from now on: a worker says: SinkFullAttentionSpec layers" in caplog.text
+    assert not scheduler._scheduler.busy
+    other: Any = SimpleNamespace(request_id="s", num_tokens=700, all_token_ids=[7] * 700, num_prompt_tokens=700)
+    scheduler.on_new_request(other)
+    scheduler._scheduler.plan_step({"s": 700}, lambda _: tables)
+    assert not scheduler._scheduler.take_plan().stores
+    for side in (scheduler, worker):
+        side.shutdown()

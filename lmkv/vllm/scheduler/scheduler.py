@@ -6,6 +6,7 @@ be simulated. Nothing here waits or does I/O.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from lmkv.vllm.scheduler.recent import RecentRequests
 from lmkv.vllm.scheduler.request import BlockTables, Request, RequestOptions, RequestState
 from lmkv.vllm.scheduler.storing import StorePlanner
 from lmkv.vllm.scheduler.telemetry import Telemetry
+
+logger = logging.getLogger("lmkv.vllm")
 
 
 class Scheduler:
@@ -59,7 +62,8 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}
         self.recent = RecentRequests()
         self._reports: dict[int, JobReport] = {}
-        self._mapped = False
+        self._mapped: set[int] = set()
+        self._refused = False
         self._epoch = ""
 
     def __repr__(self) -> str:
@@ -120,7 +124,7 @@ class Scheduler:
         return state
 
     def _may_load(self, state: RequestState) -> bool:
-        return self._options.loads and not state.disabled and not state.options.skip_load
+        return self._options.loads and not self._refused and not state.disabled and not state.options.skip_load
 
     def _forget(self, request_id: str) -> RequestState | None:
         state = self._requests.pop(request_id, None)
@@ -218,14 +222,14 @@ class Scheduler:
         `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: of the whole step.
         """
         self._loading.end_step(scheduled_tokens, len(progress))
-        if self._options.stores:
+        if self._options.stores and not self._refused:
             for request_id, computed in progress.items():
                 self._store_completed(request_id, computed, blocks_of)
 
     def take_plan(self) -> StepPlan:
         """The orders since the last call, for every worker."""
-        # Sent again with each plan until a worker has answered: one that did not run has not mapped it.
-        return self._builder.take(None if self._mapped else self._store.slab.ref)
+        # Sent again with each plan until all workers have mapped it: one did not run yet, or could not.
+        return self._builder.take(None if len(self._mapped) == self._options.ranks else self._store.slab.ref)
 
     def _store_completed(self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None]) -> None:
         state = self._requests.get(request_id)
@@ -242,7 +246,10 @@ class Scheduler:
 
     def on_report(self, report: WorkerReport) -> None:
         """Merge the workers' answers; a job ends when every rank has answered."""
-        self._mapped |= bool(report.jobs)
+        self._mapped |= report.mapped
+        if report.refusal and not self._refused:
+            self._refused = True
+            logger.error("lmkv: nothing is cached from now on: %s", report.refusal)
         for step in report.steps:
             self._loading.step_ended(step)
         # Before any store is published, and without waiting for the other ranks' answers: a store that is

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +21,17 @@ from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.memory.device import DeviceError, Staging
 from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
-from lmkv.memory.slab import Slab
-from lmkv.testing.simulated_device import SimulatedDevice
-from lmkv.vllm.metadata import CopyOrder, StepPlan
+from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name
+from lmkv.testing.simulated_device import SimulatedDevice, SimulatedStream
+from lmkv.vllm.geometry import Group
+from lmkv.vllm.metadata import CopyOrder, StepPlan, WorkerReport
 from lmkv.vllm.worker import Worker
-from tests.kit import eventually
+from tests.kit import LIMIT, eventually
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
 LAYOUT = KVLayout(8, (LayerPages(64, 2),) * 2)
 BLOCKS, SLOTS = 12, 4
-ENGINE = f"test-worker-{os.getpid()}"
+ENGINE = slab_name(f"test-worker-{os.getpid()}", LAYOUT)
 
 
 @frozen
@@ -239,9 +245,11 @@ def test_while_the_engine_sleeps_its_memory_is_not_touched(patch: pytest.MonkeyP
 
     worker.begin(StepPlan([], [CopyOrder(1, copies, stores=True)], slab.ref))
     worker.save()
-    copier = worker._copier
+    copier, staging = worker._copier, device.allocated
+    assert staging > 0
     worker.suspend()
     worker.suspend()
+    assert device.allocated == 0, "staging memory is given back"
     memory, device._memory = device._memory, []
     assert not ended(2, stores=True)
     assert not ended(3, stores=False)
@@ -249,8 +257,297 @@ def test_while_the_engine_sleeps_its_memory_is_not_touched(patch: pytest.MonkeyP
     device.synchronize()
     device._memory = memory
     worker.resume()
+    worker.resume()
+    assert device.allocated == staging
     assert ended(4, stores=True), "the copy that ran when it fell asleep had ended: the device has not failed"
     assert ended(5, stores=False)
     assert worker._copier is copier, "the slab stays pinned"
+    worker.close()
+    slab.close()
+
+
+def test_a_worker_without_staging_memory_after_the_sleep_says_so_and_fails_its_orders(
+    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(patch)
+    slab = Slab(4096, SLOTS * 4096, shared=True)
+    served.worker.begin(StepPlan(slab=slab.ref))
+    served.worker.suspend()
+    served.device._memory_bytes = 100
+    served.worker.resume()
+    report = refused(served.worker, slab)
+    assert "no staging memory left" in report.refusal
+    served.worker.close()
+    slab.close()
+
+
+def refused(worker: Worker, slab: Slab) -> WorkerReport:
+    """What is reported of an order that fails."""
+    copies = [ChunkCopy(1, (Run(0, [2, 3]),))]
+    worker.begin(StepPlan([CopyOrder(1, copies)], [CopyOrder(2, copies, stores=True)], slab.ref))
+    worker.load()
+    worker.save()
+    report = worker.take_report()
+    assert report is not None
+    assert [job.ok for job in report.jobs.values()] == [False, False]
+    return report
+
+
+def test_a_load_between_steps_does_not_wait_for_the_step_that_orders_it(patch: pytest.MonkeyPatch) -> None:
+    """vLLM has it begin once the step's computation is launched, which uses none of its blocks."""
+    served = serve(patch)
+    slab = Slab(4096, SLOTS * 4096, shared=True)
+    slab.view(1)[:256] = bytes([9]) * 256
+    device, seen = served.device, list[bool]()
+    served.worker.begin(StepPlan(slab=slab.ref))
+    pinned(served.worker)
+    device.synchronize()
+    patch.setattr(device, "run", lambda steps: False)
+    order = CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))], between_steps=True, finishes="r")
+    # The step before: it may still read the blocks.
+    device.compute.queue.append(lambda: seen.append(bool(served.rows[0][2].any())))
+    served.worker.begin(StepPlan([order], slab=slab.ref))
+    device.compute.queue.append(lambda: seen.append(True))
+    forward = device.compute.queue[-1]
+    served.worker.load()
+
+    def ready() -> list[SimulatedStream]:
+        return [stream for stream in device.streams if stream.ready and stream.queue[0] is not forward]
+
+    while streams := ready():
+        streams[0].step()
+    assert bool((served.rows[0][2:4] == 9).all()), "while the step's computation has not begun"
+    assert seen == [False]
+    patch.undo()
+    served.worker.close()
+    slab.close()
+
+
+def test_a_load_within_the_step_waits_for_all_that_was_launched(patch: pytest.MonkeyPatch) -> None:
+    served = serve(patch)
+    slab = Slab(4096, SLOTS * 4096, shared=True)
+    slab.view(1)[:256] = bytes([9]) * 256
+    seen = list[bool]()
+    served.worker.begin(StepPlan([CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])], slab=slab.ref))
+    served.device.compute.queue.append(lambda: seen.append(bool(served.rows[0][2].any())))
+    served.worker.load()
+    served.device.synchronize()
+    assert seen == [False]
+    served.worker.close()
+    slab.close()
+
+
+# -- what cannot work ------------------------------------------------------------------------------------
+
+
+def test_where_the_right_slab_cannot_be_mapped_the_one_found_before_is_not_used(patch: pytest.MonkeyPatch) -> None:
+    served = serve(patch, engine=ENGINE)
+    found = Slab(4096, SLOTS * 4096, shared=True, engine=ENGINE)
+    eventually(lambda: pinned(served.worker))
+    served.rows[0].fill_(7)
+    elsewhere = evolve(found.ref, path="/proc/1/fd/999999", name=f"{found.ref.name}-another")
+    served.worker.begin(StepPlan([], [CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))], stores=True)], elsewhere))
+    served.worker.save()
+    report = served.worker.take_report()
+    assert report is not None
+    assert not report.jobs[1].ok
+    assert not any(found.view(1)[:256])
+    served.worker.close()
+    found.close()
+
+
+def test_a_slab_with_another_layout_is_refused(patch: pytest.MonkeyPatch) -> None:
+    """Slots of the same size can have other pages in them."""
+    served = serve(patch, engine=ENGINE)
+    other = KVLayout(8, (LayerPages(72, 2),) * 2)
+    assert other.slot_bytes == LAYOUT.slot_bytes
+    slab = Slab(4096, SLOTS * 4096, shared=True, engine=slab_name("any", other))
+    assert "another layout" in refused(served.worker, slab).refusal
+    served.worker.close()
+    slab.close()
+
+
+def test_slots_of_another_size_are_refused(patch: pytest.MonkeyPatch) -> None:
+    served = serve(patch)
+    slab = Slab(8192, SLOTS * 8192, shared=True)
+    assert "slots of 8192 bytes" in refused(served.worker, slab).refusal
+    served.worker.close()
+    slab.close()
+
+
+def test_a_slab_that_came_with_an_order_is_not_replaced_by_one_that_is_found(patch: pytest.MonkeyPatch) -> None:
+    right, wrong = (Slab(4096, SLOTS * 4096, shared=True, engine=f"{LAYOUT.digest}-{name}") for name in "rw")
+    searching, found = threading.Event(), threading.Event()
+
+    def search(*_: object) -> SlabRef:
+        searching.set()
+        assert found.wait(LIMIT)
+        return wrong.ref
+
+    patch.setattr("lmkv.vllm.worker.wait_for_slab", search)
+    served = serve(patch, engine=ENGINE)
+    assert searching.wait(LIMIT)
+    served.worker.begin(StepPlan(slab=right.ref))
+    copier = served.worker._copier
+    assert copier is not None
+    found.set()
+    assert served.worker._search is not None
+    served.worker._search.join(LIMIT)
+    assert served.worker._slab_ref == right.ref
+    assert served.worker._copier is copier
+    served.worker.close()
+    right.close()
+    wrong.close()
+
+
+def test_a_rank_that_cannot_map_the_slab_tries_again_and_then_refuses(
+    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank on another machine never can; one that has no descriptor left for a moment can soon."""
+    served = serve(patch)
+    slab = Slab(4096, SLOTS * 4096, shared=True)
+    elsewhere = evolve(slab.ref, path="/proc/1/fd/999999")
+    copies = [ChunkCopy(1, (Run(0, [2, 3]),))]
+    reports = []
+    with caplog.at_level(logging.INFO, "lmkv"):
+        for job in range(6):
+            served.worker.begin(StepPlan([], [CopyOrder(job, copies, stores=True)], elsewhere))
+            served.worker.save()
+            reports.append(served.worker.take_report())
+    assert [bool(report and report.refusal) for report in reports] == [False, False, True, True, True, True]
+    assert not any(report.mapped for report in reports if report)
+    assert len(caplog.records) == 1, "and says so once"
+    served.worker.close()
+
+    again = serve(patch)
+    again.worker.begin(StepPlan([], [CopyOrder(1, copies, stores=True)], elsewhere))
+    again.worker.begin(StepPlan([], [CopyOrder(2, copies, stores=True)], slab.ref))
+    again.worker.save()
+    again.device.synchronize()
+    eventually(lambda: again.worker.poll() or bool(again.worker._report.jobs))
+    report = again.worker.take_report()
+    assert report is not None
+    assert (report.jobs[2].ok, report.mapped, report.refusal) == (True, {0}, "")
+    again.worker.close()
+    slab.close()
+
+
+def test_the_slab_is_sent_until_every_rank_has_mapped_it(patch: pytest.MonkeyPatch) -> None:
+    """One may have no descriptor left when the other has reported its first copies."""
+    world = SimulatedVLLM(random.Random(1), num_blocks=30, groups=[Group(4)], chunk_size=8, ram_chunks=9, ranks=2)
+    attached: list[SlabRef] = []
+
+    def fails_once(ref: SlabRef) -> SlabMap:
+        attached.append(ref)
+        if len(attached) == 2:
+            raise OSError(errno.EMFILE, "too many open files")
+        return attach(ref)
+
+    patch.setattr("lmkv.vllm.worker.attach", fails_once)
+    results = []
+    for number in range(3):
+        request: Any = SimulatedRequest(f"r{number}", [number] * 16, 16, 1, "")
+        world.scheduler.on_new_request(request)
+        world.scheduler.plan_step({request.request_id: 16}, lambda _: [[1, 2, 3, 4]])
+        plan = world.scheduler.take_plan()
+        merged = WorkerReport()
+        for worker in world.workers:
+            worker.begin(plan)
+            worker.save()
+            report = worker.take_report()
+            assert report is not None
+            merged = merged.merge(report)
+        world.scheduler.on_report(merged)
+        results.append((plan.slab is not None, [job.ok for job in merged.jobs.values()]))
+    assert results == [(True, [False]), (True, [True]), (False, [True])]
+    for worker in world.workers:
+        worker.close()
+    world.store.close()
+
+
+def test_a_worker_that_does_not_cache_the_model_answers_every_order() -> None:
+    """The scheduler side sees less of a model, and requests would wait for ever."""
+    worker = Worker(0, None)
+    worker.refuse("a state of its own")
+    slab = Slab(4096, SLOTS * 4096, shared=True)
+    report = refused(worker, slab)
+    assert report.refusal == "a state of its own"
+    assert worker.take_failed_blocks() == {2, 3}
+    worker = Worker(0, None, block_level_failures=False)
+    worker.refuse("a state of its own")
+    worker.begin(StepPlan([CopyOrder(1, [ChunkCopy(1, (Run(0, [2]),))], between_steps=True, finishes="r")]))
+    worker.load()
+    assert worker.take_finished() == ({"r"}, {"r"})
+    worker.close()
+    slab.close()
+
+
+def test_where_the_process_ends_its_slab_stays_registered(patch: pytest.MonkeyPatch) -> None:
+    """To unregister it takes longer than vLLM waits; the end of the process does it at once."""
+    served = serve(patch)
+    slab = Slab(4096, SLOTS * 4096, shared=True)
+    served.worker.begin(StepPlan(slab=slab.ref))
+    assert pinned(served.worker)
+    served.worker.close(process_ends=True)
+    assert served.device.registered
+    served.worker.close()
+    assert not served.device.registered
+    slab.close()
+
+
+# -- layer by layer --------------------------------------------------------------------------------------
+
+
+def layerwise() -> tuple[Worker, Slab, list[torch.Tensor]]:
+    rows = [torch.zeros((BLOCKS, 64), dtype=torch.uint8) for _ in range(2)]
+    worker = Worker(0, LAYOUT, layerwise=True)
+    worker.register(PagedMemory(rows, fuse=False))
+    return worker, Slab(4096, SLOTS * 4096, shared=True), rows
+
+
+def test_a_layer_that_is_computed_twice_in_a_step_is_not_stored_half_computed() -> None:
+    """As microbatches do it: the first has come through the layer when it is saved."""
+    worker, slab, rows = layerwise()
+    worker.begin(StepPlan([], [CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))], stores=True)], slab.ref))
+    for value in (5, 6):
+        for layer, row in enumerate(rows):
+            row.fill_(value)
+            worker.save_layer(layer)
+    worker.save()
+    report = worker.take_report()
+    assert report is not None
+    assert not report.jobs[1].ok
+    worker.close()
+    slab.close()
+
+
+def test_a_layer_that_is_read_without_a_wait_fails_the_load() -> None:
+    """Also when the layers after it are waited for: an indexer's cache has a layer of its own."""
+    worker, slab, _ = layerwise()
+    worker.begin(StepPlan([CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])], slab=slab.ref))
+    worker.load()
+    worker.wait_for_layer(1)
+    worker.save()
+    report = worker.take_report()
+    assert report is not None
+    assert not report.jobs[1].ok
+    assert worker.take_failed_blocks() == {2, 3}
+    worker.close()
+    slab.close()
+
+
+def test_what_failed_of_a_load_by_layers_is_known_before_drafts_are_computed() -> None:
+    """With them vLLM takes the failed blocks, and sends a token, before it has the connector end the step."""
+    worker, slab, _ = layerwise()
+    worker.begin(StepPlan([CopyOrder(1, [ChunkCopy(1, (Run(0, [2, BLOCKS]),))])], slab=slab.ref))
+    worker.load()
+    for layer in range(2):
+        worker.wait_for_layer(layer)
+    worker.poll()
+    assert worker.take_failed_blocks() == {2, BLOCKS}
+    worker.save()
+    report = worker.take_report()
+    assert report is not None
+    assert not report.jobs[1].ok
     worker.close()
     slab.close()
