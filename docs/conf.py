@@ -30,6 +30,8 @@ napoleon_use_rtype = False
 nitpick_ignore_regex = [(r"py:\w+", r"(abc|collections|enum|httpx|os|torch)\..*|optional|sequence|Copier")]
 
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_title = f"lmkv {release}"
 html_show_sourcelink = False
 html_copy_source = False

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         CorruptChunkError as CorruptChunkError,
         LmkvError as LmkvError,
         NoSpaceError as NoSpaceError,
-        TransferTimeout as TransferTimeout,
         UsageError as UsageError,
     )
     from lmkv.memory.paged import PagedMemory as PagedMemory
@@ -40,7 +39,7 @@ _HOMES = {
     "chunks.namespace": ("Namespace",),
     "errors": (
         *("BackendError", "BackendUnavailable", "ClosedError", "ConfigError", "CorruptChunkError"),
-        *("LmkvError", "NoSpaceError", "TransferTimeout", "UsageError"),
+        *("LmkvError", "NoSpaceError", "UsageError"),
     ),
     "memory.paged": ("PagedMemory",),
     "outcomes": ("Presence",),

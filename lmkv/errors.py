@@ -129,7 +129,3 @@ class NoSpaceError(BackendError):
 
 class BackendUnavailable(BackendError):
     """The backend does not answer (closed, unreachable, circuit open)."""
-
-
-class TransferTimeout(LmkvError, TimeoutError):
-    """A bounded wait ended before the transfer did; the transfer itself may still finish."""

@@ -66,7 +66,7 @@ BUDGET = {
     "errors": 60,
     "outcomes": 50,
     "protocols": 90,
-    "config": 595,
+    "config": 620,
     "build": 100,
     "engine": 345,
     "registry": 30,

@@ -699,7 +699,7 @@ def test_a_secret_that_is_no_text_is_refused_and_not_shown(name: str) -> None:
     assert "hunter2" not in str(refused.value)
 
 
-@pytest.mark.parametrize("written", ["0123", "1_000", "yes", "12:34", "2026-01-02", "1.5"])
+@pytest.mark.parametrize("written", ["123", "yes", "2026-01-02", "1.5"])
 def test_a_password_that_yaml_reads_as_something_else_must_be_in_quotes(written: str, file: Path) -> None:
     file.write_text(f"remote_password: {written}\n")
     with pytest.raises(ConfigError, match=r"remote_password = .*\*\*\*.* in quotes"):
@@ -742,3 +742,95 @@ def test_what_is_too_short_for_an_authentication_key_is_refused_and_not_shown(tm
         config = load(authentication_key_file=str(tmp_path / name))
         with pytest.raises(ConfigError, match=r"authentication_key_file = .* (has 31 bytes|cannot be read)"):
             _ = config.authentication_bytes
+
+
+# -- spellings -----------------------------------------------------------------------------------------
+
+OPTIONAL = [name for name, value in DEFAULTS.items() if value is None]
+NOTHINGS = ["", "none", "None", "NULL", "null", "false", "False", "no", "off"]
+
+
+@pytest.mark.parametrize("word", NOTHINGS)
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_every_option_that_need_not_be_set_is_unset_by_the_same_words(name: str, word: str, file: Path) -> None:
+    """As `lmkv config show` prints it: none."""
+    assert values(load(env={f"LMKV_{name.upper()}": word}))[name] is None
+    assert values(load(extra={name: word}))[name] is None
+    file.write_text(f"{name}: '{word}'\n")
+    assert values(load(file=file))[name] is None
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_nothing_in_yaml_is_nothing(name: str, file: Path) -> None:
+    for written in ("", "~", "null", "none", "None"):
+        file.write_text(f"{name}: {written}\n")
+        assert values(load(file=file))[name] is None
+    file.write_text(f"{name}: false\n")
+    if name in {"remote_password", "authentication_key", "agent_token"}:
+        with pytest.raises(ConfigError, match="in quotes"):
+            load(file=file)
+    else:
+        assert values(load(file=file))[name] is None
+
+
+def test_no_disk_needs_no_capacity() -> None:
+    assert load(env={"LMKV_LOCAL_DISK": "none", "LMKV_MAX_LOCAL_DISK_SIZE": "0"}) == Config()
+    with pytest.raises(ConfigError, match="needs local_disk"):
+        load(env={"LMKV_LOCAL_DISK": "none", "LMKV_MAX_LOCAL_DISK_SIZE": "5"})
+
+
+@pytest.mark.parametrize("path", ["./none", "./null", "file:///x/none", "./a/../false"])
+def test_a_folder_of_that_name_can_be_given(path: str) -> None:
+    config = load(local_disk=path, max_local_disk_size=1)
+    assert config.local_disk is not None
+    assert Config(local_disk=config.local_disk, max_local_disk_size=1) == config
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("0400", 400), ("256", 256), ("+256", 256), ("0x100", 256), (" '0400'", 400), ("1:30", None), ("1_024", None)],
+)
+def test_a_whole_number_in_a_file_is_what_it_looks_like(written: str, read: int | None, file: Path) -> None:
+    file.write_text(f"chunk_size: {written}\n")
+    if read is None:
+        with pytest.raises(ConfigError, match=rf"chunk_size = '{written}' must be a whole number, in digits alone"):
+            load(file=file)
+    else:
+        assert load(file=file).chunk_size == read
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("1.5", 1.5),
+        ("1e1", 10.0),
+        ("1.0e+1", 10.0),
+        (".5", 0.5),
+        ("5", 5.0),
+        ("1:30", None),
+        ("1:30.5", None),
+        ("1_0.5", None),
+    ],
+)
+def test_a_number_in_a_file_is_what_it_looks_like(written: str, read: float | None, file: Path) -> None:
+    file.write_text(f"max_local_cpu_size: {written}\n")
+    if read is None:
+        with pytest.raises(ConfigError, match=rf"max_local_cpu_size = '{written}' must be a number"):
+            load(file=file)
+    else:
+        assert load(file=file).max_local_cpu_size == read
+
+
+@pytest.mark.parametrize("name", ["LMKV_CHUNK_SIZE", "LMKV_MAX_LOCAL_CPU_SIZE"])
+@pytest.mark.parametrize("word", ["1_024", "1,024", "1:30"])
+def test_a_number_in_the_environment_has_digits_alone(name: str, word: str) -> None:
+    with pytest.raises(ConfigError, match="number"):
+        load(env={name: word})
+
+
+@pytest.mark.parametrize("written", ["0123", "1_000", "12:34", "'no'", "'none of it'"])
+def test_a_text_in_a_file_is_as_it_was_written(written: str, file: Path) -> None:
+    file.write_text(f"remote_username: {written}\nremote_password: {written}\n")
+    config = load(file=file)
+    expected = None if written == "'no'" else written.strip("'")
+    assert (config.remote_username, config.password) == (expected, expected)

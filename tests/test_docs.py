@@ -15,6 +15,7 @@ from lmkv import errors
 from lmkv.config import Config
 from tests.forked import python
 from tests.pages import BLOCKS, FENCE, PAGES, ROOT, Block, extracted
+from tests.test_architecture import ALLOWED
 
 LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")
 NAMED_FILE = re.compile(r"`((?:docs|examples|benchmarks|tests|lmkv|requirements)/[\w./-]+\.(?:py|md|txt|toml))`")
@@ -141,10 +142,69 @@ def test_drawings_are_those_of_their_sources(source: Path) -> None:
     assert ElementTree.fromstring(drawing).tag == "{http://www.w3.org/2000/svg}svg"
 
 
+@pytest.mark.parametrize("source", DRAW["SOURCES"], ids=name_of)
+def test_texts_of_drawings_fit_their_boxes_in_any_font(source: Path) -> None:
+    """Each says how wide it is, and a browser squeezes it to that."""
+    space = "{http://www.w3.org/2000/svg}"
+    drawing = ElementTree.fromstring(source.with_suffix(".svg").read_text())
+    boxes = [each for each in drawing.iter(f"{space}g") if (each.get("class") or "").startswith("node")]
+    assert len(boxes) >= 5
+    assert all(each.get("textLength") for each in drawing.iter(f"{space}text"))
+    for box in boxes:
+        [outline] = list(box.iter(f"{space}path"))
+        across = [float(pair.split(",")[0]) for pair in re.findall(r"-?[\d.]+,-?[\d.]+", outline.get("d") or "")]
+        for text in box.iter(f"{space}text"):
+            middle, half = float(text.get("x") or 0), float(text.get("textLength") or 0) / 2
+            assert text.get("text-anchor") == "middle"
+            assert min(across) + 3 < middle - half < middle + half < max(across) - 3, text.text
+
+
+def test_the_site_cuts_no_line_of_code() -> None:
+    config = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    sheets = [
+        ROOT / "docs" / folder / name for folder in config["html_static_path"] for name in config["html_css_files"]
+    ]
+    rules = "".join(sheet.read_text() for sheet in sheets)
+    assert re.search(r"\.highlight pre[^{]*\{[^}]*white-space: pre-wrap", rules)
+
+
 def test_every_exception_is_explained() -> None:
     exceptions = {name for name, found in vars(errors).items() if isinstance(found, type)} - {"LmkvError"}
-    explained = {row.split("`")[1] for row in rows("errors.md") if "Error" in row or "Timeout" in row}
-    assert exceptions <= explained
+    table = (ROOT / "docs" / "errors.md").read_text().partition("## Exceptions")[2].partition("## ")[0]
+    explained = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
+    assert exceptions == explained
+    sources = "".join(path.read_text() for path in Path(lmkv.__file__).parent.rglob("*.py"))
+    assert {name for name in exceptions if not re.search(rf"(?<!class )\b{name}\(", sources)} == set(), "never raised"
+
+
+def test_every_value_that_refuses_by_itself_is_named() -> None:
+    """What raises ValueError as attrs does, and no exception of lmkv's."""
+    page = (ROOT / "docs" / "errors.md").read_text()
+    for name in lmkv.__all__:
+        doc = getattr(getattr(lmkv, name), "__doc__", None) or ""
+        if re.search(r"Raises\n\s+-+\n\s+ValueError", doc):
+            assert f"`{name}`" in page
+
+
+NAMED_THREAD = re.compile(
+    r"(?:Thread(?:PoolExecutor)?\(.{0,150}?|name: str = )f?\"(lmkv-[\w-]+?)-?(?:\{[^\"]*)?\"", re.DOTALL
+)
+
+
+def test_every_thread_is_in_the_table() -> None:
+    sources = "".join(path.read_text() for path in sorted(Path(lmkv.__file__).parent.rglob("*.py")))
+    named = set(NAMED_THREAD.findall(sources))
+    assert {"lmkv-io", "lmkv-index", "lmkv-agent", "lmkv-objects", "lmkv-pin"} <= named
+    table = {row.split("`")[1] for row in rows("concurrency.md") if row.startswith("| `lmkv-")}
+    assert {re.sub(r"-[A-Z]+$", "", name) for name in table} == named
+
+
+def test_the_rooms_of_the_page_are_those_of_the_test() -> None:
+    """Which of them may import which, and that none is left out."""
+    page = (ROOT / "docs" / "concepts.md").read_text().partition("## Rooms")[2]
+    found = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
+    named = {name for cell in found for name in re.findall(r"`([\w.]+)`", cell)}
+    assert named == set(ALLOWED) - {""}
 
 
 def test_every_request_option_is_explained() -> None:

@@ -244,10 +244,17 @@ def _memory() -> str | None:
 # -- configuration -------------------------------------------------------------------------------------
 
 names = st.sampled_from([setting.name for setting in Config().describe()])
+spellings = st.one_of(
+    st.sampled_from(
+        ["none", "Null", "false", "False", "no", "off", "./none", "file:///none", "yes", "on", "~", "'off'"]
+    ),
+    st.from_regex(r"[-+]?[0-9]{1,3}([_:.eExo][0-9]{1,3}){0,3}", fullmatch=True),
+)
 values = st.recursive(
     st.one_of(
         *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.binary(max_size=4)),
         st.integers(10**300, 10**310),
+        spellings,
         st.sampled_from(["file:///a?b", "file:/a", "/a\0b", " /a", "1e999", "on", "LRU", "9" * 5000]),
     ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -291,6 +298,9 @@ def test_any_extra_configuration(extra: dict[Any, object]) -> None:
             lambda rows: "\n".join(f"{name}: {value}" for name, value in rows).encode("utf-8", "replace")
         ),
         st.text(alphabet="[]{}:,&*!|>-'\"# \nab019.", max_size=400).map(str.encode),
+        st.lists(st.tuples(names, spellings), max_size=4).map(
+            lambda rows: "\n".join(f"{name}: {value}" for name, value in rows).encode()
+        ),
     )
 )
 def test_any_file(content: bytes) -> None:
@@ -300,7 +310,7 @@ def test_any_file(content: bytes) -> None:
         loads_or_refuses(lambda: Config.load(env={}, file=file.name))
 
 
-@given(st.dictionaries(names.map(lambda name: f"LMKV_{name.upper()}"), st.text(max_size=20), max_size=4))
+@given(st.dictionaries(names.map(lambda name: f"LMKV_{name.upper()}"), st.text(max_size=20) | spellings, max_size=4))
 @settings(max_examples=100)
 def test_any_environment(env: dict[str, str]) -> None:
     loads_or_refuses(lambda: Config.load(env=env))
@@ -311,7 +321,9 @@ def test_any_settings_of_lmcache_beside_the_connector(extra: dict[Any, object]) 
     loads_or_refuses(lambda: Config.load(env={}, extra=extra))
 
 
-@given(st.dictionaries(lmcaches.map(lambda name: f"LMCACHE_{name.upper()}"), st.text(max_size=20), max_size=4))
+@given(
+    st.dictionaries(lmcaches.map(lambda name: f"LMCACHE_{name.upper()}"), st.text(max_size=20) | spellings, max_size=4)
+)
 @settings(max_examples=100)
 def test_any_environment_of_lmcache(env: dict[str, str]) -> None:
     loads_or_refuses(lambda: Config.load(env=env))

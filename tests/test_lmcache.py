@@ -328,3 +328,41 @@ def test_a_missing_file_is_refused_by_name(file: Path) -> None:
 def test_a_file_of_json_is_yaml(file: Path) -> None:
     file.write_text(json.dumps({"chunk_size": 64, "extra_config": {"disk_io_threads": 2}}))
     assert given(load({"LMCACHE_CONFIG_FILE": str(file)})) == {"chunk_size": 64, "disk_io_threads": 2}
+
+
+# -- spellings -----------------------------------------------------------------------------------------
+
+TRUE, FALSE = ["true", "True", "1", "yes", "on", True, 1], ["false", "False", "0", "no", "off", False, 0]
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "yes", "no"),
+    [
+        ("save_unfull_chunk", "save_unfull_chunk", True, False),
+        ("local_cpu", "local_cpu", True, False),
+        ("save_decode_cache", "save_decode_cache", True, False),
+        ("use_layerwise", "use_layerwise", True, False),
+        ("discard_partial_chunks", "save_unfull_chunk", False, True),
+        ("extra_config.use_odirect", "disk_direct", "on", "off"),
+    ],
+)
+def test_booleans_are_spelled_alike_everywhere(key: str, name: str, yes: object, no: object) -> None:
+    for words, expected in ((TRUE, yes), (FALSE, no)):
+        for word in words:
+            inner = {"extra_config": {key.partition(".")[2]: word}} if "." in key else {key: word}
+            assert getattr(load(extra={f"lmcache.{name}": value for name, value in inner.items()}), name) == expected
+            if isinstance(word, str) and "." not in key:
+                assert getattr(load({f"LMCACHE_{key.upper()}": word}), name) == expected
+    for word in ("maybe", "2", 2, 0.5, "yes please"):
+        inner = {"extra_config": {key.partition(".")[2]: word}} if "." in key else {key: word}
+        with pytest.raises(ConfigError, match=rf"{key} = .* must be one of true/1/yes/on/false/0/no/off"):
+            load(extra={f"lmcache.{name}": value for name, value in inner.items()})
+
+
+@pytest.mark.parametrize("word", ["None", "none", "null", "false", "", "no"])
+def test_no_disk_is_spelled_as_lmkvs_is(word: str, file: Path) -> None:
+    env = {"LMCACHE_LOCAL_DISK": word, "LMCACHE_MAX_LOCAL_DISK_SIZE": "5", "LMCACHE_REMOTE_URL": word}
+    config = load(env)
+    assert (config.local_disk, config.max_local_disk_size, config.remote_url) == (None, 0.0, ())
+    file.write_text(f"local_disk: {word}\nmax_local_disk_size: 5\n")
+    assert load({"LMCACHE_CONFIG_FILE": str(file)}).local_disk is None

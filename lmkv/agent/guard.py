@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from typing import Any
@@ -20,6 +21,8 @@ def most_bytes(longest: int) -> int:
 
 
 PROTECTED = "/v1/"
+ADMITTED = "admitted"
+"""In the state of a request that has shown the token, or needs none."""
 _SHOWN_ERRORS = 3
 
 
@@ -38,16 +41,46 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif self._admits(scope):
-            await self._app(scope, _bounded(receive, self._most), send)
-        else:
+            scope.setdefault("state", {})[ADMITTED] = True
+            await self._answer(scope, _bounded(receive, self._most), send)
+        elif scope["path"].startswith(PROTECTED):
             refusal = as_json("the header Authorization: Bearer TOKEN is missing or wrong", 401)
-            await refusal(scope, receive, send)
+            await refusal(scope, receive, _closing(send))
+        else:
+            await self._answer(scope, _bounded(receive, self._most), _closing(send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except asyncio.CancelledError:
+            # The server ends; it waits for this answer.
+            if begun:
+                raise
+            await as_json("the engine is shutting down", 503)(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
-        if self._expected is None or not scope["path"].startswith(PROTECTED):
+        if self._expected is None:
             return True
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         return hmac.compare_digest(given, self._expected)
+
+
+def _closing(send: Send) -> Send:
+    """A connection that is kept is for who has shown the token: another one sends a request and goes."""
+
+    async def send_and_close(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return send_and_close
 
 
 def _bounded(receive: Receive, most: int) -> Receive:

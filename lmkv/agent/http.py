@@ -26,9 +26,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.concurrency import run_in_threadpool
 from uvicorn import Config, Server
 
+from lmkv.agent.connection import REQUEST_SECONDS, Connection, most_connections
 from lmkv.agent.engines import Call, EngineError, Engines, merged, merged_requests, merged_stats
 from lmkv.agent.guard import Guard, as_json, most_bytes, refused
 from lmkv.agent.history import History
+from lmkv.agent.pace import paced_loop
 from lmkv.agent.page import PAGE, PAGE_HEADERS
 from lmkv.agent.reference import HEADERS, reference
 from lmkv.agent.service import CacheService, Prompt
@@ -216,12 +218,13 @@ def application(
 
     @v1.get("/explain/{request:path}")
     async def explain(request: str) -> dict[str, Any]:
-        """Why a request was not loaded from the cache, or not all of it."""
+        """Why a request was not loaded from the cache, or not all of it. Several prompts or answers have `parts`."""
         found = await engines.ask(lambda: service.explain(request), "GET", f"/v1/explain/{quote(request, safe='')}")
-        known = [{"engine": number, **report} for number, report in found.items() if "away" not in report]
-        if not known:
+        here = [(number, answer) for number, answer in found.items() if "away" not in answer]
+        parts = [{"engine": number, **part} for number, answer in here for part in answer.pop("parts", [answer])]
+        if not parts:
             raise HTTPException(404, f"request {request} is not among the last ones that were scheduled")
-        return known[0]
+        return {**parts[0], "parts": parts} if len(parts) > 1 else parts[0]
 
     @v1.post("/engines", include_in_schema=False)
     async def announced(body: EngineBody) -> dict[str, Any]:
@@ -304,14 +307,28 @@ def _unix_socket(path: str) -> socket.socket:
     return bound
 
 
+def _server_config(app: FastAPI) -> Config:
+    return Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        backlog=most_connections(),
+        timeout_keep_alive=int(REQUEST_SECONDS),
+        timeout_graceful_shutdown=1,
+    )
+
+
 class AgentServer:
     """Serves an application in a thread of its own, until `close`. `url`: where."""
 
     def __init__(self, make: Callable[[], FastAPI], address: Address) -> None:
         self._socket, self.url = address.bind()
         self._file = os.stat(self.url.removeprefix(_UNIX)) if self.url.startswith(_UNIX) else None
-        config = Config(make(), log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1)
-        self._server = Server(config)
+        self._server = Server(_server_config(make()))
         self._thread = threading.Thread(target=self._run, name="lmkv-agent", daemon=True)
         self._thread.start()
 
@@ -320,7 +337,8 @@ class AgentServer:
 
     def _run(self) -> None:
         try:
-            self._server.run([self._socket])
+            with asyncio.Runner(loop_factory=paced_loop) as runner:
+                runner.run(self._server.serve([self._socket]))
         except Exception:
             logger.exception("lmkv: the agent API at %s has ended; the engine goes on without it", self.url)
 

@@ -21,8 +21,9 @@ from lmkv.store.tiered import TieredStore
 from lmkv.store.tiers.iopool import Priority
 
 _MOST_PREFETCHES = 4096
-_ADDED_BY_VLLM = r"(-\d+)?(-[0-9a-f]{8})?"
-"""To a request's id: the number of the prompt, where a call may have several, and eight letters."""
+_OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
+"""vLLM's own id: before the caller's the number of the answer, where `n` asks for several; after it the number of the
+prompt, where a call may have several, and eight letters."""
 _DISCOVERY_LIMIT = 1.0
 """Seconds that a lookup waits for shared tiers."""
 
@@ -57,6 +58,10 @@ ClearNamespace = Callable[[str], int]
 """Deletes the chunks of the namespace that begins with these digits; how many."""
 
 
+Deleted = Callable[[Sequence[ChunkKey] | None], None]
+"""Is told which chunks a caller has deleted; None for all."""
+
+
 def _no_requests() -> Mapping[str, Any]:
     return {"lookup_tokens": 0, "hit_tokens": 0, "requests": []}
 
@@ -89,11 +94,15 @@ class CacheService:
         What the engine's requests have found.
     clear_namespace : callable, optional
         How a namespace of the engine's folder is deleted.
+    deleted : callable, optional
+        Who is told of chunks that were deleted here.
+    longest : int, optional
+        Tokens of the longest prompt that the engine takes.
 
     Raises
     ------
     UsageError
-        By each call, for a prompt that is none.
+        By each call, for a prompt that is none, or longer than `longest`.
 
     Notes
     -----
@@ -126,6 +135,8 @@ class CacheService:
         pin_ttl: float,
         requests: Requests = _no_requests,
         clear_namespace: ClearNamespace | None = None,
+        deleted: Deleted = lambda keys: None,
+        longest: int | None = None,
     ) -> None:
         self._store = store
         self._keys_of = keys_of
@@ -134,6 +145,8 @@ class CacheService:
         self._pin_ttl = pin_ttl
         self._requests = requests
         self._clear_namespace = clear_namespace
+        self._deleted = deleted
+        self._longest = longest
         # Not thread-safe by itself.
         self._lock = threading.Lock()
         self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MOST_PREFETCHES, pin_ttl)
@@ -142,17 +155,24 @@ class CacheService:
         return f"<CacheService of {self._store!r}>"
 
     def lookup(self, prompt: Prompt) -> dict[str, Any]:
-        """How many leading tokens a request with this prompt would not compute, and which tiers have them."""
+        """How many leading tokens a request with this prompt would not compute, and which tiers have them.
+
+        As a request does, it counts all but the last token at most, which is always computed.
+        """
         tokens, keys = self._read(prompt)
         discovery = self._store.discover(keys)
         if discovery is not None:
             discovery.wait(_DISCOVERY_LIMIT)
         ready, found = self._store.match(keys)
-        sources = {self._store.primary_name: self._tokens(keys[:ready])} if ready else {}
-        for key in keys[ready:found]:
-            tier = self._store.tier_of(key) or self._store.primary_name
-            sources[tier] = sources.get(tier, 0) + self._tokens([key])
-        return {"total_tokens": len(tokens), "hit_tokens": self._tokens(keys[:found]), "sources": sources}
+        left = max(0, len(tokens) - 1)
+        sources: dict[str, int] = {}
+        for number, key in enumerate(keys[:found]):
+            tier = (number >= ready and self._store.tier_of(key)) or self._store.primary_name
+            counted = min(left, self._tokens([key]))
+            left -= counted
+            if counted:
+                sources[tier] = sources.get(tier, 0) + counted
+        return {"total_tokens": len(tokens), "hit_tokens": sum(sources.values()), "sources": sources}
 
     def prefetch(self, prompt: Prompt, name: str) -> tuple[Callable[[], dict[str, Any]], Future[None]]:
         """Load a prompt's chunks into host memory, and keep them there for a while, under this name.
@@ -197,10 +217,10 @@ class CacheService:
 
     def clear(self, prompt: Prompt | None = None) -> dict[str, Any]:
         """Delete everything, or a prompt's chunks, from every tier; what others begin alike goes with them."""
-        if prompt is None:
-            return {"deleted_chunks": self._store.clear()}
-        _, keys = self._read(prompt)
-        return {"deleted_chunks": self._store.delete(keys)}
+        keys = None if prompt is None else self._read(prompt)[1]
+        count = self._store.clear() if keys is None else self._store.delete(keys)
+        self._deleted(keys)
+        return {"deleted_chunks": count}
 
     def clear_namespace(self, beginning: str) -> dict[str, Any]:
         """Delete the chunks of the namespace, as `lmkv inspect` names it, that begins with these digits."""
@@ -221,18 +241,26 @@ class CacheService:
     def explain(self, request: str) -> dict[str, Any] | None:
         """One request's report, with a sentence; None when it is not among the last ones.
 
-        `request`: as the answer had it. vLLM's own ids go on after that.
+        `request`: as the answer had it. A call with several prompts, or answers, is as many requests: that of the first
+        one is returned, with `parts`, all of them in their order.
         """
-        known = self._requests()["requests"]
-        ids = re.compile(re.escape(request) + _ADDED_BY_VLLM)
-        found = next((each for each in known if ids.fullmatch(each["request"])), None)
-        return None if found is None else explained(found)
+        ids = re.compile(_OF_A_CALL.format(re.escape(request)))
+        parts: dict[tuple[int, int], dict[str, Any]] = {}
+        for each in reversed(self._requests()["requests"]):
+            if found := ids.fullmatch(each["request"]):
+                # The newest of those that have one id.
+                parts[int(found[2] or 0), int(found[1] or 0)] = each
+        reports = [explained(parts[place]) for place in sorted(parts)]
+        return {**reports[0], "parts": reports} if len(reports) > 1 else next(iter(reports), None)
 
     def _read(self, prompt: Prompt) -> tuple[Sequence[int], list[ChunkKey]]:
         given = [each for each in (prompt.text, prompt.messages, prompt.tokens) if each is not None]
         if len(given) != 1:
             raise UsageError("give one of text, messages and tokens")
         tokens = self._tokens_of(prompt) if prompt.tokens is None else prompt.tokens
+        if self._longest is not None and len(tokens) > self._longest:
+            reason = f"the prompt has {len(tokens):,} tokens, and this engine takes {self._longest:,} at most"
+            raise UsageError(f"{reason} (max_model_len)")
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
 
     def _tokens_of(self, prompt: Prompt) -> Sequence[int]:

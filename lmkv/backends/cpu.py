@@ -14,7 +14,10 @@ from lmkv.protocols import Chunk, ChunkKey
 
 
 class CPUPinnedBackend:
-    """Chunks in the slots of a slab. The copier of a device pins the slab; this class does not.
+    """Host memory in slots, which is pinned as soon as a CUDA device copies to or from it.
+
+    Pinning is a matter of a device: the copier that an `Engine`, or a worker of vLLM, has for a CUDA device registers
+    the slots with it, in the background. Without a device they are ordinary memory.
 
     Parameters
     ----------

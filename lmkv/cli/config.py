@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 import yaml
@@ -22,6 +22,9 @@ from lmkv.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and convert settings, lmkv's own and LMCache's.")
 
+
+Content = Mapping[Any, object]
+"""Of a YAML file."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
@@ -71,8 +74,9 @@ def check(
 ) -> None:
     """Check a file: exit code 1, and what is wrong, where it cannot be used."""
     try:
-        theirs = is_lmcache(file)
-        config = Config.load(env={lmcache.ENV_FILE: str(file)}) if theirs else Config.load(file=file, env={})
+        content = read_yaml(file)
+        theirs = is_lmcache(content)
+        config = of_lmcache(file, content) if theirs else of_lmkv(file, content)
     except ConfigError as error:
         fail(error, as_json=as_json)
     remarks = [remark for _, remark in config.remarks]
@@ -84,9 +88,24 @@ def check(
     typer.echo("\n".join([f"{file}: {whose}: {', '.join(config.sources) or 'none'}", *remarks]))
 
 
-def is_lmcache(file: Path) -> bool:
-    """Whether this file is LMCache's. One that names only what both have counts as lmkv's."""
-    keys, ours, theirs = set(read_yaml(file)), own_keys(), {*lmcache.table(), "extra_config"}
+def of_lmkv(file: Path, content: Content) -> Config:
+    return Config.of((key, value, f"file {file}") for key, value in content.items())
+
+
+def of_lmcache(file: Path, content: Content) -> Config:
+    translation = translated(file, content)
+    translation.check()
+    return Config.of(translation.settings, translation.remarks())
+
+
+def translated(file: Path, content: Content) -> Translation:
+    # A pipe is empty when it is read again.
+    return lmcache.translate({lmcache.ENV_FILE: str(file)}, {}, lambda _: content)
+
+
+def is_lmcache(content: Content) -> bool:
+    """Whether a file's content is LMCache's. One that names only what both have counts as lmkv's."""
+    keys, ours, theirs = set(content), own_keys(), {*lmcache.table(), "extra_config"}
     return bool(keys & (theirs - ours)) and not keys & (ours - theirs)
 
 
@@ -101,9 +120,10 @@ def migrate(file: Annotated[Path, typer.Argument(help="LMCache's YAML file.")], 
     Exit code 1 where that changes what is served, or where KV is.
     """
     try:
-        if own := set(read_yaml(file)) & (own_keys() - set(lmcache.table())):
+        content = read_yaml(file)
+        if own := set(content) & (own_keys() - set(lmcache.table())):
             fail(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}", as_json=as_json)
-        translation = lmcache.translate({lmcache.ENV_FILE: str(file)}, {}, read_yaml)
+        translation = translated(file, content)
         config = Config.of(translation.settings)
     except ConfigError as error:
         fail(error, as_json=as_json)

@@ -23,12 +23,13 @@ from rich.table import Table
 
 from lmkv.cli.measure.engines import CONNECTOR
 from lmkv.cli.measure.hit import PROMPTS, Measurement, Plan, Progress, measure_hit
+from lmkv.cli.measure.probe import try_remote
 from lmkv.cli.measure.process import ChildFailedError
 from lmkv.cli.measure.remote import measure_remote
 from lmkv.cli.measure.restart import measure_restart
 from lmkv.cli.measure.small_model import SmallModel
 from lmkv.cli.model import whole_heads
-from lmkv.errors import LmkvError
+from lmkv.errors import LmkvError, UsageError, masked
 
 
 class Medium(StrEnum):
@@ -51,6 +52,16 @@ LOCAL = {
     Medium.INFINISTORE: "infinistore://localhost:22345",
 }
 """Where a remote store is unless its URL is given."""
+
+STARTS = {
+    Medium.REDIS: 'redis-server --save "" --appendonly no',
+    Medium.VALKEY: 'valkey-server --save "" --appendonly no',
+    Medium.S3: "mkdir -p /tmp/objects/lmkv; rclone serve s3 --addr 127.0.0.1:9000 --auth-key lmkv,secret /tmp/objects "
+    "(and here LMKV_REMOTE_USERNAME=lmkv LMKV_REMOTE_PASSWORD=secret)",
+    Medium.MOONCAKE: "mooncake_master --rpc_port=50051 --default_kv_lease_ttl=5000 (and a mooncake_client)",
+    Medium.INFINISTORE: "infinistore --service-port 22345 --manage-port 18080 --prealloc-size 8",
+}
+"""What starts one there."""
 
 
 def demo(
@@ -98,8 +109,18 @@ def run(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, keep: b
         if tier is Medium.RAM:
             return measure_hit(plan, folder, say)
         if tier in LOCAL:
-            return measure_remote(plan, folder, url or LOCAL[tier], say)
+            answers(tier, url := url or LOCAL[tier])
+            return measure_remote(plan, folder, url, say)
         return measure_restart(plan, folder, stack.enter_context(demo_folder(disk, keep=keep)), say)
+
+
+def answers(tier: Medium, url: str) -> None:
+    """Raise LmkvError within seconds, and say what to do, where the store does not work: vLLM takes minutes."""
+    try:
+        try_remote(url)
+    except LmkvError as error:
+        start = f"start one with: {STARTS[tier]}; or give its --url. See docs/remote.md"
+        raise UsageError(f"{masked(url)} cannot be used: {error}\n{start}") from error
 
 
 @contextmanager

@@ -76,6 +76,8 @@ def doctor(
 def json_object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise typer.BadParameter("is nested too deeply", param_hint="--extra") from None
     except ValueError as error:
         raise typer.BadParameter(f"not JSON: {error}", param_hint="--extra") from None
     if not isinstance(value, dict):

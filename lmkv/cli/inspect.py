@@ -98,7 +98,7 @@ def clear(
         apart = server.apart_from(cache_salt, tag, engine)
         if prompt is None and not yes:
             whose = f"namespace {namespace} at {url}" if namespace else f"{url} from every tier"
-            typer.confirm(f"Delete all chunks of {whose}?", abort=True)
+            typer.confirm(f"Delete all chunks of {whose}?", abort=True, err=True)
         with server.client_of(url, token_file) as client:
             answer = client.clear(prompt, namespace=namespace or None, **apart)
         server.show(answer, lambda one: f"deleted {one['deleted_chunks']:,} chunks", as_json=as_json)
@@ -106,7 +106,7 @@ def clear(
     chunks = {one.digest: one.chunks for one in found_in(path, namespace)}
     count = sum(map(len, chunks.values()))
     if count and not yes:
-        typer.confirm(f"Delete {count:,} chunks below {path}?", abort=True)
+        typer.confirm(f"Delete {count:,} chunks below {path}?", abort=True, err=True)
     remove(path, chunks, as_json=as_json)
 
 

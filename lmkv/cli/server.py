@@ -79,8 +79,8 @@ def lookup(client: Any, prompt: Prompt, apart: Answer) -> tuple[Answer, Words]:
 
 
 def _looked_up(found: Answer) -> str:
-    where = ", ".join(f"{tokens:,} in {tier.replace('_', ' ')}" for tier, tokens in found["sources"].items())
-    return f"{found['hit_tokens']:,} of {found['total_tokens']:,} tokens are stored{where and ': '}{where}"
+    where = ", ".join(f"{tokens:,} from {tier.replace('_', ' ')}" for tier, tokens in found["sources"].items())
+    return f"{found['hit_tokens']:,} of {found['total_tokens']:,} tokens would be loaded{where and ': '}{where}"
 
 
 Wait = Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait for the end of it.")]

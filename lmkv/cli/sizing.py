@@ -101,7 +101,7 @@ def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSiz
 def _read(file: Path) -> Settings:
     try:
         config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read, and nothing is downloaded: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} is no JSON object")

@@ -28,7 +28,15 @@ PLAIN: Final = frozenset({"discard_partial_chunks", "skip_last_n_tokens", "lmcac
 # Kubernetes sets such variables in every pod for a service whose name begins with "lmkv" or "lmcache".
 SERVICE_LINK: Final = re.compile(r"(LMKV|LMCACHE)_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
 
-_OFF: Final = frozenset({"", "none", "null", "false", "no", "off", "[]", "{}"})
+NOTHING: Final = frozenset({"", "none", "null", "false", "no", "off"})
+"""Words for an option that is not set."""
+
+BOOLEANS: Final = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+
+_OFF: Final = NOTHING | {"[]", "{}"}
 _AT_MOST: Final = 20
 """Names in one message."""
 
@@ -54,7 +62,7 @@ class Entry:
     def is_idle(self, value: object, given: _Given) -> bool:
         """Whether this value has no effect beside the others."""
         can_be_off = self.off or self.kind == "refused"
-        alone = self.needs and not given.get(self.needs, (None, ""))[0]
+        alone = self.needs and _word(given.get(self.needs, (None, ""))[0]) in _OFF
         return bool(self.kind == "without_effect" or alone or (can_be_off and _word(value) in _OFF | {self.off}))
 
     def convert(self, value: object, source: str) -> tuple[str, object, str]:
@@ -62,7 +70,15 @@ class Entry:
         if self.several and isinstance(value, str) and "," in value:
             raise ConfigError(f"{source}: {self.key} = {shown(value)} names several: {self.several}")
         told = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
-        return self.setting, self.values.get(_word(value), value), told
+        return self.setting, self._value(value, source), told
+
+    def _value(self, value: object, source: str) -> object:
+        if not self.values:
+            return value
+        truth = BOOLEANS.get(_word(value))
+        if truth is None:
+            raise ConfigError(f"{source}: {self.key} = {shown(value)} must be one of {'/'.join(BOOLEANS)}")
+        return self.values[str(truth).lower()]
 
 
 @define

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from attrs import Attribute, field, fields, frozen
 
 from lmkv.config import lmcache
-from lmkv.config.lmcache import EXTRA, SERVICE_LINK, VARIABLE
+from lmkv.config.lmcache import BOOLEANS, EXTRA, NOTHING, SERVICE_LINK, VARIABLE
 from lmkv.config.remote_url import SCHEMES, RemoteURL, Secret
 from lmkv.errors import SECRET, ConfigError, shown
 from lmkv.policies import ADMISSIONS, POLICIES
@@ -43,23 +43,28 @@ _MAX_FILE_BYTES: Final = 1 << 16
 _T = TypeVar("_T")
 _Parse = Callable[[object], Any]
 
-_BOOLEANS: Final = {
-    **dict.fromkeys(("true", "1", "yes", "on"), True),
-    **dict.fromkeys(("false", "0", "no", "off"), False),
-}
+_WHOLE_NUMBER: Final = re.compile(r"\s*[-+]?[0-9]+\s*")
+"""Without the underscores that Python takes for readable, and others for a mistake."""
 
 
 def _boolean(value: object) -> bool:
     word = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
-    if word not in _BOOLEANS:
-        raise ValueError(f"must be one of {'/'.join(_BOOLEANS)}")
-    return _BOOLEANS[word]
+    if word not in BOOLEANS:
+        raise ValueError(f"must be one of {'/'.join(BOOLEANS)}")
+    return BOOLEANS[word]
+
+
+def is_nothing(value: object) -> bool:
+    """Whether a value of an option that need not be set leaves it unset: none, null, false, no, off, or empty."""
+    return value is None or value is False or (isinstance(value, str) and value.lower() in NOTHING)
 
 
 def _integer(minimum: int, maximum: int = 1 << 40) -> _Parse:
     def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError("must be a whole number")
+        if isinstance(value, str) and not _WHOLE_NUMBER.fullmatch(value):
+            raise ValueError("must be a whole number, in digits alone")
         try:
             number = int(value)
         except ValueError:
@@ -75,7 +80,7 @@ def _number(minimum: float, maximum: float = 1e9, *, above: bool = False) -> _Pa
     """A finite number from `minimum` (or `above` it) to `maximum`."""
 
     def parse(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
+        if isinstance(value, bool) or not isinstance(value, int | float | str) or "_" in str(value)[:400]:
             raise ValueError("must be a number")
         try:
             number = float(value)
@@ -106,8 +111,8 @@ def _one_of(*names: str) -> _Parse:
 
 
 def _path(value: object) -> str | None:
-    """A plain path from a path or a file URL; None from None or an empty string."""
-    if value is None or value == "":
+    """A plain path from a path or a file URL, or None."""
+    if is_nothing(value):
         return None
     if not isinstance(value, str | os.PathLike):
         raise ValueError("must be a path or file:///path")
@@ -123,12 +128,13 @@ def _path(value: object) -> str | None:
     path = os.path.normpath(os.path.expanduser(text))
     if "\0" in text or path.strip("/") == "":
         raise ValueError("must be a path or file:///path, and not that of everything")
-    return path
+    # As it was given: a folder of the name of nothing.
+    return os.path.join(os.curdir, path) if is_nothing(path) else path
 
 
 def _remote_urls(value: object) -> tuple[RemoteURL, ...]:
     """From one URL, several with blanks or commas between them, or a list of them."""
-    texts = re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else [] if value is None else value
+    texts = () if is_nothing(value) else re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):
         raise ValueError("must be a URL, or a list of them")
     urls = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
@@ -150,12 +156,12 @@ def _has_a_place(url: RemoteURL) -> bool:
 
 
 def _secret(value: object) -> Secret | None:
-    if value is None or value == "":
-        return None
     if isinstance(value, Secret):
         return value
+    if value is None or (isinstance(value, str) and is_nothing(value)):
+        return None
     if not isinstance(value, str):
-        # YAML has read 0123 as 83 by now, and yes as a boolean.
+        # YAML has read 1.50 as 1.5 by now, and no as a boolean.
         raise ValueError("must be a text: in YAML, in quotes")
     try:
         value.encode()
@@ -165,9 +171,13 @@ def _secret(value: object) -> Secret | None:
 
 
 def _word(value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
+    return None if is_nothing(value) else _text(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str | None):
         raise ValueError("must be a text")
-    return value or None
+    return value or ""
 
 
 def _option(default: _T, parse: _Parse, doc: str, unit: str = "") -> _T:
@@ -301,7 +311,7 @@ class Config:
     remote_username: str | None = _option(None, _word, "Name to give to remote stores whose URL has none")
     remote_password: Secret | None = _option(None, _secret, "Password to that name; nothing shows it")
     remote_password_file: str | None = _option(None, _path, "File that has the password in its first line")
-    remote_prefix: str = _option("lmkv:", lambda value: _word(value) or "", "What names in remote stores begin with")
+    remote_prefix: str = _option("lmkv:", _text, "What names in remote stores begin with")
     remote_ttl: int = _option(0, _integer(0), "How long a remote store keeps a chunk; 0: as it evicts", "s")
     remote_timeout: float = _option(
         1.0, _number(0, above=True), "How long to wait for a remote store's connection or answer", "s"
@@ -533,13 +543,30 @@ def _settings(
         yield key, value, EXTRA
 
 
+_NUMBERS: Final = {
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][0-9]*|0x[0-9a-fA-F]+)\Z"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\Z|[-+]?\.(inf|nan)\Z", re.IGNORECASE
+    ),
+}
+"""What a file's numbers look like."""
+
+
 def read_yaml(path: Path) -> dict[Any, object]:
     """The mapping in a file. Raises ConfigError for whatever is none."""
     # Imported here, because only who has a file needs it.
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Without aliases: a few of them, one within the other, are gigabytes. Without keys that are given twice."""
+        """Without aliases: a few of them, one within the other, are gigabytes. Without keys that are given twice.
+
+        Numbers are those that everybody reads alike: 1:30, 0400 and 1_024 stay texts.
+        """
+
+        yaml_implicit_resolvers = {  # noqa: RUF012
+            first: [each for each in resolvers if each[0] not in _NUMBERS]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
@@ -555,6 +582,8 @@ def read_yaml(path: Path) -> dict[Any, object]:
                 lines[name] = line
             return super().construct_mapping(node, deep)
 
+    for tag, pattern in _NUMBERS.items():
+        Loader.add_implicit_resolver(tag, pattern, list("-+0123456789."))
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ from lmkv.backends.disk import namespaces
 from lmkv.build import stored_namespace
 from lmkv.config import Config
 from lmkv.errors import BackendError, ConfigError, UsageError
-from lmkv.store.tiered import TieredStore
 from lmkv.vllm import compat
 from lmkv.vllm.model import ServedModel
 from lmkv.vllm.scheduler.scheduler import Scheduler
@@ -35,6 +35,13 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
     except ImportError as error:
         raise ConfigError(f'agent_listen needs fastapi and uvicorn: pip install "lmkv[agent]" ({error})') from error
     stored = stored_namespace(model.namespace, config.authentication_bytes)
+    longest = vllm_config.model_config.max_model_len
+
+    def clear_own() -> int:
+        count = scheduler.store.clear()
+        scheduler.forget_evictions()
+        return count
+
     service = CacheService(
         scheduler.store,
         scheduler.keys_of,
@@ -42,14 +49,17 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         chunk_size=model.geometry.chunk_size,
         pin_ttl=config.pin_ttl,
         requests=scheduler.recent.snapshot,
-        clear_namespace=partial(clear_namespace, scheduler.store, stored.digest, config.local_disk),
+        clear_namespace=partial(clear_namespace, clear_own, stored.digest, config.local_disk),
+        deleted=scheduler.forget_evictions,
+        longest=longest,
     )
+    # Once: its file may be a pipe.
+    token = config.token
     first, number = Address(config.agent_listen), compat.local_engine(vllm_config)
     address = first.of_engine(number)
-    longest = vllm_config.model_config.max_model_len
-    engines = Engines(number, lambda other: first.of_engine(other).url, config.token)
+    engines = Engines(number, lambda other: first.of_engine(other).url, token)
     try:
-        server = AgentServer(lambda: application(service, config.token, engines, longest), address)
+        server = AgentServer(lambda: application(service, token, engines, longest), address)
     except OSError as error:
         logger.error("lmkv: the agent API cannot listen at %s: %s; going on without it", address.text, error)
         return None
@@ -57,7 +67,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
     return server
 
 
-def clear_namespace(store: TieredStore, own: bytes, root: str | None, beginning: str) -> int:
+def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, beginning: str) -> int:
     """Delete the chunks of the one namespace that begins so: this engine's, or another one of its folder."""
     try:
         found = {own, *(namespaces.digests(root) if root else ())}
@@ -65,7 +75,7 @@ def clear_namespace(store: TieredStore, own: bytes, root: str | None, beginning:
         raise BackendError("disk", "a list of namespaces", reason=str(error)) from error
     match [digest for digest in found if digest.hex().startswith(beginning.lower())]:
         case [digest] if digest == own:
-            return store.clear()
+            return clear_own()
         case [digest] if root:
             return namespaces.clear_namespace(root, digest)
     raise UsageError(f"not one namespace begins with {beginning}, but none or several: see lmkv inspect FOLDER")

@@ -286,12 +286,27 @@ def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]
             raise UsageError("this engine has no tokenizer (skip_tokenizer_init): give tokens")
         if isinstance(prompt, str):
             return list(found.encode(prompt))
+        if theirs := sorted(_of_the_tokenizer(found) & template.keys()):
+            raise UsageError(f"chat_template_kwargs are for the template: {', '.join(theirs)} would be the tokenizer's")
         given = {**template, "tokenize": True, "return_dict": False}
         if template.get("tools"):
             given["tools"] = _tools(template["tools"])
         return list(found.apply_chat_template([_message(each) for each in prompt], **given))
 
     return tokenize
+
+
+_FOR_TEMPLATES = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
+"""Arguments of `apply_chat_template` that templates read; all others say how to make tokens, as vLLM does by itself."""
+
+
+def _of_the_tokenizer(tokenizer: Any) -> set[str]:
+    """Names that a request's `chat_template_kwargs` may not have: some make a prompt of any length."""
+    from transformers import PreTrainedTokenizerBase
+
+    # A tokenizer's own method may pass on what it does not name.
+    methods = (PreTrainedTokenizerBase.apply_chat_template, type(tokenizer).apply_chat_template)
+    return {name for each in methods for name in inspect.signature(each).parameters} - _FOR_TEMPLATES
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

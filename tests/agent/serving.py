@@ -58,7 +58,13 @@ def service_of(store: TieredStore, **options: Any) -> CacheService:
 def service_of_scheduler(scheduler: Scheduler, chunk_size: int) -> CacheService:
     requests = scheduler.recent.snapshot
     return CacheService(
-        scheduler.store, scheduler.keys_of, tokenize, chunk_size=chunk_size, pin_ttl=60.0, requests=requests
+        scheduler.store,
+        scheduler.keys_of,
+        tokenize,
+        chunk_size=chunk_size,
+        pin_ttl=60.0,
+        requests=requests,
+        deleted=scheduler.forget_evictions,
     )
 
 

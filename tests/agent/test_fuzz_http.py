@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, suppress
 from typing import Any
 
 import httpx
@@ -23,7 +26,7 @@ from lmkv.policies import LRU
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from tests.agent.serving import SIZE, TOKEN, keys_of, tokenize
-from tests.kit import LIMIT
+from tests.kit import LIMIT, eventually
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 SALT = "the-salt-of-a-tenant"
@@ -229,6 +232,101 @@ def test_of_a_million_wrong_values_one_is_looked_at(body: dict[str, Any], wrong:
     with pytest.raises(ValidationError, match=wrong) as caught:
         PromptBody.model_validate(body)
     assert caught.value.error_count() == 1
+
+
+# -- raw bytes -----------------------------------------------------------------------------------------------
+
+
+def among(*values: bytes) -> st.SearchStrategy[bytes]:
+    """One of these, which may be too long for a repr of the strategy."""
+    return st.integers(0, len(values) - 1).map(lambda number: values[number])
+
+
+names = st.sampled_from([b"Host", b"X", b"Content-Length", b"Transfer-Encoding", b"Connection", b"Expect", b"Upgrade"])
+worths = st.one_of(
+    among(b"x", b"", b"5", b"-1", b"99999999999999999999", b"chunked", b"gzip, chunked", b"close", b"keep-alive"),
+    among(b"100-continue", b"websocket", b"h2c", b"a" * 20_000, b"\xff\x00"),
+    st.binary(max_size=20),
+)
+lines = st.one_of(
+    st.tuples(names, worths).map(lambda each: each[0] + b": " + each[1] + b"\r\n"),
+    among(b"Host: x\r\n", f"Authorization: Bearer {TOKEN}\r\n".encode(), b" folded\r\n", b"no colon\r\n", b"a: b\n"),
+)
+targets = among(b"/", b"*", b"/v1/lookup", b"/v1/stats", b"//", b"/%00", b"http://x/", b"/?" + b"a" * 20_000)
+starts = st.tuples(
+    among(b"GET", b"POST", b"PRI", b"CONNECT", b"x" * 20_000, b""),
+    targets,
+    among(b"HTTP/1.1", b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9.9", b""),
+).map(lambda words: b" ".join(words) + b"\r\n")
+chunks = st.one_of(
+    st.lists(st.binary(min_size=1, max_size=9).map(lambda data: b"%x\r\n%b\r\n" % (len(data), data)), max_size=5).map(
+        b"".join
+    ),
+    among(
+        b"0\r\n\r\n", b"0\r\nX: a\r\n\r\n", b"-1\r\n\r\n", b"fffffffffffffffff\r\n", b"1;x=" + b"a" * 20_000, b"5\r\nab"
+    ),
+    among(b"1\r\na\r\n" * 2000, b"{}", b'{"text": "a"}'),
+)
+heads = st.tuples(starts, st.lists(lines, max_size=4).map(b"".join)).map(b"".join)
+whole = st.tuples(heads, st.just(b"\r\n"), chunks | st.just(b"")).map(b"".join)
+streams = st.one_of(
+    st.lists(whole, min_size=1, max_size=4).map(b"".join),
+    st.tuples(heads, st.binary(max_size=20)).map(b"".join),
+    st.tuples(whole, st.integers(1, 40)).map(lambda each: each[0] * each[1]),
+    st.binary(max_size=200),
+)
+cuts = st.lists(st.integers(0, 300), max_size=6)
+
+
+@pytest.fixture(scope="module")
+def server(service: CacheService) -> Iterator[AgentServer]:
+    with closing(AgentServer(lambda: application(service, TOKEN), Address("127.0.0.1:0"))) as server:
+        yield server
+
+
+def all_answered(url: str, sent: bytes, cuts: list[int]) -> bytes:
+    """What comes back of these bytes, sent in pieces, until the other side closes."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    found = b""
+    with socket.create_connection((host, int(port)), LIMIT) as connection, suppress(ConnectionError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):
+            for cut in sorted(cuts):
+                connection.sendall(sent[:cut])
+                sent = sent[cut:]
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+        while part := connection.recv(1 << 16):
+            found += part
+    return found
+
+
+class Sent(bytes):
+    """Its repr is a part of it: hypothesis refuses more."""
+
+    def __repr__(self) -> str:
+        return f"{self[:5000]!s} and {max(0, len(self) - 5000)} more"
+
+
+@given(streams.map(Sent), cuts)
+@example(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n\r\n", [])
+@example(b"GET / HTTP/1.1\r\nHost: x\r\n\r\nno request", [40])
+def test_any_bytes_are_answered_or_cut_off(server: AgentServer, sent: bytes, cuts: list[int]) -> None:
+    errors: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = errors.append  # type: ignore[method-assign]
+    for name in ("asyncio", "uvicorn.error", "lmkv.agent"):
+        logging.getLogger(name).addHandler(handler)
+    try:
+        back = all_answered(server.url, sent, cuts)
+        eventually(lambda: not server._server.server_state.connections, "it is closed")
+    finally:
+        for name in ("asyncio", "uvicorn.error", "lmkv.agent"):
+            logging.getLogger(name).removeHandler(handler)
+    statuses = {int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", back)}
+    assert statuses <= ANSWERS | {100, 431}
+    assert TOKEN.encode() not in back
+    assert [record.getMessage() for record in errors] == []
 
 
 def test_bytes_that_are_no_http_harm_nobody_else(service: CacheService) -> None:

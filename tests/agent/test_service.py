@@ -18,6 +18,7 @@ import httpx
 import pytest
 from attrs import evolve
 
+import lmkv.agent.connection
 from lmkv.agent.client import AsyncClient, Client
 from lmkv.agent.history import History
 from lmkv.agent.http import Address, AgentServer, application
@@ -59,9 +60,9 @@ def client(server: AgentServer) -> Iterator[Client]:
 
 def test_lookup_says_how_many_tokens_are_where(store: TieredStore, client: Client) -> None:
     keys = put(store, "a prompt of 23 letters,")
-    assert client.lookup("a prompt of 23 letters,") == {"total_tokens": 23, "hit_tokens": 23, "sources": {"cpu": 23}}
+    assert client.lookup("a prompt of 23 letters,") == {"total_tokens": 23, "hit_tokens": 22, "sources": {"cpu": 22}}
     store.drop(keys[2:4])
-    found = {"total_tokens": 23, "hit_tokens": 23, "sources": {"cpu": 8, "disk": 15}}
+    found = {"total_tokens": 23, "hit_tokens": 22, "sources": {"cpu": 8, "disk": 14}}
     assert client.lookup("a prompt of 23 letters,") == found
     assert client.lookup(tokenize("a prompt of 23 letters and more"))["hit_tokens"] == 20
     assert client.lookup("another")["sources"] == {}
@@ -70,8 +71,8 @@ def test_lookup_says_how_many_tokens_are_where(store: TieredStore, client: Clien
 def test_prompts_are_texts_messages_or_tokens(store: TieredStore, client: Client) -> None:
     put(store, "<user>hello<tool>world")
     messages = [{"role": "user", "content": "hello"}, {"role": "tool", "content": "world"}]
-    assert client.lookup(messages)["hit_tokens"] == 22
-    assert client.lookup(tokenize("<user>hello<tool>world"))["hit_tokens"] == 22
+    assert client.lookup(messages)["hit_tokens"] == 21
+    assert client.lookup(tokenize("<user>hello<tool>world"))["hit_tokens"] == 21
 
 
 def test_tools_and_what_else_a_template_is_given_belong_to_a_chat(store: TieredStore, client: Client) -> None:
@@ -79,7 +80,7 @@ def test_tools_and_what_else_a_template_is_given_belong_to_a_chat(store: TieredS
     put(store, f"{ {'thinking': True, 'tools': tools} }<user>hello")
     given: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}, "tools": tools}
     found = client.lookup(messages, **given)
-    assert found["hit_tokens"] == found["total_tokens"] > 22
+    assert found["hit_tokens"] == found["total_tokens"] - 1 > 22
     assert client.lookup(messages)["hit_tokens"] == 0
     for prompt in ("hello", [1, 2]):
         with pytest.raises(httpx.HTTPStatusError, match="belong to messages"):
@@ -178,7 +179,7 @@ def test_many_that_wait_leave_the_service_to_others(slow_server: AgentServer) ->
 def test_salts_and_tags_keep_prompts_apart(store: TieredStore, client: Client) -> None:
     put(store, "the secret prompt of a tenant", "tenant", team="a")
     asked = ("the secret prompt of a tenant",)
-    assert client.lookup(*asked, cache_salt="tenant", tags={"team": "a"})["hit_tokens"] == 29
+    assert client.lookup(*asked, cache_salt="tenant", tags={"team": "a"})["hit_tokens"] == 28
     assert client.lookup(*asked)["hit_tokens"] == 0
     assert client.lookup(*asked, cache_salt="tenant")["hit_tokens"] == 0
     assert client.lookup(*asked, cache_salt="other", tags={"team": "a"})["hit_tokens"] == 0
@@ -189,7 +190,7 @@ def test_prefetch_brings_a_prompt_from_disk(store: TieredStore, client: Client) 
     store.drop(keys)
     begun = client.prefetch("a prompt that is on disk only", wait=LIMIT)
     assert begun == {"id": begun["id"], "done": True, "found_tokens": 29, "ready_tokens": 29}
-    assert client.lookup("a prompt that is on disk only")["sources"] == {"cpu": 29}
+    assert client.lookup("a prompt that is on disk only")["sources"] == {"cpu": 28}
     assert client.prefetched(begun["id"]) == begun
     assert store.stats().leased == len(keys), "it is kept"
     assert client.cancel(begun["id"]) == {"id": begun["id"], "cancelled": True}
@@ -205,7 +206,7 @@ def test_what_a_neighbour_has_stored_is_found(store: TieredStore, client: Client
     neighbour = TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()), [other])
     put(neighbour, "stored by another engine")
     neighbour.close()
-    assert client.lookup("stored by another engine")["sources"] == {"disk": 24}
+    assert client.lookup("stored by another engine")["sources"] == {"disk": 23}
     assert client.prefetch("stored by another engine", wait=LIMIT)["ready_tokens"] == 24
 
 
@@ -223,7 +224,7 @@ def test_clear_deletes_a_prompt_or_everything(store: TieredStore, client: Client
     put(store, "the other prompt", "tenant")
     assert client.clear("the first prompt") == {"deleted_chunks": 4}
     assert client.lookup("the first prompt")["hit_tokens"] == 0
-    assert client.lookup("the other prompt", cache_salt="tenant")["hit_tokens"] == 16
+    assert client.lookup("the other prompt", cache_salt="tenant")["hit_tokens"] == 15
     assert client.clear()["deleted_chunks"] == 4
     assert store.drain(LIMIT)
     assert client.lookup("the other prompt", cache_salt="tenant")["hit_tokens"] == 0
@@ -236,7 +237,7 @@ def test_a_namespace_is_cleared_by_the_engine_that_shares_its_folder(tmp_path: P
     with closing(TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()), [disk])) as neighbour:
         put(neighbour, "of another model")
     put(store, "the first prompt")
-    clear = partial(clear_namespace, store, NAMESPACE.digest, str(tmp_path / "kv"))
+    clear = partial(clear_namespace, store.clear, NAMESPACE.digest, str(tmp_path / "kv"))
     server = AgentServer(lambda: application(service_of(store, clear_namespace=clear), TOKEN), Address("127.0.0.1:0"))
     with closing(server), Client(server.url, TOKEN) as client:
         for none in ("", "0123456789abcdef"):
@@ -246,7 +247,7 @@ def test_a_namespace_is_cleared_by_the_engine_that_shares_its_folder(tmp_path: P
             client.clear("the first prompt", namespace=other.digest.hex())
         assert client.clear(namespace=other.digest.hex()[:12].upper()) == {"deleted_chunks": 4}
         assert not list((tmp_path / "kv" / other.digest.hex()).rglob("*.kv1"))
-        assert client.lookup("the first prompt")["hit_tokens"] == 16
+        assert client.lookup("the first prompt")["hit_tokens"] == 15
         assert client.clear(namespace=NAMESPACE.digest.hex()) == {"deleted_chunks": 4}
         assert client.lookup("the first prompt")["hit_tokens"] == 0
 
@@ -299,7 +300,7 @@ def test_the_async_client_does_the_same(store: TieredStore, server: AgentServer)
             assert begun["ready_tokens"] == 21
             return await asyncio.gather(*(client.lookup("asked by many at once") for _ in range(20)))
 
-    assert {answer["hit_tokens"] for answer in asyncio.run(ask())} == {21}
+    assert {answer["hit_tokens"] for answer in asyncio.run(ask())} == {20}
 
 
 @pytest.mark.parametrize("token", [None, "letmeout", "letmein2"])
@@ -331,6 +332,42 @@ def test_what_is_no_prompt_is_refused_with_the_reason(server: AgentServer, body:
         answer = httpx.post(f"{server.url}/v1/{path}", json=body, headers=headers)
         assert 400 <= answer.status_code < 500, answer.text
         assert answer.json()["detail"]
+
+
+def test_a_prompt_that_the_engine_does_not_take_is_refused(store: TieredStore) -> None:
+    put(store, "16 tokens it has")
+    server = AgentServer(lambda: application(service_of(store, longest=16), TOKEN), Address("127.0.0.1:0"))
+    with closing(server), Client(server.url, TOKEN) as client:
+        assert client.lookup("16 tokens it has")["hit_tokens"] == 15
+        for prompt in ("17 tokens it has.", [1] * 17, [{"role": "user", "content": "0123456789a"}]):
+            for call in (client.lookup, client.prefetch, client.pin, client.unpin, client.clear):
+                with pytest.raises(httpx.HTTPStatusError, match=r"400 .* 17 tokens, and this engine takes 16"):
+                    call(prompt)
+    assert store.stats().primary.chunks == 4
+
+
+def test_a_prefetch_that_waits_when_the_server_ends_is_told_so(slow: Gated, slow_server: AgentServer) -> None:
+    with Client(slow_server.url, TOKEN) as client, ThreadPoolExecutor() as pool:
+        answer = pool.submit(client.prefetch, "a prompt of 23 letters,", id="mine", wait=60)
+        with Client(slow_server.url, TOKEN) as other:
+            eventually(lambda: _is_known(other, "mine"), "it is known")
+        slow_server.close()
+        with pytest.raises(httpx.HTTPStatusError, match=r"503 .*the engine is shutting down"):
+            answer.result(LIMIT)
+
+
+def test_a_wait_is_no_idle_connection(slow: Gated, slow_server: AgentServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take longer than a request may take to arrive."""
+    monkeypatch.setattr(lmkv.agent.connection, "REQUEST_SECONDS", 0.05)
+    with Client(slow_server.url, TOKEN) as client, ThreadPoolExecutor() as pool:
+        answer = pool.submit(client.prefetch, "a prompt of 23 letters,", id="mine", wait=60)
+        eventually(lambda: any(map(_is_over, list(slow_server._server.server_state.connections))), "its time is over")
+        slow.open()
+        assert answer.result(LIMIT)["ready_tokens"] == 23
+
+
+def _is_over(connection: Any) -> bool:
+    return connection._limit is not None and connection._limit.when() + 0.1 < connection.loop.time()
 
 
 def test_a_prompt_in_two_ways_is_refused(service: CacheService) -> None:
@@ -385,7 +422,7 @@ class TestUnixSockets:
         server = AgentServer(lambda: application(service, None), Address(f"unix:{path}"))
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with Client(server.url) as client:
-            assert client.lookup("16 tokens it has")["hit_tokens"] == 16
+            assert client.lookup("16 tokens it has")["hit_tokens"] == 15
         server.close()
         assert not path.exists()
 

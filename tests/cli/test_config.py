@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from lmkv.cli.app import app
 from lmkv.config import Config
+from tests.kit import LIMIT
 
 THEIRS = """\
 chunk_size: 128
@@ -33,6 +37,17 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "lmcache_config.yaml"
     path.write_text(THEIRS)
     return path
+
+
+@contextmanager
+def piped(folder: Path, content: str) -> Iterator[Path]:
+    """A file that can be read once, as a shell's <(...) is."""
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(content,), daemon=True)
+    writer.start()
+    yield pipe
+    writer.join(LIMIT)
 
 
 def run(*arguments: str | Path, **env: str) -> Result:
@@ -197,3 +212,30 @@ def test_the_command_is_installed(file: Path) -> None:
     command = [Path(sys.executable).with_name("lmkv"), "config", "check", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+class TestPipes:
+    """A file is read once, or a pipe would be empty the second time."""
+
+    @pytest.mark.parametrize(("content", "whose"), [(THEIRS, "LMCache's"), ("pin_ttl: 5\n", "lmkv's")])
+    def test_check(self, tmp_path: Path, content: str, whose: str) -> None:
+        with piped(tmp_path, content) as pipe:
+            done = run("check", pipe)
+        assert (done.exit_code, whose in done.stdout, "pin_ttl" in done.stdout) == (0, True, True)
+
+    def test_check_refuses_what_is_wrong_in_it(self, tmp_path: Path) -> None:
+        with piped(tmp_path, "pin_ttl: 0\n") as pipe:
+            done = run("check", pipe)
+        assert (done.exit_code, "pin_ttl" in done.stderr) == (1, True)
+
+    def test_migrate(self, tmp_path: Path) -> None:
+        with piped(tmp_path, THEIRS) as pipe:
+            done = run("migrate", pipe)
+        assert (done.exit_code, "pin_ttl: 60.0" in done.stdout) == (0, True)
+
+
+@pytest.mark.parametrize("command", [["config", "show"], ["doctor"]])
+def test_brackets_without_end_are_no_traceback(command: list[str]) -> None:
+    done = CliRunner().invoke(app, [*command, "--extra", "[" * 100_000])
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit)
+    assert "nested too deeply" in done.stderr

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -159,6 +161,14 @@ def test_clear_asks_first(tmp_path: Path, fill: Fill) -> None:
     assert stored(tmp_path, SMALL, keys) == [False, False]
     assert answer("clear", tmp_path, "--yes")["chunks"] == 2
     assert stored(tmp_path, LARGE, others) == [False, False]
+
+
+def test_the_question_is_no_part_of_the_answer(tmp_path: Path, fill: Fill) -> None:
+    fill(SMALL, 2)
+    command = [sys.executable, "-c", "from lmkv.cli import main; main()", "clear", str(tmp_path), "--json"]
+    done = subprocess.run(command, input="y\n", capture_output=True, text=True, timeout=500, check=True)
+    assert json.loads(done.stdout)["chunks"] == 2
+    assert "Delete 2 chunks" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -61,22 +61,22 @@ def url(store: TieredStore) -> Iterator[str]:
 
 
 def test_lookup_takes_texts_standard_input_and_tokens(store: TieredStore, url: str) -> None:
-    assert says("lookup", TEXT, "--url", url) == "0 of 24 tokens are stored"
+    assert says("lookup", TEXT, "--url", url) == "0 of 24 tokens would be loaded"
     put(store, TEXT)
-    found = "24 of 24 tokens are stored: 24 in cpu"
+    found = "23 of 24 tokens would be loaded: 23 from cpu"
     assert says("lookup", TEXT, "--url", url) == found
     assert says("lookup", "--url", url, typed=TEXT) == found
     assert says("lookup", "-", "--url", url, typed=TEXT) == found
     for tokens in (",".join(map(str, TEXT.encode())), str(list(TEXT.encode()))):
         assert says("lookup", "--tokens", tokens, "--url", url) == found
     answer = json.loads(says("lookup", TEXT, "--url", url, "--json"))
-    assert answer == {"total_tokens": 24, "hit_tokens": 24, "sources": {"cpu": 24}}
+    assert answer == {"total_tokens": 24, "hit_tokens": 23, "sources": {"cpu": 23}}
 
 
 def test_salts_and_tags_are_the_requests(store: TieredStore, url: str) -> None:
     put(store, TEXT, "tenant", team="a")
     apart = ("--cache-salt", "tenant", "--tag", "team=a")
-    assert says("lookup", TEXT, *apart, "--url", url).startswith("24 of 24")
+    assert says("lookup", TEXT, *apart, "--url", url).startswith("23 of 24")
     assert says("lookup", TEXT, "--url", url).startswith("0 of 24")
     assert "NAME=VALUE" in refused("lookup", TEXT, "--tag", "team", "--url", url, code=2)
 
@@ -103,7 +103,7 @@ def test_clear_deletes_a_prompt_or_asks_first(store: TieredStore, url: str) -> N
 
 def test_clear_deletes_a_namespace(store: TieredStore) -> None:
     put(store, TEXT)
-    clear = partial(clear_namespace, store, NAMESPACE.digest, None)
+    clear = partial(clear_namespace, store.clear, NAMESPACE.digest, None)
     with serving(service_of(store, clear_namespace=clear)) as (server,):
         words = ("clear", "--url", server.url, "--namespace")
         own = NAMESPACE.digest.hex()[:12]
@@ -130,9 +130,9 @@ def test_several_engines_have_a_line_each(store: TieredStore, tmp_path: Path) ->
         other = stack.enter_context(store_over(tmp_path / "other"))
         servers: list[AgentServer] = stack.enter_context(serving(service_of(store), service_of(other)))
         url = servers[0].url
-        lines = ["engine 0: 24 of 24 tokens are stored: 24 in cpu", "engine 1: 0 of 24 tokens are stored"]
+        lines = ["engine 0: 23 of 24 tokens would be loaded: 23 from cpu", "engine 1: 0 of 24 tokens would be loaded"]
         assert says("lookup", TEXT, "--url", url).splitlines() == lines
-        assert says("lookup", TEXT, "--url", url, "--engine", 1) == "0 of 24 tokens are stored"
+        assert says("lookup", TEXT, "--url", url, "--engine", 1) == "0 of 24 tokens would be loaded"
         servers[1].close()
         assert "engine 1: away: ConnectError" in run("lookup", TEXT, "--url", url).stdout
         assert "away" in says("top", url)

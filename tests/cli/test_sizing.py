@@ -182,3 +182,9 @@ class TestDoctor:
         words = {word for found in findings for word in f"{found.name} {found.value} {found.note}".split()}
         assert max(map(len, printed.splitlines())) <= 80
         assert words <= set(printed.split())
+
+
+def test_brackets_without_end_are_refused(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="cannot be read"):
+        kv_size(folder)

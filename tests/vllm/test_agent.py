@@ -38,11 +38,11 @@ def test_a_prompt_is_prefetched_from_disk_before_its_request(
             assert client.lookup(TEXT) == {"total_tokens": len(ids), "hit_tokens": 0, "sources": {}}
             cold = first.run([ids])[0]
             assert first.store.drain(LIMIT)
-            assert client.lookup(TEXT)["hit_tokens"] == len(ids)
+            assert client.lookup(TEXT)["hit_tokens"] == len(ids) - 1, "as a request does"
             # As if it had been evicted.
             first.store.drop(first.connector._scheduler.keys_of(ids, None, {}))
             first.forget_local()
-            assert client.lookup(ids)["sources"] == {"disk": len(ids)}
+            assert client.lookup(ids)["sources"] == {"disk": len(ids) - 1}
             assert client.prefetch(TEXT, wait=LIMIT)["ready_tokens"] == len(ids)
             warm = first.run([ids])[0]
             assert external_hits(warm) == len(ids) - 1
@@ -58,6 +58,12 @@ def test_a_prompt_is_prefetched_from_disk_before_its_request(
             total = client.lookup(messages)["total_tokens"]
             assert total > len(TEXT)
             assert client.lookup(messages, chat_template_kwargs={"add_generation_prompt": True})["total_tokens"] > total
+            with pytest.raises(httpx.HTTPStatusError, match=r"400 .*max_length, padding"):
+                client.lookup(messages, chat_template_kwargs={"padding": "max_length", "max_length": 50_000_000})
+            with pytest.raises(
+                httpx.HTTPStatusError, match=r"400 .* tokens, and this engine takes .* \(max_model_len\)"
+            ):
+                client.lookup(TEXT * 100)
             client.clear()
             first.forget_local()
             assert external_hits(first.run([ids])[0]) == 0
@@ -81,7 +87,9 @@ def test_one_address_answers_for_both_engines_of_a_server(model: Path, tmp_path:
     with serving_together(made) as (server,), Client(f"unix:{path}") as client:
         eventually(lambda: len(client.stats().get("engines", ())) == 2, "the second engine's announcement")
         complete(0)
-        eventually(lambda: client.lookup(TEXT, engine=1)["sources"] == {"disk": len(TEXT)}, "the chunks on the disk")
+        eventually(
+            lambda: client.lookup(TEXT, engine=1)["sources"] == {"disk": len(TEXT) - 1}, "the chunks on the disk"
+        )
         ready = client.prefetch(TEXT, wait=LIMIT, engine=1)
         assert ready["ready_tokens"] == len(TEXT)
         answer = complete(1)

@@ -6,7 +6,9 @@ its own, and processes that end with it.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,16 +96,53 @@ def test_prefill_and_decode_apart(example: str, model: Path, tmp_path: Path) -> 
     assert other["kv_transfer_params"]["lmkv"]["sources"] == {}, "it came from the other engine, not from lmkv"
 
 
+def environment(text: str) -> dict[str, str]:
+    import yaml
+
+    (app,) = yaml.safe_load(text)["applications"]
+    found: dict[str, str] = app["runtime_env"]["env_vars"]
+    return found
+
+
+def in_python(example: str, *, cpu: bool) -> dict[str, str]:
+    """The variables of the example from Python, whose module needs Ray: read from its source."""
+    tree = ast.parse((EXAMPLES / example.replace(".yaml", ".py")).read_text())
+    [found] = [
+        pair[1]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+        for pair in zip(node.keys, node.values, strict=True)
+        if isinstance(pair[0], ast.Constant) and pair[0].value == "env_vars"
+    ]
+    variables: dict[str, str] = eval(compile(ast.Expression(found), example, "eval"), {"cpu": cpu})
+    return variables
+
+
 @pytest.mark.parametrize("example", ["offloading.yaml", "prefill_decode.yaml"])
-def test_without_its_lines_for_a_cpu_a_file_is_for_a_gpu(example: str) -> None:
+def test_a_file_is_for_a_cpu_and_with_two_changes_for_a_gpu(example: str) -> None:
     import yaml
     from vllm.config import KVTransferConfig
 
-    lines = (EXAMPLES / example).read_text().splitlines()
-    (app,) = yaml.safe_load("\n".join(line for line in lines if not line.endswith("# CPU")))["applications"]
-    assert not [name for name in app["runtime_env"]["env_vars"] if name.startswith("VLLM_CPU")]
+    edits = re.search(r"sed (-e .+)$", (ROOT / "docs" / "ray.md").read_text(), re.MULTILINE)
+    assert edits
+    command = f"sed {edits[1].partition(' examples/')[0]} {EXAMPLES / example}"
+    for_gpu = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
+    assert environment((EXAMPLES / example).read_text()) == in_python(example, cpu=True)
+    assert environment(for_gpu) == in_python(example, cpu=False)
+    (app,) = yaml.safe_load(for_gpu)["applications"]
     for config in app["args"].get("llm_configs") or app["args"].values():
         assert config.keys() == {"model_loading_config", "engine_kwargs"}
         transfer = KVTransferConfig(**config["engine_kwargs"]["kv_transfer_config"])
         for child in transfer.kv_connector_extra_config.get("connectors", ()):
             KVTransferConfig(**child)
+
+
+def test_what_the_page_asks_the_small_model_has_as_many_tokens_as_it_says() -> None:
+    page = (ROOT / "docs" / "ray.md").read_text()
+    for variable, prompt in (("PROMPT", PROMPT), ("OTHER", OTHER)):
+        [line] = [line for line in page.splitlines() if line.startswith(f"{variable}=")]
+        done = subprocess.run(
+            ["bash", "-c", f'{line}; printf %s "${variable}"'], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == prompt.strip()
+    assert (len(PROMPT), len(OTHER)) == (1200, 1280), "a token for each letter"

@@ -1,4 +1,4 @@
-"""Tests whether a folder works as a disk tier, and leaves it as it was."""
+"""Tests whether a folder works as a disk tier, or a store as a remote one, and leaves it as it was."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -13,12 +14,15 @@ from attrs import frozen
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.layout import ALIGNMENT
+from lmkv.config import Config
+from lmkv.config.remote_url import SCHEMES
 from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Backend, Chunk
 
 _KEY = bytes(32)
 _PAYLOAD_PAGES = 16
+_PATIENCE = 5.0
 
 
 @frozen
@@ -46,6 +50,30 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
         return FolderFacts(str(tried), shutil.disk_usage(tried).free, backend.direct_io)
 
 
+def try_remote(url: str) -> None:
+    """Store one chunk in the remote store at `url`, read it and delete it; name and password are lmkv's settings.
+
+    Raises `ConfigError`, or a `BackendError` within seconds when the store does not answer, or refuses.
+    """
+    config = Config.load(extra={"remote_url": url})
+    [where] = config.remote_url
+    backend = import_module(f"lmkv.backends.remote.{SCHEMES[where.scheme]}").open_url(
+        where.text,
+        os.urandom(32),
+        username=config.remote_username,
+        password=config.password,
+        prefix=config.remote_prefix,
+        timeout=_PATIENCE,
+    )
+    try:
+        # First: whoever does not answer this is not asked for more.
+        backend.contains([_KEY])
+        _round_trip(backend)
+        backend.delete([_KEY])
+    finally:
+        backend.close()
+
+
 def _existing(path: Path) -> Path:
     found = next(place for place in (path, *path.parents) if place.exists())
     if not found.is_dir():
@@ -53,7 +81,7 @@ def _existing(path: Path) -> Path:
     return found
 
 
-def _round_trip(backend: LocalDiskBackend) -> None:
+def _round_trip(backend: Backend) -> None:
     size = _PAYLOAD_PAGES * ALIGNMENT
     # Memory that is aligned to pages, because O_DIRECT is used for no other.
     with mmap.mmap(-1, size) as given, mmap.mmap(-1, size) as returned:

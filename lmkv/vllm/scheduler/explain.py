@@ -32,7 +32,7 @@ class EvictionLog:
         self._removed: dict[str, OrderedDict[bytes, float]] = {}
 
     def stored(self, tier: str, key: ChunkKey) -> None:
-        for removed in self._removed.values():
+        for removed in list(self._removed.values()):
             removed.pop(key[:_SHORT], None)
 
     def removed(self, tier: str, key: ChunkKey) -> None:
@@ -42,8 +42,9 @@ class EvictionLog:
         if removed is None:
             removed = self._removed[tier] = OrderedDict()
         short = key[:_SHORT]
+        # In two steps that another thread's `forget` may come between.
+        removed.pop(short, None)
         removed[short] = self._clock()
-        removed.move_to_end(short)
         if len(removed) > self._size:
             removed.popitem(last=False)
 
@@ -53,9 +54,13 @@ class EvictionLog:
         found = max(((when, tier) for when, tier in times if when is not None), default=None)
         return None if found is None else (found[1], self._clock() - found[0])
 
-    def clear(self) -> None:
+    def forget(self, keys: Sequence[ChunkKey] | None = None) -> None:
+        """What a caller has deleted was not evicted. `keys`: None for all. On any thread."""
+        if keys is None:
+            self._removed = {}
         for removed in list(self._removed.values()):
-            removed.clear()
+            for key in keys or ():
+                removed.pop(key[:_SHORT], None)
 
 
 class FirstChunks:
@@ -95,7 +100,7 @@ class Explainer:
 
     def clear(self) -> None:
         """All was deleted: what was evicted before explains nothing any more."""
-        self.evictions.clear()
+        self.evictions.forget()
         self.first_chunks.clear()
 
     def explain(self, state: RequestState, keys: Sequence[ChunkKey], end: int, *, few: bool, late: bool) -> Miss | None:

@@ -303,6 +303,10 @@ class Scheduler:
             # What is running was computed before the reset, perhaps with other weights.
             state.options.skip_save = state.options.skip_load = True
 
+    def forget_evictions(self, keys: Sequence[ChunkKey] | None = None) -> None:
+        """Chunks, or all, were deleted by a caller: nothing evicted them. On any thread."""
+        self._explainer.evictions.forget(keys)
+
     def take_samples(self) -> Values:
         """What was counted since the last call."""
         return self._telemetry.take()

@@ -9,6 +9,7 @@ import pytest
 
 from lmkv.agent.client import Client
 from lmkv.agent.explain import ADVICE
+from lmkv.agent.service import Prompt
 from lmkv.cli.top import shortened
 from lmkv.vllm.metrics import REASONS
 from lmkv.vllm.scheduler.recent import RecentRequests
@@ -104,6 +105,51 @@ def test_an_evicted_prompt_is_explained_with_its_tier_and_time() -> None:
         assert f"{len(PROMPT) - 1} were missed: evicted from cpu 10" in explained["explanation"]
         assert service.explain("cmpl-again") is not None
         assert [service.explain(other) for other in ("cmpl-aga", "cmpl", "cmpl-again-0-1a2b3c4", ".*")] == [None] * 4
+
+
+@pytest.mark.parametrize("prompt", [None, Prompt(tokens=PROMPT, cache_salt="a")], ids=["everything", "a prompt"])
+def test_what_a_caller_has_deleted_was_not_evicted(engine: SimulatedVLLM, prompt: Prompt | None) -> None:
+    service = service_of_scheduler(engine.scheduler, CHUNK)
+    serve(engine, "first", PROMPT)
+    assert service.clear(prompt)["deleted_chunks"] > 0
+    serve(engine, "again", PROMPT)
+    explained = service.explain("again")
+    assert explained is not None
+    assert explained["missed"]["reason"] == "not_stored"
+    assert "evicted" not in explained["explanation"]
+
+
+def test_a_call_with_several_prompts_and_answers_has_a_part_for_each(engine: SimulatedVLLM) -> None:
+    """Named as vLLM does: the number of the answer, the id, the number of the prompt, eight letters."""
+    ids = [f"{answer}cmpl-many-{prompt}-1a2b3c4d" for prompt in (0, 1) for answer in ("1_", "0_")]
+    for number, name in enumerate([*ids, "0_chatcmpl-one-9f8e7d6c", "1_chatcmpl-one-9f8e7d6c"]):
+        serve(engine, name, PROMPT[: len(PROMPT) - number])
+    service = service_of_scheduler(engine.scheduler, CHUNK)
+    explained = service.explain("cmpl-many")
+    assert explained is not None
+    parts = [part["request"] for part in explained["parts"]]
+    assert parts == [f"{answer}cmpl-many-{prompt}-1a2b3c4d" for prompt in (0, 1) for answer in ("0_", "1_")]
+    assert explained["request"] == parts[0]
+    assert all(part["explanation"] for part in explained["parts"])
+    one = service.explain("chatcmpl-one")
+    assert one is not None
+    assert [part["request"][:2] for part in one["parts"]] == ["0_", "1_"]
+    prompt = service.explain("cmpl-many-1")
+    assert prompt is not None
+    assert len(prompt["parts"]) == 2
+    exact = service.explain("1_chatcmpl-one-9f8e7d6c")
+    assert exact is not None
+    assert "parts" not in exact
+    with serving(service) as (server,), Client(server.url, TOKEN) as client:
+        assert [part["engine"] for part in client.explain("cmpl-many")["parts"]] == [0] * 4
+
+
+def test_of_two_calls_with_one_id_the_later_is_explained(engine: SimulatedVLLM) -> None:
+    serve(engine, "mine-0-11111111", PROMPT)
+    serve(engine, "mine-0-22222222", PROMPT)
+    explained = service_of_scheduler(engine.scheduler, CHUNK).explain("mine")
+    assert explained is not None
+    assert (explained["request"], "parts" in explained) == ("mine-0-22222222", False)
 
 
 def test_every_reason_has_its_advice() -> None:

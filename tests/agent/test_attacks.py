@@ -1,0 +1,268 @@
+"""Callers without a token, through real sockets: what they hold is bounded, and others are answered meanwhile."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+import lmkv.agent.connection
+import lmkv.agent.pace
+from lmkv.agent.client import Client
+from lmkv.agent.connection import Connection, most_connections
+from lmkv.agent.http import Address, AgentServer, application
+from lmkv.agent.pace import paced_loop
+from lmkv.store.tiered import TieredStore
+from tests.agent.serving import TOKEN, service_of, store_over
+from tests.kit import LIMIT, eventually
+
+OWN = f"Authorization: Bearer {TOKEN}\r\n".encode()
+HOST = b"Host: x\r\n"
+BLOCK = b"a" * (1 << 16)
+MOST_SENT = 1 << 26
+"""Bytes that no attack gets rid of: sockets have a few million of them on their way."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    with store_over(tmp_path / "kv") as store:
+        yield store
+
+
+@pytest.fixture
+def server(store: TieredStore) -> Iterator[AgentServer]:
+    with closing(AgentServer(lambda: application(service_of(store), TOKEN), Address("127.0.0.1:0"))) as server:
+        yield server
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for a request is over soon."""
+    monkeypatch.setattr(lmkv.agent.connection, "REQUEST_SECONDS", 0.1)
+
+
+def connect(server: AgentServer) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), LIMIT)
+    connection.settimeout(LIMIT)
+    return connection
+
+
+def connections(server: AgentServer) -> list[Connection]:
+    return [each for each in server._server.server_state.connections if isinstance(each, Connection)]
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    found = b""
+    with suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            found += part
+    return found
+
+
+def one_answer(connection: socket.socket) -> bytes:
+    """As long as its header says, while the connection stays open."""
+    found = b""
+    while b"\r\n\r\n" not in found:
+        part = connection.recv(1 << 16)
+        assert part, found
+        found += part
+    head, _, body = found.partition(b"\r\n\r\n")
+    length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line)
+    while len(body) < length:
+        body += connection.recv(1 << 16)
+    return head
+
+
+@pytest.mark.parametrize(
+    ("beginning", "more"),
+    [
+        (b"GET / HTTP/1.1\r\nX: ", BLOCK),
+        (b"GET /", BLOCK),
+        (b"GET / HTTP/1.1\r\n", b"X: a\r\n" * 10_000),
+        (b"GET /", b"%"),
+        (b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n", BLOCK),
+        (b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 10_000),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 10_000),
+        (b"POST /nothing HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"ffff\r\n" + BLOCK[1:] + b"\r\n"),
+        (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000),
+        (b"", b"\r\n" * 10_000),
+        (b"", b"\0" * 10_000),
+    ],
+    ids=["header", "path", "headers", "escapes", "body", "chunks", "page", "no page", "pipelined", "lines", "zeros"],
+)
+def test_what_has_no_end_is_cut_off(server: AgentServer, beginning: bytes, more: bytes) -> None:
+    with connect(server) as connection:
+        with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012
+            connection.sendall(beginning)
+            for _ in range(MOST_SENT // len(more)):
+                connection.sendall(more)
+        with Client(server.url, TOKEN) as client:
+            assert client.stats()["tiers"]
+        eventually(lambda: len(connections(server)) <= 1, "the attacker's connection is closed")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET",
+        b"GET / HTTP/1.1\r\nX: a",
+        b"POST /v1/lookup HTTP/1.1\r\n" + HOST + OWN + b"Content-Length: 100\r\n\r\n{",
+        b"POST /v1/lookup HTTP/1.1\r\n" + HOST + OWN + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab",
+    ],
+    ids=["nothing", "a word", "half a header", "half a body", "half a chunk"],
+)
+@pytest.mark.parametrize("goes_on", [False, True], ids=["silent", "slow"])
+@pytest.mark.usefixtures("impatient")
+def test_half_a_request_is_given_a_time(server: AgentServer, sent: bytes, goes_on: bool) -> None:
+    ended = threading.Event()
+    with connect(server) as connection:
+
+        def send_slowly() -> None:
+            with suppress(OSError):
+                while not ended.wait(0.01):
+                    connection.sendall(b"a")
+
+        connection.sendall(sent)
+        slow = threading.Thread(target=send_slowly)
+        if goes_on:
+            slow.start()
+        rest(connection)
+        ended.set()
+        if goes_on:
+            slow.join(LIMIT)
+    eventually(lambda: not connections(server), "it is forgotten")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_connection_that_is_kept_is_not_kept_for_ever(server: AgentServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"GET /v1/stats HTTP/1.1\r\n" + HOST + OWN + b"\r\n")
+        assert one_answer(connection).startswith(b"HTTP/1.1 200")
+        assert rest(connection) == b""
+
+
+def test_who_has_the_token_keeps_the_connection_and_others_do_not(server: AgentServer) -> None:
+    with connect(server) as connection:
+        for _ in range(3):
+            connection.sendall(b"GET /v1/stats HTTP/1.1\r\n" + HOST + OWN + b"\r\n")
+            assert one_answer(connection).startswith(b"HTTP/1.1 200")
+    for path in (b"/", b"/openapi.json", b"/nothing", b"/v1/stats"):
+        with connect(server) as connection:
+            connection.sendall((b"GET " + path + b" HTTP/1.1\r\n" + HOST + b"\r\n") * 5)
+            assert rest(connection).count(b"HTTP/1.1 ") == 1
+
+
+def test_connections_are_few_and_strangers_give_way(server: AgentServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmkv.agent.connection, "REQUEST_SECONDS", LIMIT)
+    files = len(os.listdir("/proc/self/fd"))
+    asked = b"GET /v1/stats HTTP/1.1\r\n" + HOST + OWN + b"\r\n"
+    with ExitStack() as stack, connect(server) as known:
+        known.sendall(asked)
+        assert one_answer(known).startswith(b"HTTP/1.1 200")
+        [own] = connections(server)
+        for _ in range(2 * most_connections()):
+            stack.enter_context(connect(server)).sendall(b"GET / HTTP/1.1\r\nX: ")
+        eventually(lambda: len(connections(server)) == most_connections(), "there are as many as there may be")
+        # Those of the clients, who are here, too, and the server's.
+        most = files + 3 * most_connections() + 5
+        eventually(lambda: len(os.listdir("/proc/self/fd")) <= most, "the others are closed")
+        known.sendall(asked)
+        assert one_answer(known).startswith(b"HTTP/1.1 200"), "who has shown the token keeps the connection"
+        assert own in connections(server)
+        with Client(server.url, TOKEN) as late:
+            assert late.stats()["tiers"]
+    eventually(lambda: not connections(server), "all have gone")
+
+
+@pytest.mark.parametrize(("files", "most"), [(256, 32), (1 << 20, 128)])
+def test_connections_leave_files_to_the_engine(files: int, most: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, hard) if hard >= 0 else files, hard))
+    try:
+        assert most_connections() == most if files <= hard or hard < 0 else most_connections() <= most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_nothing_of_a_stranger_is_logged_a_line_each(
+    server: AgentServer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for sent in (b"\0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\n\r\n"):
+        with connect(server) as connection:
+            connection.sendall(sent)
+            assert rest(connection)
+    assert caplog.messages == []
+    assert capfd.readouterr().err == ""
+
+
+class TestPace:
+    @pytest.fixture
+    def clocks(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        """Clocks that stand still; pauses move them."""
+        clocks = SimpleNamespace(computed=0.0, now=0.0, pauses=[])
+
+        def sleep(seconds: float) -> None:
+            clocks.pauses.append(seconds)
+            clocks.now += seconds
+
+        time: Any = SimpleNamespace(thread_time=lambda: clocks.computed, monotonic=lambda: clocks.now, sleep=sleep)
+        monkeypatch.setattr(lmkv.agent.pace, "time", time)
+        return clocks
+
+    def test_a_loop_takes_a_tenth_at_most(self, clocks: SimpleNamespace) -> None:
+        loop = paced_loop()
+
+        def compute(left: int) -> None:
+            clocks.computed += 0.02
+            clocks.now += 0.02
+            if left:
+                loop.call_soon(compute, left - 1)
+            else:
+                loop.stop()
+
+        loop.call_soon(compute, 500)
+        loop.run_forever()
+        loop.close()
+        assert 0.09 < (clocks.computed - 0.5) / clocks.now <= 0.101
+        assert max(clocks.pauses) <= 1.0
+
+    def test_one_that_has_little_to_do_never_pauses(self, clocks: SimpleNamespace) -> None:
+        loop = paced_loop()
+
+        def compute(left: int) -> None:
+            clocks.computed += 0.01
+            clocks.now += 0.11
+            if left:
+                loop.call_soon(compute, left - 1)
+            else:
+                loop.stop()
+
+        loop.call_soon(compute, 500)
+        loop.run_forever()
+        loop.close()
+        assert clocks.pauses == []
+
+
+def test_a_server_is_served_by_such_a_loop(server: AgentServer) -> None:
+    with connect(server):
+        eventually(lambda: bool(connections(server)))
+        [one] = connections(server)
+        assert type(one.loop._selector).__module__ == lmkv.agent.pace.__name__  # type: ignore[attr-defined]
+
+
+def test_an_answer_without_the_token_says_that_the_connection_ends(server: AgentServer) -> None:
+    with httpx.Client(base_url=server.url, trust_env=False) as client:
+        for path, status in (("/v1/stats", 401), ("/", 200), ("/nothing", 404)):
+            answer = client.get(path)
+            assert (answer.status_code, answer.headers["connection"]) == (status, "close")
