@@ -66,25 +66,25 @@ BUDGET = {
     "errors": 60,
     "outcomes": 50,
     "protocols": 90,
-    "config": 620,
+    "config": 624,
     "build": 100,
     "engine": 345,
     "registry": 30,
     "chunks": 502,
     "memory": 1084,
     "policies": 165,
-    "store": 990,
-    "store.tiers": 1125,
+    "store": 1022,
+    "store.tiers": 1131,
     "backends": 375,
     "backends.disk": 740,
     "backends.remote": 1405,
-    "agent": 740,
-    "vllm": 1588,
-    "vllm.scheduler": 1475,
+    "agent": 886,
+    "vllm": 1639,
+    "vllm.scheduler": 1569,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 11460
+WHOLE = 11819
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
