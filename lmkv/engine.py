@@ -184,9 +184,11 @@ class Engine:
         config = Config.load() if config is None else config
         if not isinstance(config, Config):
             raise UsageError(f"config must be a Config, as Config.load(...) makes one, not {shown(config)}")
-        if not isinstance(kv_caches, Iterable):
-            raise UsageError(f"kv_caches must be tensors, one per layer, not a {type(kv_caches).__name__}")
-        tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
+        try:
+            tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
+        except TypeError:
+            given = "tensor without dimensions" if isinstance(kv_caches, torch.Tensor) else type(kv_caches).__name__
+            raise UsageError(f"kv_caches must be tensors, one per layer, not a {given}") from None
         names = (list(kv_caches),) if isinstance(kv_caches, Mapping) else ()
         memory = PagedMemory.of(tensors, block_axis=block_axis)
         layout = memory.layout(config.chunk_size, [_positive(block_size, "block_size")])
@@ -231,7 +233,8 @@ class Engine:
         """Store the KV of a prompt that lies in `blocks`, the first of which holds its first token.
 
         Only whole chunks that `blocks` covers are stored; those already in some tier are not copied again.
-        Returns how many leading tokens are in the store now: fewer than covered when there was no room.
+        Returns how many leading tokens are in the store now: fewer than covered when there was no room, or while
+        another thread is still storing some of them.
 
         Without `wait` it copies into host memory and returns; when lower tiers cannot follow, they miss some
         chunks. With it, it goes at their pace, for at most so many seconds, as do other threads' calls with
@@ -241,7 +244,7 @@ class Engine:
         deadline = time.monotonic() + _seconds(wait, "wait")
         done = self._store.match(keys)[1]
         if wait and not self._pace_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return done * self.chunk_size
+            return self._store.count_stored(keys[:done]) * self.chunk_size
         try:
             idle = False
             while done < len(keys):
@@ -257,7 +260,7 @@ class Engine:
         finally:
             if wait:
                 self._pace_lock.release()
-        return done * self.chunk_size
+        return self._store.count_stored(keys[:done]) * self.chunk_size
 
     def _store_window(self, tokens: Tokens, blocks: list[int], keys: Sequence[ChunkKey], first: int, end: int) -> int:
         """Store chunks [first, end) as far as there are slots; how many need nothing more."""
@@ -365,6 +368,8 @@ class Engine:
             with self._copy_lock:
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
+            # Others were to store some of them, and may not have done it, or not yet.
+            writer.tokens = self._store.count_stored(keys) * self.chunk_size
 
     def _request(self, tokens: Tokens, blocks: Sequence[int], variant: Variant) -> tuple[list[ChunkKey], list[int]]:
         """The keys of the whole chunks that `blocks` covers, and the block ids as plain ints."""
@@ -433,7 +438,7 @@ class Engine:
         self._check_open()
         keys = self.keys(tokens, variant)
         self._discover(keys, timeout)
-        return self._store.match(keys)[1] * self.chunk_size
+        return self._store.count_stored(keys) * self.chunk_size
 
     def _discover(self, keys: Sequence[ChunkKey], timeout: float) -> None:
         seconds, discovery = _seconds(timeout, "timeout"), self._store.discover(keys)

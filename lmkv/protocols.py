@@ -57,7 +57,8 @@ class Backend(Protocol):
     def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
         """Fill each caller-owned buffer with its chunk; a buffer's content is undefined unless HIT.
 
-        A buffer's length is the chunk's payload length; a stored chunk of another length is FAILED.
+        A buffer's length is the chunk's payload length; a stored chunk of another length is FAILED. FAILED with a
+        `CorruptChunkError` says that the bytes are wrong, and the chunk is deleted; any other error may pass.
         """
         ...
 

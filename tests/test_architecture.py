@@ -66,17 +66,17 @@ BUDGET = {
     "errors": 60,
     "outcomes": 50,
     "protocols": 90,
-    "config": 624,
+    "config": 640,
     "build": 100,
-    "engine": 345,
+    "engine": 347,
     "registry": 30,
     "chunks": 502,
-    "memory": 1084,
+    "memory": 1116,
     "policies": 165,
-    "store": 1022,
-    "store.tiers": 1131,
+    "store": 1042,
+    "store.tiers": 1163,
     "backends": 375,
-    "backends.disk": 740,
+    "backends.disk": 924,
     "backends.remote": 1405,
     "agent": 886,
     "vllm": 1639,
@@ -84,7 +84,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 11820
+WHOLE = 12111
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -252,6 +252,12 @@ def test_what_is_no_paged_memory_is_refused(tensors: Any) -> None:
         open_engine(tensors)
 
 
+@pytest.mark.parametrize("given", [torch.tensor(1.0), None, 5, "layers"], ids=repr)
+def test_what_are_no_tensors_is_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"kv_caches|tensor"):
+        Engine.open(given, block_size=4, model="m", config=Config(max_local_cpu_size=0.001))
+
+
 @pytest.mark.parametrize("axis", [2, -1, None, "0"])
 def test_an_axis_without_blocks_is_refused(axis: Any) -> None:
     with pytest.raises(UsageError, match="block_axis"):

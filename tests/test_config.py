@@ -366,6 +366,29 @@ def test_shared_memory_is_a_folder_with_a_capacity() -> None:
         load(env={"LMKV_MAX_SHARED_MEMORY_SIZE": "10"})
 
 
+@pytest.mark.parametrize(
+    ("shared", "disk"),
+    [
+        *(("kv", "kv"), ("kv", "kv/disk"), ("kv/shm", "kv"), ("./kv", "other/../kv"), ("link", "kv"), ("link/a", "kv")),
+        *(("not/there", "not/there"), ("not", "not/there"), ("kv/a/b", "deep/link")),
+    ],
+)
+def test_two_tiers_have_folders_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str, disk: str) -> None:
+    """Otherwise each would evict the other's files, or count them."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("kv", "other", "deep"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "link").symlink_to("kv")
+    (tmp_path / "deep" / "link").symlink_to(tmp_path / "link" / "a")
+    sizes = {"max_shared_memory_size": 1, "max_local_disk_size": 1}
+    with pytest.raises(
+        ConfigError, match=r"keyword: local_disk = .* and shared_memory = .* \(by: keyword\) .* name two"
+    ):
+        load(shared_memory=shared, local_disk=disk, **sizes)
+    assert load(shared_memory="kv", local_disk="kv2", **sizes).local_disk == "kv2"
+    assert load(shared_memory=f"{tmp_path}/kv/a", local_disk="kv/b", **sizes).local_disk == "kv/b"
+
+
 def test_cross_checks_see_the_merge_and_not_a_single_source(file: Path) -> None:
     file.write_text("local_disk: /mnt\n")
     assert load(file=file, extra={"max_local_disk_size": 2}).max_local_disk_bytes == 2 * GIB

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,32 @@ def test_clear_forgets_everything_or_one_prompt(model: Model, tmp_path: Path) ->
         assert engine.stats().store.pinned == 0
 
 
+@pytest.mark.parametrize("everything", [True, False])
+def test_clear_frees_the_slots_of_prefetches_at_once(
+    cold: tuple[Engine, Gated], model: Model, everything: bool
+) -> None:
+    """Their time to live is over: so is that of a prefetch whose first chunk was among those of a prompt."""
+    engine, gated = cold
+    done = engine.prefetch(tokens(100))
+    assert done.wait(LIMIT)
+    gated.shut("read")
+    engine._store.drop(engine.keys(tokens(100))[4:])
+    under_way = engine.prefetch(tokens(100))
+    gated.waiting("read")
+    engine.clear(None if everything else tokens(16))
+    gated.open()
+    assert under_way.wait(LIMIT)
+    drain(engine)
+    assert_idle(engine._store)
+    other = tokens(100, seed=4)
+    stored(engine, model, other)
+    drain(engine)
+    engine._store.drop(engine.keys(other))
+    again = engine.prefetch(other)
+    assert again.wait(LIMIT)
+    assert again.tokens == 96, "no slot of the prefetches' share is taken"
+
+
 def test_stats_count_tokens_and_chunks(model: Model, tmp_path: Path) -> None:
     with open_engine(model, 16, disk(tmp_path)) as engine:
         prompt = tokens(50)
@@ -388,6 +415,23 @@ def test_a_piece_that_does_not_come_in_time_ends_the_prefix(model: Model, tmp_pa
         drain(engine)
         assert engine.retrieve(prompt, blocks) == 64
         assert_idle(engine._store)
+
+
+def test_what_another_thread_has_only_reserved_is_not_stored(engine: Engine, model: Model) -> None:
+    """It may fail, as it does here; or be done, and then all is there."""
+    prompt = tokens(48)
+    with suppress(RuntimeError), engine.store_layers(prompt[:32], blocks_of(32)):
+        assert engine.lookup(prompt) == 0
+        assert engine.store(prompt, blocks_of(48)) == 0
+        with engine.store_layers(prompt, blocks_of(48)) as writer:
+            pass
+        assert writer.tokens == 0
+        raise RuntimeError("the model failed")
+    assert engine.lookup(prompt) == 0
+    assert engine.store(prompt, blocks_of(48)) == 48
+    with engine.store_layers(prompt, blocks_of(48)) as writer:
+        pass
+    assert writer.tokens == 48
 
 
 # -- prefetch --------------------------------------------------------------------------------------------

@@ -19,6 +19,10 @@ from lmkv.protocols import Chunk, ChunkKey, Listed
 _SUFFIX = ".chunk"
 
 
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 class AsyncFileBackend:
     """The reference for backends that are written as coroutines; `AsyncAdapter` makes a `Backend` of it.
 
@@ -38,7 +42,8 @@ class AsyncFileBackend:
     Notes
     -----
     A file gets its name when it is complete and on the medium, and never changes afterwards. A file of
-    another length than the buffer is FAILED; bytes that changed on the medium are not detected.
+    another length than the buffer is FAILED; bytes that changed on the medium are not detected. Links are not
+    followed, but whose the folder is it does not ask.
 
     Examples
     --------
@@ -86,7 +91,7 @@ class AsyncFileBackend:
 
     async def _read(self, key: ChunkKey, into: memoryview) -> Read:
         try:
-            async with aiofiles.open(self._path(key), "rb") as file:
+            async with aiofiles.open(self._path(key), "rb", opener=_open_no_link) as file:
                 whole = os.fstat(file.fileno()).st_size == len(into) == await file.readinto(into)
         except FileNotFoundError:
             return MISS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,14 +13,17 @@ from attrs import define, field, frozen
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.chunkfile import ChunkFiles
 from lmkv.backends.disk.description import description
-from lmkv.backends.disk.fileio import opened, read_fully
+from lmkv.backends.disk.fileio import Folder, ShortReadError, read_fully
 from lmkv.backends.disk.folder import QUARANTINE, ChunkFolder
 from lmkv.backends.disk.namespaces import digests
+from lmkv.backends.disk.root import NotTrustedError, Root
 from lmkv.chunks import codec
 from lmkv.chunks.codec import Header
 from lmkv.chunks.format import ChunkFormat
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import Listed
+
+logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 4
 
@@ -49,39 +54,44 @@ class Totals:
 def contents(root: Path, beginning: str = "") -> Iterator[Content]:
     """The namespaces below a root whose digest has this beginning. Raises OSError."""
     for digest in digests(root, beginning):
-        yield _content(root, digest)
+        try:
+            yield _content(root, digest)
+        except NotTrustedError as error:
+            logger.warning("lmkv: left out: %s", error)
 
 
 def _content(root: Path, digest: bytes) -> Content:
-    folder = root / digest.hex()
-    chunks = sorted(ChunkFolder(str(root), digest).scan(), key=lambda chunk: chunk.last_used)
-    away = folder / QUARANTINE
-    return Content(root, digest, description(str(folder)), chunks, len(os.listdir(away)) if away.is_dir() else 0)
+    folder = ChunkFolder(Root.checked(root), digest)
+    chunks = sorted(folder.scan(), key=lambda chunk: chunk.last_used)
+    away = 0
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder.entered(QUARANTINE) as quarantine:
+        away = sum(1 for _ in quarantine.entries())
+    return Content(root, digest, description(folder.path), chunks, away)
 
 
 def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -> Totals:
     """Read every header, and every payload if wanted. A chunk that is deleted meanwhile does not count."""
-    folder, totals = ChunkFolder(str(content.root), content.digest), Totals()
+    folder, totals = ChunkFolder(Root.checked(content.root), content.digest), Totals()
     files = ChunkFiles(ChunkFormat(content.digest), sync="none", direct=False)
     for chunk in content.chunks:
-        path = folder.path_of(chunk.key)
         try:
-            header = files.header(path, chunk.key)
-            if payloads:
-                _verify(path, header)
+            with folder.place_of(chunk.key) as (place, name):
+                header = files.header(place, name, chunk.key)
+                if payloads:
+                    _verify(place, name, header)
             totals.tokens += len(header.tokens) // _TOKEN_BYTES
         except FileNotFoundError:
             pass
-        except (codec.FormatError, OSError) as error:
-            totals.damaged[path] = str(error)
+        except (codec.FormatError, ShortReadError, OSError) as error:
+            totals.damaged[folder.path_of(chunk.key)] = str(error)
         advance()
     return totals
 
 
-def _verify(path: str, header: Header) -> None:
-    """Check every checksum. Not as a reader does, whose reads count as uses. Raises FormatError or OSError."""
+def _verify(folder: Folder, name: str, header: Header) -> None:
+    """Check every checksum. Not as a reader does, whose reads count as uses. Raises what a reader raises."""
     size = header.segment_bytes
-    with opened(path, os.O_RDONLY) as fd:
+    with folder.opened(name, os.O_RDONLY) as fd:
         for segment, at in enumerate(range(0, header.payload_bytes, size)):
             part = memoryview(bytearray(min(size, header.payload_bytes - at)))
             read_fully(fd, [part], header.header_bytes + at)

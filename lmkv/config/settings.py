@@ -366,6 +366,10 @@ class Config:
     def __attrs_post_init__(self) -> None:
         self._check_folder("shared_memory", "max_shared_memory_size")
         self._check_folder("local_disk", "max_local_disk_size")
+        if self.shared_memory and self.local_disk and _nested(self.shared_memory, self.local_disk):
+            other = f"shared_memory = {shown(self.shared_memory)} (by: {self.source('shared_memory')})"
+            reason = "are one folder, or one is within the other: each would delete the other's chunks; name two apart"
+            self._refuse("local_disk", f"and {other} {reason}")
         for name in ("remote_password", "agent_token", "authentication_key"):
             if getattr(self, name) and getattr(self, f"{name}_file"):
                 self._refuse(f"{name}_file", f"and {name} are both given")
@@ -505,6 +509,26 @@ class Config:
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
         raise ConfigError(f"{self.source(name)}: {name} = {shown(getattr(self, name))} {reason}")
+
+
+def _nested(one: str, other: str) -> bool:
+    """Whether two paths are of one folder or of one within the other, by links and mounts, too."""
+    first, second = map(_identities, (one, other))
+    return first[0] in second or second[0] in first
+
+
+def _identities(path: str) -> list[object]:
+    """Of a folder and of those above it; its path for one that is not there."""
+    real = Path(os.path.realpath(path))
+    return [_identity(place) for place in (real, *real.parents)]
+
+
+def _identity(path: Path) -> object:
+    try:
+        status = path.stat()
+    except OSError:
+        return path
+    return status.st_dev, status.st_ino
 
 
 def _readable(value: object) -> object:

@@ -7,15 +7,31 @@ in another container, or once its owner has ended, is never taken for the slab.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
+import logging
 import os
 import re
 import secrets
+import stat
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "lmkv-slab-"
 _MEMFD = re.compile(rf"/memfd:({_PREFIX}.*?)( \(deleted\))?")
+
+_PATIENCE = 10.0
+"""Seconds to wait for other processes that make their slabs."""
+_PAUSE = 0.01
+"""Seconds between two attempts."""
+
+_in_this_process = threading.Lock()
+os.register_at_fork(after_in_child=_in_this_process._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def create(engine: str, nbytes: int) -> int:
@@ -30,16 +46,16 @@ def _prefix(engine: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """The name of the slab's memory file that a path in /proc refers to; "" when it refers to none."""
+    """The name of the slab's memory file that a path in /proc refers to; "" when it is none of this user's."""
     try:
         found = _MEMFD.fullmatch(os.readlink(path))
+        return found[1] if found and os.stat(path).st_uid == os.geteuid() else ""
     except OSError:
         return ""
-    return found[1] if found else ""
 
 
 def slab_files() -> Iterator[tuple[str, str, os.stat_result]]:
-    """Path, name and state of each slab on this host whose owner lets this process look."""
+    """Path, name and state of each slab of this user's on this host."""
     names = set()
     for path in glob.iglob("/proc/[0-9]*/fd/*"):
         name = name_of(path)
@@ -59,16 +75,46 @@ def find(engine: str) -> tuple[str, str, int] | None:
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Processes of this host that size and make their slabs one after the other, to see each other's."""
-    fd = os.open("/dev/shm" if os.path.isdir("/dev/shm") else "/", os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    """This user's processes on this host size and make their slabs one after the other, to see each other's.
+
+    One that has waited for `_PATIENCE` seconds, or may not wait, goes on with a warning: two slabs may then be
+    promised the same memory.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    with contextlib.ExitStack() as stack:
+        try:
+            if not _in_this_process.acquire(timeout=_PATIENCE):
+                raise TimeoutError("another thread is making a slab")
+            stack.callback(_in_this_process.release)
+            fd = os.open(_lock_file(), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, fd)
+            _lock(fd, deadline)
+        except OSError as error:
+            logger.warning("lmkv: slabs that are made at the same time may be given the same memory: %s", error)
         yield
-    finally:
-        os.close(fd)
+
+
+def _lock_file() -> str:
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    return f"{folder}/lmkv-{os.geteuid()}.lock"
+
+
+def _lock(fd: int, deadline: float) -> None:
+    """A lock of the process, which no child inherits; until the file is closed."""
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        raise PermissionError(errno.EPERM, "it is no file of this user's: remove it", _lock_file())
+    while True:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "another process has it locked", _lock_file()) from None
+            time.sleep(_PAUSE)
 
 
 def promised_and_taken() -> tuple[int, int]:
-    """Bytes that the slabs of this host may come to take, and the bytes that they have taken until now."""
+    """Bytes that this user's slabs on this host may come to take, and the bytes that they have taken until now."""
     found = [stat for _, _, stat in slab_files()]
     return sum(stat.st_size for stat in found), sum(stat.st_blocks * 512 for stat in found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from attrs import define, evolve
@@ -233,6 +233,15 @@ class Promoter:
         for promotion in [promotion for promotion, end in self._expiring.items() if end <= now]:
             self._release(promotion, deferred)
         self._next_end = min(self._expiring.values(), default=float("inf"))
+
+    @locked
+    def end_prefetches(self, deferred: Deferred, removed: Collection[ChunkKey] | None = None) -> None:
+        """Release prefetches whose chunks were removed, some of them or all: the rest is of no use without them."""
+        for promotion in list(self._expiring):
+            if promotion.priority is Priority.PREFETCH and (
+                removed is None or any(entry.key in removed for entry in promotion.entries)
+            ):
+                self._release(promotion, deferred)
 
     @locked
     def close(self, deferred: Deferred) -> None:

@@ -173,6 +173,17 @@ class TieredStore:
             found += 1
         return found
 
+    def count_stored(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks are stored, in whichever tier: of those that are being stored, none."""
+        with self._lock:
+            entries = self._primary.entries
+            indexes = [tier.index for tier in self._tiers if tier.usable]
+            for count, key in enumerate(keys):
+                entry = entries.get(key)
+                if not (entry and entry.ready) and not any(key in index for index in indexes):
+                    return count
+        return len(keys)
+
     def longest_prefix(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
         """`(key, count)`: the chunk in the primary tier that begins with the most of `tokens`, and how many.
 
@@ -450,16 +461,19 @@ class TieredStore:
 
         Flushes of these chunks that are under way are stopped.
         """
+        deferred = Deferred()
         with self._lock:
-            self._drop(keys)
+            self._drop(keys, deferred)
+        deferred.run(self._pool)
 
     @locked
-    def _drop(self, keys: Sequence[ChunkKey]) -> None:
+    def _drop(self, keys: Sequence[ChunkKey], deferred: Deferred) -> None:
         for key in keys:
             entry = self._primary.entries.get(key)
             if entry is not None:
                 self._pins.unpin(key)
                 self._primary.remove(entry)
+        self._promoter.end_prefetches(deferred, frozenset(keys))
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Remove chunks from every tier; returns how many were in one. What is leased stays readable.
@@ -469,7 +483,7 @@ class TieredStore:
         deferred = Deferred()
         with self._lock:
             known = sum(self._presence(key) is not Presence.MISS for key in keys)
-            self._drop(keys)
+            self._drop(keys, deferred)
             for tier in self._tiers:
                 # In tiers that cannot be read now, too: they would serve the chunks again later.
                 tier.index.mark_deleted(keys, unknown=tier.shared)
@@ -487,6 +501,7 @@ class TieredStore:
         with self._lock:
             keys = set(self._primary.clear())
             self._pins.clear()
+            self._promoter.end_prefetches(deferred)
             for tier in self._tiers if lower else ():
                 keys.update(tier.index.clear())
                 deferred.jobs.append(Job(_without_plans(tier.delete_all), Priority.LOAD, _nothing))

@@ -336,9 +336,9 @@ def test_what_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: A
     fdatasync, fsync, link = os.fdatasync, os.fsync, os.link
 
     def logged(name: str, call: Any) -> Any:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             log.append(name)
-            return call(*args)
+            return call(*args, **kwargs)
 
         return run
 

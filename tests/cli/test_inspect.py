@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from lmkv.backends.disk import usage
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.description import NAME, describe, description
+from lmkv.backends.disk.root import Root
 from lmkv.chunks.hashing import token_bytes
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.app import app
@@ -143,7 +144,7 @@ def test_prune_leaves_so_many_gib_of_the_latest(tmp_path: Path, fill: Fill) -> N
     done = answer("prune", tmp_path, "--max-size", 2.5 * size / 2**30)
     assert (done["chunks"], done["bytes"]) == (2, 2 * size)
     assert stored(tmp_path, SMALL, keys) == [False, False, True, True]
-    assert usage.Usage(str(tmp_path / usage.NAME)).reserve_bytes(0) == 2 * size, "engines know that there is room"
+    assert usage.Usage(Root(str(tmp_path))).reserve_bytes(0) == 2 * size, "engines know that there is room"
     assert answer("prune", tmp_path, "--max-size", 1)["chunks"] == 0
 
 
@@ -156,10 +157,16 @@ def test_a_size_that_is_no_number_deletes_nothing(tmp_path: Path, fill: Fill) ->
 def test_clear_asks_first(tmp_path: Path, fill: Fill) -> None:
     keys, others = fill(SMALL, 2), fill(LARGE, 2)
     assert run("clear", tmp_path).exit_code == 1, "there is nobody to say yes"
+    asked = run("clear", tmp_path, "--json")
+    assert (asked.exit_code, asked.stdout) == (1, ""), "what reads the answer is not asked"
+    assert "Delete 4 chunks" in asked.stderr
+    refused = CliRunner().invoke(app, ["clear", str(tmp_path)], input="no\n")
+    assert refused.exit_code == 1
     assert stored(tmp_path, SMALL, keys) == [True, True]
     assert answer("clear", tmp_path, "--namespace", SMALL.digest.hex()[:4], "--yes")["chunks"] == 2
     assert stored(tmp_path, SMALL, keys) == [False, False]
-    assert answer("clear", tmp_path, "--yes")["chunks"] == 2
+    said = CliRunner().invoke(app, ["clear", str(tmp_path), "--json"], input="y\n")
+    assert json.loads(said.stdout)["chunks"] == 2
     assert stored(tmp_path, LARGE, others) == [False, False]
 
 
@@ -193,7 +200,24 @@ def test_a_namespace_that_cannot_be_found_is_said(tmp_path: Path, fill: Fill) ->
     assert "begins with zz" in done.stderr
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 1}', '{"model": "other", "dtype": "float32"}'])
+DEEP = "[" * 60_000
+OBJECTS = '{"a":' * 10_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        DEEP,
+        OBJECTS,
+        f'{{"model": {DEEP}',
+        "9" * 60_000,
+        "",
+        "[]",
+        "{}",
+        '{"model": 1}',
+        '{"model": "other", "dtype": "float32"}',
+    ],
+)
 def test_a_description_that_is_not_the_folders_is_not_believed(tmp_path: Path, fill: Fill, text: str) -> None:
     fill(SMALL, 1)
     file = tmp_path / SMALL.digest.hex() / NAME

@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -301,14 +302,8 @@ def test_slabs_are_sized_and_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
     locked: list[bool] = []
 
     def is_locked() -> bool:
-        fd = os.open("/dev/shm", os.O_RDONLY)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
+        with Child(try_to_lock, slab_files._lock_file()) as other:
+            return not other.heard()
 
     class Watched(Slab):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -323,6 +318,94 @@ def test_slabs_are_sized_and_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(lmkv.backends.cpu, "clamp_capacity", clamp)
     CPUPinnedBackend(SLOT, SLOT, shared=True).close()
     assert locked == [True, True]
+    eventually(lambda: not is_locked(), "another test may be making a slab")
+
+
+def try_to_lock(tell: Tell, path: str) -> None:
+    with open(path, "rb+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            tell(False)
+        else:
+            tell(True)
+
+
+def fork_while_making(tell: Tell) -> None:
+    """Fork a child that lives for a minute while a slab is being made, and wait to be killed."""
+    with slab_files.one_at_a_time():
+        if not (pid := os.fork()):
+            signal.alarm(int(LIMIT))
+            signal.pause()
+        tell(pid)
+        signal.pause()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_child_that_was_forked_meanwhile_has_no_lock(
+    killed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether its parent was killed in the middle, or goes on: who has the lock is the parent alone."""
+    with Child(fork_while_making) as parent:
+        pid = parent.heard()
+        try:
+            if killed:
+                parent.kill()
+            else:
+                monkeypatch.setattr(slab_files, "_PATIENCE", 0.01)
+            with slab_files.one_at_a_time():
+                assert os.kill(pid, 0) is None
+        finally:
+            os.kill(pid, signal.SIGKILL)
+    assert ("another process has it locked" in caplog.text) == (not killed), caplog.text
+
+
+def make_in_a_child(tell: Tell) -> None:
+    """A child that was forked while a thread had the lock makes a slab of its own."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def make() -> None:
+        with slab_files.one_at_a_time():
+            entered.set()
+            leave.wait(LIMIT)
+
+    slab_files._PATIENCE = 0.01
+    thread = threading.Thread(target=make)
+    thread.start()
+    assert entered.wait(LIMIT)
+    if not (pid := os.fork()):
+        with slab_files.one_at_a_time():
+            os._exit(7)
+    tell(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    leave.set()
+    thread.join(LIMIT)
+
+
+def test_a_child_does_not_wait_for_threads_that_it_lacks() -> None:
+    with Child(make_in_a_child) as parent:
+        assert parent.heard() == 7
+
+
+def test_two_threads_make_their_slabs_one_after_the_other() -> None:
+    """The kernel's lock is the process's: it keeps no other thread out."""
+    inside, most, lock = 0, 0, threading.Lock()
+
+    def make() -> None:
+        nonlocal inside, most
+        with slab_files.one_at_a_time():
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            time.sleep(0.001)
+            with lock:
+                inside -= 1
+
+    threads = [threading.Thread(target=make) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert most == 1
 
 
 # -- whose slab it is --------------------------------------------------------------------------------------

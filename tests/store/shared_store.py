@@ -10,6 +10,7 @@ import os
 import random
 import threading
 from threading import Barrier
+from typing import Any
 
 import pytest
 
@@ -101,7 +102,7 @@ def stop_halfway(tell: Tell, folder: str, namespace: int, seed: int, capacity: i
     store, stopped = open_store(folder, namespace, capacity), itertools.count(1)
     work(store, seed, 50)
 
-    def stop(source: str, path: str) -> None:
+    def stop(source: str, path: str, **options: Any) -> None:
         if next(stopped) == 2:
             tell("halfway")
         threading.Event().wait()

@@ -14,6 +14,7 @@ import pytest
 from attrs import frozen
 
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk.root import Root
 from lmkv.backends.disk.usage import Usage
 from lmkv.protocols import Chunk
 from tests.forked import Child, barrier
@@ -122,8 +123,8 @@ def test_a_listing_in_the_middle_of_a_deletion_subtracts_nothing_twice(
         disk.write([Chunk(key, memoryview(payload(key)))])
     unlink = os.unlink
 
-    def unlink_and_list(path: str) -> None:
-        unlink(path)
+    def unlink_and_list(path: str, **options: int) -> None:
+        unlink(path, **options)
         list(other.list_all())
 
     monkeypatch.setattr(os, "unlink", unlink_and_list)
@@ -138,10 +139,10 @@ def test_what_another_process_deletes_first_is_subtracted_once(tmp_path: Path, m
         disk.write([Chunk(key, memoryview(payload(key)))])
     unlink, evicted = os.unlink, []
 
-    def too_late(path: str) -> None:
+    def too_late(path: str, **options: int) -> None:
         monkeypatch.undo()
         evicted.append(disk.reclaim(KEYS[:1]))
-        unlink(path)
+        unlink(path, **options)
 
     monkeypatch.setattr(os, "unlink", too_late)
     assert [disk.reclaim(KEYS[:1]), *evicted] == [0, COST]
@@ -149,7 +150,7 @@ def test_what_another_process_deletes_first_is_subtracted_once(tmp_path: Path, m
 
 
 def test_what_is_reserved_in_the_middle_of_a_listing_counts(tmp_path: Path) -> None:
-    usage = Usage(str(tmp_path / "count"))
+    usage = Usage(Root(str(tmp_path)))
     usage.reserve_bytes(100)
     reserved = usage.reserved()
     usage.reserve_bytes(10)

@@ -147,11 +147,11 @@ def clear_until_killed(tell: Tell, folder: str) -> None:
         assert store.drain(LIMIT)
     left = iter(range(7))
 
-    def unlink(path: str) -> None:
+    def unlink(path: str, **options: int) -> None:
         if next(left, None) is None:
             tell("half")
             threading.Event().wait()
-        os.remove(path)
+        os.remove(path, **options)
 
     pytest.MonkeyPatch().setattr(os, "unlink", unlink)
     store.clear()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from errno import EACCES, EDQUOT, EFBIG, EIO, ENODEV, ENOENT, ENOSPC, ENOTDIR, ENXIO, EPERM, EROFS, ESTALE
+from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from itertools import chain, islice
 from typing import Literal
 
 from attrs import define, field, validators
 
 from lmkv.backends.disk.chunkfile import ChunkFiles, WrongLengthError
-from lmkv.backends.disk.fileio import FreeSpace, ShortReadError, probe_direct, sync_folder
+from lmkv.backends.disk.fileio import Folder, FreeSpace, ShortReadError, probe_direct
 from lmkv.backends.disk.folder import ChunkFolder
-from lmkv.backends.disk.usage import NAME, Usage
+from lmkv.backends.disk.root import NotTrustedError, Root
+from lmkv.backends.disk.usage import Usage
 from lmkv.chunks import codec
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import FormatError
@@ -33,9 +36,11 @@ from lmkv.errors import (
 from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
 from lmkv.protocols import Chunk, ChunkKey, Clock, Listed
 
+logger = logging.getLogger(__name__)
+
 LIST_BATCH = 1024
 _REFUSED = {ENOSPC, EDQUOT, EROFS, EFBIG}
-_AWAY = {EACCES, EPERM, EIO, ENOENT, ENOTDIR, ENODEV, ENXIO, ESTALE}
+_MOST_UNREADABLE = 4096
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -84,13 +89,14 @@ class LocalDiskBackend:
     ConfigError
         For a bad setting, a short key, or when `direct="on"` does not work.
     BackendUnavailable
-        When `path` cannot be created.
+        When `path` cannot be created, or when others may have made it (docs/security.md).
 
     Notes
     -----
-    After construction a failure of the medium is a value per key; `delete`, `reclaim` and the listings, which
-    have no such values, raise a `BackendError` when they have done what they could. Each call tries anew, so
-    that the backend works as soon as the medium does. Any number of threads may call: no lock is taken for
+    After construction a failure of the medium is a value per key; `contains`, `delete`, `reclaim` and the listings,
+    which have no such values, raise a `BackendError` when they have done what they could. Each call tries anew, so
+    that the backend works as soon as the medium does. Only a file whose bytes are wrong is removed. One that cannot
+    be read stays; it is replaced when its chunk is written again. Any number of threads may call: no lock is taken for
     I/O but that of the count of bytes, for some microseconds.
 
     Examples
@@ -123,17 +129,19 @@ class LocalDiskBackend:
     _files: ChunkFiles = field(init=False)
     _space: FreeSpace = field(init=False)
     _usage: Usage = field(init=False)
+    _unreadable: set[ChunkKey] = field(factory=set, init=False)
     _closed: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         _check_settings(self)
-        self._folder = ChunkFolder(self.path, self.namespace, self.keep_corrupt)
+        root = self._prepare_root()
+        self._folder = ChunkFolder(root, self.namespace, self.keep_corrupt)
         direct = self._prepare_folder()
         authenticator = Authenticator.of(self.authentication_key)
         chunk_format = ChunkFormat(self.namespace, self.segment_bytes, self.chunk_tokens, authenticator)
         self._files = ChunkFiles(chunk_format, self.sync, direct)
         self._space = FreeSpace(self.path, self.min_free, self.clock)
-        self._usage = Usage(os.path.join(self.path, NAME))
+        self._usage = Usage(root)
 
     def __repr__(self) -> str:
         return f"<LocalDiskBackend {self.name!r}: {self._folder.path}, direct_io={self.direct_io}>"
@@ -150,7 +158,13 @@ class LocalDiskBackend:
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Whether there is a file of a possible size. Its bytes are verified when they are read."""
         self._check_keys(keys)
-        return [self._is_there(self._folder.path_of(key)) for key in keys]
+        try:
+            with self._folder.entered() as folder:
+                return [self._is_there(folder, key) for key in keys]
+        except (FileNotFoundError, NotADirectoryError):
+            return [False] * len(keys)
+        except OSError as error:
+            raise self._translated(error, "contains") from error
 
     def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
         self._check_keys([key for key, _ in items])
@@ -173,29 +187,27 @@ class LocalDiskBackend:
         freed, failed = 0, []
         for key in keys:
             try:
-                freed += self._unlink(self._folder.path_of(key))
+                with self._folder.place_of(key) as (folder, name):
+                    freed += self._unlink(folder, name)
+            except (FileNotFoundError, NotADirectoryError):
+                pass
             except OSError as error:
                 failed.append(self._translated(error, "delete", key))
         if failed:
             raise failed[0]
         return freed
 
-    def _unlink(self, path: str) -> int:
-        """Remove a file; returns the bytes that this freed, 0 when there was none. Raises `OSError`."""
-        try:
-            nbytes = os.lstat(path).st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return 0
+    def _unlink(self, folder: Folder, name: str) -> int:
+        """Remove a file; returns the bytes that this freed. Raises `OSError`, also when there is none."""
+        nbytes = folder.stat(name).st_size
         # Before the removal. A listing that sets the count in between still counts the file: too much until
         # the next one. The other way round the file would be subtracted twice, and the count be too low.
         self._usage.release_bytes(nbytes)
         try:
-            os.unlink(path)
-        except OSError as error:
-            # Another process removed it, and its bytes, first.
+            folder.unlink(name)
+        except OSError:
+            # Another process may have removed it, and its bytes, first.
             self._usage.release_bytes(-nbytes)
-            if isinstance(error, FileNotFoundError | NotADirectoryError):
-                return 0
             raise
         self._space.give_back(nbytes)
         return nbytes
@@ -241,93 +253,118 @@ class LocalDiskBackend:
 
     def _read(self, key: ChunkKey, into: memoryview) -> Read:
         """Read one chunk. A failure becomes a value, and a damaged file is set aside."""
-        path = self._folder.path_of(key)
         try:
-            self._files.read(path, key, into)
+            with self._folder.place_of(key) as (folder, name):
+                return self._read_in(folder, name, key, into)
         except (FileNotFoundError, NotADirectoryError):
             return MISS
+        except OSError as error:
+            if len(self._unreadable) < _MOST_UNREADABLE:
+                self._unreadable.add(key)
+            return Read.failed(self._translated(error, "read", key))
+
+    def _read_in(self, folder: Folder, name: str, key: ChunkKey, into: memoryview) -> Read:
+        try:
+            self._files.read(folder, name, key, into)
         except WrongLengthError as error:
             return Read.failed(BackendError(self.name, "read", key.hex(), str(error)))
         except (FormatError, ShortReadError, OSError) as error:
-            if not _is_damage(error, path):
-                return Read.failed(self._translated(error, "read", key))
-            self._folder.quarantine(path)
+            if not _is_damage(error, folder, name):
+                raise
+            self._folder.quarantine(folder, name)
             return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
+        self._unreadable.discard(key)
         return HIT
 
     def _write(self, chunk: Chunk) -> Written:
-        path = self._folder.path_of(chunk.key)
         try:
-            if self._is_stored(chunk, path):
-                return PRESENT
-            if not self._space.take(self.stored_bytes(len(chunk.payload))):
-                return Written.rejected("min_free")
-            self._store(chunk, path)
+            # Two retries, for two things that may be missing: the folder, and the temporary file, which another
+            # process deletes as stale when it finds it after its creation and before it is locked.
+            for _ in range(2):
+                with contextlib.suppress(FileNotFoundError):
+                    return self._write_once(chunk)
+                self._make_place_of(chunk.key)
+            return self._write_once(chunk)
         except FileExistsError:
             return PRESENT
         except OSError as error:
             return Written.failed(self._translated(error, "write", chunk.key))
+
+    def _write_once(self, chunk: Chunk) -> Written:
+        with self._folder.place_of(chunk.key) as (folder, name):
+            replaced = self._bytes_to_replace(chunk, folder, name)
+            if replaced is None:
+                return PRESENT
+            if not self._space.take(self.stored_bytes(len(chunk.payload))):
+                return Written.rejected("min_free")
+            self._files.write(chunk, folder, name, replace=replaced > 0)
+        self._unreadable.discard(chunk.key)
+        if replaced:
+            self._usage.release_bytes(replaced)
         return STORED
 
-    def _is_stored(self, chunk: Chunk, path: str) -> bool:
-        """Whether there is a file with a valid header of this chunk. Anything else there is set aside.
+    def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
+        """Size of the chunk's file when it cannot be read, 0 when there is none; None when it is stored there.
 
-        A key's chunks all have one length: reads of a file of another length would fail for ever.
+        What is no file of this chunk is set aside. So is one of another length: a key's chunks all have one, and
+        reads would fail for ever.
         """
         try:
-            if self._files.header(path, chunk.key).payload_bytes == len(chunk.payload):
-                return True
+            stored = self._files.header(folder, name, chunk.key).payload_bytes == len(chunk.payload)
+            if stored and chunk.key not in self._unreadable:
+                return None
         except FileNotFoundError:
-            return False
+            return 0
         except (FormatError, ShortReadError, OSError) as error:
-            if not _is_damage(error, path):
-                raise
-        self._folder.quarantine(path)
-        return False
+            stored = not _is_damage(error, folder, name)
+        if stored:
+            return folder.stat(name).st_size
+        self._folder.quarantine(folder, name)
+        return 0
 
-    def _store(self, chunk: Chunk, path: str) -> None:
-        """Write the file; create its folder when it is missing."""
-        # Two retries, for two things that may be missing: the folder, and the temporary file, which another
-        # process deletes as stale when it finds it after its creation and before it is locked.
-        for _ in range(2):
-            try:
-                return self._files.write(chunk, path)
-            except FileNotFoundError:
-                self._make_folder(os.path.dirname(path))
-        return self._files.write(chunk, path)
-
-    def _make_folder(self, folder: str) -> None:
-        self._folder.make(folder)
+    def _make_place_of(self, key: ChunkKey) -> None:
+        self._folder.make_place_of(key)
         if self.sync == "full":
-            sync_folder(self.path)
-            sync_folder(self._folder.path)
+            with self._folder.root.entered() as root, self._folder.entered() as folder:
+                root.sync()
+                folder.sync()
 
-    def _is_there(self, path: str) -> bool:
+    def _is_there(self, folder: Folder, key: ChunkKey) -> bool:
         try:
-            return codec.plausible_file_bytes(os.lstat(path).st_size)
-        except OSError:
+            # By two names at once: what a link in place of the inner folder leads to is asked for, and never read.
+            return codec.plausible_file_bytes(folder.stat(self._folder.name_of(key)).st_size)
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
-    def _prepare_folder(self) -> bool:
-        """Create the folders; returns whether to use O_DIRECT there."""
+    def _prepare_root(self) -> Root:
+        """Create the root; refuse one that others may have made."""
         try:
             os.makedirs(self.path, 0o700, exist_ok=True)
-            self._folder.make()
+            return Root.checked(self.path)
+        except NotTrustedError as error:
+            raise BackendUnavailable(self.name, "open", reason=str(error)) from error
         except OSError as error:
             if isinstance(error, FileExistsError | NotADirectoryError) and not os.path.isdir(self.path):
                 reason = f"there is a file at or above {self.path}: name a folder, or remove it"
                 raise BackendUnavailable(self.name, "open", reason=reason) from error
-            if not os.path.isdir(self.path):
-                raise self._translated(error, "open") from error
-        direct = self.direct != "off" and probe_direct(self._folder.path)
+            raise self._translated(error, "open") from error
+
+    def _prepare_folder(self) -> bool:
+        """Create the namespace's folder, if the medium can; returns whether to use O_DIRECT there."""
+        try:
+            self._folder.make()
+            with self._folder.entered() as folder:
+                direct = self.direct != "off" and probe_direct(folder)
+        except OSError as error:
+            logger.warning("lmkv: tier %r cannot use %s yet: %s", self.name, self._folder.path, error)
+            direct = False
         if self.direct == "on" and not direct:
             raise ConfigError(f"direct='on', but O_DIRECT does not work in {self._folder.path}; use 'auto'")
         return direct
 
-    def _translated(self, error: Exception, action: str, key: ChunkKey = b"") -> BackendError:
+    def _translated(self, error: OSError, action: str, key: ChunkKey = b"") -> BackendError:
         """An error of the operating system as a `BackendError` of the kind that fits."""
-        code = error.errno if isinstance(error, OSError) else None
-        kind = NoSpaceError if code in _REFUSED else BackendUnavailable if code in _AWAY else BackendError
+        kind = NoSpaceError if getattr(error, "errno", None) in _REFUSED else BackendUnavailable
         translated = kind(self.name, action, key.hex(), str(error))
         translated.__cause__ = error
         return translated
@@ -348,16 +385,12 @@ def _oldest_use(found: Listed) -> tuple[float, float]:
     return found.last_used // 60, -found.last_used
 
 
-def _is_damage(error: Exception, path: str) -> bool:
-    """Whether the file itself is at fault, rather than the whole medium or the caller.
-
-    EIO counts as damage: it is a bad sector, or a checksum of the file system that does not match. The file
-    could never be read, and would keep the chunk from being stored again.
-    """
-    if not isinstance(error, OSError) or error.errno == EIO:
+def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
+    """Whether the file itself is wrong: its bytes are, or it is no file. Any other error may pass."""
+    if not isinstance(error, OSError):
         return True
     try:
-        return not stat.S_ISREG(os.lstat(path).st_mode)
+        return not stat.S_ISREG(folder.stat(name).st_mode)
     except OSError:
         return False
 

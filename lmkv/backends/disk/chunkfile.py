@@ -10,17 +10,7 @@ from collections.abc import Iterator
 
 from attrs import define, field
 
-from lmkv.backends.disk.fileio import (
-    O_DIRECT,
-    Scratch,
-    address_of,
-    opened,
-    publish,
-    read_fully,
-    sync_folder,
-    temporary,
-    write_fully,
-)
+from lmkv.backends.disk.fileio import O_DIRECT, Folder, Scratch, address_of, publish, read_fully, temporary, write_fully
 from lmkv.chunks import codec
 from lmkv.chunks.codec import PAGE, FormatError, Header
 from lmkv.chunks.format import Checks, ChunkFormat
@@ -56,13 +46,12 @@ class ChunkFiles:
     def file_bytes(self, payload_bytes: int) -> int:
         return self.format.header_bytes(payload_bytes) + align_up(payload_bytes, PAGE)
 
-    def write(self, chunk: Chunk, path: str) -> None:
-        """Create the chunk's file at `path`, completely or not at all.
+    def write(self, chunk: Chunk, folder: Folder, name: str, *, replace: bool = False) -> None:
+        """Create the chunk's file, completely or not at all.
 
         More token ids than there is room for are not recorded. Raises `FileExistsError` when there is a file,
-        `FileNotFoundError` when there is no folder, and `OSError` when the medium fails.
+        unless it is to be `replace`d, and `OSError` when the medium fails.
         """
-        folder = os.path.dirname(path)
         with temporary(folder, self._direct_flag(address_of(chunk.payload))) as (fd, unfinished):
             if len(chunk.payload) <= SMALL:
                 self._write_at_once(fd, chunk)
@@ -71,9 +60,9 @@ class ChunkFiles:
             if self.sync != "none":
                 os.fdatasync(fd)
             # Only now others see the file, and see all of it.
-            publish(unfinished, path)
+            publish(folder, unfinished, name, replace=replace)
         if self.sync == "full":
-            _sync_or_remove(folder, path)
+            _sync_or_remove(folder, name)
 
     def _write_at_once(self, fd: int, chunk: Chunk) -> None:
         checks = Checks(chunk.key, self.format)
@@ -95,13 +84,13 @@ class ChunkFiles:
         self.format.pack(packed, checks, len(chunk.payload), chunk.parent, chunk.tokens)
         return packed
 
-    def read(self, path: str, key: ChunkKey, into: memoryview) -> None:
+    def read(self, folder: Folder, name: str, key: ChunkKey, into: memoryview) -> None:
         """Fill `into` with the payload.
 
         Raises `FormatError` when the file is damaged, `WrongLengthError` when its payload is not `len(into)`
         bytes long, and `OSError`.
         """
-        with self._opened(path, address_of(into)) as (fd, status):
+        with self._opened(folder, name, address_of(into)) as (fd, status):
             header, done = self._read_start(fd, status.st_size, key, into)
             step = self._piece(header.segment_bytes)
             for at in range(done, len(into), step):
@@ -146,18 +135,18 @@ class ChunkFiles:
         """Bytes of payload to transfer at once: whole segments, so that each piece can be verified."""
         return max(PIECE // segment_bytes, 1) * segment_bytes
 
-    def header(self, path: str, key: ChunkKey) -> Header:
+    def header(self, folder: Folder, name: str, key: ChunkKey) -> Header:
         """The file's header, checked against its size. Raises `FormatError` or `OSError`."""
-        with opened(path, os.O_RDONLY) as fd:
+        with folder.opened(name, os.O_RDONLY) as fd:
             return self._header_of(fd, _regular(fd).st_size, key)
 
     def _direct_flag(self, misalignment: int) -> int:
         return O_DIRECT if self.direct and misalignment % PAGE == 0 else 0
 
     @contextlib.contextmanager
-    def _opened(self, path: str, misalignment: int) -> Iterator[tuple[int, os.stat_result]]:
+    def _opened(self, folder: Folder, name: str, misalignment: int) -> Iterator[tuple[int, os.stat_result]]:
         """Open the file for reading, and note the use when it was read."""
-        with opened(path, os.O_RDONLY | self._direct_flag(misalignment)) as fd:
+        with folder.opened(name, os.O_RDONLY | self._direct_flag(misalignment)) as fd:
             status = _regular(fd)
             yield fd, status
             # A time in the future is as wrong as an old one.
@@ -198,11 +187,11 @@ def _regular(fd: int) -> os.stat_result:
     return status
 
 
-def _sync_or_remove(folder: str, path: str) -> None:
+def _sync_or_remove(folder: Folder, name: str) -> None:
     """Have the name on the medium, or no file: a write that FAILED must leave none."""
     try:
-        sync_folder(folder)
+        folder.sync()
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            folder.unlink(name)
         raise

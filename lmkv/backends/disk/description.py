@@ -9,7 +9,9 @@ from typing import Any
 
 from attrs import asdict
 
-from lmkv.backends.disk.fileio import opened, publish, temporary, write_fully
+from lmkv.backends.disk.fileio import publish, temporary, write_fully
+from lmkv.backends.disk.folder import ChunkFolder
+from lmkv.backends.disk.root import Root
 from lmkv.chunks.namespace import Namespace
 from lmkv.errors import UsageError
 
@@ -22,28 +24,31 @@ def describe(root: str, namespace: Namespace) -> None:
 
     A medium that cannot take it is no reason not to store chunks: nothing is raised.
     """
-    folder = os.path.join(root, namespace.digest.hex())
     fields = {**asdict(namespace, recurse=False), "extra": dict(namespace.extra)}
     text = json.dumps(fields, indent=1, ensure_ascii=True) + "\n"
-    with contextlib.suppress(OSError), temporary(folder, 0) as (fd, unfinished):
-        write_fully(fd, [memoryview(text.encode())])
-        publish(unfinished, os.path.join(folder, NAME))
+    with contextlib.suppress(OSError):
+        place = ChunkFolder(Root.checked(root), namespace.digest)
+        with place.entered() as folder, temporary(folder, 0) as (fd, unfinished):
+            write_fully(fd, [memoryview(text.encode())])
+            publish(folder, unfinished, NAME)
 
 
-def description(folder: str) -> Namespace | None:
-    """The namespace that a folder has the digest of, None when its file does not say so."""
+def description(path: str) -> Namespace | None:
+    """The namespace that a folder is of, None when its file does not say so."""
+    root, digits = os.path.split(path)
     try:
-        namespace = Namespace(**_fields(os.path.join(folder, NAME)))
-    except (OSError, ValueError, TypeError, UsageError):
+        folder = ChunkFolder(Root.checked(root), bytes.fromhex(digits))
+        namespace = Namespace(**_fields(folder))
+        # Whoever may write to the folder would write to the terminals of those who look at it.
+        plain = (namespace.model + namespace.dtype).isprintable()
+        return namespace if plain and namespace.digest == folder.namespace else None
+    except (OSError, ValueError, TypeError, UsageError, RecursionError):
         return None
-    # Whoever may write to the folder would write to the terminals of those who look at it.
-    plain = (namespace.model + namespace.dtype).isprintable()
-    return namespace if plain and namespace.digest.hex() == os.path.basename(folder) else None
 
 
-def _fields(path: str) -> dict[str, Any]:
-    with opened(path, os.O_RDONLY) as fd:
+def _fields(folder: ChunkFolder) -> dict[str, Any]:
+    with folder.entered() as here, here.opened(NAME, os.O_RDONLY) as fd:
         fields = json.loads(os.read(fd, _LARGEST))
     if not isinstance(fields, dict):
-        raise TypeError(f"{path} has no JSON object")
+        raise TypeError(f"{NAME} has no JSON object")
     return fields

@@ -12,11 +12,12 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from attrs import define, field
+from attrs import define, field, frozen
 
 from lmkv.chunks.layout import ALIGNMENT, align_up
 from lmkv.protocols import Clock
@@ -82,8 +83,9 @@ def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
         left = _advance(left, done)
 
 
-_open: dict[object, str] = {}
-"""Names of the files that threads of this process use, from before they are opened until they are closed."""
+_open: dict[object, tuple[str, ...]] = {}
+"""Names of the files, and paths of the folders, that threads of this process use, from before they are opened
+until they are closed."""
 
 
 def _close_inherited() -> None:
@@ -91,12 +93,12 @@ def _close_inherited() -> None:
 
     By name: when a thread is in `os.open` while another one forks, nobody knows the descriptor yet.
     """
-    names = set(_open.values())
+    names = {name for opened in _open.values() for name in opened}
     _open.clear()
     for number in os.listdir("/proc/self/fd") if names else ():
         with contextlib.suppress(OSError):
-            path = os.readlink(f"/proc/self/fd/{number}")
-            if os.path.basename(path).removesuffix(" (deleted)") in names:
+            path = os.readlink(f"/proc/self/fd/{number}").removesuffix(" (deleted)")
+            if path in names or os.path.basename(path) in names:
                 os.close(int(number))
 
 
@@ -104,78 +106,146 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 @contextlib.contextmanager
-def opened(path: str, flags: int, mode: int = 0o600) -> Iterator[int]:
-    """A file descriptor for the time of a block. Does not follow links, nor wait for the end of a pipe."""
+def closed_in_children(*names: str) -> Iterator[None]:
+    """A forked child closes what of these files or paths of folders a block has open."""
     this = object()
-    _open[this] = os.path.basename(path)
+    _open[this] = names
     try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+        yield
     finally:
         _open.pop(this, None)
 
 
+@frozen
+class Folder:
+    """An open folder. What is in it is reached by its descriptor, whoever renames folders above it meanwhile.
+
+    `path`: for messages. `status`: when it was opened.
+    """
+
+    fd: int
+    path: str
+    status: os.stat_result = field(repr=False)
+
+    @property
+    def for_group(self) -> bool:
+        """Whether its owner gives what is made in it to its group, too: it is setgid, and the group may write."""
+        wanted = stat.S_ISGID | stat.S_IWGRP
+        return self.status.st_mode & wanted == wanted
+
+    @contextlib.contextmanager
+    def opened(self, name: str, flags: int) -> Iterator[int]:
+        """A file's descriptor for the time of a block. Does not follow links, nor wait for the end of a pipe."""
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with closed_in_children(name):
+            fd = os.open(name, flags, 0o600, dir_fd=self.fd)
+            try:
+                if flags & os.O_CREAT:
+                    self._give_to_group(fd, 0o660)
+                yield fd
+            finally:
+                os.close(fd)
+
+    def make(self, name: str) -> None:
+        """Create a folder in it, unless there is something of that name."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=self.fd)
+            if self.for_group:
+                with self.opened(name, os.O_RDONLY | os.O_DIRECTORY) as fd:
+                    self._give_to_group(fd, 0o2770)
+
+    def _give_to_group(self, fd: int, mode: int) -> None:
+        if self.for_group:
+            with contextlib.suppress(PermissionError):  # another member of the group has made it, and did the same
+                os.fchmod(fd, mode)
+
+    def stat(self, name: str) -> os.stat_result:
+        """Of what has the name, be it a link."""
+        return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+
+    def has(self, name: str) -> bool:
+        try:
+            self.stat(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def unlink(self, name: str) -> None:
+        os.unlink(name, dir_fd=self.fd)
+
+    def entries(self) -> Iterator[os.DirEntry[str]]:
+        """Their paths are names."""
+        with os.scandir(self.fd) as entries:
+            yield from entries
+
+    def sync(self) -> None:
+        """Have the names in it survive a power failure."""
+        os.fsync(self.fd)
+
+
 @contextlib.contextmanager
-def temporary(folder: str, flags: int) -> Iterator[tuple[int, str]]:
+def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
     """A new file with a unique name, locked while it is written and removed when the block ends.
 
     `is_abandoned` tells by the lock whether the writer lives. The kernel releases it when the process ends,
     however it ends, so that process ids, which are recycled and differ between containers, do not matter.
     """
-    path = os.path.join(folder, f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
-    with opened(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags) as fd:
+    name = f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+    with folder.opened(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags) as fd:
         try:
             # Fails when another process has found the file between its creation and this line, and is about
             # to remove it as abandoned: publishing will fail then, and the write is tried again.
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield fd, path
+            yield fd, name
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                folder.unlink(name)
 
 
-def is_abandoned(path: str) -> bool:
+def is_abandoned(folder: Folder, name: str) -> bool:
     """Whether the writer of a temporary file has ended. False when that cannot be found out."""
     try:
-        with opened(path, os.O_RDONLY) as fd:
+        with folder.opened(name, os.O_RDONLY) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
     except OSError:
         return False
 
 
-def publish(temporary_path: str, path: str) -> None:
-    """Give a complete file its final name, atomically. Raises `FileExistsError` when there is such a file."""
+def publish(folder: Folder, unfinished: str, name: str, *, replace: bool = False) -> None:
+    """Give a complete file its final name, atomically. Raises `FileExistsError` when there is such a file.
+
+    `replace`: instead of a file that cannot be read, or may be.
+    """
+    here = {"src_dir_fd": folder.fd, "dst_dir_fd": folder.fd}
+    if replace or not _link(unfinished, name, here):
+        # Without hard links two writers may both get here. The file that is replaced has the same content.
+        if not replace and folder.has(name):
+            raise FileExistsError(errno.EEXIST, "already published", name)
+        os.rename(unfinished, name, **here)
+
+
+def _link(unfinished: str, name: str, here: dict[str, int]) -> bool:
+    """Whether there is a hard link now; False where a file system has none. Raises `OSError`."""
     try:
-        os.link(temporary_path, path)
+        os.link(unfinished, name, **here, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        # Without hard links two writers may both get here. The file that is replaced has the same content.
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, "already published", path) from None
-        os.rename(temporary_path, path)
+        return False
+    return True
 
 
-def sync_folder(folder: str) -> None:
-    """Have the names in `folder` survive a power failure."""
-    with opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
-        os.fsync(fd)
-
-
-def probe_direct(folder: str) -> bool:
-    """Whether whole pages can be written to and read from files in `folder` with O_DIRECT."""
+def probe_direct(folder: Folder) -> bool:
+    """Whether whole pages can be written to and read from files in a folder with O_DIRECT."""
     if not O_DIRECT:
         return False
     page = memoryview(mmap.mmap(-1, ALIGNMENT))
     try:
-        with temporary(folder, O_DIRECT) as (fd, path):
+        with temporary(folder, O_DIRECT) as (fd, name):
             write_fully(fd, [page], ALIGNMENT)
-            with opened(path, os.O_RDONLY | O_DIRECT) as reader:
+            with folder.opened(name, os.O_RDONLY | O_DIRECT) as reader:
                 read_fully(reader, [page], ALIGNMENT)
         return True
     except OSError:

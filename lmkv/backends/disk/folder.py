@@ -1,4 +1,4 @@
-"""The folder of a namespace: paths of its chunks, listings, damaged files, stale temporary files.
+"""The folder of a namespace: places of its chunks, listings, damaged files, stale temporary files.
 
 Payloads are not opened here. Any number of threads and processes may work in a folder at once: a file that
 another one has just removed counts as absent.
@@ -16,7 +16,8 @@ from functools import cache
 
 from attrs import evolve, field, frozen
 
-from lmkv.backends.disk.fileio import TEMPORARY_SUFFIX, is_abandoned
+from lmkv.backends.disk.fileio import TEMPORARY_SUFFIX, Folder, is_abandoned
+from lmkv.backends.disk.root import Root
 from lmkv.chunks import codec
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed
@@ -33,81 +34,116 @@ class ChunkFolder:
     """`<root>/<namespace>/<first byte of the key>/<key>.kv1`, all in lower-case hexadecimal.
 
     Names consist of digests, which can neither collide nor point outside the folder. The root belongs to the
-    operator and is not created again when it was removed; what is below belongs to lmkv, for its user only.
+    operator and is not created again when it was removed; what is below belongs to lmkv, for its user only, or
+    for the group that the root is shared with (`Folder.for_group`).
     """
 
-    root: str
+    root: Root
     namespace: bytes = field(repr=bytes.hex)
     keep_corrupt: int = 0
-    path: str = field(init=False)
 
-    @path.default
-    def _path_of_namespace(self) -> str:
-        return os.path.join(self.root, self.namespace.hex())
+    @property
+    def path(self) -> str:
+        return os.path.join(self.root.path, self.namespace.hex())
 
     def path_of(self, key: ChunkKey) -> str:
-        """Path of a chunk. The key of another namespace's chunk begins with that namespace."""
+        """Path of a chunk, for people. The key of another namespace's chunk begins with that namespace."""
+        return os.path.join(self.root.path, *self._names_of(key))
+
+    def _names_of(self, key: ChunkKey) -> tuple[str, str, str]:
         namespace, key = key[:-KEY_BYTES] or self.namespace, key[-KEY_BYTES:]
-        return os.path.join(self.root, namespace.hex(), key[:1].hex(), key.hex() + SUFFIX)
+        return namespace.hex(), key[:1].hex(), key.hex() + SUFFIX
+
+    def name_of(self, key: ChunkKey) -> str:
+        """Of a chunk of this namespace, from its folder on."""
+        return "/".join(self._names_of(key)[1:])
+
+    @contextlib.contextmanager
+    def place_of(self, key: ChunkKey) -> Iterator[tuple[Folder, str]]:
+        """The folder of a chunk, and its name there. Raises `FileNotFoundError` without the folder, `OSError`."""
+        *folders, name = self._names_of(key)
+        with self.root.entered(*folders) as folder:
+            yield folder, name
+
+    @contextlib.contextmanager
+    def entered(self, *below: str) -> Iterator[Folder]:
+        """The namespace's folder, or one `below` it. Raises `OSError`."""
+        with self.root.entered(self.namespace.hex(), *below) as folder:
+            yield folder
 
     def make(self, *below: str) -> None:
-        """Create the namespace's folder and those `below` it. Raises `OSError` when there is no root."""
-        for folder in (self.path, *below):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
+        """Create the namespace's folder, and one `below` it. Raises `OSError` when there is no root."""
+        self.root.make(self.namespace.hex(), *below)
 
-    def quarantine(self, path: str) -> None:
+    def make_place_of(self, key: ChunkKey) -> None:
+        """Create the folder of a chunk of this namespace. Raises `OSError`."""
+        self.make(self._names_of(key)[1])
+
+    def quarantine(self, folder: Folder, name: str) -> None:
         """Move a damaged file to `quarantine/`, if the medium can; the newest `keep_corrupt` are kept there.
 
         A rename works for anything that is there, also for a folder or a link.
         """
-        away = os.path.join(self.path, QUARANTINE)
         with contextlib.suppress(OSError):
-            self.make(away)
-            os.rename(path, os.path.join(away, f"{os.path.basename(path)}.{secrets.token_hex(4)}"))
-            _keep_newest(away, self.keep_corrupt)
+            self.make(QUARANTINE)
+            with self.entered(QUARANTINE) as away:
+                os.rename(name, f"{name}.{secrets.token_hex(4)}", src_dir_fd=folder.fd, dst_dir_fd=away.fd)
+                _keep_newest(away, self.keep_corrupt)
 
     def scan_others(self) -> Iterator[Listed]:
         """`scan` of the root's other namespaces whose chunks may be deleted; their keys begin with the namespace."""
-        with _left_out_if_forbidden(self.root):
-            for entry in _entries(self.root):
-                namespace = _digest_of(entry.name)
-                if namespace and namespace != self.namespace and entry.is_dir(follow_symlinks=False):
-                    with _left_out_if_forbidden(entry.path):
-                        for found in ChunkFolder(self.root, namespace, self.keep_corrupt).scan(to_evict=True):
-                            yield evolve(found, key=namespace + found.key)
+        for namespace in namespaces(self.root):
+            if namespace != self.namespace:
+                other = ChunkFolder(self.root, namespace, self.keep_corrupt)
+                with _left_out_if_forbidden(other.path):
+                    for found in other.scan(to_evict=True):
+                        yield evolve(found, key=namespace + found.key)
 
     def scan(self, *, to_evict: bool = False) -> Iterator[Listed]:
-        """All chunks by name and size alone, in no order. Removes stale temporary files.
+        """All chunks by name and size alone, in no order. Removes stale temporary files. Raises `OSError`.
 
         `to_evict`: raise `PermissionError` at the first folder whose chunks this user may not delete.
         """
-        for folder in _entries(self.path):
-            if len(folder.name) == 2 and folder.is_dir(follow_symlinks=False):
-                if to_evict:
-                    _check_deletable(folder.path)
-                yield from self._scan_folder(folder)
-            else:
-                _remove_if_stale(folder)
+        folders = []
+        with _absent_if_removed(), self.entered() as folder:
+            for entry in folder.entries():
+                if len(entry.name) == 2 and entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.name)
+                else:
+                    _remove_if_stale(folder, entry.name)
+        for name in folders:
+            with _absent_if_removed(), self.entered(name) as folder:
+                if to_evict and not os.access(".", os.W_OK | os.X_OK, dir_fd=folder.fd):
+                    raise PermissionError("they may not be deleted")
+                yield from self._scan_folder(folder, name)
 
-    def _scan_folder(self, folder: os.DirEntry[str]) -> Iterator[Listed]:
-        for entry in _entries(folder.path):
-            key = _key_of(entry.name, folder.name)
+    def _scan_folder(self, folder: Folder, prefix: str) -> Iterator[Listed]:
+        for entry in folder.entries():
+            key = _key_of(entry.name, prefix)
             if key is None:
-                _remove_if_stale(entry)
+                _remove_if_stale(folder, entry.name)
                 continue
-            status = _status(entry)
-            if status is None:
-                continue
-            if stat.S_ISREG(status.st_mode) and codec.plausible_file_bytes(status.st_size):
-                yield Listed(key, status.st_size, status.st_mtime)
-            else:
-                self.quarantine(entry.path)
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and codec.plausible_file_bytes(status.st_size):
+                    yield Listed(key, status.st_size, status.st_mtime)
+                else:
+                    self.quarantine(folder, entry.name)
 
 
-def _entries(path: str) -> Iterator[os.DirEntry[str]]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
-        yield from entries
+def namespaces(root: Root) -> list[bytes]:
+    """Digests of those that have a folder below a root. Raises `OSError`."""
+    with _absent_if_removed(), root.entered() as folder:
+        names = [entry.name for entry in folder.entries() if entry.is_dir(follow_symlinks=False)]
+        return [digest for name in names if (digest := _digest_of(name))]
+    return []
+
+
+@contextlib.contextmanager
+def _absent_if_removed() -> Iterator[None]:
+    """A folder that is not there, or no folder, is one without chunks."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        yield
 
 
 @contextlib.contextmanager
@@ -115,25 +151,13 @@ def _left_out_if_forbidden(path: str) -> Iterator[None]:
     """Other namespaces may belong to other users, and must not keep the own one from being listed."""
     try:
         yield
-    except OSError as error:
+    except PermissionError as error:
         _warn_once(path, str(error))
-
-
-def _check_deletable(folder: str) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK) and os.path.lexists(folder):
-        raise PermissionError("they may not be deleted")
 
 
 @cache
 def _warn_once(path: str, reason: str) -> None:
     logger.warning("lmkv: the chunks in %s are neither counted nor evicted: %s", path, reason)
-
-
-def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    try:
-        return entry.stat(follow_symlinks=False)
-    except OSError:
-        return None
 
 
 def _key_of(name: str, folder: str) -> ChunkKey | None:
@@ -151,16 +175,15 @@ def _digest_of(digits: str) -> bytes | None:
     return digest if len(digest) == KEY_BYTES and digest.hex() == digits else None
 
 
-def _remove_if_stale(entry: os.DirEntry[str]) -> None:
+def _remove_if_stale(folder: Folder, name: str) -> None:
     """Remove a temporary file whose writer has ended."""
-    if entry.name.startswith(".") and entry.name.endswith(TEMPORARY_SUFFIX) and is_abandoned(entry.path):
+    if name.startswith(".") and name.endswith(TEMPORARY_SUFFIX) and is_abandoned(folder, name):
         with contextlib.suppress(OSError):
-            os.unlink(entry.path)
+            folder.unlink(name)
 
 
-def _keep_newest(folder: str, count: int) -> None:
-    with os.scandir(folder) as entries:
-        found = [(status.st_ctime, entry.path) for entry in entries if (status := _status(entry))]
-    for _, path in sorted(found, reverse=True)[count:]:
+def _keep_newest(folder: Folder, count: int) -> None:
+    found = [(entry.stat(follow_symlinks=False).st_ctime, entry.name) for entry in folder.entries()]
+    for _, name in sorted(found, reverse=True)[count:]:
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            folder.unlink(name)

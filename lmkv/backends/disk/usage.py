@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from attrs import frozen
 
-from lmkv.backends.disk.fileio import opened
+from lmkv.backends.disk.root import Root
 
 NAME = ".lmkv-use"
 _NUMBERS = struct.Struct("<QQ")
@@ -28,12 +28,12 @@ _PAUSE = 0.001
 
 @frozen
 class Usage:
-    """The count in the file `path`: bytes in use, and all bytes that were ever reserved.
+    """The count in a root's file: bytes in use, and all bytes that were ever reserved.
 
     Any number of threads and processes may use it: the file is locked for each change, about 10 us long.
     """
 
-    path: str
+    root: Root
 
     def reserve_bytes(self, nbytes: int) -> int:
         """Count bytes that will be written; returns the bytes in use, these included."""
@@ -66,7 +66,8 @@ class Usage:
 
     @contextlib.contextmanager
     def _open(self, flags: int) -> Iterator[int]:
-        with opened(self.path, os.O_RDWR | flags) as fd:
+        with self.root.entered() as folder, folder.opened(NAME, os.O_RDWR | flags) as fd:
+            self.root.check_owner(NAME, os.fstat(fd), folder)
             _lock(fd)
             try:
                 yield fd

@@ -143,10 +143,9 @@ class RemoteBackend(ABC):
         name = self.name_of(key)
         try:
             return HIT if self._get(key, name, into) else MISS
-        except FormatError as error:
+        except (FormatError, WrongLengthError) as error:
+            # One of another length, too, would fail for ever: a value that is there is not written again.
             return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
-        except WrongLengthError as error:
-            return Read.failed(BackendError(self.name, "read", key.hex(), str(error)))
         except Exception as error:
             return Read.failed(self._translated(error, "read", key))
 

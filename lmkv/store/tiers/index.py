@@ -1,8 +1,9 @@
 """The index of a lower tier: its keys, their sizes, and how much of its capacity they take.
 
-A key is absent, being written, stored, a tombstone (never served again, its bytes still there) or being
-reclaimed (its bytes are being deleted). Only an absent key or a tombstone can be written, so that old bytes
-never pass for new ones.
+A key is absent, being written, stored, doubted (stored, but it could not be read), a tombstone (never served again,
+its bytes still there) or being reclaimed (its bytes are being deleted). Only an absent key, a doubted one or a
+tombstone can be written, so that old bytes never pass for new ones. A doubted one is not found until it has been
+written, or been seen on the medium again; till then its bytes count as those of any other.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class TierIndex:
         self._name = name
         self._observers = observers
         self._sizes: dict[ChunkKey, int] = {}
+        self._doubted: set[ChunkKey] = set()
+        self._rewriting: Victims = {}
         self._writing: set[ChunkKey] = set()
         self._tombstones: Victims = {}
         self._reclaiming: set[ChunkKey] = set()
@@ -68,7 +71,7 @@ class TierIndex:
         return f"<TierIndex: {len(self)} chunks, {self.used}{of} bytes, {deleted} to be deleted>"
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._sizes
+        return key in self._sizes and key not in self._doubted
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -85,8 +88,8 @@ class TierIndex:
     # -- writing ------------------------------------------------------------------------------------------
 
     def knows(self, key: ChunkKey) -> bool:
-        """Whether the key is stored or being written."""
-        return key in self._sizes or key in self._writing
+        """Whether the key is stored and not doubted, or being written."""
+        return key in self or key in self._writing
 
     def begin_write(
         self, key: ChunkKey, nbytes: int, protect: Callable[[], frozenset[ChunkKey]] = frozenset
@@ -98,8 +101,12 @@ class TierIndex:
         """
         if self.clearing or self.knows(key) or key in self._reclaiming:
             return None
+        if key in self._doubted:
+            self._rewriting[key] = self._sizes[key]
+            self.discard(key)
         evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, protect)
         if evicted is None:
+            self._end_rewriting(key, stored=False, wanted=True)
             return None
         self._writing.add(key)
         self.used += nbytes
@@ -121,9 +128,21 @@ class TierIndex:
         self._writing.discard(key)
         self._note(key)
         self.used -= nbytes
+        self._end_rewriting(key, stored=stored, wanted=wanted)
         if stored and wanted:
             self._add(key, nbytes, parent)
         elif stored:
+            self._tombstones[key] = nbytes
+
+    def _end_rewriting(self, key: ChunkKey, *, stored: bool, wanted: bool) -> None:
+        """A doubted chunk that was to be written again, and was not, is what it was before."""
+        nbytes = self._rewriting.pop(key, None)
+        if nbytes is None or stored:
+            return
+        if wanted:
+            self._add(key, nbytes)
+            self.doubt(key)
+        else:
             self._tombstones[key] = nbytes
 
     def _evict(self, needed: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
@@ -140,16 +159,24 @@ class TierIndex:
         self.used += nbytes
         self.other_namespace += _is_other_namespace(key)
         self.policy.insert(key, nbytes, parent)
+        self._tell_stored(key)
+
+    def _tell_stored(self, key: ChunkKey) -> None:
         for observer in self._observers:
             observer.stored(self._name, key)
 
+    def _tell_removed(self, key: ChunkKey) -> None:
+        for observer in self._observers:
+            observer.removed(self._name, key)
+
     def _drop(self, key: ChunkKey) -> int:
         self._note(key)
+        if key in self:
+            self._tell_removed(key)
+        self._doubted.discard(key)
         nbytes = self._sizes.pop(key)
         self.used -= nbytes
         self.other_namespace -= _is_other_namespace(key)
-        for observer in self._observers:
-            observer.removed(self._name, key)
         return nbytes
 
     # -- removing -----------------------------------------------------------------------------------------
@@ -159,6 +186,18 @@ class TierIndex:
         if key in self._sizes:
             self._drop(key)
             self.policy.discard(key)
+
+    def doubt(self, key: ChunkKey) -> None:
+        """It could not be read, which says nothing about its bytes."""
+        if key in self:
+            self._tell_removed(key)
+            self._doubted.add(key)
+
+    def _trust(self, key: ChunkKey) -> None:
+        """It was seen on the medium: if it was doubted, it may be tried again."""
+        if key in self._doubted:
+            self._doubted.discard(key)
+            self._tell_stored(key)
 
     def mark_deleted(self, keys: Iterable[ChunkKey], *, unknown: bool = False) -> None:
         """Never serve these again, and have their bytes deleted; with `unknown` also unindexed keys."""
@@ -223,6 +262,7 @@ class TierIndex:
         if not observation.valid:
             return
         for key, nbytes in sizes.items():
+            self._trust(key)
             if self._is_new(key, observation):
                 evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
                 if evicted is not None:
@@ -254,6 +294,7 @@ class TierIndex:
         now = time.time()
         for item in found:
             self._unseen.pop(item.key, None)
+            self._trust(item.key)
             # A time in the future says nothing about a use, and must not hide those of other chunks.
             used = item.last_used if item.last_used <= now else 0.0
             self._newest = max(self._newest, used)

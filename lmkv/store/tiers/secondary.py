@@ -198,23 +198,23 @@ class Secondary:
 
     @locked
     def _judge(self, key: ChunkKey, result: Read) -> bool:
-        """Forget, keep or mark deleted a chunk that was not read; True for the last."""
-        if result.status is ReadStatus.HIT:
-            self._failed_once.discard(key)
-            return False
+        """Forget, keep, doubt or mark deleted a chunk that was not read; True for the last: its bytes are wrong."""
         if isinstance(result.error, BackendUnavailable) and not self._failed_before(key):
             return False
         self._failed_once.discard(key)
-        self._counters.lost += key in self.index
-        if result.status is ReadStatus.MISS:
+        damaged = isinstance(result.error, CorruptChunkError)
+        self._counters.lost += (damaged or result.status is ReadStatus.MISS) and key in self.index
+        if damaged:
+            self.index.mark_deleted([key])
+        elif result.status is ReadStatus.MISS:
             self.index.discard(key)
-            return False
-        self.index.mark_deleted([key])
-        return True
+        elif result.status is ReadStatus.FAILED:
+            self.index.doubt(key)
+        return damaged
 
     @locked
     def _failed_before(self, key: ChunkKey) -> bool:
-        """Whether the chunk is at fault, not its tier: others can be read, and it failed before."""
+        """Whether the chunk may be at fault, not its tier: others can be read, and it failed before."""
         if self._reads.state != "closed":
             self._failed_once.clear()
             return False

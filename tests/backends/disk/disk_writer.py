@@ -70,10 +70,10 @@ def die_at(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return pwritev(fd, views, at)
 
-    def publish(source: str, path: str) -> None:
+    def publish(source: str, path: str, **options: Any) -> None:
         if next(steps) == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        link(source, path)
+        link(source, path, **options)
 
     patch = pytest.MonkeyPatch()
     patch.setattr(os, "pwritev", write)
@@ -83,7 +83,7 @@ def die_at(step: int) -> None:
 def stop_halfway(tell: Tell, folder: str, direct: Any) -> None:
     """Stop for ever before a complete file gets its name, and tell the name it has."""
 
-    def stop(source: str, path: str) -> None:
+    def stop(source: str, path: str, **options: Any) -> None:
         tell(source)
         threading.Event().wait()
 

@@ -14,7 +14,8 @@ import pytest
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.fileio import Scratch
-from lmkv.backends.disk.usage import NAME, Usage
+from lmkv.backends.disk.root import Root
+from lmkv.backends.disk.usage import Usage
 from lmkv.outcomes import WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, listed, statuses
@@ -59,7 +60,7 @@ class Stopped:
 def fork_while_counting(tell: Tell, folder: str) -> None:
     """Fork while a thread has the count locked; go on living when it has let it go."""
     stopped = Stopped("pwrite")
-    counting = threading.Thread(target=Usage(os.path.join(folder, NAME)).reserve_bytes, args=(100,))
+    counting = threading.Thread(target=Usage(Root(folder)).reserve_bytes, args=(100,))
     counting.start()
     assert stopped.reached.wait(LIMIT)
     tell(fork())
@@ -135,7 +136,7 @@ def test_the_count_is_nobodys_once_its_user_has_let_it_go(tmp_path: Path, forked
     with Child(fork_while_counting, str(tmp_path)) as parent:
         forked.heard(parent)
         assert parent.heard() == "counted"
-        assert Usage(str(tmp_path / NAME)).reserve_bytes(10) == 110
+        assert Usage(Root(str(tmp_path))).reserve_bytes(10) == 110
 
 
 def test_the_count_is_nobodys_when_its_user_was_killed(tmp_path: Path, forked: Forked) -> None:
@@ -143,7 +144,7 @@ def test_the_count_is_nobodys_when_its_user_was_killed(tmp_path: Path, forked: F
     with Child(fork_while_counting, str(tmp_path)) as parent:
         forked.heard(parent)
         parent.kill()
-        assert Usage(str(tmp_path / NAME)).reserve_bytes(10) == 110
+        assert Usage(Root(str(tmp_path))).reserve_bytes(10) == 110
 
 
 def test_temporaries_of_a_dead_writer_are_swept_though_its_child_lives(tmp_path: Path, forked: Forked) -> None:
@@ -162,7 +163,7 @@ def test_forked_children_have_nothing_open_and_others_go_on(tmp_path: Path, fork
     with Child(fork_again_and_again, str(tmp_path), 30) as parent:
         for _ in range(30):
             assert files_open_in(forked.heard(parent), tmp_path) == []
-        usage, beside = Usage(str(tmp_path / NAME)), LocalDiskBackend(tmp_path, bytes(32))
+        usage, beside = Usage(Root(str(tmp_path))), LocalDiskBackend(tmp_path, bytes(32))
         assert all(usage.reserve_bytes(1) >= count for count in range(1, 101))
         chunks = [chunk_of(100) for _ in range(100)]
         assert statuses(beside, chunks) == [WriteStatus.STORED] * 100

@@ -17,7 +17,7 @@ import pytest
 
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError
+from lmkv.errors import BackendUnavailable, CorruptChunkError, NoSpaceError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, listed, new_key, read_back, statuses
@@ -164,8 +164,8 @@ ERRNOS = {
     errno.EROFS: NoSpaceError,
     errno.EIO: BackendUnavailable,
     errno.EACCES: BackendUnavailable,
-    errno.EMFILE: BackendError,
-    errno.ENOMEM: BackendError,
+    errno.EMFILE: BackendUnavailable,
+    errno.ENOMEM: BackendUnavailable,
 }
 
 
@@ -238,12 +238,25 @@ def test_a_failing_read_harms_no_file(specimen: Specimen, monkeypatch: Any, call
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
-def test_a_bad_sector_takes_its_chunk_with_it(specimen: Specimen, monkeypatch: Any, call: str) -> None:
-    """A chunk that cannot be read would block its next store for ever."""
+def test_a_chunk_on_a_bad_sector_is_replaced_when_it_is_stored_again(
+    specimen: Specimen, monkeypatch: Any, call: str
+) -> None:
+    """It would block its next store for ever. Until then it stays: the error may have been one of the moment."""
     with failing(monkeypatch, call, errno.EIO):
         read, _ = try_read(specimen.backend, specimen.key)
-    assert isinstance(read.error, CorruptChunkError)
-    assert statuses(specimen.backend, [Chunk(specimen.key, memoryview(PAYLOAD))]) == [STORED]
+    assert isinstance(read.error, BackendUnavailable)
+    before = specimen.path.stat()
+    specimen.backend.reserve_bytes(before.st_size)
+    chunk = Chunk(specimen.key, memoryview(PAYLOAD))
+    with failing(monkeypatch, "pwritev", errno.EIO):
+        assert statuses(specimen.backend, [chunk]) == [FAILED]
+    assert specimen.path.stat().st_ino == before.st_ino
+    specimen.backend.reserve_bytes(before.st_size)
+    assert statuses(specimen.backend, [chunk, chunk]) == [STORED, WriteStatus.PRESENT]
+    assert specimen.path.stat().st_ino != before.st_ino
+    assert read_back(specimen.backend, chunk) == PAYLOAD
+    assert specimen.backend.reserve_bytes(0) == before.st_size, "what it replaced takes nothing any more"
+    assert files_of(specimen.backend) == [Path(specimen.backend.path) / ".lmkv-use", specimen.path]
 
 
 def test_one_bad_key_of_a_batch_is_its_own_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,10 +264,10 @@ def test_one_bad_key_of_a_batch_is_its_own_problem(tmp_path: Path, monkeypatch: 
     chunks = [chunk_of(100) for _ in range(4)]
     real = os.link
 
-    def link(source: str, path: str) -> None:
+    def link(source: str, path: str, **options: Any) -> None:
         if chunks[1].key.hex() in path:
             raise OSError(errno.EIO, "bad")
-        real(source, path)
+        real(source, path, **options)
 
     monkeypatch.setattr(os, "link", link)
     assert statuses(backend, chunks) == [STORED, FAILED, STORED, STORED]
@@ -266,10 +279,10 @@ def test_deleting_goes_on_after_a_failure_and_tells(tmp_path: Path, monkeypatch:
     backend.write(chunks)
     real = os.unlink
 
-    def unlink(path: str) -> None:
+    def unlink(path: str, **options: Any) -> None:
         if chunks[0].key.hex() in path:
             raise OSError(errno.EROFS, "read-only")
-        real(path)
+        real(path, **options)
 
     monkeypatch.setattr(os, "unlink", unlink)
     with pytest.raises(NoSpaceError):
@@ -491,11 +504,11 @@ def test_a_temporary_that_was_swept_by_mistake_is_written_again(
     real = os.link
     swept: list[str] = []
 
-    def link(source: str, path: str) -> None:
+    def link(source: str, path: str, **options: Any) -> None:
         if not swept:
             swept.append(source)
-            os.unlink(source)
-        real(source, path)
+            os.unlink(source, dir_fd=options["src_dir_fd"])
+        real(source, path, **options)
 
     monkeypatch.setattr(os, "link", link)
     chunk = chunk_of(5000)

@@ -27,7 +27,7 @@ def become_nobody() -> None:
 @pytest.fixture
 def root(memory_path: Path) -> Path:
     """A folder for everybody, with a namespace that only its own user may read."""
-    memory_path.chmod(0o777)
+    memory_path.chmod(0o1777)
     private = LocalDiskBackend(memory_path, bytes([9]) * 32)
     assert statuses(private, [chunk_of(5000)]) == [WriteStatus.STORED]
     # Without root there is only one user here, and the folder is closed to that one, too.
@@ -92,7 +92,7 @@ def fill(tell: Tell, root: str) -> None:
 def test_chunks_that_may_be_read_but_not_deleted_are_neither_counted_nor_evicted(memory_path: Path) -> None:
     other = LocalDiskBackend(memory_path, bytes([9]) * 32)
     assert statuses(other, [chunk_of(CHUNK) for _ in range(4)]) == [WriteStatus.STORED] * 4
-    memory_path.chmod(0o777)
+    memory_path.chmod(0o1777)
     for folder in (path := memory_path / other.namespace.hex(), *path.glob("??")):
         # As with `umask 022`. Without root there is only one user here, and the folders are closed to that one, too.
         folder.chmod(0o755 if not os.geteuid() else 0o555)

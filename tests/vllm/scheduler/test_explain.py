@@ -24,7 +24,7 @@ OTHERS = [[(7 * token + start) % 50 for token in range(2 * CHUNK)] for start in 
 
 def engine_of(**options: Any) -> SimulatedVLLM:
     """An engine whose own prefix cache is empty."""
-    options = {"groups": [Group(4)], "num_blocks": 90, "ram_chunks": 24, **options}
+    options = {"groups": [Group(4)], "num_blocks": 90, "ram_chunks": 24, "load_or_recompute": True, **options}
     made = SimulatedVLLM(random.Random(0), chunk_size=CHUNK, **options)
     made.local_hits = 0.0
     return made

@@ -40,6 +40,7 @@ engines = st.fixed_dictionaries(
         "prefix_caching": st.booleans(),
         "aborts": st.sampled_from([0.0, 0.0, 0.1]),
         "device": st.booleans(),
+        "load_or_recompute": st.booleans(),
     }
 )
 

@@ -74,6 +74,7 @@ def test_the_wait_for_a_bad_disk_is_bounded(spoil: Callable[[FaultyBackend], Non
         lower_chunks=REQUESTS * (chunks + 1),
         prefix_caching=True,
         io_moves=200,
+        load_or_recompute=True,
     )
     with closing(engine):
         for number in range(REQUESTS):

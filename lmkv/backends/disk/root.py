@@ -1,0 +1,154 @@
+"""The root folder: who is trusted in it, and the way to the folders below it.
+
+Others may write to folders above it, as to /dev/shm, and make a folder of its name first. So a folder that
+anybody could have put in its place must belong to this process's user or to root. What lies in a folder that not
+everybody may write to was put there by those whom its owner lets do so: it may belong to anybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from functools import cache
+from typing import Self
+
+from attrs import define, field
+
+from lmkv.backends.disk.fileio import Folder, closed_in_children, temporary
+
+logger = logging.getLogger(__name__)
+
+_MOST_LINKS = 40
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class NotTrustedError(PermissionError):
+    """A folder may be somebody else's, or what is in it."""
+
+
+@define
+class Root:
+    """A root folder, which need not exist yet. Any number of threads may use it; there are no locks.
+
+    `trusted`: users by their ids.
+    """
+
+    path: str
+    trusted: set[int] = field(factory=lambda: {0, os.geteuid()})
+    _keeps_modes: bool = field(default=True, init=False)
+    _real: str = field(init=False, repr=False)
+
+    @_real.default
+    def _real_path(self) -> str:
+        return os.path.realpath(self.path)
+
+    @classmethod
+    def checked(cls, path: str | os.PathLike[str]) -> Self:
+        """The root folder that is there, by a path that none but trusted users could have changed.
+
+        Raises `NotTrustedError`, which says what to do, and `OSError`.
+        """
+        root = cls(os.path.abspath(os.fspath(path)))
+        root._walk()
+        with root.entered():
+            return root
+
+    def _walk(self) -> None:
+        """Trust those who own the folders above, and their links, as far as nobody else could have put them there."""
+        at, above, links = "/", os.stat("/"), 0
+        self.trusted.add(above.st_uid)
+        names = self.path.split("/")[::-1]
+        while names:
+            name = names.pop()
+            here = os.path.normpath(os.path.join(at, name))
+            status = os.lstat(here)
+            if name not in ("", ".", ".."):
+                self._check_owner(here, status, above)
+            if stat.S_ISLNK(status.st_mode):
+                links += 1
+                if links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), self.path)
+                target = os.readlink(here)
+                names += target.split("/")[::-1]
+                if target.startswith("/"):
+                    at, above = "/", os.stat("/")
+                continue
+            at, above = here, status
+            if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+                _warn_once(here)
+
+    def check_owner(self, name: str, status: os.stat_result, folder: Folder) -> None:
+        """Raises `NotTrustedError` when somebody who is not trusted may have put a file into an entered folder."""
+        self._check_owner(f"{folder.path}/{name}", status, folder.status)
+
+    def _check_owner(self, path: str, status: os.stat_result, above: os.stat_result) -> None:
+        if status.st_uid in self.trusted:
+            return
+        if above.st_mode & stat.S_IWOTH and not self._is_mine(path, status):
+            reason = f"{path} belongs to user {status.st_uid}, and anybody may write to {os.path.dirname(path)}"
+            todo = f"remove it, give it to root or to user {os.geteuid()} with chown, or name another folder"
+            raise NotTrustedError(f"{reason}: {todo}")
+        self.trusted.add(status.st_uid)
+
+    def _is_mine(self, path: str, status: os.stat_result) -> bool:
+        """Whether its owner is this user by another name, as a file server has one for root or for all."""
+        with contextlib.suppress(OSError):
+            fd = os.open(path, _FOLDER | os.O_NOFOLLOW)
+            try:
+                return self._as_shown(Folder(fd, path, status)).st_uid == status.st_uid
+            finally:
+                os.close(fd)
+        return False
+
+    @staticmethod
+    def _as_shown(folder: Folder) -> os.stat_result:
+        """What the file system makes of the owner and the mode of a file of this user's, that nobody else may use."""
+        with temporary(folder, 0) as (fd, _):
+            return os.fstat(fd)
+
+    @contextlib.contextmanager
+    def entered(self, *names: str) -> Iterator[Folder]:
+        """The root folder, or the one with these names below it, opened without following links.
+
+        Raises `NotTrustedError` for one that others may have put there or may write to, `OSError`.
+        """
+        paths = [self._real]
+        for name in names:
+            paths.append(f"{paths[-1]}/{name}")
+        with closed_in_children(*paths):
+            fd = os.open(self.path, _FOLDER)
+            try:
+                folder = Folder(fd, self.path, os.fstat(fd))
+                if folder.status.st_uid not in self.trusted:
+                    raise NotTrustedError(f"{self.path} has become user {folder.status.st_uid}'s")
+                for name in names:
+                    inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+                    os.close(fd)
+                    fd = inner
+                    folder = self._checked(Folder(fd, f"{folder.path}/{name}", os.fstat(fd)), folder.status)
+                yield folder
+            finally:
+                os.close(fd)
+
+    def _checked(self, folder: Folder, above: os.stat_result) -> Folder:
+        self._check_owner(folder.path, folder.status, above)
+        if folder.status.st_mode & stat.S_IWOTH and self._keeps_modes:
+            self._keeps_modes = not self._as_shown(folder).st_mode & stat.S_IWOTH
+            if self._keeps_modes:
+                raise NotTrustedError(f"anybody may write to {folder.path}: remove it, or forbid that with chmod o-w")
+        return folder
+
+    def make(self, *names: str) -> None:
+        """Create the folder with these names below the root, and those above it. Raises `OSError` without a root."""
+        for depth, name in enumerate(names):
+            with self.entered(*names[:depth]) as folder:
+                folder.make(name)
+
+
+@cache
+def _warn_once(path: str) -> None:
+    logger.warning("lmkv: anybody may delete or rename what is in %s: forbid it with chmod +t", path)

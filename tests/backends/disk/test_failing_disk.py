@@ -1,0 +1,130 @@
+"""An error of the moment is a miss: a disk that was in trouble for two seconds has all its chunks afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.errors import BackendUnavailable
+from lmkv.outcomes import ReadStatus
+from lmkv.testing.backend_suite import chunk_of, new_key
+from tests.backends.disk.failing_disk import CALLS, CHUNKS, ERRORS
+from tests.forked import Child, Tell
+from tests.kit import LIMIT
+from tests.servers import missing
+from tests.store.shared_store import CHUNK, KEYS, get, open_store, put
+
+HERE = Path(__file__).parent
+Outcome = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """By error: of a process whose C library fails, so that Python and lmkv are as they always are."""
+    if shutil.which("gcc") is None:
+        missing("gcc", "the calls of a disk that fails are a small C library")
+    folder = tmp_path_factory.mktemp("failing")
+    library, control, below = folder / "failing.so", folder / "control", folder / "kv"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, HERE / "failing.c", "-ldl"], check=True, timeout=LIMIT)
+    control.write_bytes(bytes(16))
+    below.mkdir()
+    environment = {"LD_PRELOAD": str(library), "LMKV_FAIL_FILE": str(control), "LMKV_FAIL_BELOW": str(below)}
+    words = [sys.executable, "-m", "tests.backends.disk.failing_disk", str(below)]
+    done = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[Outcome]] = defaultdict(list)
+    for line in done.stdout.splitlines():
+        outcome = json.loads(line)
+        found[outcome["error"]].append(outcome)
+    return found
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_disk_that_was_in_trouble_has_all_its_chunks(outcomes: dict[str, list[Outcome]], error: str) -> None:
+    assert len(outcomes[error]) == 2 * len(CALLS)
+    for outcome in outcomes[error]:
+        assert outcome["failed"], outcome
+        assert (outcome["files"], outcome["served"], outcome["lost"]) == (CHUNKS, CHUNKS, 0), outcome
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_the_breaker_reacts_to_every_error_of_the_moment(outcomes: dict[str, list[Outcome]], error: str) -> None:
+    """Where every call fails. A listing, and folders that are there already, are none of its business."""
+    quiet = {
+        outcome["calls"] for outcome in outcomes[error] if outcome["every"] == 1 and "open" not in outcome["states"]
+    }
+    assert quiet <= {"list", "make"}
+
+
+def without_descriptors(tell: Tell, folder: str, chunks: int) -> None:
+    """Store chunks, load them while the process has no descriptor to spare, and again when it has."""
+    store = open_store(folder, 1, 1000 * CHUNK)
+    for key in KEYS[:chunks]:
+        put(store, [key])
+        assert store.drain(LIMIT)
+        store.drop([key])
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    clock: Any = store._tiers[0]._clock
+    served = 0
+    for _ in range(3):
+        for key in KEYS[:chunks]:
+            served += get(store, [key])
+            clock.advance(0.1)
+    tell((served, store.stats().tiers[1].read_failures))
+    for fd in taken:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    clock.advance(100)
+    found = store.discover(KEYS[:chunks])
+    assert found is None or found.wait(LIMIT)
+    for key in KEYS[:chunks]:
+        served += get(store, [key])
+        store.drop([key])
+    tell((served, store.stats().tiers[1].lost))
+    store.close()
+
+
+def test_a_process_without_descriptors_deletes_nothing(tmp_path: Path) -> None:
+    chunks = 40
+    with Child(without_descriptors, str(tmp_path), chunks) as child:
+        served, failures = child.heard()
+        assert served == 0
+        assert failures >= 5
+        assert child.heard() == (chunks, 0)
+        assert child.ended() == 0
+    assert len(list(tmp_path.rglob("*.kv1"))) == chunks
+
+
+def test_a_folder_that_cannot_be_asked_is_not_one_without_chunks(tmp_path: Path) -> None:
+    """The breaker has to hear of it, and the listing must not forget what it could not see."""
+    backend = LocalDiskBackend(tmp_path, bytes(32))
+    chunk = chunk_of(5000)
+    backend.write([chunk])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(BackendUnavailable):
+            backend.contains([chunk.key])
+        with pytest.raises(BackendUnavailable):
+            list(backend.list_all())
+        (read,) = backend.read([(chunk.key, memoryview(bytearray(5000)))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (read.status, type(read.error)) == (ReadStatus.FAILED, BackendUnavailable)
+    assert backend.contains([chunk.key, new_key()]) == [True, False]
