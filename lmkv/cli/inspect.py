@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -98,7 +99,7 @@ def clear(
         apart = server.apart_from(cache_salt, tag, engine)
         if prompt is None and not yes:
             whose = f"namespace {namespace} at {url}" if namespace else f"{url} from every tier"
-            typer.confirm(f"Delete all chunks of {whose}?", abort=True, err=True)
+            ask(f"Delete all chunks of {whose}?")
         with server.client_of(url, token_file) as client:
             answer = client.clear(prompt, namespace=namespace or None, **apart)
         server.show(answer, lambda one: f"deleted {one['deleted_chunks']:,} chunks", as_json=as_json)
@@ -106,8 +107,15 @@ def clear(
     chunks = {one.digest: one.chunks for one in found_in(path, namespace)}
     count = sum(map(len, chunks.values()))
     if count and not yes:
-        typer.confirm(f"Delete {count:,} chunks below {path}?", abort=True, err=True)
+        ask(f"Delete {count:,} chunks below {path}?")
     remove(path, chunks, as_json=as_json)
+
+
+def ask(question: str) -> None:
+    """On standard error: standard output is what somebody reads. Ends the command unless the answer is yes."""
+    typer.echo(f"{question} [y/N]: ", nl=False, err=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise typer.Abort
 
 
 def found_in(path: Path, namespace: str) -> list[Content]:

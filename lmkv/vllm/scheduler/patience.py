@@ -42,12 +42,12 @@ class Patience:
             self._arrived = arrived
         waited = now - self._since
         if waited > (STALL if self._limit is None else self._limit) or self.spent + waited > self.deadline:
-            self._spend(now)
+            self.end(now)
             self.late = True
         return not self.late
 
     def end(self, now: float) -> None:
-        """The chunks that the request waited for are there."""
+        """The chunks that the request waited for are there, or given up."""
         if self._since is not None:
             self._spend(now)
             self._since = None

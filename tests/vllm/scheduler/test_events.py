@@ -225,7 +225,7 @@ def test_longer_histories(kind: str, seed: int) -> None:
 
 def test_the_histories_test_something() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(24):
         options = {"num_blocks": 90, "chunk_size": 8, "ram_chunks": 5, "lower_chunks": 9 if seed % 2 else 60}
         driver = Driver(seed, GROUPS["one group"], options | {"save_unfull_chunk": seed % 3 > 0})
         for number in range(2):
