@@ -3,8 +3,9 @@
     pip install atheris
     python -m tests.fuzz headers -max_total_time=600
 
-What to fuzz is the first word: `headers` of chunks, configuration `files`, the connector's `extra` configuration, or
-`http` requests to the agent API. The rest are libFuzzer's options. It ends with a traceback at the first failure.
+What to fuzz is the first word: `headers` of chunks, `folders` with any files, configuration `files`, the connector's
+`extra` configuration, or `http` requests to the agent API. The rest are libFuzzer's options. It ends with a traceback
+at the first failure.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ with atheris.instrument_imports(include=["lmkv", "yaml"]):
 
     from tests.agent import test_fuzz_http
     from tests.agent.serving import service_of, store_over
+    from tests.backends.disk.attacks.test_any_folder import test_any_folder
     from tests.chunks.test_codec import test_sealed_lies_are_rejected_or_harmless
     from tests.test_fuzz import test_any_extra_configuration, test_any_file
 
@@ -37,6 +39,7 @@ def main() -> None:
             test_fuzz_http.refused_or_answered(service, asked)
 
         targets: dict[str, Callable[..., Any]] = {
+            "folders": test_any_folder,
             "headers": test_sealed_lies_are_rejected_or_harmless,
             "files": test_any_file,
             "extra": test_any_extra_configuration,

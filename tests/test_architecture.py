@@ -76,7 +76,7 @@ BUDGET = {
     "store": 1042,
     "store.tiers": 1163,
     "backends": 375,
-    "backends.disk": 924,
+    "backends.disk": 927,
     "backends.remote": 1405,
     "agent": 886,
     "vllm": 1639,

@@ -277,6 +277,14 @@ def test_a_link_of_his_in_place_of_the_count_is_not_followed(shared: Path, victi
     assert backend.reserve_bytes(5000) == 0
 
 
+def test_a_second_name_for_somebodys_file_is_not_the_count(shared: Path, victim: Path) -> None:
+    """As he can make one where the kernel does not protect hard links, and here root does for him."""
+    os.link(victim / "thesis", shared / ".lmkv-use")
+    backend = LocalDiskBackend(shared, NAMESPACE)
+    assert backend.reserve_bytes(5000) == 0
+    assert statuses(backend, [chunk_of(5000)]) == [WriteStatus.STORED]
+
+
 def plant_count(root: str) -> None:
     path = Path(root, ".lmkv-use")
     path.write_bytes(b"\xff" * 16)

@@ -129,9 +129,9 @@ class Folder:
 
     @property
     def for_group(self) -> bool:
-        """Whether its owner gives what is made in it to its group, too: it is setgid, and the group may write."""
+        """Whether its owner gives what is made in it to its group: it is setgid, and only the group may write, too."""
         wanted = stat.S_ISGID | stat.S_IWGRP
-        return self.status.st_mode & wanted == wanted
+        return self.status.st_mode & (wanted | stat.S_IWOTH) == wanted
 
     @contextlib.contextmanager
     def opened(self, name: str, flags: int) -> Iterator[int]:
@@ -140,7 +140,8 @@ class Folder:
         with closed_in_children(name):
             fd = os.open(name, flags, 0o600, dir_fd=self.fd)
             try:
-                if flags & os.O_CREAT:
+                # One of several names may be of a file of somebody else's.
+                if flags & os.O_CREAT and os.fstat(fd).st_nlink == 1:
                     self._give_to_group(fd, 0o660)
                 yield fd
             finally:

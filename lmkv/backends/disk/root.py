@@ -82,8 +82,14 @@ class Root:
                 _warn_once(here)
 
     def check_owner(self, name: str, status: os.stat_result, folder: Folder) -> None:
-        """Raises `NotTrustedError` when somebody who is not trusted may have put a file into an entered folder."""
-        self._check_owner(f"{folder.path}/{name}", status, folder.status)
+        """Raises `NotTrustedError` when somebody who is not trusted may have put a file into an entered folder.
+
+        Be it by a second name for a file of somebody else's.
+        """
+        path = f"{folder.path}/{name}"
+        self._check_owner(path, status, folder.status)
+        if status.st_nlink > 1:
+            raise NotTrustedError(f"{path} is a file that has other names, too: remove it")
 
     def _check_owner(self, path: str, status: os.stat_result, above: os.stat_result) -> None:
         if status.st_uid in self.trusted:
