@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from importlib import import_module
 
 from attrs import evolve
 
+from lmkv import plugins
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.description import describe
@@ -16,10 +16,9 @@ from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
-from lmkv.config.remote_url import SCHEMES
 from lmkv.memory.shared_folder import check_in_memory, clamp_shared_memory
 from lmkv.policies import make_admission, make_policy
-from lmkv.protocols import Tier
+from lmkv.protocols import Backend, Tier
 from lmkv.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -68,9 +67,12 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
         yield _disk_tier(config, config.local_disk, namespace, key)
     names: Counter[str] = Counter()
     for url in (*config.remote_url, *config.remote_urls):
-        engine = SCHEMES[url.scheme]
-        names[engine] += 1
-        backend = import_module(f"lmkv.backends.remote.{engine}").open_url(
+        kind = url.kind
+        names[kind] += 1
+        backend = plugins.make(
+            url.place,
+            f"remote_url {url}",
+            Backend,
             url.text,
             namespace.digest,
             username=config.remote_username,
@@ -79,7 +81,7 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
             ttl=config.remote_ttl or None,
             timeout=config.remote_timeout,
             chunk_tokens=namespace.chunk_size,
-            name=engine if names[engine] == 1 else f"{engine}-{names[engine]}",
+            name=kind if names[kind] == 1 else f"{kind}-{names[kind]}",
             authentication_key=key,
         )
         # How many bytes it takes, and what it evicts, is the store's own business.

@@ -146,6 +146,7 @@ class Shared(Protocol):
     def shared(self) -> bool: ...
 
 
+@runtime_checkable
 class Policy(Protocol):
     """An eviction order over keys and sizes: pure, no clock, no I/O, no values.
 
@@ -181,6 +182,7 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
 class Admission(Protocol):
     """Decides which chunks a tier takes. Called under the store's lock."""
 

@@ -30,15 +30,16 @@ PACKAGE = Path(lmkv.errors.__file__).parent
 BASE = frozenset({"errors", "outcomes", "protocols", "chunks"})
 STORE = BASE | {"memory", "store", "store.tiers"}
 BACKENDS_ROOMS = frozenset({"backends", "backends.disk", "backends.remote"})
-BUILT = STORE | BACKENDS_ROOMS | {"policies", "config", "build"}
+BUILT = STORE | BACKENDS_ROOMS | {"plugins", "policies", "config", "build"}
 
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "outcomes": frozenset({"errors"}),
     "protocols": frozenset({"errors", "outcomes"}),
     "chunks": frozenset({"errors"}),
-    "policies": frozenset({"errors", "protocols"}),
-    "config": frozenset({"errors", "policies"}),
+    "plugins": frozenset({"errors"}),
+    "policies": frozenset({"errors", "protocols", "plugins"}),
+    "config": frozenset({"errors", "policies", "plugins"}),
     "memory": frozenset({"errors", "chunks"}),
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
     "store.tiers": STORE - {"store"},
@@ -72,6 +73,7 @@ BUDGET = {
     "registry": 30,
     "chunks": 502,
     "memory": 1116,
+    "plugins": 40,
     "policies": 165,
     "store": 1042,
     "store.tiers": 1163,

@@ -21,7 +21,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lmkv import __version__
+from lmkv import __version__, plugins
 from lmkv.chunks import codec
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import ALIGNMENT
@@ -106,6 +106,7 @@ def examine(env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | 
         if size:
             yield from examine_model(size)
             yield from examine_room(size, config)
+    yield from examine_plugins()
     yield from examine_versions()
     yield from examine_vllm(env)
 
@@ -225,6 +226,19 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
         problem = "" if chunks else "max_local_disk_size: the disk tier cannot hold one chunk of this model"
         note = f"{chunks:,} chunks of {chunk}"
         yield Finding("model", "in the disk tier", f"{chunks * chunk:,} tokens", note=note, problem=problem)
+
+
+def examine_plugins() -> Iterator[Finding]:
+    """Backends and policies that other packages have installed, and whether they can be loaded."""
+    for group, what in ((plugins.BACKENDS, "backend"), (plugins.POLICIES, "policy")):
+        for name, place in plugins.installed(group).items():
+            shown = f"{name}://" if group == plugins.BACKENDS else name
+            try:
+                plugins.load(place, f"the {what} {name!r} in the entry points {group}")
+            except ConfigError as error:
+                yield Finding("plug-ins", what, shown, note=place, problem=str(error))
+            else:
+                yield Finding("plug-ins", what, shown, note=place)
 
 
 def examine_versions() -> Iterator[Finding]:

@@ -6,7 +6,8 @@ from typing import Final
 
 from attrs import field, frozen
 
-from lmkv.errors import masked
+from lmkv import plugins
+from lmkv.errors import ConfigError, masked
 
 SCHEMES: Final = {
     **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "redis"),
@@ -16,7 +17,12 @@ SCHEMES: Final = {
     **dict.fromkeys(("mooncake", "mooncakestore"), "mooncake"),
     "infinistore": "infinistore",
 }
-"""Scheme of a URL -> module of `lmkv.backends.remote` whose `open_url` takes it."""
+"""Scheme of a URL -> module of `lmkv.backends.remote` whose `open_url` takes it: lmkv's own."""
+
+
+def schemes() -> list[str]:
+    """Schemes that a URL may have: lmkv's own, and those of installed packages."""
+    return [*SCHEMES, *(name for name in plugins.installed(plugins.BACKENDS) if name not in SCHEMES)]
 
 
 @frozen
@@ -48,4 +54,23 @@ class RemoteURL:
 
     @property
     def scheme(self) -> str:
-        return self.text.partition("://")[0].lower()
+        """What is before `://`: a scheme in small letters, or `package.module:Class`."""
+        scheme = self.text.partition("://")[0]
+        return scheme if plugins.is_place(scheme) else scheme.lower()
+
+    @property
+    def kind(self) -> str:
+        """What a store of this scheme is called in logs and statistics."""
+        return SCHEMES.get(self.scheme, self.scheme.rpartition(":")[2].lower())
+
+    @property
+    def place(self) -> str:
+        """What opens it, as `package.module:Class`. Raises ConfigError for an unknown scheme."""
+        if self.scheme in SCHEMES:
+            return f"lmkv.backends.remote.{self.kind}:open_url"
+        if plugins.is_place(self.scheme):
+            return self.scheme
+        found = plugins.installed(plugins.BACKENDS).get(self.scheme)
+        if found is None:
+            raise ConfigError(f"{self}: unknown scheme; there are: {', '.join(schemes())}")
+        return found

@@ -20,9 +20,10 @@ from attrs import Attribute, field, fields, frozen
 
 from lmkv.config import lmcache
 from lmkv.config.lmcache import BOOLEANS, EXTRA, NOTHING, SERVICE_LINK, VARIABLE
-from lmkv.config.remote_url import SCHEMES, RemoteURL, Secret
+from lmkv.config.remote_url import RemoteURL, Secret, schemes
 from lmkv.errors import SECRET, ConfigError, shown
-from lmkv.policies import ADMISSIONS, POLICIES
+from lmkv.plugins import is_place
+from lmkv.policies import ADMISSIONS, POLICIES, policy_names
 
 GIB: Final = 1 << 30
 """Bytes in a GiB, which sizes are given in."""
@@ -110,6 +111,20 @@ def _one_of(*names: str) -> _Parse:
     return parse
 
 
+def _named(names: Callable[[], Iterable[str]]) -> _Parse:
+    """One of the names that there are by then, or `package.module:Class`."""
+
+    def parse(value: object) -> object:
+        if isinstance(value, str) and is_place(value.strip()):
+            return value.strip()
+        try:
+            return _one_of(*names())(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or package.module:Class") from None
+
+    return parse
+
+
 def _path(value: object) -> str | None:
     """A plain path from a path or a file URL, or None."""
     if is_nothing(value):
@@ -138,8 +153,8 @@ def _remote_urls(value: object) -> tuple[RemoteURL, ...]:
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):
         raise ValueError("must be a URL, or a list of them")
     urls = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
-    if any(url.scheme not in SCHEMES for url in urls):
-        raise ValueError(f"must begin with one of {', '.join(f'{scheme}://' for scheme in SCHEMES)}")
+    if any(url.scheme not in schemes() and not is_place(url.scheme) for url in urls):
+        raise ValueError(f"must begin with package.module:Class, or one of {', '.join(f'{s}://' for s in schemes())}")
     if not all(url.text.isprintable() and " " not in url.text for url in urls):
         raise ValueError("must have printable characters alone, and no blanks")
     if not all(map(_has_a_place, urls)):
@@ -267,7 +282,9 @@ class Config:
         None, _path, "Folder of the disk tier, as a path or file:///path; none: no disk tier"
     )
     max_local_disk_size: float = _option(0.0, _number(0), "Capacity of the disk tier", "GiB")
-    cache_policy: str = _option("LRU", _one_of(*POLICIES), f"Eviction order: {', '.join(POLICIES)}")
+    cache_policy: str = _option(
+        "LRU", _named(policy_names), f"Eviction order: {', '.join(POLICIES)}, or package.module:Class of your own"
+    )
     save_decode_cache: bool = _option(True, _boolean, "Store generated tokens' chunks too")
     save_unfull_chunk: bool = _option(
         True, _boolean, "Store and find the tokens after a prompt's last whole chunk, too"
@@ -299,8 +316,9 @@ class Config:
     )
     disk_admission: str = _option(
         "all",
-        _one_of(*ADMISSIONS),
-        "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; none",
+        _named(lambda: ADMISSIONS),
+        "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; none; or "
+        "package.module:Class of your own",
     )
     remote_url: tuple[RemoteURL, ...] = _option(
         (),

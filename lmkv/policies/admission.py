@@ -8,6 +8,7 @@ from types import MappingProxyType
 from attrs import define, field
 from cachetools import LRUCache
 
+from lmkv import plugins
 from lmkv.errors import ConfigError, UsageError
 from lmkv.protocols import Admission, ChunkKey
 
@@ -93,7 +94,10 @@ ADMISSIONS: Mapping[str, Callable[[], Admission]] = MappingProxyType(
 
 
 def make_admission(name: str) -> Admission:
-    """A new admission filter; an unknown name is a `ConfigError`."""
-    if name not in ADMISSIONS:
+    """A new admission filter: one of `ADMISSIONS`, or `package.module:Class`. Raises ConfigError for any other."""
+    if name in ADMISSIONS:
+        return ADMISSIONS[name]()
+    if not plugins.is_place(name):
         raise ConfigError(f"unknown admission {name!r}; there are: {', '.join(ADMISSIONS)}")
-    return ADMISSIONS[name]()
+    admission: Admission = plugins.make(name, f"disk_admission {name!r}", Admission)
+    return admission

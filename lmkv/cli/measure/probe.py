@@ -6,16 +6,15 @@ import mmap
 import os
 import shutil
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
 from attrs import frozen
 
+from lmkv import plugins
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.config import Config
-from lmkv.config.remote_url import SCHEMES
 from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk
@@ -57,7 +56,10 @@ def try_remote(url: str) -> None:
     """
     config = Config.load(extra={"remote_url": url})
     [where] = config.remote_url
-    backend = import_module(f"lmkv.backends.remote.{SCHEMES[where.scheme]}").open_url(
+    backend = plugins.make(
+        where.place,
+        f"remote_url {where}",
+        Backend,
         where.text,
         os.urandom(32),
         username=config.remote_username,

@@ -1,0 +1,66 @@
+"""Backends and policies of other packages: found by entry points, or named as `package.module:Class`.
+
+An installed package names a backend by the scheme of its URLs in the entry point group `lmkv.backends`, and an eviction
+policy by its name in `lmkv.policies`. Nothing of a package is imported before a setting uses it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+from lmkv.errors import ConfigError, masked, told
+
+BACKENDS: Final = "lmkv.backends"
+POLICIES: Final = "lmkv.policies"
+
+_PLACE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
+
+
+def is_place(text: str) -> bool:
+    """Whether a text names an object: `package.module:Class`.
+
+    >>> is_place("my_tiers.sqlite:SQLiteStore"), is_place("redis://host")
+    (True, False)
+    """
+    return _PLACE.fullmatch(text) is not None
+
+
+def installed(group: str) -> Mapping[str, str]:
+    """What installed packages have in an entry point group: name -> `package.module:Class`."""
+    return {found.name: found.value for found in entry_points(group=group)}
+
+
+def load(place: str, wanted_by: str) -> Any:
+    """The object at `package.module:Class`.
+
+    Raises ConfigError, which names the place and the setting that it is `wanted_by`, whatever its import raises.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{wanted_by}: {place} cannot be loaded: {told(error)}") from error
+
+
+def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any) -> Any:
+    """A new object of the class at `package.module:Class`, or of what a function there returns.
+
+    Raises ConfigError, likewise, when it cannot be made or has not the methods of the protocol `kind`.
+    """
+    found = load(place, wanted_by)
+    try:
+        made = found(*args, **options)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        # What it says, and where it was raised, may have the password of a URL.
+        raise ConfigError(f"{wanted_by}: {place} cannot be made: {masked(told(error))}") from None
+    if not isinstance(made, kind):
+        raise ConfigError(f"{wanted_by}: {place} has not all methods of lmkv.protocols.{kind.__name__}")
+    return made
