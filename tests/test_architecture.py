@@ -67,14 +67,14 @@ BUDGET = {
     "errors": 60,
     "outcomes": 50,
     "protocols": 90,
-    "config": 640,
+    "config": 670,
     "build": 100,
     "engine": 347,
     "registry": 30,
     "chunks": 502,
     "memory": 1116,
     "plugins": 40,
-    "policies": 165,
+    "policies": 169,
     "store": 1042,
     "store.tiers": 1163,
     "backends": 375,
@@ -86,7 +86,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12114
+WHOLE = 12193
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
