@@ -52,6 +52,8 @@ class Promoter:
         self._prefetched = 0
         self._clock = clock
         self._waiting: list[Promotion] = []
+        self._sources: dict[Entry, Secondary] = {}
+        """Of the entries that are LOADING."""
         self._expiring: dict[Promotion, float] = {}
         self._next_end = float("inf")
 
@@ -69,7 +71,7 @@ class Promoter:
 
         Of the rest of `chain` nothing is evicted for it that no lower tier stores, if there is anything else.
         """
-        promotion = Promotion(priority, self._lock, self.release, chain)
+        promotion = Promotion(priority, self._lock, self.release, chain, self._clock)
         if discovery is None:
             self._extend(promotion, keys, deferred)
         else:
@@ -91,6 +93,9 @@ class Promoter:
             if promotion.priority is Priority.PREFETCH and not self._may_prefetch(key):
                 break
             entry = entries.get(key)
+            if entry is not None and self.hangs(entry):
+                self.give_up(entry, deferred)
+                entry = None
             tier = None if entry else first_with(self._tiers, key)
             if tier is not None:
                 if kept is None and not self._primary.slab.free_slots:
@@ -117,6 +122,7 @@ class Promoter:
     def _begin_load(self, entry: Entry, tier: Secondary, priority: Priority, deferred: Deferred) -> None:
         work, refused = partial(self._load, tier, entry), partial(self._refused, tier, entry)
         entry.load = _Load(work, priority, refused, tier)
+        self._sources[entry] = tier
         tier.index.begin_read(entry.key)
         deferred.jobs.append(entry.load)
 
@@ -159,11 +165,24 @@ class Promoter:
     @locked
     def _end_load(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
         """The load refers to its chunk no more, which is READY or never will be."""
+        del self._sources[entry]
         if entry.state is not State.READY:
             self._primary.remove(entry)
         tier.index.end_read(entry.key)
         wake(entry, deferred)
         self._primary.unref(entry)
+
+    @locked
+    def hangs(self, entry: Entry) -> bool:
+        """Whether the entry is LOADING from a tier that cannot be read now: the load may never end."""
+        tier = self._sources.get(entry)
+        return tier is not None and not tier.usable
+
+    @locked
+    def give_up(self, entry: Entry, deferred: Deferred) -> None:
+        """Another slot takes the place of an entry that `hangs`; its own is freed when the load ends, if ever."""
+        self._primary.remove(entry)
+        wake(entry, deferred)
 
     def _refused(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
         """Not locked. The pool is closed."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lmkv.errors import ClosedError
-from lmkv.protocols import ChunkKey
+from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.discovery import Discovery
 from lmkv.store.tiers.iopool import Deferred, Priority
 from lmkv.store.tiers.locking import locked
@@ -31,6 +32,7 @@ class Promotion:
         lock: threading.Lock,
         release: Callable[[Promotion], None],
         chain: Sequence[ChunkKey] = (),
+        clock: Clock = time.monotonic,
     ) -> None:
         self.priority = priority
         self.chain = chain
@@ -39,7 +41,11 @@ class Promotion:
         self._release = release
         self._entries: list[Entry] = []
         self._sources: list[str] = []
-        self._unfinished = 0
+        self._clock = clock
+        self._awaited: dict[Entry, str] = {}
+        """Those of its entries that are not filled yet, each with its source."""
+        self.delivered: dict[str, tuple[int, float]] = {}
+        """By tier: how many chunks have come from it, and when the last one did."""
         self._failed_at: int | None = None
         self._done = threading.Event()
         self._process = os.getpid()
@@ -122,19 +128,22 @@ class Promotion:
         self._sources.append(source)
         if not entry.ready:
             entry.waiters += (self,)
-            self._unfinished += 1
+            self._awaited[entry] = source
 
     @locked
     def on_entry_done(self, entry: Entry, deferred: Deferred) -> None:
         """An entry that it waits for is READY, or was removed unfilled."""
-        self._unfinished -= 1
-        if not entry.ready:
+        source = self._awaited.pop(entry)
+        if entry.ready:
+            count, _ = self.delivered.get(source, (0, 0.0))
+            self.delivered[source] = count + 1, self._clock()
+        else:
             self._failed_at = min(self._entries.index(entry), len(self))
         self.finish_if_complete(deferred)
 
     @locked
     def finish_if_complete(self, deferred: Deferred) -> None:
-        if not self._unfinished and not self.waiting_keys:
+        if not self._awaited and not self.waiting_keys:
             deferred.calls.append(self._finish)
 
     def _finish(self, deferred: Deferred) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lmkv.memory.slab import Slab
@@ -152,7 +153,7 @@ class TieredStore:
     @locked
     def _presence(self, key: ChunkKey) -> Presence:
         entry = self._primary.entries.get(key)
-        if entry is not None:
+        if entry is not None and not self._promoter.hangs(entry):
             return Presence.READY if entry.ready else Presence.PENDING
         return Presence.SECONDARY if first_with(self._tiers, key) else Presence.MISS
 
@@ -164,11 +165,15 @@ class TieredStore:
 
     @locked
     def _count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
-        """How many leading chunks are known to be in some tier; the first `found` of them are."""
-        entries = self._primary.entries
+        """How many leading chunks are known to be in some tier; the first `found` of them are.
+
+        Not one that is being loaded from a tier that hangs: it may never come.
+        """
+        entries, hangs = self._primary.entries, self._promoter.hangs
         indexes = [tier.index for tier in self._tiers if tier.usable]
         for key in keys[found:]:
-            if key not in entries and not any(key in index for index in indexes):
+            entry = entries.get(key)
+            if (entry is None or hangs(entry)) and not any(key in index for index in indexes):
                 break
             found += 1
         return found
@@ -197,6 +202,11 @@ class TieredStore:
         with self._lock:
             tier = first_with(self._tiers, key)
             return tier.name if tier else None
+
+    def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, int]:
+        """How many of the chunks each lower tier would deliver, in the order in which the tiers come; None: no tier."""
+        with self._lock:
+            return dict(Counter(tier.name if (tier := first_with(self._tiers, key)) else None for key in keys))
 
     def unavailable_in(self, key: ChunkKey) -> str | None:
         """Name of a lower tier that stores the chunk and cannot be read now, None when there is none."""
@@ -279,6 +289,9 @@ class TieredStore:
             known_entries, enter, writing = self._primary.entries, self._primary.enter, State.WRITING
             for key in () if self._closed else keys:
                 known = known_entries.get(key)
+                if known is not None and self._promoter.hangs(known):
+                    self._promoter.give_up(known, deferred)
+                    known = None
                 if known is None:
                     slot = self._allocator.acquire(key, deferred, kept)
                     if slot is None:

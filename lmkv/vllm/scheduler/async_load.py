@@ -32,7 +32,8 @@ class AsyncLoad:
 
     `keys`: of the chunks from the one that contains token `start`. While up to `window` chunks are copied the
     next ones are promoted, so that a load references 2 * `window` slots at most. It ends early, naming the
-    blocks that were not filled, when a chunk is lost or no chunk arrives for `timeout` seconds.
+    blocks that were not filled, when a chunk is lost, no chunk arrives for `timeout` seconds, or all its waits
+    for chunks together last longer than `limit` seconds.
     """
 
     store: TieredStore = field(repr=False)
@@ -44,6 +45,9 @@ class AsyncLoad:
     window: int
     timeout: float
     clock: Clock = field(repr=False)
+    limit: float
+    promote: Callable[..., Promotion] = field(repr=False)
+    """As `TieredStore.promote`."""
     stopped: bool = False
     abandoned: bool = False
     """Its request has ended: nobody computes what is not loaded."""
@@ -52,7 +56,10 @@ class AsyncLoad:
     """Chunks of the window that is being copied, 0 when there is none."""
     _copied: int = 0
     _promotion: Promotion | None = None
-    _promoted_at: float = field(default=0.0, repr=False)
+    _waits_since: float = field(default=0.0, repr=False)
+    """When the promotion began, or the copy of the window before it ended, whichever was later."""
+    _waited: float = field(default=0.0, repr=False)
+    """Seconds of the waits for windows before this one."""
 
     @property
     def first_chunk(self) -> int:
@@ -69,9 +76,14 @@ class AsyncLoad:
             return None
         promotion = self._promotion
         assert promotion is not None
-        timed_out = self.clock() - self._promoted_at > self.timeout
-        if not promotion.done and not timed_out:
+        waits = self.clock() - self._waits_since
+        too_long = self._waited + waits > self.limit
+        if not promotion.done and not too_long and waits <= self.timeout:
             return None
+        self._waited += waits
+        if not promotion.done and too_long:
+            # What is there by now is the last that is copied.
+            self.stopped = True
         # Leased before the promotion is released: in between the chunks could be evicted.
         lease = self.store.lease(promotion.keys)
         self._drop_promotion()
@@ -83,8 +95,8 @@ class AsyncLoad:
         if self._promotion is None and not self.ended:
             upto = self._copied + self.copying
             if upto < len(self.keys):
-                self._promotion = self.store.promote(self.keys[upto:], limit=self.window)
-                self._promoted_at = self.clock()
+                self._promotion = self.promote(self.keys[upto:], limit=self.window)
+                self._waits_since = self.clock()
 
     def _next_window(self, lease: Lease) -> LoadWindow:
         size = self.geometry.chunk_size
@@ -111,7 +123,7 @@ class AsyncLoad:
             self._copied += self.copying
         else:
             self.stop()
-        self.copying = 0
+        self.copying, self._waits_since = 0, self.clock()
 
     def stop(self) -> None:
         """Copy nothing more after the window that is being copied, and report what is unfilled.

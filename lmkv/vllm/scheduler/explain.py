@@ -118,7 +118,7 @@ class Explainer:
         presence = self._store.lookup([keys[index]])[0]
         if presence is Presence.MISS:
             return self._absent(state, keys[index], index, missing)
-        if presence is Presence.SECONDARY and state.worth_loading is False:
+        if presence is Presence.SECONDARY and state.pays is not None and index >= state.pays:
             return Miss("slower", missing, self._store.tier_of(keys[index]))
         reason = "deadline" if late else _PRESENT[presence]
         return Miss(reason, missing, self._store.tier_of(keys[index]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from typing import Literal
 
 from attrs import define, field
@@ -58,12 +59,12 @@ class LoadCost:
 
     A step's duration includes everything the engine waited for, so that a single step can make the model look
     slower but not faster than it is: the fastest of the recent steps counts. `prefill_speed`: tokens per
-    second. `loads`: by tier. `skipped`: loads that were not worth it.
+    second. `loads`: by tier. `skipped`: loads that were not worth it, by tier, too.
     """
 
     enabled: bool = True
     prefill_speed: float = 0.0
-    skipped: int = 0
+    skipped: Counter[str] = field(factory=Counter)
     loads: dict[str, LoadTime] = field(factory=dict)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
@@ -84,16 +85,15 @@ class LoadCost:
         load, compute = known.of(nbytes), tokens / self.prefill_speed
         if load <= compute:
             return True
-        self.skipped += 1
+        self.skipped[tier] += 1
         logger.debug(
             "lmkv: %d tokens from %s would take %.3f s, computing them %.3f s: not loaded", tokens, tier, load, compute
         )
         return False
 
-    @property
-    def wants_probe(self) -> bool:
-        """Whether the load that was last found too slow is to be done all the same, while its request computes."""
-        return self.skipped % _PROBE_EVERY == 0
+    def wants_probe(self, tier: str) -> bool:
+        """Whether the tier's load that was last found too slow is to be done, while its request computes."""
+        return self.skipped[tier] % _PROBE_EVERY == 0
 
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
         """Seconds after which a load of so many tokens is better given up for computing them.

@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from attrs import define, field
 
 from lmkv.chunks.hashing import TailKey, token_bytes
+from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey
 from lmkv.store.discovery import Discovery
 from lmkv.store.leases import Lease
@@ -99,24 +101,27 @@ class LoadPlanner:
         if state.options.max_load_tokens == 0:
             return
         state.discovery = self._store.discover(keys)
-        ready, found = self._store.match(keys)
-        if ready < found <= self._max_promoted and self._is_worth_loading(state, keys, ready, found):
+        ready, found = self._match(state, keys)
+        if ready < found <= self._max_promoted:
             state.promotion = self._promote(keys[:found], Priority.PREFETCH)
 
-    def _promote(self, keys: Sequence[ChunkKey], priority: Priority, ttl: float | None = None) -> Promotion:
-        """Promote chunks, and measure how fast their tier delivers them, waiting in its queue included."""
+    def _promote(
+        self,
+        keys: Sequence[ChunkKey],
+        priority: Priority = Priority.LOAD,
+        *,
+        limit: int | None = None,
+        ttl: float | None = None,
+    ) -> Promotion:
+        """Promote chunks, and measure how fast their tiers deliver them, waiting in the queue included."""
         started = self._clock()
-        promotion = self._store.promote(keys, priority=priority, ttl=ttl)
+        promotion = self._store.promote(keys, priority=priority, limit=limit, ttl=ttl)
 
         def measure() -> None:
-            chunks = dict(promotion.sources)
-            chunks.pop(self._store.primary_name, None)
-            if len(chunks) == 1 and promotion.ready == len(promotion):
-                ((tier, count),) = chunks.items()
-                nbytes = count * self._store.slab.slot_bytes
-                seconds = self._clock() - started
-                self._cost.observe_load(tier, nbytes, seconds)
-                self._telemetry.promoted(tier, seconds)
+            for tier, (count, at) in promotion.delivered.items():
+                if tier != self._store.primary_name:
+                    self._cost.observe_load(tier, count * self._store.slab.slot_bytes, at - started)
+                    self._telemetry.promoted(tier, at - started)
 
         promotion.add_done_callback(measure)
         return promotion
@@ -151,14 +156,14 @@ class LoadPlanner:
         first = num_computed_tokens // self._chunk_size
         if state.discovery is not None and self._is_asking(state, state.discovery, keys):
             return None, False
-        ready, found = self._store.match(keys)
-        if self._is_being_stored(state, keys, found):
+        if state.options.wait_for and self._is_being_stored(state, keys, self._store.match(keys)[1]):
             return None, False
+        ready, found = self._match(state, keys)
         if found > max(ready, first):
             if self._must_wait(state, keys, ready, found):
                 return None, False
             # The promotion has ended, now or before: its chunks are in host memory.
-            ready, found = self._store.match(keys)
+            ready, found = self._match(state, keys)
         state.patience.end(self._clock())
         keys, last = self._extended(state, keys[:found])
         if ready == found:
@@ -219,8 +224,6 @@ class LoadPlanner:
         What comes after has a deadline of its own.
         """
         wanted = state.options.wait_for
-        if not wanted:
-            return False
         missing = found < min(-(-wanted // self._chunk_size), len(keys)) and state.computed < wanted
         waits = missing and state.patience.lasts(self._clock(), lambda: self._compute_seconds(wanted), found)
         asked = self._store.discover(keys) if waits else None
@@ -244,18 +247,21 @@ class LoadPlanner:
 
     def _is_asking(self, state: RequestState, discovery: Discovery, keys: Sequence[ChunkKey]) -> bool:
         """Whether shared tiers have still to answer, and the request may wait for it."""
-        now, tokens = self._clock(), len(keys) * self._chunk_size
+        now, tokens, wanted = self._clock(), len(keys) * self._chunk_size, state.options.wait_for
         if not discovery.done:
-            return state.patience.lasts(now, lambda: self._cost.patience(_QUESTION, tokens, 1), 0)
+            # The wait for what another server stores is one, however often is asked in it.
+            answer = partial(self._cost.patience, _QUESTION, tokens, 1)
+            return state.patience.lasts(now, partial(self._compute_seconds, wanted) if wanted else answer, 0)
         self._cost.observe_load(_QUESTION, 1, discovery.seconds)
-        state.discovery = None
-        if not state.options.wait_for:
+        # What was found besides may be worth it.
+        state.discovery, state.pays = None, None
+        if not wanted:
             state.patience.end(now)
         return False
 
     def _must_wait(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
         """Whether chunks of lower tiers fit host memory and are still worth waiting for."""
-        if found > self._max_promoted or not self._is_worth_loading(state, keys, ready, found):
+        if found > self._max_promoted:
             return False
         promotion = state.promotion
         if not state.patience.lasts(self._clock(), lambda: self._patience(keys, ready, found), ready):
@@ -273,26 +279,46 @@ class LoadPlanner:
 
     def _patience(self, keys: Sequence[ChunkKey], ready: int, found: int) -> float | None:
         """Seconds that a request may wait for chunks `ready` to `found`; None while that is not known."""
-        tier, chunks = self._store.tier_of(keys[ready]), found - ready
-        return self._cost.patience(tier, chunks * self._chunk_size, chunks * self._store.slab.slot_bytes)
+        tokens, nbytes = (found - ready) * self._chunk_size, self._store.slab.slot_bytes
+        tiers = self._store.by_tier(keys[ready:found])
+        limits = [self._cost.patience(tier, tokens, count * nbytes) for tier, count in tiers.items()]
+        known = [limit for limit in limits if limit is not None]
+        return max(known) if known else None
 
     def _give_up(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> None:
-        """Chunks `ready` to `found` have not come in time. The tier counts as twice as slow as was seen."""
-        tier = self._store.tier_of(keys[ready])
-        if tier is not None and state.promotion is not None:
-            self._cost.observe_load(tier, (found - ready) * self._store.slab.slot_bytes, 2 * state.patience.spent)
+        """Some of chunks `ready` to `found` have not come in time. Their tiers count as twice as slow as was seen."""
+        missing = [
+            key
+            for key, presence in zip(keys[ready:found], self._store.lookup(keys[ready:found]), strict=True)
+            if presence is not Presence.READY
+        ]
+        for tier, count in self._store.by_tier(missing).items() if state.promotion is not None else ():
+            if tier is not None:
+                self._cost.observe_load(tier, count * self._store.slab.slot_bytes, 2 * state.patience.spent)
         state.drop_promotion()
 
-    def _is_worth_loading(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
-        """Whether loading the chunks of lower tiers beats computing them; decided once per request."""
-        if state.worth_loading is None:
-            tier, chunks = self._store.tier_of(keys[ready]), found - ready
-            nbytes = chunks * self._store.slab.slot_bytes
-            tokens = chunks * self._chunk_size
-            state.worth_loading = tier is None or self._cost.worth_loading(tier, tokens, nbytes)
-            if not state.worth_loading and self._cost.wants_probe:
-                self._probe(keys[: min(found, self._max_promoted)])
-        return state.worth_loading
+    def _match(self, state: RequestState, keys: Sequence[ChunkKey]) -> tuple[int, int]:
+        """`(ready, found)`: leading chunks in host memory, and leading chunks anywhere that are worth loading."""
+        ready, found = self._store.match(keys)
+        if found > max(ready, state.computed // self._chunk_size):
+            found = max(ready, min(found, self._paying(state, keys, ready, found)))
+        return ready, found
+
+    def _paying(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> int:
+        """The leading chunks before those of a tier from which loading does not beat computing.
+
+        Decided once per request, and again once shared tiers have answered.
+        """
+        if state.pays is None:
+            state.pays = math.inf
+            for tier, count in self._store.by_tier(keys[ready:found]).items():
+                nbytes = count * self._store.slab.slot_bytes
+                if tier is not None and not self._cost.worth_loading(tier, count * self._chunk_size, nbytes):
+                    state.pays = next(n for n in range(ready, found) if self._store.tier_of(keys[n]) == tier)
+                    if self._cost.wants_probe(tier):
+                        self._probe(keys[: min(found, self._max_promoted)])
+                    break
+        return found if state.pays == math.inf else int(state.pays)
 
     def _offer(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> tuple[int, bool]:
         """`(chunks, between_steps)`: how many chunks to promise, and whether they are loaded between steps.
@@ -304,8 +330,7 @@ class LoadPlanner:
             # Preempted again and again. vLLM cannot preempt a request that is loading: two of them could
             # preempt each other in turns for ever, where requests that compute make progress.
             return (ready, False) if self._may_load_within_step else (0, False)
-        too_long = max(ready, self._max_promoted) < found
-        if too_long and self._is_worth_loading(state, keys, ready, found):
+        if max(ready, self._max_promoted) < found:
             return found, True
         first = state.computed // self._chunk_size
         nbytes = max(0, ready - first) * self._store.slab.slot_bytes
@@ -396,6 +421,7 @@ class LoadPlanner:
         start = state.computed
         keys = state.promised[start // self._chunk_size :]
         here = self._store.match(keys)[0]
+        patience = self._patience(keys, here, len(keys)) if here < len(keys) else None
         load = AsyncLoad(
             self._store,
             self._geometry,
@@ -405,17 +431,15 @@ class LoadPlanner:
             end,
             # What is in host memory already is copied as one window, if others still find slots meanwhile.
             here if here == len(keys) <= self._max_promoted else self._window,
-            self._stream_timeout(keys, here),
+            # Seconds without a chunk, and all seconds without one to copy, after which the rest is computed.
+            min(self._options.prefetch_deadline, STALL if patience is None else patience),
             self._clock,
+            math.inf if patience is None else patience,
+            self._promote,
         )
         state.async_loads += 1
         self.admission.begin(state)
         self._async_loads[state.request_id] = (state, load)
-
-    def _stream_timeout(self, keys: Sequence[ChunkKey], here: int) -> float:
-        """Seconds without a chunk after which the rest of an asynchronous load is computed."""
-        patience = self._patience(keys, here, len(keys)) if here < len(keys) else None
-        return min(self._options.prefetch_deadline, STALL if patience is None else patience)
 
     def end_step(self, scheduled_tokens: int, requests: int) -> None:
         """A step was scheduled: order the windows that are ready, and withdraw the promises not taken up."""

@@ -115,8 +115,8 @@ class RequestState:
     `LoadPlanner`: `computed`, the tokens of vLLM's own hit at the last lookup; `lease`, on the chunks that
     this lookup promised, until they are loaded or the step ends; `discovery`, the question to shared tiers,
     and `promotion`, of chunks, that the request waits for with `patience`; `between_steps`, whether
-    the promised load is asynchronous; `async_loads`, how many such loads have begun; `worth_loading`, None
-    until it is decided; `logged`, what was logged last.
+    the promised load is asynchronous; `async_loads`, how many such loads have begun; `pays`, how many leading
+    chunks are sooner loaded than computed, None until it is decided; `logged`, what was logged last.
     """
 
     request: Request = field(repr=lambda request: request.request_id)
@@ -137,7 +137,7 @@ class RequestState:
     promotion: Promotion | None = None
     promoted: dict[str, int] = field(factory=dict, repr=False)
     """Chunks that were brought up for this request, by the tier that they came from."""
-    worth_loading: bool | None = None
+    pays: float | None = None
     between_steps: bool = False
     async_loads: int = 0
     logged: tuple[int, int] | None = field(default=None, repr=False)

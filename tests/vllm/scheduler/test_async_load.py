@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import closing
@@ -29,8 +30,8 @@ def engine() -> Iterator[SimulatedVLLM]:
 
 
 def load_of(engine: SimulatedVLLM, window: int) -> AsyncLoad:
-    geometry, clock = engine.scheduler._loading._geometry, lambda: engine.now
-    return AsyncLoad(engine.store, geometry, KEYS, [BLOCKS], 0, CHUNK * CHUNKS, window, 1.0, clock)
+    geometry, clock, promote = engine.scheduler._loading._geometry, lambda: engine.now, engine.store.promote
+    return AsyncLoad(engine.store, geometry, KEYS, [BLOCKS], 0, CHUNK * CHUNKS, window, 1.0, clock, math.inf, promote)
 
 
 def test_a_load_that_is_stopped_does_not_end_while_a_window_is_copied(engine: SimulatedVLLM) -> None:

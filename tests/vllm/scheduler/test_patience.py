@@ -9,9 +9,16 @@ from contextlib import closing
 import pytest
 from hypothesis import given, strategies as st
 
+from lmkv.chunks.hashing import KeyChain
+from lmkv.chunks.namespace import Namespace
+from lmkv.protocols import Chunk
+from lmkv.testing.clocks import ManualClock
+from lmkv.vllm.geometry import Geometry, Group
 from lmkv.vllm.scheduler.load_policy import LoadCost
+from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.patience import STALL, Patience
-from tests.kit import LIMIT
+from lmkv.vllm.scheduler.scheduler import Scheduler
+from tests.kit import LIMIT, NEVER, Gated, Persistent, eventually, listing_every, lower, memory, payload, small_store
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 from tests.vllm.scheduler.test_explain import OTHERS, PROMPT, asks, engine_of, report, serve
 
@@ -174,3 +181,105 @@ def test_a_tier_that_was_given_up_is_slow_until_a_probe_shows_otherwise(tiered: 
     assert cost.worth_loading("lower", len(PROMPT), 1), "the sixteenth was loaded beside, and measured"
     assert lookup(tiered, asks(tiered, PROMPT)) == len(PROMPT) - 1
     tiered.finish()
+
+
+def test_nobody_waits_for_a_load_that_hangs_and_what_was_computed_meanwhile_is_found(tiered: SimulatedVLLM) -> None:
+    """The chunk is still being loaded, perhaps for ever, when others ask for it."""
+    tiered.disks[0].latency = math.inf
+    request = asks(tiered, PROMPT)
+    assert lookup(tiered, request) is None
+    tiered.store.drain(LIMIT)
+    tiered.now += 6.0
+    assert lookup(tiered, request) == 0
+    assert report(tiered, request)["reason"] == "tier_unavailable"
+    request = asks(tiered, PROMPT)
+    assert lookup(tiered, request) == 0, "it does not wait"
+    tiered.scheduler.request_finished(request)
+    request = SimulatedRequest("computes", list(PROMPT), len(PROMPT), 1, "a")
+    tiered.add(request)
+    while request.status != "ended":
+        tiered.step()
+    tiered.step()
+    assert lookup(tiered, asks(tiered, PROMPT)) == len(PROMPT) - 1, "from host memory"
+    tiered.disks[0].latency = 0.0
+    tiered.finish()
+
+
+def test_a_stream_waits_no_longer_in_all_its_windows_than_computing_takes() -> None:
+    """Each window comes within the limit; there are forty of them. The next request knows."""
+    prompt = [(3 * token) % 50 for token in range(40 * 8 + 1)]
+    with closing(engine_of(num_blocks=200, ram_chunks=8, lower_chunks=60, load_mode="async")) as engine:
+        serve(engine, prompt, *OTHERS[:4])
+        engine.scheduler._loading._cost = LoadCost(prefill_speed=len(prompt) / 1.0)
+        engine.disks[0].latency = 0.5
+        request = SimulatedRequest("streams", list(prompt), len(prompt), 1, "a", {"lmkv.report": True})
+        engine.add(request)
+        before = engine.now
+        while request.status in ("waiting", "loading"):
+            engine.step()
+        assert engine.counts["async_loads"] == 1
+        assert engine.now - before < 1.0 + 0.5 + 0.1
+        engine.disks[0].latency = 0.0
+        engine.finish()
+        assert engine.scheduler._loading._cost.loads["lower"].of(40) > 0
+        engine.scheduler._loading._cost.prefill_speed = len(prompt) / 1.0
+        request = asks(engine, prompt)
+        assert lookup(engine, request) is not None
+        assert report(engine, request)["reason"] == "slower"
+        engine.finish()
+
+
+class TestTwoTiers:
+    """The head of a prompt is in a fast tier, its end in a slow one."""
+
+    @pytest.fixture
+    def both(self) -> Iterator[tuple[Scheduler, dict[str, Gated], ManualClock]]:
+        clock, gates = ManualClock(), {name: Gated(Persistent(memory(64, name))) for name in ("fast", "slow")}
+        with listing_every(NEVER):
+            namespace = Namespace(model="m", dtype="u8", chunk_size=8, block_size=4)
+            keys = KeyChain(namespace.root(cache_salt="a", lora=None, extra={}), 8)
+            keys.extend(PROMPT)
+            for name, part in (("fast", keys.keys[:2]), ("slow", keys.keys[2:3])):
+                gates[name].write([Chunk(key, memoryview(payload(key))) for key in part])
+            store = small_store(32, *(lower(gate) for gate in gates.values()), clock=clock)
+        assert store.wait_indexed(LIMIT)
+        options = SchedulerOptions(save_unfull_chunk=False, clock=clock)
+        scheduler = Scheduler(store, namespace, Geometry(8, (Group(4),)), options)
+        with closing(scheduler):
+            yield scheduler, gates, clock
+
+    def test_each_is_measured_by_what_it_delivers(self, both: tuple[Scheduler, dict[str, Gated], ManualClock]) -> None:
+        scheduler, gates, clock = both
+        cost = scheduler._loading._cost
+        for gate in gates.values():
+            gate.shut("read")
+        request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a")
+        scheduler.on_new_request(request)
+        for gate in gates.values():
+            gate.waiting("read")
+        clock.advance(0.01)
+        gates["fast"].open()
+        promotion = scheduler._requests["r"].promotion
+        assert promotion is not None
+        eventually(lambda: promotion.ready == 2, "the head")
+        clock.advance(5.0)
+        gates["slow"].open()
+        assert scheduler.store.drain(LIMIT)
+        assert cost.loads["fast"].seconds == pytest.approx(0.01)
+        assert cost.loads["slow"].seconds == pytest.approx(5.01)
+
+    def test_the_head_is_loaded_where_the_rest_is_sooner_computed(
+        self, both: tuple[Scheduler, dict[str, Gated], ManualClock]
+    ) -> None:
+        scheduler, _, _ = both
+        cost = scheduler._loading._cost
+        cost.observe_step(1000, 1.0)
+        cost.observe_load("slow", 1, 10.0)
+        request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a", {"lmkv.report": True})
+        scheduler.on_new_request(request)
+        assert scheduler.store.drain(LIMIT)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (16, False)
+        answer = scheduler.request_finished(request)
+        assert answer is not None
+        assert answer["lmkv"]["missed"] == {"reason": "slower", "tokens": len(PROMPT) - 1 - 16, "tier": "slow"}
+        assert cost.skipped == {"slow": 1}

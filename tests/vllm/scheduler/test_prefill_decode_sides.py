@@ -180,11 +180,44 @@ def test_it_waits_for_the_last_token_that_is_being_stored(decode: Side) -> None:
     assert decode.answer(request) == 21
 
 
+def test_it_waits_as_long_when_the_first_answer_comes_after_vllm_has_asked() -> None:
+    """As it does: between a request's arrival and the next step there are microseconds."""
+    made = side(stores=False, load_or_recompute=True, prefetch_deadline=30.0)
+    with closing(made.scheduler):
+        shared = made.store._tiers[0].backend
+        assert isinstance(shared, Gated)
+        shared.shut("contains")
+        request = made.asks(**{"lmkv.wait_for": 22})
+        assert made.scheduler.get_num_new_matched_tokens(request, 0)[0] is None
+        shared.open()
+        for _ in range(5):
+            made.clock.advance(2.0)
+            assert made.match(request) is None, "nothing is known of how long computing takes"
+        made.others_store(made.keys(request))
+        assert made.answer(request) == 21
+
+
 def test_without_a_number_it_takes_what_there_is(decode: Side) -> None:
     request = decode.asks()
     decode.others_store(decode.keys(request)[:1])
     assert decode.match(request) == 0
     assert decode.answer(decode.asks()) == 8
+
+
+def test_what_loading_is_worth_is_decided_once_shared_tiers_have_answered() -> None:
+    """One chunk is known and not worth the delay of a load; with those that are found it is."""
+    made = side(stores=False, load_or_recompute=True)
+    with closing(made.scheduler):
+        cost, nbytes = made.scheduler._loading._cost, made.store.slab.slot_bytes
+        cost.observe_step(1000, 1.0)
+        for chunks in (1, 2, 4):
+            cost.observe_load("remote", chunks * nbytes, 0.010 + chunks * 1e-5)
+        keys = made.keys(made.asks())
+        made.others_store(keys[:1])
+        assert made.store.discover(keys[:1]) is not None
+        made.others_store(keys)
+        assert made.store.match(keys) == (0, 1)
+        assert made.answer(made.asks()) == 21
 
 
 def test_the_wait_ends_with_the_deadline_and_what_was_found_is_used(
