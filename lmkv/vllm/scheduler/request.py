@@ -124,6 +124,8 @@ class RequestState:
     chain: KeyChain = field(repr=lambda chain: f"<{len(chain.keys)} keys>")
     options: RequestOptions = field(repr=False)
     patience: Patience = field(repr=False)
+    prompt_tokens: int = -1
+    """Of the prompt that `chain` and `tail` were made for: that of a session grows with each input."""
     tail: TailKey | None = field(default=None, repr=False)
     """Of the prompt's tokens after its last whole chunk; None when there are none, or tails are not stored."""
     tail_chunk: int = 0

@@ -114,14 +114,27 @@ class Scheduler:
             self._forget(request.request_id)
             options = RequestOptions.of(request)
             root = request_root(self._namespace, request, options.tags, self._epoch)
-            chain = KeyChain(root, self._chunk_size, content_extras(request, self._chunk_size))
             state = self._requests[request.request_id] = RequestState(
-                request, root, chain, options, self._loading.new_patience()
+                request, root, KeyChain(root, self._chunk_size), options, self._loading.new_patience()
             )
-            if self._options.save_unfull_chunk:
-                state.keys(request.num_tokens // self._chunk_size)
-                state.find_tail()
+        self._follow(state)
         return state
+
+    def _follow(self, state: RequestState) -> None:
+        """Name the prompt's chunks; anew when the next input of a session has come, perhaps with images.
+
+        vLLM then throws away the last token that was sampled, and what it has computed else becomes prompt.
+        """
+        request, size = state.request, self._chunk_size
+        prompt_tokens: int = getattr(request, "num_prompt_tokens", 0)
+        if prompt_tokens == state.prompt_tokens:
+            return
+        state.prompt_tokens = prompt_tokens
+        state.chain = KeyChain(state.root, size, content_extras(request, size))
+        if self._options.save_unfull_chunk:
+            state.keys(request.num_tokens // size)
+            state.find_tail()
+            state.tail_due = True
 
     def _may_load(self, state: RequestState) -> bool:
         return self._options.loads and not self._refused and not state.disabled and not state.options.skip_load
@@ -235,6 +248,7 @@ class Scheduler:
         state = self._requests.get(request_id)
         if state is None:
             return
+        self._follow(state)
         complete, tail = self._storing.completes(state, computed), self._storing.completes_tail(state, computed)
         tables = blocks_of(request_id) if complete or tail else None
         if tables is not None and complete:

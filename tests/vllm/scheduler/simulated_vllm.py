@@ -66,6 +66,7 @@ class SimulatedRequest:
     max_tokens: int
     cache_salt: str
     kv_transfer_params: dict[str, Any] | None = None
+    mm_features: list[Any] = field(factory=list)
     blocks: list[list[int]] = field(factory=list)
     computed: int = 0
     shareable: int = 0
