@@ -75,7 +75,7 @@ BUDGET = {
     "memory": 1116,
     "plugins": 40,
     "policies": 169,
-    "store": 1042,
+    "store": 1071,
     "store.tiers": 1163,
     "backends": 375,
     "backends.disk": 927,
@@ -86,7 +86,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12193
+WHOLE = 12257
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
