@@ -78,7 +78,7 @@ BUDGET = {
     "store": 1071,
     "store.tiers": 1163,
     "backends": 375,
-    "backends.disk": 927,
+    "backends.disk": 945,
     "backends.remote": 1405,
     "agent": 886,
     "vllm": 1639,

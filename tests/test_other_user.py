@@ -147,6 +147,13 @@ def test_a_link_of_his_is_refused_and_one_of_the_operators_is_not(everybodys: Pa
     assert read_back(backend, chunk) == chunk.payload
 
 
+def test_nothing_is_made_where_a_link_of_his_leads(everybodys: Path, tmp_path: Path) -> None:
+    done_by_another(link, str(tmp_path), str(everybodys / "lmkv"))
+    with pytest.raises(BackendUnavailable, match="belongs to user 65534"):
+        LocalDiskBackend(everybodys / "lmkv" / "deep" / "kv", NAMESPACE)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_of_his_where_not_everybody_may_make_one_was_given_to_him(tmp_path: Path) -> None:
     """As a service's own folder is, or one that a container mounts: root looks into it, and serves from it."""
     root = tmp_path / "kv"
@@ -221,6 +228,27 @@ def test_what_he_puts_in_place_of_a_namespace_is_not_served(everybodys: Path, ca
     assert statuses(backend, [chunk_of(5000)]) == [WriteStatus.FAILED]
     shutil.rmtree(root / NAMESPACE.hex())
     (root / "away").rename(root / NAMESPACE.hex())
+    assert read_back(backend, chunk) == chunk.payload
+
+
+def rename_and_link(root: str, target: str) -> None:
+    os.rename(root, f"{root}.away")
+    os.symlink(target, root)
+
+
+def test_a_link_that_he_puts_in_place_of_the_root_is_not_used(everybodys: Path, victim: Path) -> None:
+    """To a folder of its own user's, in which it would read, write and list."""
+    everybodys.chmod(0o777)
+    root, chunk = everybodys / "kv", chunk_of(5000)
+    backend = LocalDiskBackend(root, NAMESPACE)
+    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    done_by_another(rename_and_link, str(root), str(victim))
+    assert statuses(backend, [chunk]) == [WriteStatus.FAILED]
+    (read,) = backend.read([(chunk.key, memoryview(bytearray(5000)))])
+    assert (read.status, type(read.error)) == (ReadStatus.FAILED, BackendUnavailable)
+    assert backend.reserve_bytes(5000) == 0
+    root.unlink()
+    Path(f"{root}.away").rename(root)
     assert read_back(backend, chunk) == chunk.payload
 
 

@@ -271,7 +271,8 @@ class LocalDiskBackend:
         except (FormatError, ShortReadError, OSError) as error:
             if not _is_damage(error, folder, name):
                 raise
-            self._folder.quarantine(folder, name)
+            with contextlib.suppress(OSError):
+                self._folder.quarantine(folder, name)
             return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
         self._unreadable.discard(key)
         return HIT
@@ -339,8 +340,7 @@ class LocalDiskBackend:
     def _prepare_root(self) -> Root:
         """Create the root; refuse one that others may have made."""
         try:
-            os.makedirs(self.path, 0o700, exist_ok=True)
-            return Root.checked(self.path)
+            return Root.made(self.path)
         except NotTrustedError as error:
             raise BackendUnavailable(self.name, "open", reason=str(error)) from error
         except OSError as error:

@@ -80,15 +80,18 @@ class ChunkFolder:
         self.make(self._names_of(key)[1])
 
     def quarantine(self, folder: Folder, name: str) -> None:
-        """Move a damaged file to `quarantine/`, if the medium can; the newest `keep_corrupt` are kept there.
+        """Move a damaged file to `quarantine/`, where the newest `keep_corrupt` are kept, or remove it.
 
-        A rename works for anything that is there, also for a folder or a link.
+        A rename works for anything that is there, also for a folder or a link. Raises `OSError` when it stays there.
         """
-        with contextlib.suppress(OSError):
+        try:
             self.make(QUARANTINE)
             with self.entered(QUARANTINE) as away:
                 os.rename(name, f"{name}.{secrets.token_hex(4)}", src_dir_fd=folder.fd, dst_dir_fd=away.fd)
-                _keep_newest(away, self.keep_corrupt)
+                with contextlib.suppress(OSError):
+                    _keep_newest(away, self.keep_corrupt)
+        except OSError:
+            folder.unlink(name)
 
     def scan_others(self) -> Iterator[Listed]:
         """`scan` of the root's other namespaces whose chunks may be deleted; their keys begin with the namespace."""
@@ -127,7 +130,8 @@ class ChunkFolder:
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode) and codec.plausible_file_bytes(status.st_size):
                     yield Listed(key, status.st_size, status.st_mtime)
-                else:
+                    continue
+                with contextlib.suppress(OSError):
                     self.quarantine(folder, entry.name)
 
 

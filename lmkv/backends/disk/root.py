@@ -40,6 +40,7 @@ class Root:
     path: str
     trusted: set[int] = field(factory=lambda: {0, os.geteuid()})
     _keeps_modes: bool = field(default=True, init=False)
+    _found: os.stat_result | None = field(default=None, init=False, repr=False)
     _real: str = field(init=False, repr=False)
 
     @_real.default
@@ -57,8 +58,20 @@ class Root:
         with root.entered():
             return root
 
-    def _walk(self) -> None:
-        """Trust those who own the folders above, and their links, as far as nobody else could have put them there."""
+    @classmethod
+    def made(cls, path: str | os.PathLike[str]) -> Self:
+        """`checked`, of a folder that is created where missing, with those above it."""
+        # Before anything is made: a link of somebody else's may lead anywhere.
+        with contextlib.suppress(FileNotFoundError):
+            cls(os.path.abspath(os.fspath(path)))._walk()
+        os.makedirs(path, 0o700, exist_ok=True)
+        return cls.checked(path)
+
+    def _walk(self) -> os.stat_result:
+        """The root folder's status.
+
+        Trusts those who own the folders above, and their links, as far as nobody else could have put them there.
+        """
         at, above, links = "/", os.stat("/"), 0
         self.trusted.add(above.st_uid)
         names = self.path.split("/")[::-1]
@@ -80,6 +93,7 @@ class Root:
             at, above = here, status
             if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
                 _warn_once(here)
+        return above
 
     def check_owner(self, name: str, status: os.stat_result, folder: Folder) -> None:
         """Raises `NotTrustedError` when somebody who is not trusted may have put a file into an entered folder.
@@ -120,7 +134,8 @@ class Root:
     def entered(self, *names: str) -> Iterator[Folder]:
         """The root folder, or the one with these names below it, opened without following links.
 
-        Raises `NotTrustedError` for one that others may have put there or may write to, `OSError`.
+        A root that has become another folder is checked as at first, with the way to it. Raises `NotTrustedError` for
+        one that others may have put there or may write to, `OSError`.
         """
         paths = [self._real]
         for name in names:
@@ -129,6 +144,8 @@ class Root:
             fd = os.open(self.path, _FOLDER)
             try:
                 folder = Folder(fd, self.path, os.fstat(fd))
+                if self._found is None or not os.path.samestat(folder.status, self._found):
+                    self._check_way(folder.status)
                 if folder.status.st_uid not in self.trusted:
                     raise NotTrustedError(f"{self.path} has become user {folder.status.st_uid}'s")
                 for name in names:
@@ -139,6 +156,11 @@ class Root:
                 yield folder
             finally:
                 os.close(fd)
+
+    def _check_way(self, opened: os.stat_result) -> None:
+        if not os.path.samestat(found := self._walk(), opened):
+            raise NotTrustedError(f"{self.path} is being replaced")
+        self._real, self._found = self._real_path(), found
 
     def _checked(self, folder: Folder, above: os.stat_result) -> Folder:
         self._check_owner(folder.path, folder.status, above)

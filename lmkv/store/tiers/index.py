@@ -155,10 +155,11 @@ class TierIndex:
         return None if victims is None else {key: self._drop(key) for key in victims}
 
     def _add(self, key: ChunkKey, nbytes: int, parent: ChunkKey = b"") -> None:
+        # First: a policy that refuses it leaves no chunk that it does not know.
+        self.policy.insert(key, nbytes, parent)
         self._sizes[key] = nbytes
         self.used += nbytes
         self.other_namespace += _is_other_namespace(key)
-        self.policy.insert(key, nbytes, parent)
         self._tell_stored(key)
 
     def _tell_stored(self, key: ChunkKey) -> None:
@@ -306,11 +307,13 @@ class TierIndex:
         return True
 
     def _adopt(self, item: Listed) -> None:
-        evicted = self._evict(self.used + self._reclaiming_bytes + item.nbytes, frozenset)
+        # Even what has no bytes: it is found damaged when it is read, and can be stored again.
+        nbytes = max(item.nbytes, 1)
+        evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
         if evicted is None:
-            self._tombstones[item.key] = item.nbytes
+            self._tombstones[item.key] = nbytes
         else:
-            self._add(item.key, item.nbytes)
+            self._add(item.key, nbytes)
             self._tombstones |= evicted
 
     def forget_unseen(self, most: int) -> bool:

@@ -145,6 +145,42 @@ def test_chunks_that_swapped_places(tmp_path: Path) -> None:
         assert isinstance(read.error, CorruptChunkError)
 
 
+@pytest.mark.parametrize("obstacle", ["file", "link", "for everybody"])
+def test_a_broken_chunk_that_cannot_be_set_aside_is_stored_again_too(tmp_path: Path, obstacle: str) -> None:
+    """As on a full disk, which takes no folder: it is removed."""
+    backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(5000)
+    backend.write([chunk])
+    (path,) = files_of(backend)
+    away = tmp_path / NAMESPACE.hex() / "quarantine"
+    match obstacle:
+        case "file":
+            away.touch()
+        case "link":
+            away.symlink_to(tmp_path)
+        case _:
+            away.mkdir()
+            away.chmod(0o777)
+    path.write_bytes(path.read_bytes()[:-1])
+    read, _ = try_read(backend, chunk.key)
+    assert isinstance(read.error, CorruptChunkError)
+    assert statuses(backend, [chunk]) == [STORED]
+    assert read_back(backend, chunk) == chunk.payload
+
+
+def test_what_can_be_neither_set_aside_nor_removed_is_no_chunk_that_is_present(tmp_path: Path) -> None:
+    backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(5000)
+    backend.write([chunk])
+    (path,) = files_of(backend)
+    path.unlink()
+    (tmp_path / NAMESPACE.hex() / "quarantine").touch()
+    (path / "full").mkdir(parents=True)
+    (written,) = backend.write([chunk])
+    assert written.status is WriteStatus.FAILED
+    (path / "full").rmdir()
+    path.rmdir()
+    assert statuses(backend, [chunk]) == [STORED]
+
+
 def test_a_broken_chunk_is_a_miss_and_then_stored_again(specimen: Specimen) -> None:
     specimen.path.write_bytes(specimen.good[:-4096] + bytes(4096))
     chunk = Chunk(specimen.key, memoryview(PAYLOAD))
