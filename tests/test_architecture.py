@@ -76,7 +76,7 @@ BUDGET = {
     "plugins": 40,
     "policies": 169,
     "store": 1071,
-    "store.tiers": 1163,
+    "store.tiers": 1164,
     "backends": 375,
     "backends.disk": 945,
     "backends.remote": 1405,
@@ -86,7 +86,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12257
+WHOLE = 12276
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
