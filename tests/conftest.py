@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -44,6 +45,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("NOT TESTED, because it is missing here", red=True, bold=True)
         for line in lines:
             terminalreporter.line(line, red=True)
+
+
+@pytest.fixture(autouse=True)
+def _same_log_level() -> Iterator[None]:
+    """Commands that run in this process leave its logging as it was."""
+    logger = logging.getLogger("lmkv")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture
