@@ -91,7 +91,7 @@ def run_engine(load: Load, name: str, folder: Path) -> None:
     llm = open_engine(specs(load, folder)[name], folder)
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
-    warm = {"prompt_token_ids": random.Random(-1).choices(range(VOCABULARY), k=load.tokens)}
+    warm = {"prompt_token_ids": random.Random("no prompt of the load").choices(range(VOCABULARY), k=load.tokens)}
     llm.generate(warm, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
 
     def run() -> dict[str, Any]:

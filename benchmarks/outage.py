@@ -135,7 +135,7 @@ def run_engine(requests: int, name: str, folder: Path, program: str) -> None:
     llm = open_engine(spec(name, server.port), folder)
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
-    warm = {"prompt_token_ids": random.Random(-1).choices(range(VOCABULARY), k=TOKENS)}
+    warm = {"prompt_token_ids": random.Random("no prompt of the load").choices(range(VOCABULARY), k=TOKENS)}
     llm.generate(warm, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
 
     def run() -> list[dict[str, Any]]:

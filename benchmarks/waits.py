@@ -52,6 +52,7 @@ class Proxy:
     bytes_per_second: float = math.inf
     listener: socket.socket = field(factory=lambda: socket.create_server(("127.0.0.1", 0)))
     _lock: threading.Lock = field(factory=threading.Lock)
+    _sent_until: float = 0.0
 
     def start(self) -> int:
         """The port to connect to."""
@@ -73,9 +74,16 @@ class Proxy:
                 while slowly and not self.bytes_per_second:
                     time.sleep(0.01)
                 if slowly and math.isfinite(self.bytes_per_second):
-                    with self._lock:
-                        time.sleep(len(data) / self.bytes_per_second)
+                    time.sleep(self._wait(len(data)))
                 target.sendall(data)
+
+
+    def _wait(self, nbytes: int) -> float:
+        """Seconds until the line is free of what was sent before; none below a millisecond, which no sleep keeps to."""
+        with self._lock:
+            now = time.monotonic()
+            self._sent_until = max(self._sent_until, now) + nbytes / self.bytes_per_second
+            return left if (left := self._sent_until - now) > 1e-3 else 0.0
 
 
 @contextmanager
@@ -117,9 +125,11 @@ def measured(model: SmallModel, share: float, rounds: int, program: str, folder:
     """Answers of each engine, those of the first round first."""
     with redis_behind_proxy(program) as (proxy, port), engines_of(model, port, folder) as engines:
         for engine in engines.values():
-            engine.send(-1, TOKENS)
+            engine.send(PROMPTS, TOKENS)
         stored = [engines["lmkv"].send(seed, TOKENS) for seed in range(PROMPTS)]
-        computed = min(answer.ttft_s for answer in stored)
+        if any(answer.hit_tokens for answer in stored):
+            raise SystemExit("a prompt was not computed when it was stored")
+        computed = statistics.median(answer.ttft_s for answer in stored)
         time.sleep(2.0)
         nbytes = TOKENS * model.kv_bytes_per_token
         proxy.bytes_per_second = 0.0 if math.isinf(share) else nbytes / (share * computed) if share else math.inf
