@@ -77,7 +77,6 @@ class Proxy:
                     time.sleep(self._wait(len(data)))
                 target.sendall(data)
 
-
     def _wait(self, nbytes: int) -> float:
         """Seconds until the line is free of what was sent before; none below a millisecond, which no sleep keeps to."""
         with self._lock:
