@@ -35,7 +35,7 @@ from lmkv.cli.measure.limits import bare_chain
 from lmkv.policies import LRU
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.geometry import Geometry, Group
+from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.metadata import JobReport, StepPlan, WorkerReport
 from lmkv.vllm.scheduler.scheduler import Scheduler
 
@@ -98,7 +98,7 @@ class Bench:
         host = CPUPinnedBackend(SLOTS * SLOT_BYTES, SLOT_BYTES, shared=True, populate=False)
         store = TieredStore(Tier(host, LRU()))
         namespace = Namespace(model="lookup", dtype="bfloat16", chunk_size=CHUNK, block_size=BLOCK)
-        bench = cls(store, Scheduler(store, namespace, Geometry(CHUNK, (Group(BLOCK),))), [])
+        bench = cls(store, Scheduler(store, namespace, BlockMap(CHUNK, (Group(BLOCK),))), [])
         bench.fill()
         return bench
 

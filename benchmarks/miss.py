@@ -80,9 +80,9 @@ def run_engine(folder: Path, name: str) -> None:
     from vllm import SamplingParams
 
     from lmkv.vllm.connector import LMKVConnector
-    from lmkv.vllm.metrics import Samples
+    from lmkv.vllm.observe.metrics import Samples
+    from lmkv.vllm.observe.telemetry import Telemetry
     from lmkv.vllm.prometheus import LMKVPromMetrics, LMKVStats
-    from lmkv.vllm.scheduler.telemetry import Telemetry
 
     clock, metrics_clock = Clock(LMKVConnector), Clock(Samples, Telemetry, LMKVStats, LMKVPromMetrics)
     specs = engine_specs(folder, PROMPT + ANSWER, host_gib=HOST_GIB, requests=REQUESTS)

@@ -54,8 +54,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "registry": frozenset({"errors", "engine"}),
     "": BUILT | {"engine", "registry"},
     "agent": STORE,
-    "vllm": BUILT | {"vllm.scheduler", "agent"},
-    "vllm.scheduler": STORE | {"vllm"},
+    "vllm": BUILT | {"vllm.requests", "vllm.observe", "vllm.scheduler", "agent"},
+    "vllm.requests": STORE | {"vllm"},
+    "vllm.observe": STORE | {"vllm", "vllm.requests"},
+    "vllm.scheduler": STORE | {"vllm", "vllm.requests", "vllm.observe"},
     "testing": BASE | {"memory", "backends"},
     "cli.measure": BUILT | {"", "engine"},
     "cli": BUILT | {"", "engine", "vllm", "cli.measure", "agent"},
@@ -63,30 +65,32 @@ ALLOWED: dict[str, frozenset[str]] = {
 """Room -> other rooms that it may import. A room is a folder or a module at the root, "" the package."""
 
 BUDGET = {
-    "": 60,
-    "errors": 60,
-    "outcomes": 50,
+    "errors": 59,
+    "outcomes": 40,
     "protocols": 90,
-    "config": 670,
-    "build": 100,
-    "engine": 347,
-    "registry": 30,
     "chunks": 502,
-    "memory": 1116,
-    "plugins": 40,
+    "plugins": 33,
     "policies": 169,
-    "store": 1071,
+    "config": 670,
+    "memory": 1116,
     "store.tiers": 1164,
-    "backends": 375,
+    "store": 1071,
+    "backends": 374,
     "backends.disk": 945,
-    "backends.remote": 1405,
+    "backends.remote": 1394,
+    "build": 98,
+    "engine": 347,
+    "registry": 24,
+    "": 50,
     "agent": 886,
-    "vllm": 1639,
-    "vllm.scheduler": 1604,
+    "vllm": 1541,
+    "vllm.requests": 251,
+    "vllm.observe": 524,
+    "vllm.scheduler": 1012,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12276
+WHOLE = 12361
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
@@ -231,7 +235,7 @@ def test_a_module_imports_what_it_may(module: str) -> None:
         ("lmkv.backends.disk.backend", "from lmkv.policies import LRU"),
         ("lmkv.engine", "from lmkv.store.tiered import _close"),
         ("lmkv.cli.doctor", "import vllm"),
-        ("lmkv.vllm.scheduler.loading", "from lmkv.config import Config"),
+        ("lmkv.vllm.scheduler.load_planner", "from lmkv.config import Config"),
     ],
 )
 def test_a_forbidden_import_is_found(module: str, source: str) -> None:

@@ -167,7 +167,7 @@ def _calls_hooks(module: Any) -> bool:
     )
 
 
-def give_way() -> None:
+def yield_gil() -> None:
     """For a step that computes nothing: let the threads run that it waits for.
 
     An engine core in a process of its own pauses after such a step. One in the caller's process does not: it
@@ -190,7 +190,7 @@ def drafts_from_hidden_states(vllm_config: Any) -> bool:
     return speculative is not None and bool(speculative.use_eagle())
 
 
-def progress(scheduler_output: Any) -> dict[str, int]:
+def computed_tokens(scheduler_output: Any) -> dict[str, int]:
     """For each request of the step, its tokens whose KV is valid after it, without drafts."""
     scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
     drafts: Mapping[str, Sequence[int]] = scheduler_output.scheduled_spec_decode_tokens or {}
@@ -210,7 +210,7 @@ def transfer_results(finished: set[str], failed: set[str]) -> Any:
     return KVConnectorTransferResults(finished_sending=set(), finished_recving=finished, failed_recving=failed)
 
 
-def scheduler_that_binds() -> Any | None:
+def calling_scheduler() -> Any | None:
     """vLLM 0.29's scheduler, which is calling `bind_gpu_block_pool`; None for later versions, which need none of it.
 
     What these pass to a connector is only to be had from the scheduler itself in 0.29: see its two uses below.

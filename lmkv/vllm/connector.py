@@ -31,8 +31,8 @@ from lmkv.vllm import compat, kv_events
 from lmkv.vllm.agent import start_agent
 from lmkv.vllm.metadata import StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel, describe
+from lmkv.vllm.observe.events import EventRecorder
 from lmkv.vllm.prometheus import LMKVPromMetrics, LMKVStats
-from lmkv.vllm.scheduler.events import EventRecorder
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
@@ -77,7 +77,7 @@ class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _harmless(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
+def _never_raises(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
     """Log an unexpected exception and return `fallback()`: an error in lmkv must not end the engine."""
 
     def decorate(method: _Method) -> _Method:
@@ -109,11 +109,11 @@ def _warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
             "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; set it to 'recompute'",
             transfer.kv_load_failure_policy,
         )
-    if model.geometry.chunk_size != config.chunk_size:
+    if model.block_map.chunk_size != config.chunk_size:
         logger.warning(
             "lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d",
             config.chunk_size,
-            model.geometry.chunk_size,
+            model.block_map.chunk_size,
         )
 
 
@@ -130,7 +130,7 @@ def _make_scheduler(
         save_decode=config.save_decode_cache,
         # A tail's KV would depend on the token after it.
         save_unfull_chunk=config.save_unfull_chunk and not compat.drafts_from_hidden_states(vllm_config),
-        whole_blocks=_is_layerwise(vllm_config, config) and model.geometry.one_full_table,
+        whole_blocks=_is_layerwise(vllm_config, config) and model.block_map.one_full_table,
         min_retrieve_tokens=config.min_retrieve_tokens,
         load_or_recompute=config.load_or_recompute,
         load_mode=_load_mode(vllm_config, config),
@@ -142,8 +142,8 @@ def _make_scheduler(
     engines = vllm_config.parallel_config.data_parallel_size_local
     name = slab_name(str(transfer.engine_id), model.layout)
     store = build_store(config, model.namespace, model.layout, engine=name, engines=engines)
-    events = None if describe_blocks is None else EventRecorder(store, model.geometry, describe_blocks)
-    return Scheduler(store, model.namespace, model.geometry, options, events)
+    events = None if describe_blocks is None else EventRecorder(store, model.block_map, describe_blocks)
+    return Scheduler(store, model.namespace, model.block_map, options, events)
 
 
 def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync", "async"]:
@@ -162,7 +162,7 @@ def _is_layerwise(vllm_config: VllmConfig, config: Config) -> bool:
 def _make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> Worker:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    single = model.geometry.one_full_table
+    single = model.block_map.one_full_table
     rank = compat.tensor_parallel_rank() if model.ranks > 1 else 0
     shard, replica = divmod(rank, model.replicas)
     obstacle = compat.no_layerwise(vllm_config, model.layers) if config.use_layerwise else ""
@@ -274,7 +274,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- both sides ---------------------------------------------------------------------------------------
 
-    @_harmless(lambda: None)
+    @_never_raises(lambda: None)
     def get_kv_connector_stats(self) -> LMKVStats | None:
         side = self._scheduler or self._worker
         values = {} if side is None else side.take_samples()
@@ -290,21 +290,21 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
             self._scheduler.watch_blocks(gpu_block_pool.get_num_free_blocks, gpu_block_pool.evict_blocks)
-            self._bind_scheduler(self._scheduler, compat.scheduler_that_binds())
+            self._bind_scheduler(self._scheduler, compat.calling_scheduler())
         if self._describe_blocks is not None:
             self._describe_blocks.block_pool = gpu_block_pool
 
     def _bind_scheduler(self, ours: Scheduler, theirs: Any | None) -> None:
         self._vllm_scheduler = theirs
-        if theirs is not None and self._model is not None and not self._model.geometry.one_full_table:
+        if theirs is not None and self._model is not None and not self._model.block_map.one_full_table:
             ours.on_failed_load(functools.partial(compat.recompute, theirs))
 
-    @_harmless(lambda: None)
+    @_never_raises(lambda: None)
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
 
-    @_harmless(lambda: (0, False))
+    @_never_raises(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
@@ -330,7 +330,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return LMKVConnectorMetadata(StepPlan())
-        self._tell_again()
+        self._reannounce()
         try:
             self._plan_stores(self._scheduler, scheduler_output)
         except Exception:
@@ -338,30 +338,30 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         # Also after an error: vLLM counts on the loads that were promised.
         plan = self._scheduler.take_plan()
         if not (scheduler_output.total_num_scheduled_tokens or plan.loads):
-            compat.give_way()
+            compat.yield_gil()
         return LMKVConnectorMetadata(plan)
 
-    @_harmless(lambda: None)
-    def _tell_again(self) -> None:
+    @_never_raises(lambda: None)
+    def _reannounce(self) -> None:
         """If vLLM is about to announce that all blocks are gone, by which it means its own."""
         if self._scheduler is not None and self._describe_blocks is not None and self._describe_blocks.all_cleared:
-            self._scheduler.tell_again()
+            self._scheduler.reannounce()
 
     def _plan_stores(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         tables = compat.block_tables(output, self._vllm_scheduler)
-        scheduler.plan_step(compat.progress(output), tables, output.total_num_scheduled_tokens)
+        scheduler.plan_step(compat.computed_tokens(output), tables, output.total_num_scheduled_tokens)
 
-    @_harmless(lambda: None)
+    @_never_raises(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(meta, LMKVWorkerMetadata):
             self._scheduler.on_report(meta.report)
 
-    @_harmless(lambda: (False, None))
+    @_never_raises(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @_harmless(lambda: (False, None))
+    @_never_raises(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -371,14 +371,14 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy
 
-    @_harmless(lambda: False)
+    @_never_raises(lambda: False)
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
             # A pause may precede other weights, or none: what other processes share on a disk is not its to delete.
             self._scheduler.reset(delete=not compat.is_pausing())
         return True
 
-    @_harmless(list)
+    @_never_raises(list)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """What the tiers have got and lost, for vLLM's KV events; nothing unless these are switched on."""
         if self._scheduler is None or self._describe_blocks is None:

@@ -16,14 +16,18 @@ from lmkv.chunks.namespace import Namespace, canonical
 def request_root(namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]], epoch: str = "") -> bytes:
     """The root of a request's keys: namespace, cache salt, LoRA adapter, tags and epoch, each in its own field."""
     lora = getattr(request, "lora_request", None)
+    return tagged_root(namespace, tags, epoch, getattr(request, "cache_salt", None), lora)
+
+
+def tagged_root(
+    namespace: Namespace, tags: Iterable[tuple[str, str]], epoch: str, cache_salt: str | None, lora: Any = None
+) -> bytes:
+    """The same without a request: the root of a prompt's keys. `lora`: vLLM's `LoRARequest`, or None."""
     extra = {f"tag.{name}": value for name, value in tags} | ({"epoch": epoch} if epoch else {})
     if lora is not None:
         extra["lora"] = _adapter_weights(lora)
-    return namespace.root(
-        cache_salt=getattr(request, "cache_salt", None),
-        lora=(str(lora.lora_name), str(lora.lora_path)) if lora is not None else None,
-        extra=extra,
-    )
+    adapter = (str(lora.lora_name), str(lora.lora_path)) if lora is not None else None
+    return namespace.root(cache_salt=cache_salt, lora=adapter, extra=extra)
 
 
 def _adapter_weights(lora: Any) -> str:

@@ -17,9 +17,9 @@ from attrs import field, frozen
 from lmkv.chunks.layout import KVLayout, LayerPages, align_up
 from lmkv.chunks.namespace import Namespace
 from lmkv.memory.paged import PagedMemory, padded
+from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.cacheable import check_model
 from lmkv.vllm.compat import KVGroup, kv_groups, vllm_version
-from lmkv.vllm.geometry import Geometry, Group
 from lmkv.vllm.identity import fingerprint
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ServedModel:
     stored.
     """
 
-    geometry: Geometry
+    block_map: BlockMap
     layout: KVLayout
     layers: tuple[str, ...]
     fused: bool
@@ -105,7 +105,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
     if fused:
         pages = (LayerPages(sum(layer.page_bytes for layer in pages), pages[0].pages_per_chunk),)
     return ServedModel(
-        geometry=Geometry(size, tuple(Group(group.block_size, group.window) for group in groups)),
+        block_map=BlockMap(size, tuple(Group(group.block_size, group.window) for group in groups)),
         layout=KVLayout(size, pages, ranks // replicas),
         layers=tuple(name for name, _ in layers),
         fused=fused,

@@ -25,7 +25,7 @@ from lmkv.memory.layerwise import LayerReader, LayerWriter
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
-from lmkv.vllm.metrics import Samples, Values
+from lmkv.vllm.observe.metrics import Samples, Values
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Worker:
     `rank`: whose part of each slot it copies. `layout`: None for a model that only the scheduler side takes for
     one that is cached; then every order fails. `share`: (n, of how many ranks) that have the same KV, which
     the first of them stores. `block_level_failures`: failed loads are reported by block ids, else (see
-    `Geometry.one_full_table`) by request ids. `layerwise`: loads and stores within a step overlap its
+    `BlockMap.one_full_table`) by request ids. `layerwise`: loads and stores within a step overlap its
     computation, for a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of its slab (see
     `slab_name`), which it finds as soon as there is one, rather than with the first order. `staging_bytes`: of
     the device's memory, for stores.

@@ -56,7 +56,7 @@ def service_of(store: TieredStore, **options: Any) -> CacheService:
 
 
 def service_of_scheduler(scheduler: Scheduler, chunk_size: int) -> CacheService:
-    requests = scheduler.recent.snapshot
+    requests = scheduler.observer.recent.snapshot
     return CacheService(
         scheduler.store,
         scheduler.keys_of,

@@ -145,7 +145,7 @@ class Drive:
                 self._abort(name)
 
     def _is_loading(self, name: str) -> bool:
-        loads = self.running.connector._scheduler._loading._async_loads
+        loads = self.running.connector._scheduler.loading.jobs.between_steps
         return any(request == name or request.startswith(f"{name}-") for request in loads)
 
     def _abort(self, name: str) -> None:

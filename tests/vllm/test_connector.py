@@ -204,7 +204,7 @@ def test_a_load_that_cannot_be_ordered_is_recomputed(
         raise RuntimeError("injected: our own code fails after the promise")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared.connector._scheduler._loading, "allocated", broken)
+        patch.setattr(shared.connector._scheduler.loading, "allocated", broken)
         answer = shared.run([ids])[0]
     assert list(answer.outputs[0].token_ids) == expected[5]
     shared.assert_nothing_leaked()

@@ -97,7 +97,7 @@ def test_vllm_makes_of_it_what_is_expected(case: Case) -> None:
 
     sides = [case.running.connector._model, get_kv_transfer_group()._model]
     for model in sides:
-        assert len(model.geometry.groups) == case.family.groups
+        assert len(model.block_map.groups) == case.family.groups
         assert len(set(model.layers)) == len(model.layers) == case.family.own
     assert sides[0].layout == sides[1].layout
 

@@ -13,8 +13,8 @@ import zmq
 from attrs import define, field
 
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.scheduler.events import EventRecorder, Place
-from lmkv.vllm.scheduler.request import RequestState
+from lmkv.vllm.observe.events import EventRecorder, Place
+from lmkv.vllm.requests.request import RequestState
 from tests.kit import Residents, eventually
 from tests.vllm.families import FAMILIES
 from tests.vllm.harness import BLOCK, Engine, engine, external_hits, prompt
@@ -269,6 +269,6 @@ def test_nothing_is_recorded_unless_vllm_publishes(model: Path, enabled: bool | 
     config = None if enabled is None else KVEventsConfig(enable_kv_cache_events=enabled)
     with engine(model, kv_events_config=config) as running:
         running.run([prompt(71, 600)])
-        assert running.connector._scheduler._events is None
+        assert running.connector._scheduler.observer.events is None
         assert not any(isinstance(observer, EventRecorder) for observer in running.store._observers)
         assert not running.connector.take_events()

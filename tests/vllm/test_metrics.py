@@ -317,7 +317,7 @@ def test_what_is_scraped_is_what_the_requests_did(server: Server) -> None:
 
 
 def test_every_metric_is_scraped_with_its_type(server: Server) -> None:
-    from lmkv.vllm.metrics import METRICS
+    from lmkv.vllm.observe.metrics import METRICS
 
     scraped = server.get("/metrics")
     never = {"vllm:kv_offload_allocation_failure"}

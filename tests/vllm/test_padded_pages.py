@@ -147,21 +147,21 @@ def test_a_tail_is_the_same_after_lower_tiers_had_it(sides: Sides, slab: Slab) -
     named = tensors_by_layer(sides.tensors, sides.worker.layers, sides.worker.num_blocks)
     worker.register(sides.worker.paged_memory([block_rows(tensor, name) for name, tensor in named]))
     generator = torch.Generator().manual_seed(1)
-    tables = [[1, 2], [3, 4]][: len(model.geometry.groups)]
+    tables = [[1, 2], [3, 4]][: len(model.block_map.groups)]
     wanted = {}
     for name, tensor in sides.tensors.items():
         blocks = tables[next(n for n, group in enumerate(groups_of(model)) if name in group)]
         fresh = torch.randint(0, 200, tensor[blocks].view(torch.uint8).shape, generator=generator, dtype=torch.uint8)
         tensor.view(torch.uint8)[blocks] = fresh
         wanted[name] = fresh
-    stored = model.geometry.store_copy(0, tables, 0, tokens)
+    stored = model.block_map.store_copy(0, tables, 0, tokens)
     assert stored is not None
     worker.begin(StepPlan(stores=[CopyOrder(1, [stored], stores=True)], slab=slab.ref))
     worker.save()
     for span in model.layout.spans(tokens):
         slab.view(1)[span] = slab.view(0)[span]
     others = [[5, 6], [7, 8]][: len(tables)]
-    worker.begin(StepPlan(loads=[CopyOrder(2, model.geometry.load_copies([1], others, 0, tokens))]))
+    worker.begin(StepPlan(loads=[CopyOrder(2, model.block_map.load_copies([1], others, 0, tokens))]))
     worker.load()
     report = worker.take_report()
     assert report is not None
@@ -177,7 +177,7 @@ def groups_of(model: ServedModel) -> list[set[str]]:
     if model.fused:
         return [set(model.layers)]
     pages = zip(model.layers, model.layout.layers, strict=True)
-    found: list[set[str]] = [set() for _ in model.geometry.groups]
+    found: list[set[str]] = [set() for _ in model.block_map.groups]
     for name, layer in pages:
         found[layer.group].add(name)
     return found

@@ -77,7 +77,7 @@ def test_lmcache_settings_are_in_force_with_only_the_connector_changed(
         running.forget_local()
         assert external_hits(running.run([ids])[0]) >= 192, "chunks of 256 tokens would not hit"
         slab = running.store.slab
-        assert running.connector._model.geometry.chunk_size == 96
+        assert running.connector._model.block_map.chunk_size == 96
         assert slab.num_slots == (1 << 27) // slab.slot_bytes
     lines = [record.getMessage() for record in caplog.records if "LMCache" in record.getMessage()]
     assert lines == ["lmkv: settings of LMCache without effect here: use_experimental"]

@@ -11,8 +11,8 @@ from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.geometry import Geometry
-from lmkv.vllm.scheduler.request import RequestState
+from lmkv.vllm.block_map import BlockMap
+from lmkv.vllm.requests.request import RequestState
 
 
 @define(eq=False)
@@ -37,7 +37,7 @@ class AsyncLoad:
     """
 
     store: TieredStore = field(repr=False)
-    geometry: Geometry = field(repr=False)
+    block_map: BlockMap = field(repr=False)
     keys: Sequence[ChunkKey] = field(repr=lambda keys: f"<{len(keys)} keys>")
     block_ids: Sequence[list[int]] = field(repr=False)
     start: int
@@ -64,7 +64,7 @@ class AsyncLoad:
     @property
     def first_chunk(self) -> int:
         """Number of the first chunk that the load touches."""
-        return self.start // self.geometry.chunk_size
+        return self.start // self.block_map.chunk_size
 
     def advance(self) -> LoadWindow | None:
         """The next window that can be copied now, or None. Never waits."""
@@ -99,17 +99,17 @@ class AsyncLoad:
                 self._waits_since = self.clock()
 
     def _next_window(self, lease: Lease) -> LoadWindow:
-        size = self.geometry.chunk_size
+        size = self.block_map.chunk_size
         base = self.first_chunk + self._copied
         low, high = max(self.start, base * size), min(self.end, (base + len(lease)) * size)
-        copies = self.geometry.load_copies(lease.slots, self.block_ids, low, high)
+        copies = self.block_map.load_copies(lease.slots, self.block_ids, low, high)
         self.copying = len(lease)
         self.ended = high >= self.end
         return LoadWindow(copies, lease, [], self.ended, high - low)
 
     def _unfilled(self) -> list[int]:
-        low = max(self.start, (self.first_chunk + self._copied) * self.geometry.chunk_size)
-        return self.geometry.blocks_between(self.block_ids, low, self.end)
+        low = max(self.start, (self.first_chunk + self._copied) * self.block_map.chunk_size)
+        return self.block_map.blocks_between(self.block_ids, low, self.end)
 
     def give_up(self) -> LoadWindow:
         """End here: a last window without copies, naming the blocks that were not filled."""
@@ -148,9 +148,9 @@ class AsyncLoadAdmission:
     when the free blocks suffice for all of them. `free_blocks()`: how many vLLM has.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
-        self._geometry = geometry
-        self._has_windows = any(group.window is not None for group in geometry.groups)
+    def __init__(self, block_map: BlockMap) -> None:
+        self._block_map = block_map
+        self._has_windows = any(group.window is not None for group in block_map.groups)
         self._requests: dict[str, RequestState] = {}
         self.free_blocks: Callable[[], int] = lambda: 0
 
@@ -160,7 +160,7 @@ class AsyncLoadAdmission:
         if not others or not self._has_windows:
             return True
         lengths = [other.request.num_tokens for other in (*others, state)]
-        return sum(map(self._geometry.most_blocks, lengths)) <= self.free_blocks()
+        return sum(map(self._block_map.most_blocks, lengths)) <= self.free_blocks()
 
     def begin(self, state: RequestState) -> None:
         """The request's blocks are allocated and not filled yet."""

@@ -16,18 +16,17 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
 from lmkv.store.tiers.iopool import Priority
-from lmkv.vllm.geometry import Geometry
-from lmkv.vllm.identity import content_extras, request_root
+from lmkv.vllm.block_map import BlockMap
+from lmkv.vllm.identity import tagged_root
 from lmkv.vllm.metadata import JobReport, StepPlan, StepPlanBuilder, WorkerReport
-from lmkv.vllm.metrics import Values
-from lmkv.vllm.scheduler.events import Event, EventRecorder
-from lmkv.vllm.scheduler.explain import Explainer
-from lmkv.vllm.scheduler.loading import LoadPlanner
+from lmkv.vllm.observe.events import Event, EventRecorder
+from lmkv.vllm.observe.metrics import Values
+from lmkv.vllm.observe.observer import SchedulerObserver
+from lmkv.vllm.requests.request import BlockTables, Request, RequestState
+from lmkv.vllm.scheduler.context import PlanContext
+from lmkv.vllm.scheduler.load_planner import LoadPlanner
 from lmkv.vllm.scheduler.options import SchedulerOptions
-from lmkv.vllm.scheduler.recent import RecentRequests
-from lmkv.vllm.scheduler.request import BlockTables, Request, RequestOptions, RequestState
-from lmkv.vllm.scheduler.storing import StorePlanner
-from lmkv.vllm.scheduler.telemetry import Telemetry
+from lmkv.vllm.scheduler.store_planner import StorePlanner
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -35,7 +34,7 @@ logger = logging.getLogger("lmkv.vllm")
 class Scheduler:
     """Tracks requests and their chunks; `LoadPlanner` and `StorePlanner` decide for each direction.
 
-    `namespace`: root of every chunk key. `geometry`: how block tables map to chunks. All calls come from
+    `namespace`: root of every chunk key. `block_map`: how block tables map to chunks. All calls come from
     vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`,
     `take_plan`, and later `on_report` with what the workers answered. `events`: None, tell nobody.
     """
@@ -44,23 +43,22 @@ class Scheduler:
         self,
         store: TieredStore,
         namespace: Namespace,
-        geometry: Geometry,
+        block_map: BlockMap,
         options: SchedulerOptions | None = None,
         events: EventRecorder | None = None,
     ) -> None:
         self._store = store
         self._namespace = namespace
-        self._chunk_size = geometry.chunk_size
+        self._chunk_size = block_map.chunk_size
         self._options = options or SchedulerOptions()
         self._builder = StepPlanBuilder()
-        self._events = events
         self._clock = self._options.clock
-        self._telemetry = Telemetry(store, self._clock)
-        self._explainer = Explainer(store, geometry.chunk_size, self._clock)
-        shared = store, geometry, self._builder, self._options, self._telemetry, self._explainer, events
-        self._loading, self._storing = LoadPlanner(*shared), StorePlanner(*shared)
+        self._observer = SchedulerObserver(store, block_map.chunk_size, self._clock, events)
+        context = PlanContext(
+            store=store, block_map=block_map, builder=self._builder, options=self._options, observer=self._observer
+        )
+        self.loading, self.storing = LoadPlanner(context), StorePlanner(context)
         self._requests: dict[str, RequestState] = {}
-        self.recent = RecentRequests()
         self._reports: dict[int, JobReport] = {}
         self._mapped: set[int] = set()
         self._refused = False
@@ -70,22 +68,26 @@ class Scheduler:
         return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"
 
     @property
+    def observer(self) -> SchedulerObserver:
+        """Metrics, explanations, recent requests and KV events."""
+        return self._observer
+
+    @property
     def store(self) -> TieredStore:
         return self._store
 
     def keys_of(self, tokens: Sequence[int], cache_salt: str | None, tags: Mapping[str, str]) -> list[ChunkKey]:
         """The keys of a prompt without images and adapters. Thread-safe."""
-        extra = {f"tag.{name}": value for name, value in tags.items()} | ({"epoch": self._epoch} if self._epoch else {})
-        return self._keys(self._namespace.root(cache_salt=cache_salt, extra=extra), tokens)
+        return self._keys(tagged_root(self._namespace, tags.items(), self._epoch, cache_salt), tokens)
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None]) -> None:
         """`free()`: how many blocks vLLM has left; `evict(blocks)`: takes them out of its prefix cache."""
-        self._loading.admission.free_blocks = free
-        self._loading.evict_blocks = evict
+        self.loading.jobs.admission.free_blocks = free
+        self.loading.jobs.evict_blocks = evict
 
     def on_failed_load(self, call: Callable[[str], None]) -> None:
         """`call(request_id)` when a load has failed, before vLLM goes on with that request."""
-        self._loading.on_failed_load = call
+        self.loading.jobs.on_failed_load = call
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -98,7 +100,7 @@ class Scheduler:
             if wanted:
                 self._store.promote(wanted, priority=Priority.PREFETCH, ttl=self._options.pin_ttl)
         if self._may_load(state):
-            self._loading.arrived(state, keys)
+            self.loading.wait.arrived(state, keys)
 
     def _keys(self, root: bytes, tokens: Sequence[int]) -> list[ChunkKey]:
         """The keys of another prompt, that of its tail included."""
@@ -112,29 +114,11 @@ class Scheduler:
         # Clients choose ids, and may choose the one of a request that was aborted.
         if state is None or state.request is not request:
             self._forget(request.request_id)
-            options = RequestOptions.of(request)
-            root = request_root(self._namespace, request, options.tags, self._epoch)
-            state = self._requests[request.request_id] = RequestState(
-                request, root, KeyChain(root, self._chunk_size), options, self._loading.new_patience()
-            )
-        self._follow(state)
+            patience, tails = self.loading.wait.new_patience(), self._options.save_unfull_chunk
+            state = RequestState.of(request, self._namespace, self._epoch, self._chunk_size, patience, save_tails=tails)
+            self._requests[request.request_id] = state
+        state.follow()
         return state
-
-    def _follow(self, state: RequestState) -> None:
-        """Name the prompt's chunks; anew when the next input of a session has come, perhaps with images.
-
-        vLLM then throws away the last token that was sampled, and what it has computed else becomes prompt.
-        """
-        request, size = state.request, self._chunk_size
-        prompt_tokens: int = getattr(request, "num_prompt_tokens", 0)
-        if prompt_tokens == state.prompt_tokens:
-            return
-        state.prompt_tokens = prompt_tokens
-        state.chain = KeyChain(state.root, size, content_extras(request, size))
-        if self._options.save_unfull_chunk:
-            state.keys(request.num_tokens // size)
-            state.find_tail()
-            state.tail_due = True
 
     def _may_load(self, state: RequestState) -> bool:
         return self._options.loads and not self._refused and not state.disabled and not state.options.skip_load
@@ -142,7 +126,7 @@ class Scheduler:
     def _forget(self, request_id: str) -> RequestState | None:
         state = self._requests.pop(request_id, None)
         if state is not None:
-            self._loading.forget(state)
+            self.loading.forget(state)
             self._end_deferral(state)
         return state
 
@@ -151,7 +135,7 @@ class Scheduler:
         state = self._forget(request.request_id)
         if state is None:
             return None
-        self.recent.finished(state)
+        self._observer.recent.finished(state)
         keys = state.keys_with_tail(len(state.chain.keys))
         self._store.touch(keys)
         if state.options.pin_seconds:
@@ -180,7 +164,7 @@ class Scheduler:
         started = self._clock()
         state = self._state_of(request)
         answer = self._match(state, num_computed_tokens)
-        self._telemetry.lookup_took(self._clock() - started)
+        self._observer.telemetry.lookup_took(self._clock() - started)
         if answer[0] is not None:
             self._end_deferral(state)
         elif state.deferred_since is None:
@@ -191,24 +175,24 @@ class Scheduler:
         """vLLM need not ask again."""
         since, state.deferred_since = state.deferred_since, None
         if since is not None:
-            self._telemetry.lookup_was_deferred(self._clock() - since)
+            self._observer.telemetry.lookup_was_deferred(self._clock() - since)
 
     def _match(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
         state.drop_lease()
         # Also for a request that loads nothing: vLLM's own hit may include unfilled blocks of another one.
-        if self._loading.is_unconfirmed(state, num_computed_tokens):
+        if self.loading.jobs.is_unconfirmed(state, num_computed_tokens):
             return None, False
         if not self._may_load(state):
             if self._options.loads:
-                self._loading.refuse(state, num_computed_tokens, "failed" if state.disabled else "skip_load")
+                self.loading.refuse(state, num_computed_tokens, "failed" if state.disabled else "skip_load")
             return 0, False
-        return self._loading.match(state, num_computed_tokens)
+        return self.loading.match(state, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, block_ids: BlockTables, num_external_tokens: int) -> None:
         """Blocks are allocated: order the load that was promised, or release its lease."""
         state = self._state_of(request)
-        self._loading.allocated(state, block_ids, num_external_tokens)
-        self.recent.scheduled(state)
+        self.loading.allocated(state, block_ids, num_external_tokens)
+        self._observer.recent.scheduled(state)
 
     def hit_sources(self, request_id: str) -> dict[str, int]:
         """The tokens that were last promised to a request, by tier."""
@@ -223,7 +207,7 @@ class Scheduler:
             state.disabled = True
             state.drop_lease()
         unfilled = [block for block in tables[0] if block]
-        self._loading.evict_blocks(set(unfilled))
+        self.loading.jobs.evict_blocks(set(unfilled))
         self._builder.load([], unfilled, between_steps=between_steps, finishes=request_id if between_steps else None)
 
     def plan_step(
@@ -234,7 +218,7 @@ class Scheduler:
         `progress`: for each request of the step, its tokens whose KV is valid after it, drafts excluded.
         `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: of the whole step.
         """
-        self._loading.end_step(scheduled_tokens, len(progress))
+        self.loading.end_step(scheduled_tokens, len(progress))
         if self._options.stores and not self._refused:
             for request_id, computed in progress.items():
                 self._store_completed(request_id, computed, blocks_of)
@@ -248,13 +232,13 @@ class Scheduler:
         state = self._requests.get(request_id)
         if state is None:
             return
-        self._follow(state)
-        complete, tail = self._storing.completes(state, computed), self._storing.completes_tail(state, computed)
+        state.follow()
+        complete, tail = self.storing.completes(state, computed), self.storing.completes_tail(state, computed)
         tables = blocks_of(request_id) if complete or tail else None
         if tables is not None and complete:
-            self._storing.store(state, complete, tables)
+            self.storing.store(state, complete, tables)
         if tables is not None and tail:
-            self._storing.store_tail(state, tables)
+            self.storing.store_tail(state, tables)
 
     # -- answers ------------------------------------------------------------------------------------------
 
@@ -265,16 +249,16 @@ class Scheduler:
             self._refused = True
             logger.error("lmkv: nothing is cached from now on: %s", report.refusal)
         for step in report.steps:
-            self._loading.step_ended(step)
+            self.loading.jobs.step_ended(step)
         # Before any store is published, and without waiting for the other ranks' answers: a store that is
         # reported together with a failed load may contain KV that was computed from unfilled blocks.
-        if any(not part.ok and self._loading.may_have_been_read(job) for job, part in report.jobs.items()):
-            self._storing.taint_all()
+        if any(not part.ok and self.loading.jobs.may_have_been_read(job) for job, part in report.jobs.items()):
+            self.storing.taint_all()
         for job, merged in self._merge(report):
-            if job in self._loading:
-                self._loading.ended(job, merged)
-            elif job in self._storing:
-                self._storing.ended(job, merged)
+            if job in self.loading.jobs:
+                self.loading.jobs.ended(job, merged)
+            elif job in self.storing:
+                self.storing.ended(job, merged)
 
     def _merge(self, report: WorkerReport) -> Iterator[tuple[int, JobReport]]:
         for job, part in report.jobs.items():
@@ -287,17 +271,16 @@ class Scheduler:
 
     def take_events(self) -> list[Event]:
         """What has come into a tier and what has gone since the last call."""
-        return [] if self._events is None else self._events.take()
+        return self._observer.take_events()
 
-    def tell_again(self) -> None:
-        """Whoever listens to events was told that all blocks are gone, though only vLLM's own are."""
-        if self._events is not None:
-            self._events.tell_again()
+    def reannounce(self) -> None:
+        """Publish KV events of all chunks again: vLLM has published that all blocks are gone, and meant its own."""
+        self._observer.reannounce()
 
     @property
     def busy(self) -> bool:
         """Whether copies have been ordered whose end has not been reported."""
-        return self._loading.busy or self._storing.busy
+        return self.loading.jobs.busy or self.storing.busy
 
     def reset(self, *, delete: bool = True) -> None:
         """Serve nothing of before any more, and delete it from every tier.
@@ -308,9 +291,7 @@ class Scheduler:
         if not delete:
             self._epoch = secrets.token_hex(16)
         self._store.clear(lower=delete)
-        self._explainer.clear()
-        if self._events is not None:
-            self._events.reset()
+        self._observer.reset()
         for state in self._requests.values():
             state.drop_lease()
             state.drop_promotion()
@@ -319,11 +300,11 @@ class Scheduler:
 
     def forget_evictions(self, keys: Sequence[ChunkKey] | None = None) -> None:
         """Chunks, or all, were deleted by a caller: nothing evicted them. On any thread."""
-        self._explainer.evictions.forget(keys)
+        self._observer.explainer.evictions.forget(keys)
 
     def take_samples(self) -> Values:
         """What was counted since the last call."""
-        return self._telemetry.take()
+        return self._observer.telemetry.take()
 
     def close(self) -> None:
         """Forget every request and close the store, which finishes its I/O within a bounded time."""

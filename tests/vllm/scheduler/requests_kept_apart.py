@@ -23,7 +23,7 @@ from lmkv.config import Config
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.identity import content_extras, request_root
-from lmkv.vllm.scheduler.request import RequestOptions
+from lmkv.vllm.requests.options import RequestOptions
 from tests.kit import LIMIT
 
 CHUNK = 16

@@ -33,9 +33,9 @@ from lmkv.protocols import Backend, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.testing.simulated_device import SimulatedDevice
-from lmkv.vllm.geometry import Geometry, Group
-from lmkv.vllm.metrics import Values, merge
-from lmkv.vllm.scheduler.events import Describe, Event, EventRecorder
+from lmkv.vllm.block_map import BlockMap, Group
+from lmkv.vllm.observe.events import Describe, Event, EventRecorder
+from lmkv.vllm.observe.metrics import Values, merge
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
@@ -147,7 +147,7 @@ class SimulatedVLLM:
         self.load_faults, self.store_faults = load_faults, store_faults
         self.aborts = aborts
         self.local_hits = 0.3
-        self.shares = prefix_caching and Geometry(chunk_size, self.groups).one_full_table
+        self.shares = prefix_caching and BlockMap(chunk_size, self.groups).one_full_table
         self.num_blocks = num_blocks
         self.free = list(range(1, num_blocks))
         self.users: Counter[int] = Counter()
@@ -174,23 +174,23 @@ class SimulatedVLLM:
         with stepped():
             self.store = TieredStore(Tier(host, LRU()), lower, spans=layout.spans, clock=lambda: self.now)
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
-        geometry = Geometry(chunk_size, self.groups)
+        block_map = BlockMap(chunk_size, self.groups)
         self.events: list[Event] = []
         self.scheduler = Scheduler(
             self.store,
             namespace,
-            geometry,
+            block_map,
             SchedulerOptions(
                 ranks=ranks,
                 load_mode="async" if depth > 1 else load_mode,
                 tail_depends_on_next=tail_depends_on_next,
                 save_unfull_chunk=save_unfull_chunk and not tail_depends_on_next,
-                whole_blocks=layerwise and geometry.one_full_table,
+                whole_blocks=layerwise and block_map.one_full_table,
                 load_or_recompute=load_or_recompute,
                 prefetch_deadline=30.0 if load_or_recompute else 0.8,
                 clock=lambda: self.now,
             ),
-            EventRecorder(self.store, geometry, describe) if describe is not None else None,
+            EventRecorder(self.store, block_map, describe) if describe is not None else None,
         )
         self.scheduler.watch_blocks(lambda: len(self.free), self._evict_blocks)
         self.memories: list[list[np.ndarray]] = []
@@ -204,7 +204,7 @@ class SimulatedVLLM:
         """What the devices have read that was not right."""
         for rank in range(ranks):
             rows = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in layers]
-            single = geometry.one_full_table
+            single = block_map.one_full_table
             worker = Worker(rank, layout, block_level_failures=single, layerwise=layerwise and single)
             memory = PagedMemory(rows, [layer.group for layer in layers], fuse=False)
             if device:

@@ -12,7 +12,7 @@ import pytest
 
 from lmkv.chunks.hashing import chunk_keys
 from lmkv.memory.copier import ChunkCopy
-from lmkv.vllm.geometry import Group
+from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.scheduler.async_load import AsyncLoad
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
@@ -30,8 +30,8 @@ def engine() -> Iterator[SimulatedVLLM]:
 
 
 def load_of(engine: SimulatedVLLM, window: int) -> AsyncLoad:
-    geometry, clock, promote = engine.scheduler._loading._geometry, lambda: engine.now, engine.store.promote
-    return AsyncLoad(engine.store, geometry, KEYS, [BLOCKS], 0, CHUNK * CHUNKS, window, 1.0, clock, math.inf, promote)
+    block_map, clock, promote = BlockMap(CHUNK, (Group(4),)), lambda: engine.now, engine.store.promote
+    return AsyncLoad(engine.store, block_map, KEYS, [BLOCKS], 0, CHUNK * CHUNKS, window, 1.0, clock, math.inf, promote)
 
 
 def test_a_load_that_is_stopped_does_not_end_while_a_window_is_copied(engine: SimulatedVLLM) -> None:

@@ -18,9 +18,9 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey, Listed
-from lmkv.vllm.geometry import Group
-from lmkv.vllm.scheduler.events import Blocks, BlocksStored, Event, EventRecorder, Place, place_of
-from lmkv.vllm.scheduler.request import RequestState
+from lmkv.vllm.block_map import Group
+from lmkv.vllm.observe.events import Blocks, BlocksStored, Event, EventRecorder, Place, place_of
+from lmkv.vllm.requests.request import RequestState
 from tests.kit import LIMIT, Residents
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
@@ -188,7 +188,7 @@ class Driver:
             engine.scheduler.reset(delete=False)
             index.replay(engine.scheduler.take_events())
             assert index.places == {}
-            recorder = engine.scheduler._events
+            recorder = engine.scheduler.observer.events
             assert recorder is not None
             assert not recorder._chunks
 
@@ -308,7 +308,7 @@ def test_a_block_in_two_tiers_of_one_place_is_there_until_both_have_lost_it() ->
     tokens = list(range(9))
     with small_engine(save_unfull_chunk=False) as engine:
         serve(engine, "first", tokens)
-        (key,), recorder = engine.store._primary.entries, engine.scheduler._events
+        (key,), recorder = engine.store._primary.entries, engine.scheduler.observer.events
         assert recorder is not None
         recorder.stored("shared_memory", key)
         recorder.stored("disk", key)
@@ -337,13 +337,13 @@ def test_what_routers_were_told_to_forget_is_told_again() -> None:
         assert len(before) == 6
         first, *_ = engine.store._primary.entries
         engine.store.drop([first])
-        engine.scheduler.tell_again()
+        engine.scheduler.reannounce()
         index = Index()
         index.replay(engine.scheduler.take_events())
         blocks = hashes(tokens, 0, 24)
         assert index.places == {(RAM, 0): set(blocks[2:]), (BELOW, 0): set(blocks)}
         engine.scheduler.reset()
-        engine.scheduler.tell_again()
+        engine.scheduler.reannounce()
         assert engine.scheduler.take_events() == []
 
 
@@ -352,7 +352,7 @@ def test_many_changes_are_told_over_several_steps(monkeypatch: pytest.MonkeyPatc
     with small_engine(save_unfull_chunk=False) as engine:
         assert len(serve(engine, "first", tokens)) == 8
         engine.store.drop(list(engine.store._primary.entries))
-        monkeypatch.setattr("lmkv.vllm.scheduler.events._AT_ONCE", 3)
+        monkeypatch.setattr("lmkv.vllm.observe.events._AT_ONCE", 3)
         steps = [told(engine.scheduler.take_events()) for _ in range(4)]
         assert [len(step) for step in steps] == [3, 3, 2, 0]
         assert [block for step in steps for _, _, blocks in step for block in blocks] == hashes(tokens, 0, 64)
@@ -390,4 +390,4 @@ def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
 def test_a_recorder_says_how_much_it_knows() -> None:
     with small_engine() as engine:
         serve(engine, "first", list(range(24)))
-        assert repr(engine.scheduler._events) == "<EventRecorder: 3 chunks known, 0 changes to tell>"
+        assert repr(engine.scheduler.observer.events) == "<EventRecorder: 3 chunks known, 0 changes to tell>"

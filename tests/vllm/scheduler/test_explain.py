@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.geometry import Group
-from lmkv.vllm.scheduler.explain import EvictionLog
+from lmkv.vllm.block_map import Group
+from lmkv.vllm.observe.explain import EvictionLog
 from tests.kit import LIMIT, chain
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
@@ -124,7 +124,7 @@ def test_what_is_too_short() -> None:
 
 def test_what_is_less_than_the_least_that_is_loaded(engine: SimulatedVLLM) -> None:
     serve(engine, PROMPT)
-    engine.scheduler._loading._options = engine.scheduler._options.__class__(
+    engine.scheduler.loading._options = engine.scheduler._options.__class__(
         save_unfull_chunk=True, min_retrieve_tokens=len(PROMPT), clock=lambda: engine.now
     )
     assert missed(engine, PROMPT) == {"reason": "too_short", "tokens": len(PROMPT) - 1}
@@ -175,7 +175,7 @@ def test_a_deadline_that_passed(tiered: SimulatedVLLM) -> None:
 
 def test_a_tier_that_is_slower_than_the_model(tiered: SimulatedVLLM) -> None:
     serve(tiered, PROMPT, *OTHERS)
-    cost = tiered.scheduler._loading._cost
+    cost = tiered.scheduler.loading.wait.cost
     cost.observe_step(1_000_000, 0.001)
     cost.observe_load("lower", 1, 1.0)
     assert missed(tiered, PROMPT) == {"reason": "slower", "tokens": len(PROMPT) - 1, "tier": "lower"}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.scheduler.hints import AgentHint
-from lmkv.vllm.scheduler.request import RequestOptions
+from lmkv.vllm.requests.hints import AgentHint
+from lmkv.vllm.requests.options import RequestOptions
 from tests.kit import LIMIT
 from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, serve

@@ -13,10 +13,10 @@ from lmkv.chunks.hashing import KeyChain
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import Chunk
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.geometry import Geometry, Group
+from lmkv.vllm.block_map import BlockMap, Group
+from lmkv.vllm.requests.patience import STALL, Patience
 from lmkv.vllm.scheduler.load_policy import LoadCost
 from lmkv.vllm.scheduler.options import SchedulerOptions
-from lmkv.vllm.scheduler.patience import STALL, Patience
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from tests.kit import LIMIT, NEVER, Gated, Persistent, eventually, listing_every, lower, memory, payload, small_store
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
@@ -149,7 +149,7 @@ def test_what_did_not_arrive_counts_for_no_tier(tiered: SimulatedVLLM) -> None:
 
 def test_a_model_that_computes_slowly_waits_longer_and_a_fast_one_not_at_all(tiered: SimulatedVLLM) -> None:
     for speed, patience in ((2.0, (len(PROMPT) - 1) / 2.0), (1e6, 0.0)):
-        tiered.scheduler._loading._cost = LoadCost(prefill_speed=speed)
+        tiered.scheduler.loading.wait.cost = LoadCost(prefill_speed=speed)
         tiered.disks[0].latency = math.inf
         request = asks(tiered, PROMPT)
         assert lookup(tiered, request) is None
@@ -163,7 +163,7 @@ def test_a_model_that_computes_slowly_waits_longer_and_a_fast_one_not_at_all(tie
 
 
 def test_a_tier_that_was_given_up_is_slow_until_a_probe_shows_otherwise(tiered: SimulatedVLLM) -> None:
-    cost = tiered.scheduler._loading._cost = LoadCost(prefill_speed=100.0)
+    cost = tiered.scheduler.loading.wait.cost = LoadCost(prefill_speed=100.0)
     tiered.disks[0].latency = math.inf
     request = asks(tiered, PROMPT)
     assert lookup(tiered, request) is None
@@ -210,7 +210,7 @@ def test_a_stream_waits_no_longer_in_all_its_windows_than_computing_takes() -> N
     prompt = [(3 * token) % 50 for token in range(40 * 8 + 1)]
     with closing(engine_of(num_blocks=200, ram_chunks=8, lower_chunks=60, load_mode="async")) as engine:
         serve(engine, prompt, *OTHERS[:4])
-        engine.scheduler._loading._cost = LoadCost(prefill_speed=len(prompt) / 1.0)
+        engine.scheduler.loading.wait.cost = LoadCost(prefill_speed=len(prompt) / 1.0)
         engine.disks[0].latency = 0.5
         request = SimulatedRequest("streams", list(prompt), len(prompt), 1, "a", {"lmkv.report": True})
         engine.add(request)
@@ -221,8 +221,8 @@ def test_a_stream_waits_no_longer_in_all_its_windows_than_computing_takes() -> N
         assert engine.now - before < 1.0 + 0.5 + 0.1
         engine.disks[0].latency = 0.0
         engine.finish()
-        assert engine.scheduler._loading._cost.loads["lower"].of(40) > 0
-        engine.scheduler._loading._cost.prefill_speed = len(prompt) / 1.0
+        assert engine.scheduler.loading.wait.cost.loads["lower"].of(40) > 0
+        engine.scheduler.loading.wait.cost.prefill_speed = len(prompt) / 1.0
         request = asks(engine, prompt)
         assert lookup(engine, request) is not None
         assert report(engine, request)["reason"] == "slower"
@@ -244,13 +244,13 @@ class TestTwoTiers:
             store = small_store(32, *(lower(gate) for gate in gates.values()), clock=clock)
         assert store.wait_indexed(LIMIT)
         options = SchedulerOptions(save_unfull_chunk=False, clock=clock)
-        scheduler = Scheduler(store, namespace, Geometry(8, (Group(4),)), options)
+        scheduler = Scheduler(store, namespace, BlockMap(8, (Group(4),)), options)
         with closing(scheduler):
             yield scheduler, gates, clock
 
     def test_each_is_measured_by_what_it_delivers(self, both: tuple[Scheduler, dict[str, Gated], ManualClock]) -> None:
         scheduler, gates, clock = both
-        cost = scheduler._loading._cost
+        cost = scheduler.loading.wait.cost
         for gate in gates.values():
             gate.shut("read")
         request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a")
@@ -272,7 +272,7 @@ class TestTwoTiers:
         self, both: tuple[Scheduler, dict[str, Gated], ManualClock]
     ) -> None:
         scheduler, _, _ = both
-        cost = scheduler._loading._cost
+        cost = scheduler.loading.wait.cost
         cost.observe_step(1000, 1.0)
         cost.observe_load("slow", 1, 10.0)
         request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a", {"lmkv.report": True})

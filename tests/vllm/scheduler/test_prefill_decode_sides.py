@@ -14,7 +14,7 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import Chunk, ChunkKey
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.geometry import Geometry, Group
+from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from tests.kit import (
@@ -80,7 +80,7 @@ def side(*, shared: bool = True, **options: Any) -> Side:
     assert store.wait_indexed(LIMIT)
     namespace = Namespace(model="m", dtype="u8", chunk_size=CHUNK, block_size=4)
     defaults = {"prefetch_deadline": DEADLINE, "save_unfull_chunk": True, "load_or_recompute": False, "clock": clock}
-    scheduler = Scheduler(store, namespace, Geometry(CHUNK, (Group(4),)), SchedulerOptions(**{**defaults, **options}))
+    scheduler = Scheduler(store, namespace, BlockMap(CHUNK, (Group(4),)), SchedulerOptions(**{**defaults, **options}))
     return Side(scheduler, store, medium, clock)
 
 
@@ -208,7 +208,7 @@ def test_what_loading_is_worth_is_decided_once_shared_tiers_have_answered() -> N
     """One chunk is known and not worth the delay of a load; with those that are found it is."""
     made = side(stores=False, load_or_recompute=True)
     with closing(made.scheduler):
-        cost, nbytes = made.scheduler._loading._cost, made.store.slab.slot_bytes
+        cost, nbytes = made.scheduler.loading.wait.cost, made.store.slab.slot_bytes
         cost.observe_step(1000, 1.0)
         for chunks in (1, 2, 4):
             cost.observe_load("remote", chunks * nbytes, 0.010 + chunks * 1e-5)

@@ -11,8 +11,8 @@ from lmkv.agent.client import Client
 from lmkv.agent.explain import ADVICE
 from lmkv.agent.service import Prompt
 from lmkv.cli.top import shortened
-from lmkv.vllm.metrics import REASONS
-from lmkv.vllm.scheduler.recent import RecentRequests
+from lmkv.vllm.observe.metrics import REASONS
+from lmkv.vllm.observe.recent import RecentRequests
 from tests.agent.serving import TOKEN, service_of_scheduler, serving
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
@@ -32,7 +32,7 @@ def serve(engine: SimulatedVLLM, name: str, tokens: list[int], salt: str = "a") 
 def test_each_request_is_there_with_what_it_found(engine: SimulatedVLLM) -> None:
     serve(engine, "cold", PROMPT)
     serve(engine, "warm", PROMPT)
-    warm, cold = engine.scheduler.recent.snapshot()["requests"]
+    warm, cold = engine.scheduler.observer.recent.snapshot()["requests"]
     assert (cold["request"], cold["hit_tokens"], cold["sources"], cold["tokens"]) == ("cold", 0, {}, len(PROMPT))
     assert cold["missed"] == {"reason": "not_stored", "tokens": len(PROMPT) - 1}
     assert (warm["hit_tokens"], warm["sources"]) == (len(PROMPT) - 1, {"cpu": len(PROMPT) - 1})
@@ -44,32 +44,32 @@ def test_each_request_is_there_with_what_it_found(engine: SimulatedVLLM) -> None
 def test_one_that_runs_is_there_too(engine: SimulatedVLLM) -> None:
     engine.add(SimulatedRequest("runs", list(PROMPT), len(PROMPT), 5, "a"))
     engine.step()
-    (report,) = engine.scheduler.recent.snapshot()["requests"]
+    (report,) = engine.scheduler.observer.recent.snapshot()["requests"]
     assert report["running"]
     engine.finish()
-    (after,) = engine.scheduler.recent.snapshot()["requests"]
+    (after,) = engine.scheduler.observer.recent.snapshot()["requests"]
     assert after == report | {"running": False}
 
 
 def test_the_totals_are_those_of_the_metrics(engine: SimulatedVLLM) -> None:
     for number, tokens in enumerate([PROMPT, *OTHERS, PROMPT, PROMPT[: 2 * CHUNK]]):
         serve(engine, str(number), tokens)
-    found = engine.scheduler.recent.snapshot()
+    found = engine.scheduler.observer.recent.snapshot()
     assert found["lookup_tokens"] == sum(engine.total("lmkv_lookup_tokens").values()) > 0
     assert found["hit_tokens"] == sum(engine.total("lmkv_hit_tokens").values()) > 0
 
 
 def test_only_the_last_are_kept(engine: SimulatedVLLM) -> None:
-    engine.scheduler.recent = RecentRequests(size=3)
+    engine.scheduler.observer.recent = RecentRequests(size=3)
     for number in range(5):
         serve(engine, str(number), PROMPT)
-    assert [each["request"] for each in engine.scheduler.recent.snapshot()["requests"]] == ["4", "3", "2"]
+    assert [each["request"] for each in engine.scheduler.observer.recent.snapshot()["requests"]] == ["4", "3", "2"]
 
 
 def test_ids_that_clients_choose_do_no_harm(engine: SimulatedVLLM) -> None:
     for name in ("\ud800", "x" * 10_000):
         serve(engine, name, PROMPT)
-    long, odd = engine.scheduler.recent.snapshot()["requests"]
+    long, odd = engine.scheduler.observer.recent.snapshot()["requests"]
     assert (odd["request"], odd["running"]) == ("?", False)
     assert (long["request"], long["running"]) == ("x" * 200, False)
     assert shortened("\x1b]0;mine\x07") == "?]0;mine?"
@@ -78,7 +78,7 @@ def test_ids_that_clients_choose_do_no_harm(engine: SimulatedVLLM) -> None:
 def test_nothing_of_a_prompt_or_of_other_salts_is_told(engine: SimulatedVLLM) -> None:
     serve(engine, "first", PROMPT)
     serve(engine, "second", PROMPT, salt="b")
-    second, _ = engine.scheduler.recent.snapshot()["requests"]
+    second, _ = engine.scheduler.observer.recent.snapshot()["requests"]
     assert second["missed"]["reason"] == "not_stored"
     known = {"request", "time", "running", "tokens", "vllm_tokens", "hit_tokens", "sources", "missed"}
     assert set(second) == known | {"load_bytes", "load_seconds"}

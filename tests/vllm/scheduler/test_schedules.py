@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import event, given, strategies as st
 
-from lmkv.vllm.geometry import Group
+from lmkv.vllm.block_map import Group
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
 GROUPS = {
@@ -126,7 +126,7 @@ def test_an_aborted_load_frees_its_blocks_once_the_device_is_done_with_them() ->
                     engine.step()
                 for request in asked:
                     if request.status != "ended" and rng.random() < 0.7:
-                        _, load = engine.scheduler._loading._async_loads.get(request.request_id, (None, None))
+                        load = engine.scheduler.loading.jobs.between_steps.get(request.request_id)
                         while_copying += load is not None and load.copying > 0
                         engine.abort(request)
                 others = [rng.randrange(50) for _ in range(50)]

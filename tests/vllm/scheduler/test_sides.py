@@ -1,4 +1,4 @@
-"""Both sides of the connector without vLLM: costs, options, versions, geometry, and a worker that fails."""
+"""Both sides of the connector without vLLM: costs, options, versions, block_map, and a worker that fails."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.memory.paged import PagedMemory, block_rows
 from lmkv.memory.slab import Slab, SlabRef
 from lmkv.vllm import compat
-from lmkv.vllm.geometry import Geometry, Group
+from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.identity import content_extras, request_root
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel
+from lmkv.vllm.requests.options import RequestOptions
 from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode, LoadTime
-from lmkv.vllm.scheduler.request import RequestOptions
 from lmkv.vllm.worker import Worker
 
 MIB = 1 << 20
@@ -200,7 +200,7 @@ class TestCompat:
             scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=256)],
             scheduled_cached_reqs=SimpleNamespace(req_ids=["running", "idle"], num_computed_tokens=[500, 7]),
         )
-        assert compat.progress(output) == {"new": 356, "running": 501, "idle": 7}
+        assert compat.computed_tokens(output) == {"new": 356, "running": 501, "idle": 7}
 
     def test_recurrent_state_is_refused_with_the_reason(self) -> None:
         class MambaSpec:
@@ -214,31 +214,31 @@ class TestCompat:
 
 class TestGeometry:
     def test_a_load_starts_at_the_first_missing_block(self) -> None:
-        geometry = Geometry(8, (Group(4),))
-        copies = geometry.load_copies([5, 6], [[1, 2, 3, 4]], 4, 16)
+        block_map = BlockMap(8, (Group(4),))
+        copies = block_map.load_copies([5, 6], [[1, 2, 3, 4]], 4, 16)
         assert copies == [ChunkCopy(5, (Run(1, [2]),)), ChunkCopy(6, (Run(0, [3, 4]),))]
-        assert geometry.covers(copies, 4, 16)
-        assert not geometry.covers(copies[:1], 4, 16)
+        assert block_map.covers(copies, 4, 16)
+        assert not block_map.covers(copies[:1], 4, 16)
 
     def test_null_blocks_are_never_touched(self) -> None:
-        geometry = Geometry(8, (Group(4), Group(4, window=5)))
+        block_map = BlockMap(8, (Group(4), Group(4, window=5)))
         tables = [[1, 2, 3, 4], [0, 0, 0, 9]]
-        (first, second) = geometry.load_copies([0, 1], tables, 0, 16)
+        (first, second) = block_map.load_copies([0, 1], tables, 0, 16)
         assert [run.blocks for copy in (first, second) for run in copy.runs] == [[1, 2], [], [3, 4], [9]]
         assert second.runs[1].first == 1
 
     def test_a_chunk_is_stored_when_a_match_at_its_end_could_read_it(self) -> None:
-        geometry = Geometry(8, (Group(4, window=4),))
-        assert geometry.store_copy(0, [[0, 7]], 0) == ChunkCopy(0, (Run(1, [7]),))
+        block_map = BlockMap(8, (Group(4, window=4),))
+        assert block_map.store_copy(0, [[0, 7]], 0) == ChunkCopy(0, (Run(1, [7]),))
         # A hit of all but the chunk's last token reads the first of them.
-        assert Geometry(8, (Group(4, window=5),)).store_copy(0, [[0, 7]], 0) is None
-        assert geometry.store_copy(0, [[3]], 0) is None, "blocks are missing"
+        assert BlockMap(8, (Group(4, window=5),)).store_copy(0, [[0, 7]], 0) is None
+        assert block_map.store_copy(0, [[3]], 0) is None, "blocks are missing"
 
     def test_a_tail_is_stored_with_its_own_pages(self) -> None:
-        geometry = Geometry(8, (Group(4), Group(2, window=3)))
+        block_map = BlockMap(8, (Group(4), Group(2, window=3)))
         tables = [[1, 2, 3, 4], [0, 0, 0, 0, 0, 6, 7, 8]]
-        assert geometry.store_copy(5, tables, 1, 5) == ChunkCopy(5, (Run(0, [3, 4]), Run(1, [6, 7])))
-        assert geometry.store_copy(5, tables, 1, 3) is None, "a hit of two of them reads a block that is not there"
+        assert block_map.store_copy(5, tables, 1, 5) == ChunkCopy(5, (Run(0, [3, 4]), Run(1, [6, 7])))
+        assert block_map.store_copy(5, tables, 1, 3) is None, "a hit of two of them reads a block that is not there"
 
 
 class TestWorker:
@@ -392,8 +392,8 @@ class TestServedModel:
 
     def _model(self, *, fused: bool) -> ServedModel:
         pages = (LayerPages(192, 2),) if fused else (LayerPages(64, 2),) * 3
-        geometry = Geometry(8, (Group(4),))
-        return ServedModel(geometry, KVLayout(8, pages), ("a", "b", "c"), fused, 6, 1, 1, lambda: NAMESPACE)
+        block_map = BlockMap(8, (Group(4),))
+        return ServedModel(block_map, KVLayout(8, pages), ("a", "b", "c"), fused, 6, 1, 1, lambda: NAMESPACE)
 
     def test_layers_of_a_block_that_lie_together_are_one_page(self) -> None:
         whole = torch.arange(6 * 192).to(torch.uint8).view(6, 3, 64)

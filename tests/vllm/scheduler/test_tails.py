@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmkv.chunks.hashing import TailKey
-from lmkv.vllm.geometry import Group
+from lmkv.vllm.block_map import Group
 from tests.kit import LIMIT
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, next_token
 

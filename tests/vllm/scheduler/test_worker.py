@@ -23,7 +23,7 @@ from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name
 from lmkv.testing.simulated_device import SimulatedDevice, SimulatedStream
-from lmkv.vllm.geometry import Group
+from lmkv.vllm.block_map import Group
 from lmkv.vllm.metadata import CopyOrder, StepPlan, WorkerReport
 from lmkv.vllm.worker import Worker
 from tests.kit import LIMIT, eventually

@@ -11,20 +11,15 @@ from lmkv.chunks.hashing import token_bytes
 from lmkv.memory.copier import ChunkCopy
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Reservation
-from lmkv.store.tiered import TieredStore
-from lmkv.vllm.geometry import Geometry
-from lmkv.vllm.metadata import JobReport, StepPlanBuilder
-from lmkv.vllm.scheduler.events import EventRecorder
-from lmkv.vllm.scheduler.explain import Explainer
-from lmkv.vllm.scheduler.options import SchedulerOptions
-from lmkv.vllm.scheduler.request import BlockTables, RequestState
-from lmkv.vllm.scheduler.telemetry import Telemetry
+from lmkv.vllm.metadata import JobReport
+from lmkv.vllm.requests.request import BlockTables, RequestState
+from lmkv.vllm.scheduler.context import PlanContext
 
 logger = logging.getLogger("lmkv.vllm")
 
 
 @define(eq=False)
-class _Job:
+class _StoreJob:
     state: RequestState
     reservation: Reservation
     first_chunk: int
@@ -39,27 +34,16 @@ class _Job:
 class StorePlanner:
     """Which chunks are stored in which step. Called on the scheduling thread only."""
 
-    def __init__(
-        self,
-        store: TieredStore,
-        geometry: Geometry,
-        builder: StepPlanBuilder,
-        options: SchedulerOptions,
-        telemetry: Telemetry,
-        explainer: Explainer,
-        events: EventRecorder | None = None,
-    ) -> None:
-        self._store = store
-        self._telemetry = telemetry
-        self._explainer = explainer
-        self._events = events
-        self._geometry = geometry
-        self._chunk_size = geometry.chunk_size
-        self._builder = builder
-        self._save_decode = options.save_decode
-        # With windows a hit ends where what is stored ends: a tail is found by its prompt only.
-        self._by_prefix = options.save_unfull_chunk and not geometry.windowed
-        self._jobs: dict[int, _Job] = {}
+    def __init__(self, context: PlanContext) -> None:
+        self._store = context.store
+        self._observer = context.observer
+        self._block_map = context.block_map
+        self._chunk_size = context.chunk_size
+        self._builder = context.builder
+        self._save_decode = context.options.save_decode
+        # With windows a hit ends where a chunk or tail ends: a tail is found by its prompt only.
+        self._by_prefix = context.options.save_unfull_chunk and not context.block_map.windowed
+        self._jobs: dict[int, _StoreJob] = {}
 
     def completes(self, state: RequestState, computed: int) -> int:
         """How many leading chunks are complete after `computed` tokens; 0 when all of them are stored."""
@@ -80,8 +64,7 @@ class StorePlanner:
         keys = state.keys(complete)
         # Some may have been loaded, or stored by another request with the same prefix.
         state.stored += self._store.match(keys[state.stored :])[1]
-        if self._events is not None:
-            self._events.learn(state, keys[: state.stored])
+        self._observer.track(state, keys[: state.stored])
         first = state.stored
         if first == complete:
             return
@@ -95,12 +78,12 @@ class StorePlanner:
         )
         state.stored = first + reservation.accepted
         if state.stored < complete:
-            self._telemetry.found_no_room()
+            self._observer.telemetry.found_no_room()
         copies = self._copies(reservation, keys, first, state.stored, tables)
         if copies:
             order = self._builder.store(copies)
             stored, total = len(copies) * self._chunk_size, state.stored * self._chunk_size
-            self._jobs[order.job] = _Job(state, reservation, first, stored, total, len(copies))
+            self._jobs[order.job] = _StoreJob(state, reservation, first, stored, total, len(copies))
 
     def completes_tail(self, state: RequestState, computed: int) -> bool:
         """Whether the prompt's tail is computed after `computed` tokens, is not stored, and in no whole chunk."""
@@ -133,12 +116,12 @@ class StorePlanner:
             protect=chain,
         )
         slot = reservation.slots.get(tail)
-        copy = None if slot is None else self._geometry.store_copy(slot, tables, count, tail.tokens)
+        copy = None if slot is None else self._block_map.store_copy(slot, tables, count, tail.tokens)
         if copy is None:
             reservation.abort()
             return
         order = self._builder.store([copy])
-        self._jobs[order.job] = _Job(state, reservation, count, tail.tokens, count * size + tail.tokens)
+        self._jobs[order.job] = _StoreJob(state, reservation, count, tail.tokens, count * size + tail.tokens)
 
     def _copies(
         self, reservation: Reservation, keys: Sequence[ChunkKey], first: int, end: int, tables: BlockTables
@@ -148,7 +131,7 @@ class StorePlanner:
         copies, unusable = [], []
         for index in range(first, end):
             slot = slots.get(keys[index])
-            copy = None if slot is None else self._geometry.store_copy(slot, tables, index)
+            copy = None if slot is None else self._block_map.store_copy(slot, tables, index)
             if copy is not None:
                 copies.append(copy)
             elif slot is not None:
@@ -171,7 +154,7 @@ class StorePlanner:
         """All ranks have answered: publish the chunks, or free their slots."""
         job = self._jobs.pop(number)
         state, kept = job.state, report.ok and not job.tainted
-        self._telemetry.stored(job.stored, job.chunks, report, kept=kept)
+        self._observer.telemetry.stored(job.stored, job.chunks, report, kept=kept)
         if not kept:
             job.reservation.abort()
             state.stored, state.tail_due = min(state.stored, job.first_chunk), True
@@ -180,9 +163,8 @@ class StorePlanner:
             return
         job.reservation.commit()
         if job.first_chunk == 0:
-            self._explainer.first_chunks.stored(state)
-        if self._events is not None:
-            self._events.learn(state, state.keys_with_tail(job.total // self._chunk_size))
+            self._observer.explainer.first_chunks.stored(state)
+        self._observer.track(state, state.keys_with_tail(job.total // self._chunk_size))
         logger.info("lmkv: request %s: stored %d of %d tokens", state.request_id, job.stored, job.total)
 
     @property

@@ -22,7 +22,7 @@ class Group:
 
 
 @frozen(slots=False)
-class Geometry:
+class BlockMap:
     """Chunks of `chunk_size` tokens, mapped to the block tables of `groups`."""
 
     chunk_size: int

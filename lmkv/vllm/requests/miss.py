@@ -7,7 +7,7 @@ from attrs import frozen
 
 @frozen
 class Miss:
-    """`tokens` of a request were not loaded for a `reason` (see `lmkv.vllm.metrics.REASONS`).
+    """`tokens` of a request were not loaded for a `reason` (see `lmkv.vllm.observe.metrics.REASONS`).
 
     `tier`: where they were, or are. `seconds_ago`: when they were evicted.
     """

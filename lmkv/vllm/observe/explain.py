@@ -9,8 +9,8 @@ from lmkv.chunks.hashing import KEY_BYTES, token_bytes
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.scheduler.miss import Miss
-from lmkv.vllm.scheduler.request import RequestState
+from lmkv.vllm.requests.miss import Miss
+from lmkv.vllm.requests.request import RequestState
 
 _REMEMBERED = 100_000
 """Evicted chunks, and first chunks of prompts, that are remembered."""

@@ -1,99 +1,29 @@
-"""What is known of one request: its options, its chunk keys, and the state of its loads and stores."""
+"""`RequestState`: one request's options, its chunk keys, and how far its loads and stores are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Sequence
+from typing import Protocol, Self
 
 from attrs import define, field
 
 from lmkv.chunks.hashing import KeyChain, TailKey
+from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
 from lmkv.store.discovery import Discovery
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
-from lmkv.vllm.cacheable import has_tokens, must_be_computed
-from lmkv.vllm.scheduler.hints import AgentHint, seconds
-from lmkv.vllm.scheduler.miss import Miss
-from lmkv.vllm.scheduler.patience import Patience
-
-
-@define
-class RequestOptions:
-    """What a request asks for in its `kv_transfer_params`, under keys with the prefix `lmkv.`:
-
-    `skip_save`, `skip_load`: store or load nothing. `report`: answer with what was loaded. `prefetch`:
-    promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to
-    prefetch. `pin`: seconds to pin the request's chunks after it ends. `tag.<name>`: share only with equal
-    tags. `wait_for`: wait until so many leading tokens are found, for another server is just storing them.
-
-    `max_load_tokens`, `max_offload_tokens`, which are vLLM's: at most so many tokens are loaded beyond vLLM's own
-    hit, and only so many leading tokens are stored. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
-
-    `do_remote_decode`, also vLLM's: another server will decode. A `kv_producer` then answers with the
-    `wait_for` to give to that server.
-    """
-
-    skip_save: bool = False
-    skip_load: bool = False
-    report: bool = False
-    prefetch: bool = False
-    prefetch_tokens: tuple[int, ...] = ()
-    pin_seconds: float = 0.0
-    wait_for: int = 0
-    max_load_tokens: int | None = None
-    max_offload_tokens: int | None = None
-    remote_decode: bool = False
-    tags: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def of(cls, request: Any) -> Self:
-        """The options of a vLLM request."""
-        params = getattr(request, "kv_transfer_params", None)
-        params = params if isinstance(params, Mapping) else {}
-        nameless, whole = not has_tokens(request), must_be_computed(request)
-        hint = AgentHint.of(getattr(request, "agent_hint", None) or params.get("agent_hint"))
-        return cls(
-            skip_save=nameless or _is_true(params.get("lmkv.skip_save")),
-            skip_load=nameless or whole or _is_true(params.get("lmkv.skip_load")),
-            report=_is_true(params.get("lmkv.report")),
-            prefetch=_is_true(params.get("lmkv.prefetch")) or hint.prefetch,
-            prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),
-            pin_seconds=seconds(params.get("lmkv.pin")) or hint.ttl,
-            wait_for=_tokens(params.get("lmkv.wait_for")),
-            max_load_tokens=_limit(params.get("max_load_tokens")),
-            max_offload_tokens=_limit(params.get("max_offload_tokens")),
-            remote_decode=_is_true(params.get("do_remote_decode")),
-            tags=tuple(sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))),
-        )
-
-
-def _is_true(value: object) -> bool:
-    return value is True or (isinstance(value, str) and value.lower() in ("1", "true", "yes", "on"))
-
-
-def _token_ids(value: object) -> tuple[int, ...]:
-    """() for anything but a list of token ids: a client's mistake must not fail the request."""
-    if not isinstance(value, list | tuple):
-        return ()
-    valid = all(isinstance(token, int) and 0 <= token < 2**32 for token in value)
-    return tuple(value) if valid else ()
-
-
-def _tokens(value: object) -> int:
-    return value if isinstance(value, int) and 0 < value < 2**32 else 0
-
-
-def _limit(value: object) -> int | None:
-    return value if type(value) is int and value >= 0 else None
-
+from lmkv.vllm.identity import content_extras, request_root
+from lmkv.vllm.requests.miss import Miss
+from lmkv.vllm.requests.options import RequestOptions
+from lmkv.vllm.requests.patience import Patience
 
 BlockTables = Sequence[list[int]]
 """Block ids of a request in the order of its tokens, one list for each KV cache group."""
 
 
 class Request(Protocol):
-    """What is read of a vLLM request."""
+    """The attributes of a vLLM request that lmkv reads."""
 
     @property
     def request_id(self) -> str: ...
@@ -109,21 +39,23 @@ class Request(Protocol):
 
 @define(eq=False)
 class RequestState:
-    """One request between its arrival and its end. `root`: of its chunk keys.
+    """One request between its arrival and its end; made by `RequestState.of`.
 
-    Written by `StorePlanner`: `stored`, how many leading chunks are stored or being stored. The rest by
-    `LoadPlanner`: `computed`, the tokens of vLLM's own hit at the last lookup; `lease`, on the chunks that
-    this lookup promised, until they are loaded or the step ends; `discovery`, the question to shared tiers,
-    and `promotion`, of chunks, that the request waits for with `patience`; `between_steps`, whether
+    `root`: the root of its chunk keys. `StorePlanner` writes `stored`, how many leading chunks are stored or being
+    stored. `LoadPlanner` writes the rest: `computed`, the tokens of vLLM's own hit at the last lookup; `lease`, on
+    the chunks that this lookup promised, until they are loaded or the step ends; `discovery`, the question to
+    shared tiers, and `promotion`, of chunks, that the request waits for with `patience`; `between_steps`, whether
     the promised load is asynchronous; `async_loads`, how many such loads have begun; `pays`, how many leading
     chunks are sooner loaded than computed, None until it is decided; `logged`, what was logged last.
     """
 
     request: Request = field(repr=lambda request: request.request_id)
     root: bytes = field(repr=False)
-    chain: KeyChain = field(repr=lambda chain: f"<{len(chain.keys)} keys>")
     options: RequestOptions = field(repr=False)
     patience: Patience = field(repr=False)
+    chunk_size: int = field(repr=False)
+    save_tails: bool = field(repr=False)
+    chain: KeyChain = field(init=False, repr=lambda chain: f"<{len(chain.keys)} keys>")
     prompt_tokens: int = -1
     """Of the prompt that `chain` and `tail` were made for: that of a session grows with each input."""
     tail: TailKey | None = field(default=None, repr=False)
@@ -161,6 +93,42 @@ class RequestState:
     disabled: bool = False
     """A load of this request failed: it computes the rest, and no further load is offered."""
 
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        namespace: Namespace,
+        epoch: str,
+        chunk_size: int,
+        patience: Patience,
+        *,
+        save_tails: bool,
+    ) -> Self:
+        """The state of a new request, with the keys of its prompt.
+
+        `epoch`: "" until a reset gives all later requests other keys. `save_tails`: its tail gets a key, too.
+        """
+        options = RequestOptions.of(request)
+        root = request_root(namespace, request, options.tags, epoch)
+        state = cls(request, root, options, patience, chunk_size, save_tails)
+        state.follow()
+        return state
+
+    def follow(self) -> None:
+        """Hash the prompt; once more when a streamed session has got its next input, perhaps with images.
+
+        vLLM then drops the last token that was sampled; the others that it has computed become prompt.
+        """
+        prompt_tokens: int = getattr(self.request, "num_prompt_tokens", 0)
+        if prompt_tokens == self.prompt_tokens:
+            return
+        self.prompt_tokens = prompt_tokens
+        self.chain = KeyChain(self.root, self.chunk_size, content_extras(self.request, self.chunk_size))
+        if self.save_tails:
+            self.keys(self.request.num_tokens // self.chunk_size)
+            self._find_tail()
+            self.tail_due = True
+
     @property
     def request_id(self) -> str:
         return self.request.request_id
@@ -192,8 +160,7 @@ class RequestState:
         keys = self.keys(count)
         return [*keys, self.tail] if self.tail is not None and count == self.tail_chunk else keys
 
-    def find_tail(self) -> None:
-        """Compute the key of the prompt's tail, once all keys of the prompt are."""
+    def _find_tail(self) -> None:
         self.tail = self.chain.tail(self.known_tokens)
         self.tail_chunk = len(self.chain.keys)
 
@@ -223,7 +190,7 @@ class RequestState:
             self.promoted[tier] = max(count, self.promoted.get(tier, 0))
 
     def report(self) -> dict[str, object]:
-        """What `lmkv.report` answers when the request ends."""
+        """The answer to `lmkv.report` when the request ends."""
         missed = {} if self.miss is None else {"missed": self.miss.report()}
         return {
             **missed,

@@ -19,8 +19,8 @@ from attrs import define, evolve, field, frozen
 
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.geometry import Geometry
-from lmkv.vllm.scheduler.request import Request, RequestState
+from lmkv.vllm.block_map import BlockMap
+from lmkv.vllm.requests.request import Request, RequestState
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -98,14 +98,14 @@ class _Chunk:
 class EventRecorder:
     """Makes events of what the store's tiers get and lose. An observer of the store; never raises into vLLM.
 
-    `learn`, `take` and `reset` are called on the scheduling thread only. What is known of a chunk is forgotten
+    `track`, `take` and `reset` are called on the scheduling thread only. What is known of a chunk is forgotten
     when no tier has it any more.
     """
 
-    def __init__(self, store: TieredStore, geometry: Geometry, describe: Describe) -> None:
+    def __init__(self, store: TieredStore, block_map: BlockMap, describe: Describe) -> None:
         self._store = store
-        self._chunk_size = geometry.chunk_size
-        self._block_sizes = {n: group.block_size for n, group in enumerate(geometry.groups) if group.window is None}
+        self._chunk_size = block_map.chunk_size
+        self._block_sizes = {n: group.block_size for n, group in enumerate(block_map.groups) if group.window is None}
         self._describe = describe
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._changes: deque[tuple[str, ChunkKey, bool]] = deque()
@@ -130,13 +130,13 @@ class EventRecorder:
 
     # -- the scheduling thread ----------------------------------------------------------------------------
 
-    def learn(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
+    def track(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
         """Tell from now on where these chunks are, the leading ones of a request, or where they are now.
 
         One that is another request's is passed over: it was learned from that one.
         """
         try:
-            self._learn({key: _Chunk(blocks) for key, blocks in self._unknown(state, keys) if blocks})
+            self._track({key: _Chunk(blocks) for key, blocks in self._unknown(state, keys) if blocks})
         except Exception:
             logger.exception("lmkv: the blocks of a request cannot be told; no KV events from now on")
             self.reset()
@@ -163,7 +163,7 @@ class EventRecorder:
         )
         return [blocks for blocks in described if blocks is not None]
 
-    def _learn(self, chunks: dict[ChunkKey, _Chunk]) -> None:
+    def _track(self, chunks: dict[ChunkKey, _Chunk]) -> None:
         if not chunks:
             return
         # Before the store is asked: what changes after its answer is noted.
@@ -211,7 +211,7 @@ class EventRecorder:
         if gone:
             yield BlocksRemoved(place, blocks.group, gone)
 
-    def tell_again(self) -> None:
+    def reannounce(self) -> None:
         """All that was told before is void: tell where the chunks are now."""
         again = [(tier, key, True) for key, chunk in self._chunks.items() for tier in sorted(chunk.tiers)]
         for chunk in self._chunks.values():

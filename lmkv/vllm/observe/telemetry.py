@@ -8,8 +8,8 @@ from lmkv.protocols import Clock
 from lmkv.store.tiered import TieredStore
 from lmkv.store.tiers.stats import TierCounters, TierStats
 from lmkv.vllm.metadata import JobReport
-from lmkv.vllm.metrics import Samples, Values
-from lmkv.vllm.scheduler.miss import Miss
+from lmkv.vllm.observe.metrics import Samples, Values
+from lmkv.vllm.requests.miss import Miss
 
 _INTERVAL = 1.0
 """Seconds between two looks at the store's own counters, at least."""

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from lmkv.protocols import Clock
-from lmkv.vllm.scheduler.request import RequestState
+from lmkv.vllm.requests.request import RequestState
 
 _ID_CHARACTERS = 200
 """Of ids, which clients choose."""

@@ -1,0 +1,56 @@
+"""`SchedulerObserver`: one place to tell what the scheduler side does, for metrics, explanations and KV events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmkv.protocols import ChunkKey, Clock
+from lmkv.store.tiered import TieredStore
+from lmkv.vllm.observe.events import Event, EventRecorder
+from lmkv.vllm.observe.explain import Explainer
+from lmkv.vllm.observe.recent import RecentRequests
+from lmkv.vllm.observe.telemetry import Telemetry
+from lmkv.vllm.requests.request import RequestState
+
+
+class SchedulerObserver:
+    """Passes each event of the scheduler side to those that want it. Called on the scheduling thread; never waits.
+
+    `telemetry` counts for vLLM's `/metrics`, `explainer` finds the reasons of misses, `recent` keeps the reports
+    of the last requests for the agent API. `events` makes KV events; None if vLLM publishes none.
+    """
+
+    def __init__(self, store: TieredStore, chunk_size: int, clock: Clock, events: EventRecorder | None) -> None:
+        self.telemetry = Telemetry(store, clock)
+        self.explainer = Explainer(store, chunk_size, clock)
+        self.recent = RecentRequests()
+        self.events = events
+
+    def __repr__(self) -> str:
+        return f"<SchedulerObserver: {self.events or 'no KV events'}>"
+
+    def scheduled(self, state: RequestState, *, found: bool) -> None:
+        """Count a request's hit and miss: once, whether or not it is preempted later."""
+        state.counted = True
+        tokens, chunks = (state.sources, state.source_chunks) if found else ({}, {})
+        self.telemetry.looked_up(tokens, chunks, state.miss)
+
+    def track(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
+        """Publish KV events of these chunks, the leading ones of a request, from now on."""
+        if self.events is not None:
+            self.events.track(state, keys)
+
+    def take_events(self) -> list[Event]:
+        """The chunks that have come into a tier or left it since the last call."""
+        return [] if self.events is None else self.events.take()
+
+    def reannounce(self) -> None:
+        """Publish the present places of all tracked chunks again, after vLLM has published that all blocks are gone."""
+        if self.events is not None:
+            self.events.reannounce()
+
+    def reset(self) -> None:
+        """Everything was deleted: its chunks are gone, and earlier evictions explain nothing any more."""
+        self.explainer.clear()
+        if self.events is not None:
+            self.events.reset()

@@ -1,0 +1,81 @@
+"""`RequestOptions`: the `kv_transfer_params` and the `agent_hint` of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from attrs import define
+
+from lmkv.vllm.cacheable import has_tokens, must_be_computed
+from lmkv.vllm.requests.hints import AgentHint, seconds
+
+
+@define
+class RequestOptions:
+    """What a request asks for in its `kv_transfer_params`, under keys with the prefix `lmkv.`:
+
+    `skip_save`, `skip_load`: store or load nothing. `report`: answer with what was loaded. `prefetch`:
+    promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to
+    prefetch. `pin`: seconds to pin the request's chunks after it ends. `tag.<name>`: share only with equal
+    tags. `wait_for`: wait until so many leading tokens are found, for another server is just storing them.
+
+    `max_load_tokens`, `max_offload_tokens`, which are vLLM's: at most so many tokens are loaded beyond vLLM's own
+    hit, and only so many leading tokens are stored. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
+
+    `do_remote_decode`, also vLLM's: another server will decode. A `kv_producer` then answers with the
+    `wait_for` to give to that server.
+    """
+
+    skip_save: bool = False
+    skip_load: bool = False
+    report: bool = False
+    prefetch: bool = False
+    prefetch_tokens: tuple[int, ...] = ()
+    pin_seconds: float = 0.0
+    wait_for: int = 0
+    max_load_tokens: int | None = None
+    max_offload_tokens: int | None = None
+    remote_decode: bool = False
+    tags: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, request: Any) -> Self:
+        """The options of a vLLM request."""
+        params = getattr(request, "kv_transfer_params", None)
+        params = params if isinstance(params, Mapping) else {}
+        nameless, whole = not has_tokens(request), must_be_computed(request)
+        hint = AgentHint.of(getattr(request, "agent_hint", None) or params.get("agent_hint"))
+        return cls(
+            skip_save=nameless or _is_true(params.get("lmkv.skip_save")),
+            skip_load=nameless or whole or _is_true(params.get("lmkv.skip_load")),
+            report=_is_true(params.get("lmkv.report")),
+            prefetch=_is_true(params.get("lmkv.prefetch")) or hint.prefetch,
+            prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),
+            pin_seconds=seconds(params.get("lmkv.pin")) or hint.ttl,
+            wait_for=_tokens(params.get("lmkv.wait_for")),
+            max_load_tokens=_limit(params.get("max_load_tokens")),
+            max_offload_tokens=_limit(params.get("max_offload_tokens")),
+            remote_decode=_is_true(params.get("do_remote_decode")),
+            tags=tuple(sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))),
+        )
+
+
+def _is_true(value: object) -> bool:
+    return value is True or (isinstance(value, str) and value.lower() in ("1", "true", "yes", "on"))
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    """() for anything but a list of token ids: a client's mistake must not fail the request."""
+    if not isinstance(value, list | tuple):
+        return ()
+    valid = all(isinstance(token, int) and 0 <= token < 2**32 for token in value)
+    return tuple(value) if valid else ()
+
+
+def _tokens(value: object) -> int:
+    return value if isinstance(value, int) and 0 < value < 2**32 else 0
+
+
+def _limit(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None

@@ -1,0 +1,27 @@
+"""`PlanContext`: everything that the planners of both directions share."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from lmkv.store.tiered import TieredStore
+from lmkv.vllm.block_map import BlockMap
+from lmkv.vllm.metadata import StepPlanBuilder
+from lmkv.vllm.observe.observer import SchedulerObserver
+from lmkv.vllm.scheduler.options import SchedulerOptions
+
+
+@frozen(kw_only=True)
+class PlanContext:
+    """One engine's store, its map of blocks to chunks, the plan of the present step, options and observer."""
+
+    store: TieredStore
+    block_map: BlockMap
+    builder: StepPlanBuilder
+    options: SchedulerOptions
+    observer: SchedulerObserver
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per chunk."""
+        return self.block_map.chunk_size

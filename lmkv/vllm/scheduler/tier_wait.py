@@ -1,0 +1,188 @@
+"""`TierWait`: which chunks of lower tiers are worth loading, and how long a request waits for them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from lmkv.outcomes import Presence
+from lmkv.protocols import ChunkKey
+from lmkv.store.discovery import Discovery
+from lmkv.store.promotion import Promotion
+from lmkv.store.tiers.iopool import Priority
+from lmkv.vllm.requests.patience import Patience
+from lmkv.vllm.requests.request import RequestState
+from lmkv.vllm.scheduler.context import PlanContext
+from lmkv.vllm.scheduler.load_policy import LoadCost
+
+logger = logging.getLogger("lmkv.vllm")
+
+_SHARED = "?"
+"""Stands for all shared tiers where their answers to lookups are timed."""
+
+
+class TierWait:
+    """Asks shared tiers, promotes chunks, and decides whether a request waits for either. Never waits itself.
+
+    `cost`: the measured speeds of the model and of each tier.
+    """
+
+    def __init__(self, context: PlanContext) -> None:
+        self._store = context.store
+        self._options = context.options
+        self._clock = context.options.clock
+        self._telemetry = context.observer.telemetry
+        self._chunk_size = context.chunk_size
+        self._slot_bytes = context.store.slab.slot_bytes
+        self.cost = LoadCost(enabled=context.options.load_or_recompute)
+        self.max_promoted = max(1, context.store.slab.num_slots // 2)
+        """Chunks of one request that may be promoted at once."""
+
+    def new_patience(self) -> Patience:
+        """The patience of a request that has not waited yet."""
+        return Patience(self._options.prefetch_deadline)
+
+    def match(self, state: RequestState, keys: Sequence[ChunkKey]) -> tuple[int, int]:
+        """`(ready, found)`: leading chunks in host memory, and leading chunks anywhere that are worth loading."""
+        ready, found = self._store.match(keys)
+        if found > max(ready, state.computed // self._chunk_size):
+            found = max(ready, min(found, self._paying(state, keys, ready, found)))
+        return ready, found
+
+    def _paying(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> int:
+        """The number of leading chunks before the first tier from which loading takes longer than computing.
+
+        Decided once per request, and again once shared tiers have answered.
+        """
+        if state.pays is None:
+            state.pays = math.inf
+            for tier, count in self._store.by_tier(keys[ready:found]).items():
+                nbytes = count * self._slot_bytes
+                if tier is not None and not self.cost.worth_loading(tier, count * self._chunk_size, nbytes):
+                    state.pays = next(n for n in range(ready, found) if self._store.tier_of(keys[n]) == tier)
+                    if self.cost.wants_probe(tier):
+                        self._probe(keys[: min(found, self.max_promoted)])
+                    break
+        return found if state.pays == math.inf else int(state.pays)
+
+    # -- promotions ---------------------------------------------------------------------------------------
+
+    def arrived(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
+        """Begin to look up and promote a new request's chunks while it waits in vLLM's queue."""
+        if state.options.max_load_tokens == 0:
+            return
+        state.discovery = self._store.discover(keys)
+        ready, found = self.match(state, keys)
+        if ready < found <= self.max_promoted:
+            state.promotion = self.promote(keys[:found], Priority.PREFETCH)
+
+    def promote(
+        self,
+        keys: Sequence[ChunkKey],
+        priority: Priority = Priority.LOAD,
+        *,
+        limit: int | None = None,
+        ttl: float | None = None,
+    ) -> Promotion:
+        """Promote chunks, and measure how fast their tiers deliver them, the time in queues included."""
+        started = self._clock()
+        promotion = self._store.promote(keys, priority=priority, limit=limit, ttl=ttl)
+
+        def measure() -> None:
+            for tier, (count, at) in promotion.delivered.items():
+                if tier != self._store.primary_name:
+                    self.cost.observe_load(tier, count * self._slot_bytes, at - started)
+                    self._telemetry.promoted(tier, at - started)
+
+        promotion.add_done_callback(measure)
+        return promotion
+
+    def _probe(self, keys: Sequence[ChunkKey]) -> None:
+        """Measure a slow tier again while the request computes."""
+        probe = self.promote(keys, Priority.PREFETCH, ttl=self._options.prefetch_deadline)
+        probe.add_done_callback(probe.release)
+
+    # -- waits --------------------------------------------------------------------------------------------
+
+    def is_asking(self, state: RequestState, keys: Sequence[ChunkKey]) -> bool:
+        """Whether shared tiers have not answered yet, and the request may wait for their answer."""
+        discovery = state.discovery
+        if discovery is None:
+            return False
+        now, wanted = self._clock(), state.options.wait_for
+        if not discovery.done:
+            # All waits for chunks that another server stores count as one, however many lookups they take.
+            lookup = partial(self.cost.patience, _SHARED, len(keys) * self._chunk_size, 1)
+            return state.patience.lasts(now, partial(self._compute_seconds, wanted) if wanted else lookup, 0)
+        self._answered(state, discovery)
+        if not wanted:
+            state.patience.end(now)
+        return False
+
+    def _answered(self, state: RequestState, discovery: Discovery) -> None:
+        self.cost.observe_load(_SHARED, 1, discovery.seconds)
+        # The chunks that were found now may be worth loading.
+        state.discovery, state.pays = None, None
+
+    def is_being_stored(self, state: RequestState, keys: Sequence[ChunkKey]) -> bool:
+        """Whether another server has still to store the tokens of `wait_for`; if so, asks for them again.
+
+        Later waits have a deadline of their own.
+        """
+        wanted, found = state.options.wait_for, self._store.match(keys)[1]
+        missing = found < min(-(-wanted // self._chunk_size), len(keys)) and state.computed < wanted
+        waits = missing and state.patience.lasts(self._clock(), lambda: self._compute_seconds(wanted), found)
+        asked = self._store.discover(keys) if waits else None
+        if asked is not None:
+            state.discovery = asked
+            return True
+        if missing:
+            message = "lmkv: request %s: of %d tokens that another server stores %d were found within %.1f s"
+            logger.warning(message, state.request_id, wanted, found * self._chunk_size, state.patience.spent)
+        state.options.wait_for, state.patience = 0, self.new_patience()
+        return False
+
+    def is_promoting(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:
+        """Whether chunks `ready` to `found` fit into host memory, and the request may wait on for them."""
+        if found > self.max_promoted:
+            return False
+        promotion = state.promotion
+        if not state.patience.lasts(self._clock(), lambda: self.limit(keys, ready, found), ready):
+            self._give_up(state, keys, ready, found)
+            return False
+        if promotion is None or (promotion.done and len(promotion) < found):
+            # Promoted again, now as a load: a prefetch may have been cut short by its share of the slots.
+            # The old promotion is released afterwards, so that its chunks stay referenced.
+            demanded = self.promote(keys[:found], Priority.LOAD)
+            state.drop_promotion()
+            promotion = state.promotion = demanded
+            if demanded.done and demanded.ready <= ready:
+                return False
+        return not promotion.done
+
+    def _give_up(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> None:
+        """Chunks `ready` to `found` have not all come in time: their tiers count as twice as slow as was seen."""
+        missing = [
+            key
+            for key, presence in zip(keys[ready:found], self._store.lookup(keys[ready:found]), strict=True)
+            if presence is not Presence.READY
+        ]
+        for tier, count in self._store.by_tier(missing).items() if state.promotion is not None else ():
+            if tier is not None:
+                self.cost.observe_load(tier, count * self._slot_bytes, 2 * state.patience.spent)
+        state.drop_promotion()
+
+    def limit(self, keys: Sequence[ChunkKey], ready: int, found: int) -> float | None:
+        """Seconds that a request may wait for chunks `ready` to `found`; None while no speed is known."""
+        tokens = (found - ready) * self._chunk_size
+        tiers = self._store.by_tier(keys[ready:found])
+        limits = [self.cost.patience(tier, tokens, count * self._slot_bytes) for tier, count in tiers.items()]
+        known = [limit for limit in limits if limit is not None]
+        return max(known) if known else None
+
+    def _compute_seconds(self, tokens: int) -> float:
+        """Seconds that so many tokens take to compute; infinite while no speed is known."""
+        seconds = self.cost.patience(None, tokens, 0)
+        return math.inf if seconds is None else seconds
