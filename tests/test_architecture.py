@@ -83,14 +83,14 @@ BUDGET = {
     "registry": 24,
     "": 50,
     "agent": 886,
-    "vllm": 1541,
+    "vllm": 1562,
     "vllm.requests": 251,
     "vllm.observe": 524,
     "vllm.scheduler": 1012,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12361
+WHOLE = 12382
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -11,7 +11,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -21,19 +21,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from lmkv.build import build_store
 from lmkv.config import Config
 from lmkv.errors import UsageError
 from lmkv.memory.copiers import check_device
 from lmkv.memory.paged import block_rows
-from lmkv.memory.slab import slab_name
-from lmkv.vllm import compat, kv_events
+from lmkv.vllm import assemble, compat, kv_events
 from lmkv.vllm.agent import start_agent
 from lmkv.vllm.metadata import StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel, describe
-from lmkv.vllm.observe.events import EventRecorder
 from lmkv.vllm.prometheus import LMKVPromMetrics, LMKVStats
-from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 
@@ -94,92 +90,6 @@ def _never_raises(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
     return decorate
 
 
-def _config(vllm_config: VllmConfig) -> Config:
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    return Config.load(extra=transfer.kv_connector_extra_config)
-
-
-def _warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
-    """Log which settings have another effect than a user may expect."""
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    if transfer.kv_load_failure_policy != "recompute":
-        logger.warning(
-            "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; set it to 'recompute'",
-            transfer.kv_load_failure_policy,
-        )
-    if model.block_map.chunk_size != config.chunk_size:
-        logger.warning(
-            "lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d",
-            config.chunk_size,
-            model.block_map.chunk_size,
-        )
-
-
-def _make_scheduler(
-    vllm_config: VllmConfig, config: Config, model: ServedModel, describe_blocks: kv_events.BlockDescriber | None
-) -> Scheduler:
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    has_device = vllm_config.device_config.device_type != "cpu"
-    options = SchedulerOptions(
-        ranks=model.ranks,
-        loads=transfer.is_kv_consumer,
-        stores=transfer.is_kv_producer,
-        save_decode=config.save_decode_cache,
-        # A tail's KV would depend on the token after it.
-        save_unfull_chunk=config.save_unfull_chunk and not compat.drafts_from_hidden_states(vllm_config),
-        whole_blocks=_is_layerwise(vllm_config, config) and model.block_map.one_full_table,
-        min_retrieve_tokens=config.min_retrieve_tokens,
-        load_or_recompute=config.load_or_recompute,
-        load_mode=_load_mode(vllm_config, config),
-        concurrent_copies=has_device,
-        prefetch_deadline=config.prefetch_deadline,
-        tail_depends_on_next=compat.drafts_from_hidden_states(vllm_config),
-        pin_ttl=config.pin_ttl,
-    )
-    engines = vllm_config.parallel_config.data_parallel_size_local
-    name = slab_name(str(transfer.engine_id), model.layout)
-    store = build_store(config, model.namespace, model.layout, engine=name, engines=engines)
-    events = None if describe_blocks is None else EventRecorder(store, model.block_map, describe_blocks)
-    return Scheduler(store, model.namespace, model.block_map, options, events)
-
-
-def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync", "async"]:
-    # A load that fails within a step cannot be undone where the next step is scheduled already.
-    if vllm_config.scheduler_config.async_scheduling:
-        return "async"
-    layerwise = config.load_mode == "auto" and _is_layerwise(vllm_config, config)
-    return "sync" if layerwise else config.load_mode
-
-
-def _is_layerwise(vllm_config: VllmConfig, config: Config) -> bool:
-    """As far as the scheduler side knows; workers may load and store whole steps all the same."""
-    return config.use_layerwise and not compat.no_layerwise(vllm_config)
-
-
-def _make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> Worker:
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    single = model.block_map.one_full_table
-    rank = compat.tensor_parallel_rank() if model.ranks > 1 else 0
-    shard, replica = divmod(rank, model.replicas)
-    obstacle = compat.no_layerwise(vllm_config, model.layers) if config.use_layerwise else ""
-    if obstacle:
-        logger.warning("lmkv: use_layerwise is off: %s", obstacle)
-    return Worker(
-        shard,
-        model.layout,
-        (replica, model.replicas),
-        block_level_failures=single,
-        # With several block tables, or windows, all loads are between steps.
-        layerwise=config.use_layerwise and single and not obstacle,
-        engine=slab_name(str(transfer.engine_id), model.layout),
-        staging_bytes=config.device_staging_bytes,
-    )
-
-
 class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector that offloads KV to host memory and lower tiers, and loads it from there.
 
@@ -214,7 +124,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        config = _config(vllm_config)
+        config = assemble.config_of(vllm_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._agent: AgentServer | None = None
@@ -235,13 +145,13 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._worker.refuse(f"a worker says: {error}")
             return
         if role is KVConnectorRole.SCHEDULER:
-            _warn(vllm_config, config, self._model)
+            assemble.warn(vllm_config, config, self._model)
             if kv_events.are_wanted(vllm_config):
                 self._describe_blocks = kv_events.BlockDescriber.of(kv_cache_config)
-            self._scheduler = _make_scheduler(vllm_config, config, self._model, self._describe_blocks)
+            self._scheduler = assemble.make_scheduler(vllm_config, config, self._model, self._describe_blocks)
             self._agent = start_agent(config, vllm_config, self._scheduler, self._model)
         else:
-            self._worker = _make_worker(vllm_config, config, self._model)
+            self._worker = assemble.make_worker(vllm_config, config, self._model)
             self._layer_numbers = {name: number for number, name in enumerate(self._model.layers)}
 
     # -- before there is an instance ----------------------------------------------------------------------
@@ -258,7 +168,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """All layers of a block next to each other, on devices whose attention backends support it."""
-        config = _config(vllm_config)
+        config = assemble.config_of(vllm_config)
         wanted = config.block_major and not config.use_layerwise and compat.may_be_block_major(vllm_config)
         return "BLHNC" if wanted and vllm_config.device_config.device_type == "cuda" else None
 

@@ -21,9 +21,9 @@ from lmkv.memory.copier import DONE, Copier, Event
 from lmkv.memory.copiers import make_copier, make_staging
 from lmkv.memory.device import STAGING_BYTES, Staging
 from lmkv.memory.device_copier import LoadEvent
-from lmkv.memory.layerwise import LayerReader, LayerWriter
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
+from lmkv.vllm.layerwise import LayerwiseTransfer, NotReadyError
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.observe.metrics import Samples, Values
 
@@ -31,72 +31,6 @@ logger = logging.getLogger(__name__)
 
 _ATTACHES = 3
 """So often is a slab that cannot be mapped tried, before the rank refuses."""
-
-
-class _NotReadyError(UsageError):
-    """Copies cannot be made now, or ever: known and said once, unlike what a copy fails with."""
-
-
-class LayerwiseTransfer:
-    """Copies a step's loads or stores layer by layer while the model computes the other layers.
-
-    `orders` succeed or fail together. Begins at once; no method raises.
-    """
-
-    def __init__(self, orders: Sequence[CopyOrder], copier: Callable[[], Copier], *, loads: bool) -> None:
-        self.orders = orders
-        self.started = time.monotonic()
-        self._pipeline: LayerReader | LayerWriter | None = None
-        self._saved: set[int] = set()
-        self._attempt(lambda: self._begin(copier(), loads))
-
-    def _begin(self, copier: Copier, loads: bool) -> None:
-        copies = [copy for order in self.orders for copy in order.copies]
-        self._pipeline = LayerReader(copier, copies) if loads else LayerWriter(copier, copies)
-
-    def step(self, layer: int) -> None:
-        """The model is about to read this layer, or has written it."""
-        pipeline = self._pipeline
-        if isinstance(pipeline, LayerReader):
-            self._attempt(lambda: pipeline.wait(layer))
-        elif layer in self._saved:
-            if pipeline is not None:
-                logger.error("lmkv: the model computed a layer twice in one step; what was stored of it is discarded")
-            self._fail()
-        elif pipeline is not None:
-            self._saved.add(layer)
-            self._attempt(lambda: pipeline.save(layer))
-
-    def _fail(self) -> None:
-        """Once the copies that have begun have ended: their slots may be given to others next."""
-        pipeline, self._pipeline = self._pipeline, None
-        if isinstance(pipeline, LayerWriter):
-            with contextlib.suppress(Exception):
-                pipeline.last.wait()
-
-    def finish(self) -> Event | None:
-        """The event of all copies; None when they failed, and then none of them is running any more."""
-        pipeline, events = self._pipeline, list[Event]()
-        if pipeline is None:
-            return None
-        unread = isinstance(pipeline, LayerReader) and bool(pipeline.unread)
-        self._attempt(lambda: events.append(pipeline.finish()))
-        if unread and events:
-            # The model has read layers before they were loaded. The copies must end before vLLM is told so:
-            # it then computes the same blocks again.
-            logger.error("lmkv: the model did not wait for the layers of a load, which therefore failed")
-            events.pop().wait()
-        return events[0] if events else None
-
-    def _attempt(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except _NotReadyError as error:
-            logger.debug("lmkv: copies fail: %s", error)
-            self._pipeline = None
-        except Exception:
-            logger.exception("lmkv: a copy of %d orders failed", len(self.orders))
-            self._pipeline = None
 
 
 @define(eq=False)
@@ -310,7 +244,7 @@ class Worker:
             started = time.monotonic()
             try:
                 event = copy(self._ready_copier(), order) if order.copies else DONE
-            except _NotReadyError as error:
+            except NotReadyError as error:
                 logger.log(logging.DEBUG if self._told else logging.WARNING, "lmkv: copies fail: %s", error)
                 self._told = True
                 self._finish(order, 0.0, ok=False)
@@ -347,14 +281,14 @@ class Worker:
 
     def _ready_copier(self) -> Copier:
         if self._refusal or self._suspended:
-            raise _NotReadyError(self._refusal or "the engine sleeps, its KV tensors have no memory")
+            raise NotReadyError(self._refusal or "the engine sleeps, its KV tensors have no memory")
         return self._made_copier()
 
     def _made_copier(self) -> Copier:
         with self._attaching:
             if self._copier is None:
                 if self._memory is None or self._slab is None or self._layout is None:
-                    raise _NotReadyError("the worker has no KV tensors or no CPU tier yet")
+                    raise NotReadyError("the worker has no KV tensors or no CPU tier yet")
                 memory, layout, slab = self._memory, self._layout, self._slab
                 self._copier = make_copier(memory, layout, slab, self._rank, self._staging, self._share)
             return self._copier

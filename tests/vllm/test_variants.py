@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.worker import LayerwiseTransfer
+from lmkv.vllm.layerwise import LayerwiseTransfer
 from tests.vllm.harness import BLOCK, engine, external_hits, prompt
 
 

@@ -1,0 +1,110 @@
+"""Builds the two sides of the connector from vLLM's configuration and lmkv's."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Literal
+
+from lmkv.build import build_store
+from lmkv.config import Config
+from lmkv.memory.slab import slab_name
+from lmkv.vllm import compat, kv_events
+from lmkv.vllm.model import ServedModel
+from lmkv.vllm.observe.events import EventRecorder
+from lmkv.vllm.scheduler.options import SchedulerOptions
+from lmkv.vllm.scheduler.scheduler import Scheduler
+from lmkv.vllm.worker import Worker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("lmkv.vllm")
+
+
+def config_of(vllm_config: VllmConfig) -> Config:
+    """lmkv's settings from the environment, its file, and `kv_connector_extra_config`."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    return Config.load(extra=transfer.kv_connector_extra_config)
+
+
+def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
+    """Log which settings have another effect than a user may expect."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; set it to 'recompute'",
+            transfer.kv_load_failure_policy,
+        )
+    if model.block_map.chunk_size != config.chunk_size:
+        logger.warning(
+            "lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d",
+            config.chunk_size,
+            model.block_map.chunk_size,
+        )
+
+
+def make_scheduler(
+    vllm_config: VllmConfig, config: Config, model: ServedModel, describe_blocks: kv_events.BlockDescriber | None
+) -> Scheduler:
+    """The scheduler side, with a store of its own. `describe_blocks`: for KV events; None, vLLM publishes none."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    has_device = vllm_config.device_config.device_type != "cpu"
+    options = SchedulerOptions(
+        ranks=model.ranks,
+        loads=transfer.is_kv_consumer,
+        stores=transfer.is_kv_producer,
+        save_decode=config.save_decode_cache,
+        # A tail's KV would depend on the token after it.
+        save_unfull_chunk=config.save_unfull_chunk and not compat.drafts_from_hidden_states(vllm_config),
+        whole_blocks=_is_layerwise(vllm_config, config) and model.block_map.one_full_table,
+        min_retrieve_tokens=config.min_retrieve_tokens,
+        load_or_recompute=config.load_or_recompute,
+        load_mode=_load_mode(vllm_config, config),
+        concurrent_copies=has_device,
+        prefetch_deadline=config.prefetch_deadline,
+        tail_depends_on_next=compat.drafts_from_hidden_states(vllm_config),
+        pin_ttl=config.pin_ttl,
+    )
+    engines = vllm_config.parallel_config.data_parallel_size_local
+    name = slab_name(str(transfer.engine_id), model.layout)
+    store = build_store(config, model.namespace, model.layout, engine=name, engines=engines)
+    events = None if describe_blocks is None else EventRecorder(store, model.block_map, describe_blocks)
+    return Scheduler(store, model.namespace, model.block_map, options, events)
+
+
+def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync", "async"]:
+    # A load that fails within a step cannot be undone where the next step is scheduled already.
+    if vllm_config.scheduler_config.async_scheduling:
+        return "async"
+    layerwise = config.load_mode == "auto" and _is_layerwise(vllm_config, config)
+    return "sync" if layerwise else config.load_mode
+
+
+def _is_layerwise(vllm_config: VllmConfig, config: Config) -> bool:
+    """As far as the scheduler side knows; workers may load and store whole steps all the same."""
+    return config.use_layerwise and not compat.no_layerwise(vllm_config)
+
+
+def make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> Worker:
+    """The worker side of this process's rank."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    single = model.block_map.one_full_table
+    rank = compat.tensor_parallel_rank() if model.ranks > 1 else 0
+    shard, replica = divmod(rank, model.replicas)
+    obstacle = compat.no_layerwise(vllm_config, model.layers) if config.use_layerwise else ""
+    if obstacle:
+        logger.warning("lmkv: use_layerwise is off: %s", obstacle)
+    return Worker(
+        shard,
+        model.layout,
+        (replica, model.replicas),
+        block_level_failures=single,
+        # With several block tables, or windows, all loads are between steps.
+        layerwise=config.use_layerwise and single and not obstacle,
+        engine=slab_name(str(transfer.engine_id), model.layout),
+        staging_bytes=config.device_staging_bytes,
+    )
