@@ -217,7 +217,7 @@ def test_every_request_option_is_explained() -> None:
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::([\w:]+)`")
 
 
-@pytest.mark.parametrize("page", ["vllm.md", "remote.md", "documents.md"])
+@pytest.mark.parametrize("page", ["evidence/vllm.md", "remote.md", "evidence/documents.md"])
 def test_every_test_that_proves_a_row_exists(page: str) -> None:
     named = NAMED_TEST.findall((ROOT / "docs" / page).read_text())
     missing = [
@@ -230,7 +230,7 @@ def test_every_test_that_proves_a_row_exists(page: str) -> None:
 
 
 def test_every_row_of_the_documents_names_a_test_or_is_open() -> None:
-    items = [row.split("|") for row in rows("documents.md") if re.match(r"\| \d", row)]
+    items = [row.split("|") for row in rows("evidence/documents.md") if re.match(r"\| \d", row)]
     assert [int(number) for _, number, *_ in items] == list(range(1, 50))
     unproved = [row for row in items if "tests/" not in row[4]]
     assert unproved == [row for row in items if re.search(r"\bopen\b", row[3])]
