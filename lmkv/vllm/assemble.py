@@ -84,7 +84,7 @@ def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync
 
 
 def _is_layerwise(vllm_config: VllmConfig, config: Config) -> bool:
-    """As far as the scheduler side knows; workers may load and store whole steps all the same."""
+    """Whether the scheduler side expects copies by layers; a worker may still copy whole steps."""
     return config.use_layerwise and not compat.no_layerwise(vllm_config)
 
 

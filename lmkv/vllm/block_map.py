@@ -100,7 +100,7 @@ class BlockMap:
         return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size
 
     def blocks_between(self, block_ids: Sequence[list[int]], start: int, end: int) -> list[int]:
-        """The blocks of tokens [start, end) in the first table: what a failed load has to report."""
+        """The blocks of tokens [start, end) in the first table; a failed load reports them."""
         size = self.groups[0].block_size
         return [block for block in block_ids[0][start // size : -(-end // size)] if block != NULL_BLOCK]
 

@@ -79,7 +79,7 @@ class KVGroup:
 def kv_groups(kv_cache_config: Any, *, padded: bool = False) -> list[KVGroup]:
     """The groups of a KVCacheConfig, equal on both sides; `padded`: pages with the padding behind them.
 
-    Raises ValueError, with the reason, for what cannot be cached.
+    Raises ValueError, with the reason, for a model that cannot be cached.
     """
     places = _places(kv_cache_config)
     return [_group(group, places, padded) for group in kv_cache_config.kv_cache_groups]
@@ -105,7 +105,7 @@ def _group(group: Any, places: Mapping[str, tuple[int, int]], padded: bool) -> K
     # Tensors are views of the pages without the padding that makes them as large as other layers'.
     pages = [int(getattr(one, "real_page_size_bytes", one.page_size_bytes)) for one in specs]
     # vLLM gives each specification a tensor, and the scheduler one specification for all layers of a group:
-    # what their pages are without padding only the workers know.
+    # only the workers know their pages without padding.
     mixed = len({places[name][0] for name in names if name in places}) > 1
     if (mixed or padded) and places.keys() >= set(names):
         pages = [places[name][1] for name in names]
@@ -213,7 +213,7 @@ def transfer_results(finished: set[str], failed: set[str]) -> Any:
 def calling_scheduler() -> Any | None:
     """vLLM 0.29's scheduler, which is calling `bind_gpu_block_pool`; None for later versions, which need none of it.
 
-    What these pass to a connector is only to be had from the scheduler itself in 0.29: see its two uses below.
+    Later versions pass a connector everything that 0.29 keeps in its scheduler: see the two uses below.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
@@ -304,7 +304,7 @@ def _of_the_tokenizer(tokenizer: Any) -> set[str]:
     """Names that a request's `chat_template_kwargs` may not have: some make a prompt of any length."""
     from transformers import PreTrainedTokenizerBase
 
-    # A tokenizer's own method may pass on what it does not name.
+    # A tokenizer's own method may pass on arguments that it does not name.
     methods = (PreTrainedTokenizerBase.apply_chat_template, type(tokenizer).apply_chat_template)
     return {name for each in methods for name in inspect.signature(each).parameters} - _FOR_TEMPLATES
 

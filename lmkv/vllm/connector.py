@@ -1,6 +1,6 @@
 """`LMKVConnector`: vLLM's KV connector interface over lmkv's scheduler side and worker side.
 
-The scheduler side never waits and never raises into vLLM: what fails there is a miss. The worker side turns
+The scheduler side never waits and never raises into vLLM: a failure there is a miss. The worker side turns
 failures into blocks that vLLM recomputes.
 """
 
@@ -194,7 +194,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A preempted request need not wait for its stores: what is not stored is a miss later."""
+        """A preempted request need not wait for its stores: a chunk that is not stored is a later miss."""
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -284,13 +284,13 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     @_never_raises(lambda: False)
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
-            # A pause may precede other weights, or none: what other processes share on a disk is not its to delete.
+            # A pause may precede other weights, or none. Other processes may share the files on the disk: keep them.
             self._scheduler.reset(delete=not compat.is_pausing())
         return True
 
     @_never_raises(list)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What the tiers have got and lost, for vLLM's KV events; nothing unless these are switched on."""
+        """The chunks that tiers have gained and lost, as vLLM's KV events; none unless these are switched on."""
         if self._scheduler is None or self._describe_blocks is None:
             return []
         return self._describe_blocks.as_vllm_events(self._scheduler.take_events())

@@ -1,4 +1,4 @@
-"""What distinguishes the KV of requests with equal tokens: salt, LoRA adapter, tags, images; and weights."""
+"""Everything besides tokens that decides KV: salt, LoRA adapter, tags, images, weights."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _removed(event: BlocksRemoved) -> Any:
 
 
 def _extra_keys(request: Any, size: int, start: int, end: int) -> tuple[tuple[Any, ...] | None, ...]:
-    """What else vLLM has hashed with each block, such as images; empty when there is nothing."""
+    """The extra keys, such as images, that vLLM has hashed with each block; may be empty."""
     from vllm.v1.core import kv_cache_utils
 
     keys, image = [], 0

@@ -89,7 +89,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"{name} > 1 spreads blocks over ranks, which is not supported yet")
     fused = _layout_name(vllm_config, kv_cache_config).startswith("BL") and len(kv_cache_config.kv_cache_groups) == 1
-    # Where layers lie next to each other, what pads a page is a part of what lies in one run.
+    # Where layers lie next to each other, padding is part of the run of bytes.
     groups = kv_groups(kv_cache_config, padded=fused)
     if not groups:
         raise ValueError("it has no KV cache")
@@ -213,7 +213,7 @@ def _draft(vllm_config: Any) -> str:
 
 
 def _page_format(vllm_config: Any) -> str:
-    """What decides the bytes inside a page: device, attention backend if chosen, and on CPUs the ISA."""
+    """Everything that decides the bytes inside a page: device, attention backend if chosen, and on CPUs the ISA."""
     device = str(getattr(vllm_config.device_config, "device_type", ""))
     attention = getattr(vllm_config, "attention_config", None)
     chosen = [str(getattr(attention, name, None)) for name in ("backend", "backend_per_kind", "indexer_kv_dtype")]

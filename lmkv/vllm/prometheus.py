@@ -21,7 +21,7 @@ _LOGGED = ("lmkv_hit_tokens", "lmkv_missed_tokens", "lmkv_stored_tokens", "lmkv_
 
 
 class LMKVStats(KVConnectorStats):
-    """What was counted in an interval; `data` is a `lmkv.vllm.observe.metrics.Values`."""
+    """Values counted in an interval; `data` is a `lmkv.vllm.observe.metrics.Values`."""
 
     def reset(self) -> None:
         self.data: Values = {}
@@ -62,7 +62,7 @@ class LMKVPromMetrics(KVConnectorPromMetrics):
         self._left_out: set[str] = set()
         self._unregister()
         for name in METRICS:
-            # Those with vLLM's names when they are first observed: another connector may want to register them.
+            # Register metrics with vLLM's names at their first observation: another connector may register them too.
             if not name.startswith("vllm:"):
                 self._begin(name)
 
@@ -75,7 +75,7 @@ class LMKVPromMetrics(KVConnectorPromMetrics):
                 REGISTRY.unregister(metric)
 
     def _begin(self, name: str) -> None:
-        """Let the series begin whose labels are known: an increase from nothing is none for Prometheus."""
+        """Start known series at 0, or Prometheus misses the first increase."""
         metric = METRICS[name]
         with contextlib.suppress(Exception):
             for engine in self.per_engine_labelvalues:

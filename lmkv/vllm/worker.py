@@ -87,7 +87,7 @@ class Worker:
         self._failed_attaches = 0
         self._suspended = False
         self._launched: Event | None = None
-        """What was launched when the orders came: what is launched since then uses no block that is being filled."""
+        """Marks the work that was launched when the orders came; later work uses no block that is being filled."""
         self._plan = StepPlan()
         self._running: list[_Running] = []
         self._report = WorkerReport()
@@ -106,7 +106,7 @@ class Worker:
         self._refusal = self._refusal or reason
 
     def register(self, memory: PagedMemory) -> None:
-        """Set the paged memory that orders refer to, and take what copies need of its device's memory."""
+        """Set the paged memory that orders refer to, and allocate staging memory on its device."""
         with self._attaching:
             if self._copier is not None:
                 # It has pinned the slab, which the next one does again.
@@ -130,8 +130,7 @@ class Worker:
     def suspend(self) -> None:
         """The paged memory is about to lose its pages: end the running copies, and fail orders until `resume`.
 
-        Staging memory is given back. What host memory is pinned stays so, and paged memory has its address.
-        Idempotent.
+        Staging memory is given back. Host memory stays pinned, and paged memory keeps its address. Idempotent.
         """
         self._suspended = True
         for item in self._running:
@@ -314,7 +313,7 @@ class Worker:
         self._samples.observe(f"vllm:kv_offload_{direction}_size", nbytes)
 
     def take_samples(self) -> Values:
-        """What was counted since the last call."""
+        """Values counted since the last call."""
         return self._samples.take()
 
     def _fail(self, order: CopyOrder) -> None:
@@ -329,7 +328,7 @@ class Worker:
     def poll(self) -> None:
         """Report the copies that have ended meanwhile, without a wait for the others.
 
-        A load by layers ends here: vLLM asks next what has failed, and with drafts calls `save` only after that.
+        A load by layers ends here: vLLM next asks for failed loads, and with drafts calls `save` only after that.
         """
         reading, self._reading = self._reading, None
         self._end(reading)
@@ -338,7 +337,7 @@ class Worker:
             self._follow(item.order, item.event, item.started)
 
     def take_report(self) -> WorkerReport | None:
-        """What finished since the last call, or None."""
+        """The copies that ended since the last call, or None."""
         report, self._report = self._report, WorkerReport()
         return report if report.jobs or report.steps else None
 

@@ -1,7 +1,7 @@
-"""What routers are told: which of vLLM's blocks have come into a tier of the store, and which have gone.
+"""KV events for routers: which of vLLM's blocks have come into a tier of the store, and which have left it.
 
-Only of chunks whose blocks are known: those that this engine has stored, or found once. The store's threads note
-changes, and the scheduling thread makes events of them. A block may be in several chunks (a prompt's tail and
+Events cover chunks whose blocks are known, because this engine stored or found them. The store's threads note
+changes, and the scheduling thread turns them into events. A block may be in several chunks (a prompt's tail and
 the chunk that it became, chunks with different tags), and several tiers are in one place as routers see it: the
 block is there as long as one of them has it.
 """
@@ -47,7 +47,7 @@ def place_of(tier: str) -> Place:
 
 @frozen(kw_only=True)
 class Blocks:
-    """Consecutive blocks of one KV cache group, with what vLLM's events say of them. `tokens`: of all blocks."""
+    """Consecutive blocks of one KV cache group, with the fields of vLLM's events. `tokens`: of all blocks."""
 
     group: int
     block_size: int
@@ -96,10 +96,10 @@ class _Chunk:
 
 
 class EventRecorder:
-    """Makes events of what the store's tiers get and lose. An observer of the store; never raises into vLLM.
+    """Observes the store's tiers and records their gains and losses as events. Never raises into vLLM.
 
-    `track`, `take` and `reset` are called on the scheduling thread only. What is known of a chunk is forgotten
-    when no tier has it any more.
+    `track`, `take` and `reset` are called on the scheduling thread only. It forgets a chunk when no tier has it
+    any more.
     """
 
     def __init__(self, store: TieredStore, block_map: BlockMap, describe: Describe) -> None:
@@ -110,7 +110,7 @@ class EventRecorder:
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._changes: deque[tuple[str, ChunkKey, bool]] = deque()
         self._counts: dict[tuple[Place, int], dict[BlockHash, int]] = {}
-        """By place and group: of each block that was told, how many chunks it is in, one per tier."""
+        """How many chunks, one per tier, contain each announced block; by place and group."""
         self._events: list[Event] = []
         self._failed = False
         store.add_observer(self)
@@ -166,14 +166,14 @@ class EventRecorder:
     def _track(self, chunks: dict[ChunkKey, _Chunk]) -> None:
         if not chunks:
             return
-        # Before the store is asked: what changes after its answer is noted.
+        # Before the store is asked, so that a change after its answer is noted.
         self._chunks |= chunks
         for key, found in zip(chunks, self._store.report_to(self, list(chunks)), strict=True):
             if not found:
                 del self._chunks[key]
 
     def take(self) -> list[Event]:
-        """What has changed since the last call."""
+        """The changes since the last call."""
         events, self._events = self._events, []
         touched = set()
         for _ in range(min(len(self._changes), _AT_ONCE)):

@@ -28,7 +28,7 @@ class EvictionLog:
     def __init__(self, clock: Clock, size: int = _REMEMBERED) -> None:
         self._clock = clock
         self._size = size
-        # Of plain floats: the garbage collector would look at as many tuples again and again.
+        # Plain floats, because the garbage collector would visit as many tuples again and again.
         self._removed: dict[str, OrderedDict[bytes, float]] = {}
 
     def stored(self, tier: str, key: ChunkKey) -> None:
@@ -55,7 +55,7 @@ class EvictionLog:
         return None if found is None else (found[1], self._clock() - found[0])
 
     def forget(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """What a caller has deleted was not evicted. `keys`: None for all. On any thread."""
+        """Forget these evictions: a caller deleted the chunks. `keys`: None for all. Thread-safe."""
         if keys is None:
             self._removed = {}
         for removed in list(self._removed.values()):
@@ -99,7 +99,7 @@ class Explainer:
         self.first_chunks = FirstChunks(chunk_size)
 
     def clear(self) -> None:
-        """All was deleted: what was evicted before explains nothing any more."""
+        """All chunks were deleted: earlier evictions explain no later miss."""
         self.evictions.forget()
         self.first_chunks.clear()
 

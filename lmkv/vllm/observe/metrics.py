@@ -1,4 +1,4 @@
-"""What lmkv counts for vLLM's `/metrics`: `METRICS` describes each metric, `Samples` collects their values.
+"""lmkv's metrics at vLLM's `/metrics`: `METRICS` describes each metric, `Samples` collects their values.
 
 No vLLM types: both sides of the connector count, and vLLM carries the values to the process that is scraped.
 """
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from attrs import frozen
 
 Values = dict[str, dict[tuple[str, ...], Any]]
-"""By metric and label values: the increase of a counter, a gauge's value, the list of a histogram's observations."""
+"""The increase of a counter, a gauge's value or a histogram's list of observations, by metric and label values."""
 
 
 @frozen
@@ -29,7 +29,7 @@ REASONS = (
     *("not_stored", "evicted", "other_salt", "too_short", "not_ready", "tier_unavailable"),
     *("deadline", "slower", "not_promoted", "limited", "skip_load", "not_taken", "failed"),
 )
-"""Why tokens were not loaded; docs/metrics.md says what each means."""
+"""Why tokens were not loaded; docs/metrics.md explains each."""
 
 _TIER, _CALLS = ("tier",), ("tier", "operation")
 _SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
@@ -100,7 +100,7 @@ METRICS = {
 
 
 class Samples:
-    """What was counted since the last `take`. Thread-safe."""
+    """Values counted since the last `take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

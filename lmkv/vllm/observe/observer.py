@@ -1,4 +1,4 @@
-"""`SchedulerObserver`: one place to tell what the scheduler side does, for metrics, explanations and KV events."""
+"""`SchedulerObserver`: receives each event of the scheduler side, for metrics, explanations and KV events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RecentRequests`: what the last requests have found and missed, for whoever asks the agent API."""
+"""`RecentRequests`: the hits and misses of the last requests, for the agent API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmkv.protocols import Clock
 from lmkv.vllm.requests.request import RequestState
 
 _ID_CHARACTERS = 200
-"""Of ids, which clients choose."""
+"""Longest id that is kept; clients choose ids."""
 
 
 class RecentRequests:
@@ -27,7 +27,7 @@ class RecentRequests:
         self._lookup_tokens = self._hit_tokens = 0
 
     def scheduled(self, state: RequestState) -> None:
-        """Its blocks are allocated, so that what it has found is known; again after a preemption."""
+        """Its blocks are allocated, so its hit is known; called again after a preemption."""
         name = _name(state)
         report = {
             "request": name,

@@ -1,4 +1,4 @@
-"""`Telemetry`: what the scheduler side counts, for vLLM's `/metrics`."""
+"""`Telemetry`: the scheduler side's counters, for vLLM's `/metrics`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PREFETCH = (
 
 
 class Telemetry:
-    """Counts events as they happen, and what the store counts once a second. Never waits."""
+    """Counts events as they happen, and reads the store's counters once a second. Never waits."""
 
     def __init__(self, store: TieredStore, clock: Clock) -> None:
         self._store = store
@@ -48,7 +48,7 @@ class Telemetry:
         self._next = float("-inf")
 
     def take(self) -> Values:
-        """What was counted since the last call."""
+        """Values counted since the last call."""
         if self._clock() >= self._next:
             self._next = self._clock() + _INTERVAL
             self._snapshot()
@@ -57,7 +57,7 @@ class Telemetry:
     # -- events -------------------------------------------------------------------------------------------
 
     def looked_up(self, tokens: Mapping[str, int], chunks: Mapping[str, int], miss: Miss | None) -> None:
-        """A request is scheduled: what it found, by tier, and what it did not."""
+        """A request is scheduled: count its hit, by tier, and its miss."""
         add = self._samples.add
         for tier, count in tokens.items():
             add("lmkv_hit_tokens", count, tier)

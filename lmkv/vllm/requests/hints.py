@@ -1,4 +1,4 @@
-"""`AgentHint`: what an agent's runtime knows of a request, in the words of vLLM's RFC 52113."""
+"""`AgentHint`: the `agent_hint` of a request, as vLLM's RFC 52113 proposes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _DEFAULT_TTL = 300.0
 
 @define
 class AgentHint:
-    """What lmkv does of an `agent_hint`: the whole request is kept for `ttl` seconds after its end; `prefetch`.
+    """The parts of an `agent_hint` that lmkv honours.
+
+    `ttl`: seconds to keep the whole request after its end. `prefetch`: promote its chunks.
 
     All else in it is ignored: sessions, parts of a request, `offload` (every chunk is offloaded as it is computed)
     and `evict` (other requests share the chunks; the policy removes them when nobody uses them).
@@ -23,7 +25,7 @@ class AgentHint:
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Of a mapping, or of an object with the same fields."""
+        """Read a mapping, or an object with the same fields."""
         control = _field(value, "cache_control")
         ttl = _field(control, "ttl") if control is not None else None
         edits = _field(_field(value, "context_management"), "edits")

@@ -13,9 +13,9 @@ from lmkv.vllm.requests.hints import AgentHint, seconds
 
 @define
 class RequestOptions:
-    """What a request asks for in its `kv_transfer_params`, under keys with the prefix `lmkv.`:
+    """The wishes of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.`:
 
-    `skip_save`, `skip_load`: store or load nothing. `report`: answer with what was loaded. `prefetch`:
+    `skip_save`, `skip_load`: store or load nothing. `report`: answer with the tokens that were loaded. `prefetch`:
     promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to
     prefetch. `pin`: seconds to pin the request's chunks after it ends. `tag.<name>`: share only with equal
     tags. `wait_for`: wait until so many leading tokens are found, for another server is just storing them.

@@ -46,7 +46,7 @@ class RequestState:
     the chunks that this lookup promised, until they are loaded or the step ends; `discovery`, the question to
     shared tiers, and `promotion`, of chunks, that the request waits for with `patience`; `between_steps`, whether
     the promised load is asynchronous; `async_loads`, how many such loads have begun; `pays`, how many leading
-    chunks are sooner loaded than computed, None until it is decided; `logged`, what was logged last.
+    chunks are sooner loaded than computed, None until it is decided; `logged`, the tokens logged last.
     """
 
     request: Request = field(repr=lambda request: request.request_id)
@@ -57,9 +57,9 @@ class RequestState:
     save_tails: bool = field(repr=False)
     chain: KeyChain = field(init=False, repr=lambda chain: f"<{len(chain.keys)} keys>")
     prompt_tokens: int = -1
-    """Of the prompt that `chain` and `tail` were made for: that of a session grows with each input."""
+    """Length of the prompt that `chain` and `tail` belong to; the prompt of a session grows with each input."""
     tail: TailKey | None = field(default=None, repr=False)
-    """Of the prompt's tokens after its last whole chunk; None when there are none, or tails are not stored."""
+    """Key of the tokens after the last whole chunk; None without such tokens, or if tails are not stored."""
     tail_chunk: int = 0
     """How many whole chunks come before the tail."""
     tail_due: bool = True
@@ -87,7 +87,7 @@ class RequestState:
     miss: Miss | None = None
     """Why the rest was not promised."""
     counted: bool = False
-    """Whether what was found and missed is in the metrics: once, when the request is first scheduled."""
+    """Whether the metrics have counted its hit and miss, as they do when it is first scheduled."""
     deferred_since: float | None = None
     """When vLLM was first told to ask again."""
     disabled: bool = False
@@ -115,7 +115,7 @@ class RequestState:
         return state
 
     def follow(self) -> None:
-        """Hash the prompt; once more when a streamed session has got its next input, perhaps with images.
+        """Hash the prompt; again when a streamed session has got its next input, perhaps with images.
 
         vLLM then drops the last token that was sampled; the others that it has computed become prompt.
         """
@@ -185,7 +185,7 @@ class RequestState:
             self.promotion = None
 
     def note_promoted(self) -> None:
-        """Note from which tiers the promotion has brought chunks. Those that it found in host memory came before."""
+        """Note from which tiers the promotion has brought chunks, without those found in host memory."""
         for tier, count in self.promotion.arrived.items() if self.promotion is not None else ():
             self.promoted[tier] = max(count, self.promoted.get(tier, 0))
 

@@ -50,10 +50,10 @@ class AsyncLoad:
     """As `TieredStore.promote`."""
     stopped: bool = False
     abandoned: bool = False
-    """Its request has ended: nobody computes what is not loaded."""
+    """Its request has ended: nobody computes the tokens that are not loaded."""
     ended: bool = False
     copying: int = 0
-    """Chunks of the window that is being copied, 0 when there is none."""
+    """Chunks of the window that is being copied, or 0."""
     _copied: int = 0
     _promotion: Promotion | None = None
     _waits_since: float = field(default=0.0, repr=False)
@@ -82,7 +82,7 @@ class AsyncLoad:
             return None
         self._waited += waits
         if not promotion.done and too_long:
-            # What is there by now is the last that is copied.
+            # The chunks that are there by now are the last to be copied.
             self.stopped = True
         # Leased before the promotion is released: in between the chunks could be evicted.
         lease = self.store.lease(promotion.keys)
@@ -126,7 +126,7 @@ class AsyncLoad:
         self.copying, self._waits_since = 0, self.clock()
 
     def stop(self) -> None:
-        """Copy nothing more after the window that is being copied, and report what is unfilled.
+        """Copy nothing after the window that is being copied, and report the unfilled blocks.
 
         vLLM frees the request's blocks only once the load is reported as ended, with the next window.
         """

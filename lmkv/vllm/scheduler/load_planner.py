@@ -152,7 +152,7 @@ class LoadPlanner:
         self._promised[state.request_id] = state
 
     def _sources(self, state: RequestState, total: int, below: Sequence[ChunkKey]) -> dict[str, int]:
-        """The `total` chunks to load by tier. Those that were just promoted count for the tier that they came from."""
+        """The `total` chunks to load by tier. A chunk that was just promoted counts for the tier that it came from."""
         host = self._store.primary_name
         state.note_promoted()
         lower = {name: count for name, count in state.promoted.items() if name != host}
@@ -211,7 +211,7 @@ class LoadPlanner:
         self._promised.clear()
 
     def forget(self, state: RequestState) -> None:
-        """The request has ended: release what it references."""
+        """The request has ended: release its chunks."""
         self._promised.pop(state.request_id, None)
         state.release()
         self.jobs.forget(state)

@@ -14,7 +14,7 @@ logger = logging.getLogger("lmkv.vllm")
 _SMOOTHING = 0.3
 _DECAY = 0.98
 MIN_STEP_TOKENS = 64
-"""Of smaller steps the duration says nothing of the model's speed."""
+"""The duration of a smaller step does not show the model's speed."""
 _PROBE_EVERY = 16
 """Every sixteenth load that looks too slow is done while its request computes, to measure the tier again."""
 _USUAL = 4.0

@@ -17,9 +17,9 @@ class SchedulerOptions:
     `ranks`: workers that answer each order. `loads`, `stores`: False switches that direction off, as for a
     producer or a consumer. `save_decode`: generated tokens are stored too. `save_unfull_chunk`: tails are
     stored and found, and chunks that begin like the rest of a prompt. `whole_blocks`: a hit ends with a
-    block, because loads by layers come after the step has written what follows it in its block.
-    `min_retrieve_tokens`: smaller hits are computed. `load_or_recompute`: compute what is measured to load
-    more slowly. `load_mode`: within the step that reads the KV ("sync"), between steps ("async"), or as it
+    block, because loads by layers come after the step has written the rest of that block.
+    `min_retrieve_tokens`: smaller hits are computed. `load_or_recompute`: compute chunks that are measured
+    to load more slowly. `load_mode`: within the step that reads the KV ("sync"), between steps ("async"), or as it
     delays others less ("auto"). `concurrent_copies`: the device copies while it computes.
     `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `tail_depends_on_next`: the
     KV at the end of a chunk depends on the token after it, which the chunk's key does not cover. `pin_ttl`:

@@ -36,7 +36,7 @@ class Scheduler:
 
     `namespace`: root of every chunk key. `block_map`: how block tables map to chunks. All calls come from
     vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`,
-    `take_plan`, and later `on_report` with what the workers answered. `events`: None, tell nobody.
+    `take_plan`, and later `on_report` with the workers' answers. `events`: None publishes none.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Scheduler:
         return self._answer(state) or None
 
     def _answer(self, state: RequestState) -> dict[str, Any]:
-        """What the request's `kv_transfer_params` are answered with."""
+        """The answer to the request's `kv_transfer_params`."""
         answer: dict[str, Any] = {"lmkv": state.report()} if state.options.report else {}
         hands_over = state.options.remote_decode and not self._options.loads and not state.options.skip_save
         shared = self._share(state) if hands_over else 0
@@ -270,7 +270,7 @@ class Scheduler:
                 yield job, merged
 
     def take_events(self) -> list[Event]:
-        """What has come into a tier and what has gone since the last call."""
+        """The chunks that have come into a tier or left it since the last call."""
         return self._observer.take_events()
 
     def reannounce(self) -> None:
@@ -295,7 +295,7 @@ class Scheduler:
         for state in self._requests.values():
             state.drop_lease()
             state.drop_promotion()
-            # What is running was computed before the reset, perhaps with other weights.
+            # Running requests were computed before the reset, perhaps with other weights.
             state.options.skip_save = state.options.skip_load = True
 
     def forget_evictions(self, keys: Sequence[ChunkKey] | None = None) -> None:
@@ -303,7 +303,7 @@ class Scheduler:
         self._observer.explainer.evictions.forget(keys)
 
     def take_samples(self) -> Values:
-        """What was counted since the last call."""
+        """Values counted since the last call."""
         return self._observer.telemetry.take()
 
     def close(self) -> None:
