@@ -136,6 +136,15 @@ def chunk_keys(tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int
     return chain.keys
 
 
+def hash_prompt(
+    tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None, *, tail: bool
+) -> tuple[KeyChain, TailKey | None]:
+    """The chain of a prompt's whole chunks and, with `tail`, the key of the tokens after them, if any."""
+    chain = KeyChain(root, chunk_size, extras)
+    chain.extend(tokens)
+    return chain, chain.tail(tokens) if tail else None
+
+
 def token_bytes(tokens: Tokens) -> bytes:
     """All tokens as little-endian uint32. Another token is a `UsageError` that names its position."""
     return _uint32(tokens, 0, _length(tokens)).tobytes()

@@ -7,7 +7,7 @@ from typing import Protocol, Self
 
 from attrs import define, field
 
-from lmkv.chunks.hashing import KeyChain, TailKey
+from lmkv.chunks.hashing import KeyChain, TailKey, hash_prompt
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
 from lmkv.store.discovery import Discovery
@@ -123,11 +123,10 @@ class RequestState:
         if prompt_tokens == self.prompt_tokens:
             return
         self.prompt_tokens = prompt_tokens
-        self.chain = KeyChain(self.root, self.chunk_size, content_extras(self.request, self.chunk_size))
-        if self.save_tails:
-            self.keys(self.request.num_tokens // self.chunk_size)
-            self._find_tail()
-            self.tail_due = True
+        extras = content_extras(self.request, self.chunk_size)
+        tokens, tail = self.known_tokens, self.save_tails
+        self.chain, self.tail = hash_prompt(tokens, self.root, self.chunk_size, extras, tail=tail)
+        self.tail_chunk, self.tail_due = len(self.chain.keys), True
 
     @property
     def request_id(self) -> str:
@@ -159,10 +158,6 @@ class RequestState:
         """The first `count` keys, and that of the prompt's tail if it comes next."""
         keys = self.keys(count)
         return [*keys, self.tail] if self.tail is not None and count == self.tail_chunk else keys
-
-    def _find_tail(self) -> None:
-        self.tail = self.chain.tail(self.known_tokens)
-        self.tail_chunk = len(self.chain.keys)
 
     def tokens(self, first: int, count: int) -> Sequence[int]:
         """Up to `count` token ids from number `first` on, as far as they are known."""

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lmkv.chunks.hashing import KeyChain, TailKey
+from lmkv.chunks.hashing import TailKey, hash_prompt
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
@@ -104,9 +104,7 @@ class Scheduler:
 
     def _keys(self, root: bytes, tokens: Sequence[int]) -> list[ChunkKey]:
         """The keys of another prompt, that of its tail included."""
-        chain = KeyChain(root, self._chunk_size)
-        chain.extend(tokens)
-        tail = chain.tail(tokens) if self._options.save_unfull_chunk else None
+        chain, tail = hash_prompt(tokens, root, self._chunk_size, tail=self._options.save_unfull_chunk)
         return chain.keys if tail is None else [*chain.keys, tail]
 
     def _state_of(self, request: Request) -> RequestState:
