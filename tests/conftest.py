@@ -56,6 +56,18 @@ def _same_log_level() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def _memory_of_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Slabs of other programs on this host, such as another run of the suite, take nothing from a test's small ones.
+
+    The tests of tests/memory measure the host as it is.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if "tests/memory" not in request.path.as_posix():
+            patch.setattr("lmkv.memory.slab_files.promised_and_taken", lambda: (0, 0))
+        yield
+
+
 @pytest.fixture
 def memory_path(tmp_path: Path) -> Iterator[Path]:
     """A folder in memory, if there is one: for thousands of files whose medium does not matter."""

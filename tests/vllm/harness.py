@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -88,6 +89,8 @@ def freeze_modules() -> None:
     """Take the modules of vLLM and torch out of garbage collection: a collection visits only engines then."""
     gc.collect()
     gc.freeze()
+    # Triton's bindings complain of whatever is left when the process has ended.
+    atexit.register(gc.unfreeze)
 
 
 @contextlib.contextmanager
