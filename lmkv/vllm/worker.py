@@ -92,7 +92,7 @@ class Worker:
         self._running: list[_Running] = []
         self._report = WorkerReport()
         self._samples = Samples()
-        self._told = False
+        self._warned = False
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._finished_requests: set[str] = set()
@@ -244,14 +244,14 @@ class Worker:
             try:
                 event = copy(self._ready_copier(), order) if order.copies else DONE
             except NotReadyError as error:
-                logger.log(logging.DEBUG if self._told else logging.WARNING, "lmkv: copies fail: %s", error)
-                self._told = True
+                logger.log(logging.DEBUG if self._warned else logging.WARNING, "lmkv: copies fail: %s", error)
+                self._warned = True
                 self._finish(order, 0.0, ok=False)
             except Exception:
                 logger.exception("lmkv: a copy of %d chunks failed", len(order.copies))
                 self._finish(order, time.monotonic() - started, ok=False)
             else:
-                self._told = False
+                self._warned = False
                 self._follow(order, event, started)
 
     def _follow(self, order: CopyOrder, event: Event, started: float) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger("lmkv.vllm")
 BlockHash = int | bytes
 """As vLLM's own events have it."""
 
-_AT_ONCE = 1024
+_BATCH_CHANGES = 1024
 """Changes that one step makes events of; the next step goes on."""
 
 
@@ -116,7 +116,7 @@ class EventRecorder:
         store.add_observer(self)
 
     def __repr__(self) -> str:
-        return f"<EventRecorder: {len(self._chunks)} chunks known, {len(self._changes)} changes to tell>"
+        return f"<EventRecorder: {len(self._chunks)} chunks known, {len(self._changes)} changes to publish>"
 
     # -- the store's threads, under its lock --------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class EventRecorder:
         try:
             self._track({key: _Chunk(blocks) for key, blocks in self._unknown(state, keys) if blocks})
         except Exception:
-            logger.exception("lmkv: the blocks of a request cannot be told; no KV events from now on")
+            logger.exception("lmkv: a request's blocks cannot be announced; no KV events from now on")
             self.reset()
             self._failed = True
 
@@ -176,15 +176,15 @@ class EventRecorder:
         """The changes since the last call."""
         events, self._events = self._events, []
         touched = set()
-        for _ in range(min(len(self._changes), _AT_ONCE)):
+        for _ in range(min(len(self._changes), _BATCH_CHANGES)):
             tier, key, is_stored = self._changes.popleft()
             chunk = self._chunks.get(key)
             if chunk is not None and is_stored != (tier in chunk.tiers):
                 chunk.tiers ^= {tier}
                 touched.add(key)
-                told = self._stored if is_stored else self._removed
+                make = self._stored if is_stored else self._removed
                 for blocks in chunk.blocks:
-                    events += told(place_of(tier), blocks)
+                    events += make(place_of(tier), blocks)
         for key in touched:
             if not self._chunks[key].tiers:
                 del self._chunks[key]
@@ -212,7 +212,7 @@ class EventRecorder:
             yield BlocksRemoved(place, blocks.group, gone)
 
     def reannounce(self) -> None:
-        """All that was told before is void: tell where the chunks are now."""
+        """Re-announce all known chunks in their present places."""
         again = [(tier, key, True) for key, chunk in self._chunks.items() for tier in sorted(chunk.tiers)]
         for chunk in self._chunks.values():
             chunk.tiers.clear()
@@ -222,7 +222,7 @@ class EventRecorder:
         self._changes.extendleft(reversed(again))
 
     def reset(self) -> None:
-        """Nothing of before is served any more: tell that it is gone, and forget it."""
+        """Everything was deleted: publish that all blocks are gone, and forget them."""
         self._chunks.clear()
         self._changes.clear()
         self._events += [

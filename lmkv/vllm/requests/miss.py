@@ -25,5 +25,5 @@ class Miss:
     def report(self) -> dict[str, object]:
         """For the request's own report: it must not tell whether another salt's requests have the same prompt."""
         reason = "not_stored" if self.reason == "other_salt" else self.reason
-        told = {"reason": reason, "tokens": self.tokens, "tier": self.tier, "seconds_ago": self.seconds_ago}
-        return {name: value for name, value in told.items() if value is not None}
+        fields = {"reason": reason, "tokens": self.tokens, "tier": self.tier, "seconds_ago": self.seconds_ago}
+        return {name: value for name, value in fields.items() if value is not None}

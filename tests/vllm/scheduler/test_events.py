@@ -390,4 +390,4 @@ def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
 def test_a_recorder_says_how_much_it_knows() -> None:
     with small_engine() as engine:
         serve(engine, "first", list(range(24)))
-        assert repr(engine.scheduler.observer.events) == "<EventRecorder: 3 chunks known, 0 changes to tell>"
+        assert repr(engine.scheduler.observer.events) == "<EventRecorder: 3 chunks known, 0 changes to publish>"
