@@ -352,7 +352,7 @@ def test_many_changes_are_told_over_several_steps(monkeypatch: pytest.MonkeyPatc
     with small_engine(save_unfull_chunk=False) as engine:
         assert len(serve(engine, "first", tokens)) == 8
         engine.store.drop(list(engine.store._primary.entries))
-        monkeypatch.setattr("lmkv.vllm.observe.events._AT_ONCE", 3)
+        monkeypatch.setattr("lmkv.vllm.observe.events._BATCH_CHANGES", 3)
         steps = [told(engine.scheduler.take_events()) for _ in range(4)]
         assert [len(step) for step in steps] == [3, 3, 2, 0]
         assert [block for step in steps for _, _, blocks in step for block in blocks] == hashes(tokens, 0, 64)
