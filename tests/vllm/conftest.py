@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm import triton_cpu
 from tests.vllm.harness import Engine, engine, prompt
 
 HERE = Path(__file__).parent
+
+if triton_cpu.is_wanted():
+    triton_cpu.install()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
