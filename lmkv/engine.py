@@ -22,9 +22,9 @@ from lmkv.chunks.hashing import Tokens, chunk_keys, token_bytes
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
-from lmkv.errors import ClosedError, UsageError, shown
+from lmkv.errors import ClosedError, UsageError, short_repr
 from lmkv.memory.copier import ChunkCopy, Copier, Run, block_ids
-from lmkv.memory.copiers import make_copier
+from lmkv.memory.copier_factory import make_copier
 from lmkv.memory.layerwise import LayerReader, LayerWriter
 from lmkv.memory.paged import PagedMemory
 from lmkv.protocols import ChunkKey
@@ -183,7 +183,7 @@ class Engine:
         """
         config = Config.load() if config is None else config
         if not isinstance(config, Config):
-            raise UsageError(f"config must be a Config, as Config.load(...) makes one, not {shown(config)}")
+            raise UsageError(f"config must be a Config, as Config.load(...) makes one, not {short_repr(config)}")
         try:
             tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
         except TypeError:
@@ -242,7 +242,7 @@ class Engine:
         """
         keys, ids = self._request(tokens, blocks, variant)
         deadline = time.monotonic() + _seconds(wait, "wait")
-        done = self._store.match(keys)[1]
+        done = self._store.count_prefix(keys)[1]
         if wait and not self._pace_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return self._store.count_stored(keys[:done]) * self.chunk_size
         try:
@@ -250,7 +250,7 @@ class Engine:
             while done < len(keys):
                 if wait and not self._store.wait_for_room(deadline - time.monotonic()):
                     break
-                end = done + self._store.store_window if wait else len(keys)
+                end = done + self._store.max_pending_stores if wait else len(keys)
                 accepted = self._store_window(tokens, ids, keys, done, end)
                 done += accepted
                 # Once nothing was under way and there still was no slot, there will be none.
@@ -302,7 +302,7 @@ class Engine:
         """
         keys, ids = self._request(tokens, blocks, variant)
         start = done = self._first_chunk(skip_tokens, keys)
-        self._discover(keys, timeout)
+        self._look_up_shared(keys, timeout)
         while done < len(keys):
             with self._next_window(keys[done:], timeout) as lease:
                 copies = self._block_copies(lease, ids, done)
@@ -332,7 +332,7 @@ class Engine:
         copier = self._check_copies()
         keys, ids = self._request(tokens, blocks, variant)
         first = self._first_chunk(skip_tokens, keys)
-        self._discover(keys, timeout)
+        self._look_up_shared(keys, timeout)
         with self._next_window(keys[first:], timeout) as lease:
             copies = self._block_copies(lease, ids, first)
             done = first + len(copies)
@@ -354,7 +354,7 @@ class Engine:
         """
         copier = self._check_copies()
         keys, ids = self._request(tokens, blocks, variant)
-        first = self._store.match(keys)[1]
+        first = self._store.count_prefix(keys)[1]
         with self._reserve(tokens, keys, first, len(keys)) as reservation:
             copies = self._slot_copies(reservation, keys[first:], ids, first)
             tokens_stored = (first + reservation.accepted) * self.chunk_size
@@ -379,7 +379,7 @@ class Engine:
 
     def _first_chunk(self, skip_tokens: Any, keys: Sequence[ChunkKey]) -> int:
         if isinstance(skip_tokens, bool) or not isinstance(skip_tokens, int) or skip_tokens < 0:
-            raise UsageError(f"skip_tokens must be an int of at least 0, not {shown(skip_tokens)}")
+            raise UsageError(f"skip_tokens must be an int of at least 0, not {short_repr(skip_tokens)}")
         return min(skip_tokens // self.chunk_size, len(keys))
 
     def _block_copies(self, lease: Lease, blocks: list[int], first: int) -> list[ChunkCopy]:
@@ -437,13 +437,13 @@ class Engine:
         """
         self._check_open()
         keys = self.keys(tokens, variant)
-        self._discover(keys, timeout)
+        self._look_up_shared(keys, timeout)
         return self._store.count_stored(keys) * self.chunk_size
 
-    def _discover(self, keys: Sequence[ChunkKey], timeout: float) -> None:
-        seconds, discovery = _seconds(timeout, "timeout"), self._store.discover(keys)
-        if discovery is not None:
-            discovery.wait(seconds)
+    def _look_up_shared(self, keys: Sequence[ChunkKey], timeout: float) -> None:
+        seconds, shared_lookup = _seconds(timeout, "timeout"), self._store.look_up_shared(keys)
+        if shared_lookup is not None:
+            shared_lookup.wait(seconds)
 
     def prefetch(self, tokens: Tokens, *, variant: Variant = _PLAIN) -> Prefetch:
         """Start to bring a prompt's KV into host memory and return at once.
@@ -453,7 +453,7 @@ class Engine:
         """
         self._check_open()
         promotion = self._store.promote(
-            self.keys(tokens, variant), priority=Priority.PREFETCH, ttl=self._pin_ttl, discover=True
+            self.keys(tokens, variant), priority=Priority.PREFETCH, ttl=self._pin_ttl, look_up_shared=True
         )
         return Prefetch(promotion, self.chunk_size, self._layout.chunk_bytes)
 
@@ -523,7 +523,7 @@ class Engine:
 
 def _positive(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} must be a positive int, not {shown(value)}")
+        raise UsageError(f"{name} must be a positive int, not {short_repr(value)}")
     return value
 
 
@@ -535,13 +535,15 @@ def _check_variant(given: object) -> None:
         texts = (*(lora or ("", "")), *tags, *tags.values(), "" if salt is None else salt)
         if len(lora or "ab") == 2 and all(isinstance(text, str) for text in texts):
             return
-    raise UsageError(f"variant must be a Variant of a str, a pair of them and a mapping of them, not {shown(given)}")
+    raise UsageError(
+        f"variant must be Variant(cache_salt=str, lora=(str, str), tags={{str: str}}), not {short_repr(given)}"
+    )
 
 
 def _seconds(value: Any, name: str) -> float:
     """As a float that every clock can add: more than thirty years are as good as for ever."""
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
-        raise UsageError(f"{name} must be a number of seconds, not {shown(value)}")
+        raise UsageError(f"{name} must be a number of seconds, not {short_repr(value)}")
     try:
         return max(min(float(value), _FOREVER), -_FOREVER)
     except OverflowError:  # an int of hundreds of digits

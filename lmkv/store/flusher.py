@@ -12,12 +12,12 @@ from typing import Literal
 from attrs import define, field
 
 from lmkv.protocols import Chunk, ChunkKey
-from lmkv.store.tiers.iopool import Deferred, Job, Priority
+from lmkv.store.tiers.iopool import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
+from lmkv.store.tiers.lower import LowerTier
 from lmkv.store.tiers.primary import Entry, PrimaryTier
-from lmkv.store.tiers.secondary import Secondary
 
-_Copy = tuple[Secondary, Entry]
+_Copy = tuple[LowerTier, Entry]
 
 
 @define(eq=False)
@@ -47,8 +47,8 @@ class Flusher:
         self,
         lock: threading.Lock,
         primary: PrimaryTier,
-        tiers: Sequence[Secondary],
-        on_slots_freed: Callable[[Deferred], None],
+        tiers: Sequence[LowerTier],
+        on_slots_freed: Callable[[AfterLock], None],
     ) -> None:
         self._lock = lock
         self._primary = primary
@@ -58,22 +58,22 @@ class Flusher:
         """Copies that the pool had no room for, with their chains. They refer to no slot: eviction may come first."""
 
     @locked
-    def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], deferred: Deferred) -> None:
+    def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
         """Plan the copies that write-through tiers want of entries that were just stored."""
         copies = [copy for entry in entries for copy in self._wanted(entry, "through")]
         for _, entry in copies:
             self._primary.ref(entry)
-        self._plan(copies, chain, deferred)
+        self._plan(copies, chain, after)
 
     @locked
-    def flush(self, victim: Entry, deferred: Deferred) -> bool:
+    def flush(self, victim: Entry, after: AfterLock) -> bool:
         """Plan the copies that write-back tiers want of a victim; False when none of them does."""
         copies = self._wanted(victim, "back")
         if copies:
             self._primary.begin_flush(victim)
             for _ in copies[1:]:
                 victim.refs += 1
-            self._plan(copies, (victim.parent, victim.key), deferred)
+            self._plan(copies, (victim.parent, victim.key), after)
         return bool(copies)
 
     def _wanted(self, entry: Entry, mode: Literal["through", "back"]) -> list[_Copy]:
@@ -84,17 +84,17 @@ class Flusher:
         ]
 
     def _plan(
-        self, copies: Sequence[_Copy], chain: Sequence[ChunkKey], deferred: Deferred, *, late: bool = False
+        self, copies: Sequence[_Copy], chain: Sequence[ChunkKey], after: AfterLock, *, late: bool = False
     ) -> None:
         """Each of the copies refers to its entry already."""
         if copies:
             flush = _Flush(chain, dict.fromkeys(copies), late)
-            deferred.jobs += [
+            after.jobs += [
                 Job(partial(self._copy, copy, flush), Priority.STORE, partial(self._refused, copy, flush))
                 for copy in copies
             ]
 
-    def _copy(self, copy: _Copy, flush: _Flush, deferred: Deferred) -> None:
+    def _copy(self, copy: _Copy, flush: _Flush, after: AfterLock) -> None:
         """I/O thread."""
         tier, entry = copy
         try:
@@ -103,10 +103,10 @@ class Flusher:
             tier.write(chunk, lambda: not entry.removed, partial(flush.ancestors, entry.key))
         finally:
             with self._lock:
-                self._end_copy(flush, deferred)
-                self._plan_late(deferred)
+                self._end_copy(flush, after)
+                self._plan_late(after)
 
-    def _refused(self, copy: _Copy, flush: _Flush, deferred: Deferred) -> None:
+    def _refused(self, copy: _Copy, flush: _Flush, after: AfterLock) -> None:
         """The pool has no room: the copy comes later, if the chunk is still here. Its slot is not kept for it."""
         tier, entry = copy
         with self._lock:
@@ -117,10 +117,10 @@ class Flusher:
             else:
                 # Refused tail first, planned head first.
                 self._late.appendleft((copy, flush.chain))
-            self._end_copy(flush, deferred)
+            self._end_copy(flush, after)
 
     @locked
-    def _plan_late(self, deferred: Deferred) -> None:
+    def _plan_late(self, after: AfterLock) -> None:
         """A copy has ended: there is room for one that had none."""
         while self._late:
             (tier, entry), chain = self._late.popleft()
@@ -128,11 +128,11 @@ class Flusher:
                 tier.count_dropped()
             elif not tier.index.knows(entry.key):
                 self._primary.ref(entry)
-                self._plan([(tier, entry)], chain, deferred, late=True)
+                self._plan([(tier, entry)], chain, after, late=True)
                 return
 
     @locked
-    def _end_copy(self, flush: _Flush, deferred: Deferred) -> None:
+    def _end_copy(self, flush: _Flush, after: AfterLock) -> None:
         flush.left -= 1
         if flush.left:
             return
@@ -144,4 +144,4 @@ class Flusher:
         if flush.late:
             # Its chunk was just used, and would be evicted after those before it.
             self._primary.policy.touch(flush.chain)
-        deferred.calls.append(self._on_slots_freed)
+        after.calls.append(self._on_slots_freed)

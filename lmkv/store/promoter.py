@@ -10,24 +10,24 @@ from attrs import define, evolve
 
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.allocator import SlotAllocator
-from lmkv.store.discovery import Discovery
 from lmkv.store.promotion import Promotion
-from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority
+from lmkv.store.shared_lookup import SharedLookup
+from lmkv.store.tiers.iopool import AfterLock, IOPool, Job, Priority
 from lmkv.store.tiers.locking import locked
+from lmkv.store.tiers.lower import LowerTier, first_with
 from lmkv.store.tiers.primary import Entry, PrimaryTier, State
-from lmkv.store.tiers.secondary import Secondary, first_with
 
 
 @define(eq=False)
 class _Load(Job):
-    tier: Secondary
+    tier: LowerTier
 
 
-def wake(entry: Entry, deferred: Deferred) -> None:
+def wake(entry: Entry, after: AfterLock) -> None:
     """Locked. Tell those who wait for an entry that it is READY, or was removed unfilled."""
     waiters, entry.waiters = entry.waiters, ()
     for waiter in waiters:
-        waiter.on_entry_done(entry, deferred)
+        waiter.on_entry_done(entry, after)
 
 
 class Promoter:
@@ -37,7 +37,7 @@ class Promoter:
         self,
         lock: threading.Lock,
         primary: PrimaryTier,
-        tiers: Sequence[Secondary],
+        tiers: Sequence[LowerTier],
         allocator: SlotAllocator,
         pool: IOPool,
         max_prefetched: int,
@@ -52,7 +52,7 @@ class Promoter:
         self._prefetched = 0
         self._clock = clock
         self._waiting: list[Promotion] = []
-        self._sources: dict[Entry, Secondary] = {}
+        self._sources: dict[Entry, LowerTier] = {}
         """Of the entries that are LOADING."""
         self._expiring: dict[Promotion, float] = {}
         self._next_end = float("inf")
@@ -63,28 +63,28 @@ class Promoter:
         keys: Sequence[ChunkKey],
         priority: Priority,
         ttl: float | None,
-        deferred: Deferred,
-        discovery: Discovery | None = None,
+        after: AfterLock,
+        shared_lookup: SharedLookup | None = None,
         chain: Sequence[ChunkKey] = (),
     ) -> Promotion:
-        """Begin a promotion: at once, or when `discovery` is done. Expired ones were released before.
+        """Begin a promotion: at once, or when `shared_lookup` is done. Expired ones were released before.
 
         Of the rest of `chain` nothing is evicted for it that no lower tier stores, if there is anything else.
         """
         promotion = Promotion(priority, self._lock, self.release, chain, self._clock)
-        if discovery is None:
-            self._extend(promotion, keys, deferred)
+        if shared_lookup is None:
+            self._extend(promotion, keys, after)
         else:
-            promotion.waiting_keys, promotion.discovery = keys, discovery
+            promotion.waiting_keys, promotion.shared_lookup = keys, shared_lookup
             self._waiting.append(promotion)
         if ttl is not None:
             end = self._expiring[promotion] = self._clock() + ttl
             self._next_end = min(self._next_end, end)
-        self._allocator.keep_free(deferred)
+        self._allocator.keep_free(after)
         return promotion
 
     @locked
-    def _extend(self, promotion: Promotion, keys: Sequence[ChunkKey], deferred: Deferred) -> None:
+    def _extend(self, promotion: Promotion, keys: Sequence[ChunkKey], after: AfterLock) -> None:
         """Add the leading chunks of `keys`; `waiting_keys` is what has to wait for slots."""
         promotion.waiting_keys = ()
         parent = promotion.entries[-1].key if promotion.entries else b""
@@ -94,39 +94,39 @@ class Promoter:
                 break
             entry = entries.get(key)
             if entry is not None and self.hangs(entry):
-                self.give_up(entry, deferred)
+                self.give_up(entry, after)
                 entry = None
             tier = None if entry else first_with(self._tiers, key)
             if tier is not None:
                 if kept is None and not self._primary.slab.free_slots:
                     kept = {here for here in promotion.chain if here in entries and not first_with(self._tiers, here)}
-                slot = self._allocator.acquire(key, deferred, kept)
+                slot = self._allocator.allocate(key, after, kept)
                 if slot is None and kept:
-                    slot = self._allocator.acquire(key, deferred)
+                    slot = self._allocator.allocate(key, after)
                 if slot is None:
                     self._wait_for_slots(promotion, keys[index:])
                     break
                 entry = self._primary.enter(key, slot, State.LOADING, parent)
-                self._begin_load(entry, tier, promotion.priority, deferred)
+                self._begin_load(entry, tier, promotion.priority, after)
             if entry is None:
                 break
-            self._join(promotion, entry, tier, deferred)
+            self._join(promotion, entry, tier, after)
             parent = key
-        promotion.finish_if_complete(deferred)
+        promotion.finish_if_complete(after)
 
     def _may_prefetch(self, key: ChunkKey) -> bool:
         """Whether a prefetch may refer to one more chunk: one that others prefetched costs nothing more."""
         entry = self._primary.entries.get(key)
         return self._prefetched < self._max_prefetched or (entry is not None and entry.prefetches > 0)
 
-    def _begin_load(self, entry: Entry, tier: Secondary, priority: Priority, deferred: Deferred) -> None:
+    def _begin_load(self, entry: Entry, tier: LowerTier, priority: Priority, after: AfterLock) -> None:
         work, refused = partial(self._load, tier, entry), partial(self._refused, tier, entry)
         entry.load = _Load(work, priority, refused, tier)
         self._sources[entry] = tier
         tier.index.begin_read(entry.key)
-        deferred.jobs.append(entry.load)
+        after.jobs.append(entry.load)
 
-    def _join(self, promotion: Promotion, entry: Entry, tier: Secondary | None, deferred: Deferred) -> None:
+    def _join(self, promotion: Promotion, entry: Entry, tier: LowerTier | None, after: AfterLock) -> None:
         self._primary.ref(entry)
         promotion.add(entry, tier.name if tier else self._primary.name)
         if promotion.priority is Priority.PREFETCH:
@@ -135,11 +135,11 @@ class Promoter:
         elif entry.load is not None and entry.load.priority is Priority.PREFETCH:
             # Queued again, with a demand's priority: whichever job comes first does the load.
             entry.load = evolve(entry.load, priority=Priority.LOAD)
-            deferred.jobs.append(entry.load)
+            after.jobs.append(entry.load)
 
     # -- loads --------------------------------------------------------------------------------------------
 
-    def _load(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
+    def _load(self, tier: LowerTier, entry: Entry, after: AfterLock) -> None:
         """I/O thread: fill the entry's slot from the tier, if that is wanted and was not done yet."""
         with self._lock:
             load, entry.load = entry.load, None
@@ -159,17 +159,17 @@ class Promoter:
                     self._primary.mark_ready(entry)
                     entry.prefetched = load.priority is Priority.PREFETCH and not entry.removed
                     self._primary.counters.prefetched += entry.prefetched
-                self._end_load(tier, entry, deferred)
-                self._allocator.keep_free(deferred)
+                self._end_load(tier, entry, after)
+                self._allocator.keep_free(after)
 
     @locked
-    def _end_load(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
+    def _end_load(self, tier: LowerTier, entry: Entry, after: AfterLock) -> None:
         """The load refers to its chunk no more, which is READY or never will be."""
         del self._sources[entry]
         if entry.state is not State.READY:
             self._primary.remove(entry)
         tier.index.end_read(entry.key)
-        wake(entry, deferred)
+        wake(entry, after)
         self._primary.unref(entry)
 
     @locked
@@ -179,17 +179,17 @@ class Promoter:
         return tier is not None and not tier.usable
 
     @locked
-    def give_up(self, entry: Entry, deferred: Deferred) -> None:
+    def give_up(self, entry: Entry, after: AfterLock) -> None:
         """Another slot takes the place of an entry that `hangs`; its own is freed when the load ends, if ever."""
         self._primary.remove(entry)
-        wake(entry, deferred)
+        wake(entry, after)
 
-    def _refused(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
+    def _refused(self, tier: LowerTier, entry: Entry, after: AfterLock) -> None:
         """Not locked. The pool is closed."""
         with self._lock:
             if entry.load is not None:
                 entry.load = None
-                self._end_load(tier, entry, deferred)
+                self._end_load(tier, entry, after)
 
     # -- waiting for slots --------------------------------------------------------------------------------
 
@@ -200,76 +200,76 @@ class Promoter:
             self._waiting.append(promotion)
 
     @locked
-    def resume(self, deferred: Deferred) -> None:
-        """Slots may be free, or a discovery done: go on with the promotions that wait, in their order."""
+    def resume(self, after: AfterLock) -> None:
+        """Slots may be free, or a shared lookup done: go on with the promotions that wait, in their order."""
         waiting, self._waiting = self._waiting, []
         for promotion in waiting:
-            if promotion.discovery is not None and not promotion.discovery.done:
+            if promotion.shared_lookup is not None and not promotion.shared_lookup.done:
                 self._waiting.append(promotion)
             elif not promotion.released:
-                self._extend(promotion, () if promotion.failed else promotion.waiting_keys, deferred)
+                self._extend(promotion, () if promotion.failed else promotion.waiting_keys, after)
 
     # -- ends ---------------------------------------------------------------------------------------------
 
     def release(self, promotion: Promotion) -> None:
         """Not locked. Idempotent."""
-        deferred = Deferred()
+        after = AfterLock()
         with self._lock:
-            self._release(promotion, deferred)
-        deferred.run(self._pool)
+            self._release(promotion, after)
+        after.run(self._pool)
 
     @locked
-    def _release(self, promotion: Promotion, deferred: Deferred) -> None:
+    def _release(self, promotion: Promotion, after: AfterLock) -> None:
         if promotion.released:
             return
         promotion.released = True
         self._expiring.pop(promotion, None)
         promotion.waiting_keys = ()
-        promotion.finish_if_complete(deferred)
+        promotion.finish_if_complete(after)
         for entry in reversed(promotion.entries):
             if promotion.priority is Priority.PREFETCH:
                 entry.prefetches -= 1
                 self._prefetched -= not entry.prefetches
             self._primary.unref(entry)
             if entry.load is not None and entry.refs == 1:
-                self._cancel_load(entry, deferred)
+                self._cancel_load(entry, after)
         keys = promotion.keys if self._tiers else ()
         for tier in self._tiers:
             tier.index.policy.touch(keys)
 
-    def _cancel_load(self, entry: Entry, deferred: Deferred) -> None:
+    def _cancel_load(self, entry: Entry, after: AfterLock) -> None:
         """No promotion waits any more for a read that has not begun."""
         load, entry.load = entry.load, None
         assert isinstance(load, _Load)
-        self._end_load(load.tier, entry, deferred)
+        self._end_load(load.tier, entry, after)
 
     @locked
-    def expire(self, deferred: Deferred) -> None:
+    def expire(self, after: AfterLock) -> None:
         """Release the promotions whose time is over."""
         now = self._clock()
         if now < self._next_end:
             return
         for promotion in [promotion for promotion, end in self._expiring.items() if end <= now]:
-            self._release(promotion, deferred)
+            self._release(promotion, after)
         self._next_end = min(self._expiring.values(), default=float("inf"))
 
     @locked
-    def end_prefetches(self, deferred: Deferred, removed: Collection[ChunkKey] | None = None) -> None:
+    def end_prefetches(self, after: AfterLock, removed: Collection[ChunkKey] | None = None) -> None:
         """Release prefetches whose chunks were removed, some of them or all: the rest is of no use without them."""
         for promotion in list(self._expiring):
             if promotion.priority is Priority.PREFETCH and (
                 removed is None or any(entry.key in removed for entry in promotion.entries)
             ):
-                self._release(promotion, deferred)
+                self._release(promotion, after)
 
     @locked
-    def close(self, deferred: Deferred) -> None:
+    def close(self, after: AfterLock) -> None:
         """Nothing more will be loaded: tell everybody who waits."""
         for promotion in self._waiting:
             promotion.waiting_keys = ()
-            promotion.finish_if_complete(deferred)
+            promotion.finish_if_complete(after)
         self._waiting.clear()
         for entry in list(self._primary.entries.values()):
             if entry.state is State.LOADING:
                 self._primary.remove(entry)
-                wake(entry, deferred)
+                wake(entry, after)

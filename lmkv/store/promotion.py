@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from lmkv.errors import ClosedError
 from lmkv.protocols import ChunkKey, Clock
-from lmkv.store.discovery import Discovery
-from lmkv.store.tiers.iopool import Deferred, Priority
+from lmkv.store.shared_lookup import SharedLookup
+from lmkv.store.tiers.iopool import AfterLock, Priority
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.primary import Entry
 
@@ -52,8 +52,8 @@ class Promotion:
         self._callbacks: list[Callable[[], None]] = []
         self.released = False
         self.waiting_keys: Sequence[ChunkKey] = ()
-        """Locked. Keys that wait for `discovery`, or for slots while chunks are flushed."""
-        self.discovery: Discovery | None = None
+        """Locked. Keys that wait for `shared_lookup`, or for slots while chunks are flushed."""
+        self.shared_lookup: SharedLookup | None = None
 
     def __repr__(self) -> str:
         state = "released" if self.released else "done" if self.done else "under way"
@@ -131,7 +131,7 @@ class Promotion:
             self._awaited[entry] = source
 
     @locked
-    def on_entry_done(self, entry: Entry, deferred: Deferred) -> None:
+    def on_entry_done(self, entry: Entry, after: AfterLock) -> None:
         """An entry that it waits for is READY, or was removed unfilled."""
         source = self._awaited.pop(entry)
         if entry.ready:
@@ -139,14 +139,14 @@ class Promotion:
             self.delivered[source] = count + 1, self._clock()
         else:
             self._failed_at = min(self._entries.index(entry), len(self))
-        self.finish_if_complete(deferred)
+        self.finish_if_complete(after)
 
     @locked
-    def finish_if_complete(self, deferred: Deferred) -> None:
+    def finish_if_complete(self, after: AfterLock) -> None:
         if not self._awaited and not self.waiting_keys:
-            deferred.calls.append(self._finish)
+            after.calls.append(self._finish)
 
-    def _finish(self, deferred: Deferred) -> None:
+    def _finish(self, after: AfterLock) -> None:
         """Not locked. Idempotent."""
         with self._lock:
             self._done.set()

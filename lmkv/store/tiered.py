@@ -1,7 +1,7 @@
 """One index over a host-memory tier and lower tiers.
 
 One lock guards the metadata of all tiers; it is never held during I/O, copies, log lines or callbacks. Each
-method plans under it into a `Deferred`, and runs that outside. The parts (`allocator`, `flusher`, `promoter`,
+method plans under it into an `AfterLock`, and runs that outside. The parts (`allocator`, `flusher`, `promoter`,
 `pins`, `tiers`) share that lock: `@locked` marks those of their methods that want it held.
 """
 
@@ -21,18 +21,18 @@ from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
 from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
 from lmkv.store.allocator import SlotAllocator
-from lmkv.store.discovery import Discovery
 from lmkv.store.flusher import Flusher
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.pins import Pins
 from lmkv.store.promoter import Promoter, wake
 from lmkv.store.promotion import Promotion
-from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority, attempt
+from lmkv.store.shared_lookup import SharedLookup
+from lmkv.store.tiers.iopool import AfterLock, IOPool, Job, Priority, attempt
 from lmkv.store.tiers.locking import locked
+from lmkv.store.tiers.lower import LowerTier, Operation, first_with
 from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.primary import Entry, PrimaryTier, State
 from lmkv.store.tiers.scanner import TierScanner
-from lmkv.store.tiers.secondary import Operation, Secondary, first_with
 from lmkv.store.tiers.stats import StoreStats
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class TieredStore:
     ----------
     primary : Tier
         Its backend must be in host memory (`CPUPinnedBackend`); its slots become the store's.
-    secondaries : sequence of Tier
+    lower : sequence of Tier
         Lower tiers. Those that persist are indexed in the background; what is indexed already is served
         meanwhile.
     io_threads : int
@@ -92,7 +92,7 @@ class TieredStore:
     def __init__(
         self,
         primary: Tier,
-        secondaries: Sequence[Tier] = (),
+        lower: Sequence[Tier] = (),
         *,
         io_threads: int = 8,
         prefetch_share: float = 0.5,
@@ -106,20 +106,20 @@ class TieredStore:
         self._primary = PrimaryTier(primary, retain=retain, spans=spans, observers=self._observers)
         slots = self._primary.slab.num_slots
         nbytes = self._primary.payloads.nbytes
-        for tier in secondaries:
+        for tier in lower:
             if self.slab.descriptor >= 0 and isinstance(tier.backend, RegistersMemory):
                 tier.backend.register_memory(self.slab.descriptor, self.slab.address, self.slab.nbytes)
-        self._tiers = [Secondary(tier, nbytes, self._lock, clock, self._observers) for tier in secondaries]
+        self._tiers = [LowerTier(tier, nbytes, self._lock, clock, self._observers) for tier in lower]
         # Writes must not refer to so many slots that loads find none.
-        self.store_window = max(1, min(_MAX_STORES, slots // 2)) if secondaries else slots
+        self.max_pending_stores = max(1, min(_MAX_STORES, slots // 2)) if lower else slots
         """Chunks that can be stored at a time without a write to a lower tier being refused for them."""
-        self._pool = IOPool(io_threads, self.store_window * max(1, len(secondaries)))
+        self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
         self._pins = Pins(self._primary, clock)
         self._flusher = Flusher(self._lock, self._primary, self._tiers, self._resume)
         self._allocator = SlotAllocator(
             self._primary,
             self._flusher,
-            max_flushing=self.store_window if any(tier.write == "back" for tier in secondaries) else 0,
+            max_flushing=self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0,
         )
         prefetched = max(1, int(slots * prefetch_share))
         self._promoter = Promoter(
@@ -155,9 +155,9 @@ class TieredStore:
         entry = self._primary.entries.get(key)
         if entry is not None and not self._promoter.hangs(entry):
             return Presence.READY if entry.ready else Presence.PENDING
-        return Presence.SECONDARY if first_with(self._tiers, key) else Presence.MISS
+        return Presence.LOWER if first_with(self._tiers, key) else Presence.MISS
 
-    def match(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
+    def count_prefix(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
         """`(ready, found)`: leading chunks in the primary tier, and leading chunks anywhere."""
         with self._lock:
             ready = len(self._primary.leading_ready(keys))
@@ -214,17 +214,17 @@ class TieredStore:
             return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
 
     def add_observer(self, observer: StoreObserver) -> None:
-        """Tell it from now on what comes into the tiers and goes. What they have already: `report_to`."""
+        """Tell it from now on what comes into the tiers and goes. What they have already: `replay_to`."""
         with self._lock:
             self._observers.append(observer)
 
-    def report_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
+    def replay_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
         """Tell an observer which tiers have these chunks, as `stored`; for each, whether any of them has."""
         with self._lock:
-            return [self._report_to(observer, key) for key in keys]
+            return [self._replay_to(observer, key) for key in keys]
 
     @locked
-    def _report_to(self, observer: StoreObserver, key: ChunkKey) -> bool:
+    def _replay_to(self, observer: StoreObserver, key: ChunkKey) -> bool:
         entry = self._primary.entries.get(key)
         names = [self._primary.name] if entry is not None and entry.ready else []
         names += [tier.name for tier in self._tiers if key in tier.index]
@@ -243,7 +243,7 @@ class TieredStore:
                 if entry.prefetched:
                     self._primary.use_prefetched(entry)
             if entries:
-                self._primary.used(entries[-1].key)
+                self._primary.touch_tail(entries[-1].key)
             self._primary.counters.hits += len(entries)
         return Lease(entries, self._unref)
 
@@ -277,12 +277,12 @@ class TieredStore:
         too. `protect`: the whole chain, head first: what comes before a chunk is not evicted for
         it, unless a lower tier stores it.
         """
-        deferred = Deferred()
+        after = AfterLock()
         entries: list[Entry] = []
         accepted = 0
         width = len(tokens) // len(keys) if keys else 0
         with self._lock:
-            self._expire(deferred)
+            self._expire(after)
             kept = self._only_copies(keys, protect)
             if kept is not None and not self._closed:
                 self._free_up(keys, kept)
@@ -290,10 +290,10 @@ class TieredStore:
             for key in () if self._closed else keys:
                 known = known_entries.get(key)
                 if known is not None and self._promoter.hangs(known):
-                    self._promoter.give_up(known, deferred)
+                    self._promoter.give_up(known, after)
                     known = None
                 if known is None:
-                    slot = self._allocator.acquire(key, deferred, kept)
+                    slot = self._allocator.allocate(key, after, kept)
                     if slot is None:
                         break
                     ids = tokens[accepted * width : (accepted + 1) * width] if width else b""
@@ -304,7 +304,7 @@ class TieredStore:
                 accepted += 1
                 parent = key
             self._primary.counters.write_rejects += len(keys) - accepted
-        deferred.run(self._pool)
+        after.run(self._pool)
         chain = protect or keys
         return Reservation(entries, accepted, lambda done: self._commit(done, chain), self._abort)
 
@@ -324,39 +324,39 @@ class TieredStore:
         self._allocator.free_up(len(keys) - len(here), kept | here)
 
     def _commit(self, entries: Sequence[Entry], chain: Sequence[ChunkKey]) -> None:
-        deferred = Deferred()
+        after = AfterLock()
         primary = self._primary
         with self._lock:
             for entry in entries:
                 primary.mark_ready(entry)
                 if entry.origin:
-                    primary.supersede(entry)
+                    primary.drop_shorter_tails(entry)
                 if entry.waiters:
-                    wake(entry, deferred)
+                    wake(entry, after)
             if self._tiers:
-                self._flusher.write_through(entries, chain, deferred)
+                self._flusher.write_through(entries, chain, after)
             for entry in reversed(entries):
                 primary.unref(entry)
             primary.counters.writes += len(entries)
             primary.counters.written_bytes += len(entries) * primary.slot_bytes
-            self._allocator.keep_free(deferred)
-        deferred.run(self._pool)
+            self._allocator.keep_free(after)
+        after.run(self._pool)
 
     def _abort(self, entries: Sequence[Entry]) -> None:
-        deferred = Deferred()
+        after = AfterLock()
         with self._lock:
             for entry in entries:
                 self._primary.remove(entry)
-                wake(entry, deferred)
+                wake(entry, after)
                 self._primary.unref(entry)
-        deferred.run(self._pool)
+        after.run(self._pool)
 
-    def share(self, keys: Sequence[ChunkKey]) -> int:
+    def write_to_shared(self, keys: Sequence[ChunkKey]) -> int:
         """Have leading chunks written to shared tiers that lack them; how many are there, or on their way.
 
         Chunks that are still being stored are written when they are committed, the others from now on.
         """
-        deferred = Deferred()
+        after = AfterLock()
         with self._lock:
             shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
             writable = any(tier.writable for tier in shared)
@@ -370,8 +370,8 @@ class TieredStore:
                 if entry is not None and entry.ready and not entry.refs and not known:
                     entries.append(entry)
                 count += 1
-            self._flusher.write_through(entries, keys, deferred)
-        deferred.run(self._pool)
+            self._flusher.write_through(entries, keys, after)
+        after.run(self._pool)
         return count
 
     # -- pins ---------------------------------------------------------------------------------------------
@@ -390,17 +390,17 @@ class TieredStore:
             return sum(self._pins.unpin(key) for key in reversed(keys))
 
     @locked
-    def _expire(self, deferred: Deferred) -> None:
+    def _expire(self, after: AfterLock) -> None:
         """End the pins and prefetches whose time is over, before somebody asks for slots."""
         self._pins.expire()
-        self._promoter.expire(deferred)
+        self._promoter.expire(after)
 
     def poll(self) -> None:
         """End pins and prefetches whose time is over now; otherwise the next to want slots does it."""
-        deferred = Deferred()
+        after = AfterLock()
         with self._lock:
-            self._expire(deferred)
-        deferred.run(self._pool)
+            self._expire(after)
+        after.run(self._pool)
 
     # -- from lower tiers ---------------------------------------------------------------------------------
 
@@ -411,52 +411,52 @@ class TieredStore:
         priority: Priority = Priority.LOAD,
         limit: int | None = None,
         ttl: float | None = None,
-        discover: bool = False,
+        look_up_shared: bool = False,
     ) -> Promotion:
         """Bring the leading chunks of `keys` into the primary tier, at most `limit` of them.
 
         Ends before the first chunk that no tier stores, or that finds no slot; a prefetch also before it
-        would exceed its share of the tier. With `discover` shared tiers are asked first for what the indexes
+        would exceed its share of the tier. With `look_up_shared` shared tiers are asked first for what the indexes
         do not know. Never waits. The promotion refers to its chunks until it is released, or until `ttl`
         seconds from now are over and slots are wanted.
         """
-        deferred = Deferred()
+        after = AfterLock()
         with self._lock:
-            self._expire(deferred)
+            self._expire(after)
             wanted = () if self._closed else keys[:limit]
-            discovery = self._plan_discovery(wanted, deferred, self._resume) if discover else None
-            promotion = self._promoter.promote(wanted, priority, ttl, deferred, discovery, chain=keys)
-        deferred.run(self._pool)
+            shared_lookup = self._plan_shared_lookup(wanted, after, self._resume) if look_up_shared else None
+            promotion = self._promoter.promote(wanted, priority, ttl, after, shared_lookup, chain=keys)
+        after.run(self._pool)
         return promotion
 
-    def _resume(self, deferred: Deferred) -> None:
-        """Go on with the promotions that waited for slots or for a discovery."""
+    def _resume(self, after: AfterLock) -> None:
+        """Go on with the promotions that waited for slots or for a shared lookup."""
         with self._lock:
-            self._expire(deferred)
-            self._promoter.resume(deferred)
+            self._expire(after)
+            self._promoter.resume(after)
 
-    def discover(self, keys: Sequence[ChunkKey]) -> Discovery | None:
+    def look_up_shared(self, keys: Sequence[ChunkKey]) -> SharedLookup | None:
         """Ask shared tiers, in the background, for leading chunks that the indexes do not know.
 
         None when there is nothing to ask: no tier is shared, or all chunks are known. Never waits.
         """
-        deferred = Deferred()
+        after = AfterLock()
         with self._lock:
-            discovery = None if self._closed else self._plan_discovery(keys, deferred)
-        deferred.run(self._pool)
-        return discovery
+            shared_lookup = None if self._closed else self._plan_shared_lookup(keys, after)
+        after.run(self._pool)
+        return shared_lookup
 
     @locked
-    def _plan_discovery(
-        self, keys: Sequence[ChunkKey], deferred: Deferred, on_done: Callable[[Deferred], None] = lambda deferred: None
-    ) -> Discovery | None:
+    def _plan_shared_lookup(
+        self, keys: Sequence[ChunkKey], after: AfterLock, on_done: Callable[[AfterLock], None] = lambda after: None
+    ) -> SharedLookup | None:
         shared = [tier for tier in self._tiers if tier.shared and tier.usable]
         unknown = keys[self._count_found(keys) :] if shared else ()
         if not unknown:
             return None
-        discovery = Discovery(unknown, shared, on_done, self._clock)
-        deferred.jobs.append(discovery.job())
-        return discovery
+        shared_lookup = SharedLookup(unknown, shared, on_done, self._clock)
+        after.jobs.append(shared_lookup.job())
+        return shared_lookup
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
         """Wait until the persistent tiers are indexed, at most `timeout` seconds; whether they are."""
@@ -474,34 +474,34 @@ class TieredStore:
 
         Flushes of these chunks that are under way are stopped.
         """
-        deferred = Deferred()
+        after = AfterLock()
         with self._lock:
-            self._drop(keys, deferred)
-        deferred.run(self._pool)
+            self._drop(keys, after)
+        after.run(self._pool)
 
     @locked
-    def _drop(self, keys: Sequence[ChunkKey], deferred: Deferred) -> None:
+    def _drop(self, keys: Sequence[ChunkKey], after: AfterLock) -> None:
         for key in keys:
             entry = self._primary.entries.get(key)
             if entry is not None:
                 self._pins.unpin(key)
                 self._primary.remove(entry)
-        self._promoter.end_prefetches(deferred, frozenset(keys))
+        self._promoter.end_prefetches(after, frozenset(keys))
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Remove chunks from every tier; returns how many were in one. What is leased stays readable.
 
         None of them is served any more; `drain` waits until the bytes in lower tiers are deleted, too.
         """
-        deferred = Deferred()
+        after = AfterLock()
         with self._lock:
             known = sum(self._presence(key) is not Presence.MISS for key in keys)
-            self._drop(keys, deferred)
+            self._drop(keys, after)
             for tier in self._tiers:
                 # In tiers that cannot be read now, too: they would serve the chunks again later.
                 tier.index.mark_deleted(keys, unknown=tier.shared)
-                deferred.jobs.append(Job(_without_plans(tier.reclaim), Priority.LOAD, _nothing))
-        deferred.run(self._pool)
+                after.jobs.append(Job(_without_plans(tier.reclaim), Priority.LOAD, _nothing))
+        after.run(self._pool)
         return known
 
     def clear(self, *, lower: bool = True) -> int:
@@ -510,15 +510,15 @@ class TieredStore:
         From its return on nothing of before is served, not even what is being stored or loaded right now, or
         what other processes have put into a shared tier. `drain` waits until it is deleted, too.
         """
-        deferred = Deferred()
+        after = AfterLock()
         with self._lock:
             keys = set(self._primary.clear())
             self._pins.clear()
-            self._promoter.end_prefetches(deferred)
+            self._promoter.end_prefetches(after)
             for tier in self._tiers if lower else ():
                 keys.update(tier.index.clear())
-                deferred.jobs.append(Job(_without_plans(tier.delete_all), Priority.LOAD, _nothing))
-        deferred.run(self._pool)
+                after.jobs.append(Job(_without_plans(tier.delete_all), Priority.LOAD, _nothing))
+        after.run(self._pool)
         return len(keys)
 
     # -- the rest -----------------------------------------------------------------------------------------
@@ -531,7 +531,7 @@ class TieredStore:
             writing, loading = primary.writing, primary.loading
         return StoreStats(tiers, leased, pinned, writing, loading, self._pool.pending)
 
-    def take_times(self) -> list[tuple[str, Operation, float]]:
+    def drain_latencies(self) -> list[tuple[str, Operation, float]]:
         """Lower tiers' reads and writes that succeeded since the last call, with their seconds: 1,000 of each tier."""
         with self._lock:
             taken = [(tier.name, *each) for tier in self._tiers for each in tier.times]
@@ -540,8 +540,8 @@ class TieredStore:
         return taken
 
     def wait_for_room(self, timeout: float) -> bool:
-        """Wait until a whole `store_window` can be stored without a refusal, at most `timeout` seconds."""
-        return self._pool.wait_for_room(self.store_window * max(1, len(self._tiers)), timeout)
+        """Wait until a whole `max_pending_stores` can be stored without a refusal, at most `timeout` seconds."""
+        return self._pool.wait_for_room(self.max_pending_stores * max(1, len(self._tiers)), timeout)
 
     def drain(self, timeout: float = 10.0) -> bool:
         """Wait until no I/O is waiting or running, at most `timeout` seconds; True when that is so."""
@@ -561,13 +561,13 @@ class TieredStore:
             scanner.stop(max(0.0, deadline - time.monotonic()))
         if not self._pool.close(max(0.0, deadline - time.monotonic())):
             logger.warning("lmkv: a backend hangs; its I/O thread is left behind")
-        deferred = Deferred()
+        after = AfterLock()
         with self._lock:
-            self._promoter.close(deferred)
+            self._promoter.close(after)
             self._primary.clear()
             for tier in self._tiers:
                 tier.close()
-        deferred.run(self._pool)
+        after.run(self._pool)
         for backend in (*(tier.backend for tier in self._tiers), self._primary.backend):
             _close(backend)
 
@@ -599,12 +599,12 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _nothing(deferred: Deferred) -> None:
+def _nothing(after: AfterLock) -> None:
     """For a deletion that the closed pool refuses: the store serves nothing any more."""
 
 
-def _without_plans(work: Callable[[], None]) -> Callable[[Deferred], None]:
-    return lambda deferred: work()
+def _without_plans(work: Callable[[], None]) -> Callable[[AfterLock], None]:
+    return lambda after: work()
 
 
 def _close(backend: Backend) -> None:

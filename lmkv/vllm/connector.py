@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from lmkv.build import build_store
 from lmkv.config import Config
 from lmkv.errors import UsageError
-from lmkv.memory.copiers import check_device
+from lmkv.memory.copier_factory import check_device
 from lmkv.memory.paged import block_rows
 from lmkv.memory.slab import slab_name
 from lmkv.vllm import compat, kv_events

@@ -211,7 +211,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert live <= self.store.unpin(keys) <= len(keys)
         else:
             count = self.store.pin(keys, ttl)
-            assert count == self.store.match(keys)[0]
+            assert count == self.store.count_prefix(keys)[0]
             self.pins.update(dict.fromkeys(keys[:count], self.clock() + ttl))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 70.0]), poll=st.booleans())
@@ -267,14 +267,14 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_found_was_committed(self) -> None:
         present = dict(zip(ALL, self.store.lookup(ALL), strict=True))
-        assert {key for key in ALL if present[key] in (Presence.READY, Presence.SECONDARY)} <= self.committed
+        assert {key for key in ALL if present[key] in (Presence.READY, Presence.LOWER)} <= self.committed
         for key, end in self.pins.items():
             assert end <= self.clock() or present[key] is Presence.READY, "a pinned chunk was evicted"
 
     @invariant()
     def observers_were_told_what_the_tiers_have(self) -> None:
         now = Residents()
-        found = self.store.report_to(now, ALL)
+        found = self.store.replay_to(now, ALL)
         told = {tier: keys for tier, keys in self.told.of.items() if keys}
         assert now.of == told
         assert found == [any(key in keys for keys in told.values()) for key in ALL]
@@ -293,7 +293,7 @@ class StoreMachine(RuleBasedStateMachine):
         stats = store.stats()
         assert stats.writing == store._primary.writing >= 0
         assert stats.primary.chunks == sum(entry.ready for entry in entries)
-        assert len(store._primary.policy._queue.keys() | store._primary.policy._acquired.keys()) == sum(
+        assert len(store._primary.policy._queue.keys() | store._primary.policy._held.keys()) == sum(
             entry.in_policy for entry in entries
         )
 
@@ -342,7 +342,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.pool.drain(0)
         self.everything_is_released()
         self.store.close()
-        assert self.store.match(ALL) == (0, 0)
+        assert self.store.count_prefix(ALL) == (0, 0)
         assert self.store.slab.free_slots == 0 or not self.store.slab._used.count(1)
 
     def everything_is_released(self) -> None:
@@ -354,9 +354,9 @@ class StoreMachine(RuleBasedStateMachine):
         for tier in store._tiers:
             assert not tier.index._reclaiming
             assert tier.index._reclaiming_bytes == 0
-            assert len(tier.index.policy._queue.keys() | tier.index.policy._acquired.keys()) == len(tier.index)
+            assert len(tier.index.policy._queue.keys() | tier.index.policy._held.keys()) == len(tier.index)
             evictable = copy.deepcopy(tier.index.policy).evict(len(tier.index) * SLOT)
-            assert evictable is not None, "nobody reads it, and yet it is acquired"
+            assert evictable is not None, "nobody reads it, and yet it is held"
         for key in ALL:
             self.check_below(key)
 

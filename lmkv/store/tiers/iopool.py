@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from attrs import define, field
 
-from lmkv.errors import told
+from lmkv.errors import safe_repr
 from lmkv.store.tiers.locking import locked
 
 logger = logging.getLogger(__name__)
@@ -42,30 +42,30 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         # A panic of a library in Rust, for one, is no Exception.
-        return failed(RuntimeError(told(error)))
+        return failed(RuntimeError(safe_repr(error)))
 
 
 @define(eq=False)
 class Job:
     """`work` runs on an I/O thread and handles its own errors; `refused` runs if the pool does not take it.
 
-    Both get a `Deferred` for what they plan in turn; it is run after them.
+    Both get an `AfterLock` for what they plan in turn; it is run after them.
     """
 
-    work: Callable[[Deferred], None]
+    work: Callable[[AfterLock], None]
     priority: Priority
-    refused: Callable[[Deferred], None]
+    refused: Callable[[AfterLock], None]
 
 
 @define(eq=False)
-class Deferred:
+class AfterLock:
     """What was decided under a lock, to be done after its release: plan under the lock, then `run`.
 
     `calls` come after `jobs` and must not raise.
     """
 
     jobs: list[Job] = field(factory=list)
-    calls: list[Callable[[Deferred], None]] = field(factory=list)
+    calls: list[Callable[[AfterLock], None]] = field(factory=list)
 
     def run(self, pool: IOPool) -> None:
         """Do all of it, what jobs and calls add meanwhile included. No lock may be held."""
@@ -161,14 +161,14 @@ class IOPool:
                         self._idle.notify_all()
 
     def _do(self, job: Job) -> None:
-        deferred = Deferred()
+        after = AfterLock()
         try:
             try:
-                job.work(deferred)
+                job.work(after)
             finally:
                 if job.priority is Priority.STORE:
                     self._end_store()
-                deferred.run(self)
+                after.run(self)
         except BaseException:
             # The thread must go on, whatever a handler of logs raises.
             with suppress(BaseException):

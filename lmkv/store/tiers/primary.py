@@ -17,7 +17,7 @@ from lmkv.chunks.hashing import TailKey
 from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
 from lmkv.protocols import ChunkKey, Tier
-from lmkv.store.tiers.iopool import Deferred, Job
+from lmkv.store.tiers.iopool import AfterLock, Job
 from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.payloads import Payloads
 from lmkv.store.tiers.prefixes import PrefixIndex
@@ -38,7 +38,7 @@ class State(Enum):
 class Waiter(Protocol):
     """What waits for an entry to be filled: a promotion, as seen from below."""
 
-    def on_entry_done(self, entry: Entry, deferred: Deferred) -> None:
+    def on_entry_done(self, entry: Entry, after: AfterLock) -> None:
         """Locked. The entry is READY, or was removed unfilled."""
         ...
 
@@ -132,7 +132,7 @@ class PrimaryTier:
             found.append(entry)
         return found
 
-    def used(self, key: ChunkKey) -> None:
+    def touch_tail(self, key: ChunkKey) -> None:
         """Note the use of a chunk among the tails, if it is one."""
         if key in self._tails:
             self._tails.move_to_end(key)
@@ -148,7 +148,7 @@ class PrimaryTier:
         """One more reference: until the last is dropped it is not evicted, nor its slot reused."""
         if not entry.refs:
             self.referenced += 1
-            self.policy.acquire(entry.key)
+            self.policy.hold(entry.key)
         elif entry.flushing:
             # It is wanted again while it is being copied to a lower tier: it stays.
             self._end_flush(entry)
@@ -161,7 +161,7 @@ class PrimaryTier:
             return
         self.referenced -= 1
         if entry.removed:
-            self.slab.release(entry.slot)
+            self.slab.free(entry.slot)
         elif entry.flushing or not self._retain:
             self.remove(entry)
         elif entry.in_policy:
@@ -218,7 +218,7 @@ class PrimaryTier:
         if entry.flushing:
             self._end_flush(entry)
         if not entry.refs:
-            self.slab.release(entry.slot)
+            self.slab.free(entry.slot)
 
     def _note_removed(self, entry: Entry) -> None:
         """An entry that was READY is not found any more."""
@@ -228,7 +228,7 @@ class PrimaryTier:
         for observer in self._observers:
             observer.removed(self.name, entry.key)
 
-    def room_for_tail(self) -> bool:
+    def make_room_for_tail(self) -> bool:
         """Whether another tail may have a slot. The one that was used longest ago gives way if need be."""
         if len(self._tails) < self._max_tails:
             return True
@@ -237,7 +237,7 @@ class PrimaryTier:
             self.remove(oldest)
         return oldest is not None
 
-    def supersede(self, entry: Entry) -> None:
+    def drop_shorter_tails(self, entry: Entry) -> None:
         """Remove the tails that are prefixes of a READY entry."""
         if entry.ready:
             for key in list(self.prefixes.shorter(entry.origin, entry.tokens)):

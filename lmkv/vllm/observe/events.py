@@ -168,7 +168,7 @@ class EventRecorder:
             return
         # Before the store is asked: what changes after its answer is noted.
         self._chunks |= chunks
-        for key, found in zip(chunks, self._store.report_to(self, list(chunks)), strict=True):
+        for key, found in zip(chunks, self._store.replay_to(self, list(chunks)), strict=True):
             if not found:
                 del self._chunks[key]
 

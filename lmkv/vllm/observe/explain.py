@@ -19,7 +19,7 @@ _SHORT = 16
 """Bytes of a key that are remembered."""
 
 
-_PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence.SECONDARY: "not_promoted"}
+_PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence.LOWER: "not_promoted"}
 
 
 class EvictionLog:
@@ -118,7 +118,7 @@ class Explainer:
         presence = self._store.lookup([keys[index]])[0]
         if presence is Presence.MISS:
             return self._absent(state, keys[index], index, missing)
-        if presence is Presence.SECONDARY and state.pays is not None and index >= state.pays:
+        if presence is Presence.LOWER and state.pays is not None and index >= state.pays:
             return Miss("slower", missing, self._store.tier_of(keys[index]))
         reason = "deadline" if late else _PRESENT[presence]
         return Miss(reason, missing, self._store.tier_of(keys[index]))
@@ -130,7 +130,7 @@ class Explainer:
         evicted = self.evictions.find(key)
         if evicted is not None:
             return Miss("evicted", missing, *evicted)
-        if state.discovery is not None and not state.discovery.done:
+        if state.shared_lookup is not None and not state.shared_lookup.done:
             return Miss("deadline", missing)
         other = index == 0 and self.first_chunks.stored_elsewhere(state)
         return Miss("other_salt" if other else "not_stored", missing)

@@ -153,7 +153,7 @@ class Scheduler:
         """Have the prompt's chunks written where other servers find them; how many of its tokens these are."""
         prompt_tokens: int = getattr(state.request, "num_prompt_tokens", state.request.num_tokens)
         keys = state.keys_with_tail(prompt_tokens // self._chunk_size)
-        count = self._store.share(keys)
+        count = self._store.write_to_shared(keys)
         last = keys[count - 1] if count else None
         return (count - 1) * self._chunk_size + last.tokens if isinstance(last, TailKey) else count * self._chunk_size
 

@@ -63,7 +63,7 @@ class StorePlanner:
         """
         keys = state.keys(complete)
         # Some may have been loaded, or stored by another request with the same prefix.
-        state.stored += self._store.match(keys[state.stored :])[1]
+        state.stored += self._store.count_prefix(keys[state.stored :])[1]
         self._observer.track(state, keys[: state.stored])
         first = state.stored
         if first == complete:

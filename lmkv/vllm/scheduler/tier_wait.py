@@ -9,8 +9,8 @@ from functools import partial
 
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey
-from lmkv.store.discovery import Discovery
 from lmkv.store.promotion import Promotion
+from lmkv.store.shared_lookup import SharedLookup
 from lmkv.store.tiers.iopool import Priority
 from lmkv.vllm.requests.patience import Patience
 from lmkv.vllm.requests.request import RequestState
@@ -46,7 +46,7 @@ class TierWait:
 
     def match(self, state: RequestState, keys: Sequence[ChunkKey]) -> tuple[int, int]:
         """`(ready, found)`: leading chunks in host memory, and leading chunks anywhere that are worth loading."""
-        ready, found = self._store.match(keys)
+        ready, found = self._store.count_prefix(keys)
         if found > max(ready, state.computed // self._chunk_size):
             found = max(ready, min(found, self._paying(state, keys, ready, found)))
         return ready, found
@@ -73,7 +73,7 @@ class TierWait:
         """Begin to look up and promote a new request's chunks while it waits in vLLM's queue."""
         if state.options.max_load_tokens == 0:
             return
-        state.discovery = self._store.discover(keys)
+        state.shared_lookup = self._store.look_up_shared(keys)
         ready, found = self.match(state, keys)
         if ready < found <= self.max_promoted:
             state.promotion = self.promote(keys[:found], Priority.PREFETCH)
@@ -108,35 +108,35 @@ class TierWait:
 
     def is_asking(self, state: RequestState, keys: Sequence[ChunkKey]) -> bool:
         """Whether shared tiers have not answered yet, and the request may wait for their answer."""
-        discovery = state.discovery
-        if discovery is None:
+        shared_lookup = state.shared_lookup
+        if shared_lookup is None:
             return False
         now, wanted = self._clock(), state.options.wait_for
-        if not discovery.done:
+        if not shared_lookup.done:
             # All waits for chunks that another server stores count as one, however many lookups they take.
             lookup = partial(self.cost.patience, _SHARED, len(keys) * self._chunk_size, 1)
             return state.patience.lasts(now, partial(self._compute_seconds, wanted) if wanted else lookup, 0)
-        self._answered(state, discovery)
+        self._answered(state, shared_lookup)
         if not wanted:
             state.patience.end(now)
         return False
 
-    def _answered(self, state: RequestState, discovery: Discovery) -> None:
-        self.cost.observe_load(_SHARED, 1, discovery.seconds)
+    def _answered(self, state: RequestState, shared_lookup: SharedLookup) -> None:
+        self.cost.observe_load(_SHARED, 1, shared_lookup.seconds)
         # The chunks that were found now may be worth loading.
-        state.discovery, state.pays = None, None
+        state.shared_lookup, state.pays = None, None
 
     def is_being_stored(self, state: RequestState, keys: Sequence[ChunkKey]) -> bool:
         """Whether another server has still to store the tokens of `wait_for`; if so, asks for them again.
 
         Later waits have a deadline of their own.
         """
-        wanted, found = state.options.wait_for, self._store.match(keys)[1]
+        wanted, found = state.options.wait_for, self._store.count_prefix(keys)[1]
         missing = found < min(-(-wanted // self._chunk_size), len(keys)) and state.computed < wanted
         waits = missing and state.patience.lasts(self._clock(), lambda: self._compute_seconds(wanted), found)
-        asked = self._store.discover(keys) if waits else None
+        asked = self._store.look_up_shared(keys) if waits else None
         if asked is not None:
-            state.discovery = asked
+            state.shared_lookup = asked
             return True
         if missing:
             message = "lmkv: request %s: of %d tokens that another server stores %d were found within %.1f s"

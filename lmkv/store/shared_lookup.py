@@ -1,4 +1,4 @@
-"""Discovery: asking shared tiers, in the background, for chunks that other processes stored there."""
+"""SharedLookup: asking shared tiers, in the background, for chunks that other processes stored there."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from lmkv.protocols import ChunkKey, Clock
-from lmkv.store.tiers.iopool import Deferred, Job, Priority
-from lmkv.store.tiers.secondary import Secondary
+from lmkv.store.tiers.iopool import AfterLock, Job, Priority
+from lmkv.store.tiers.lower import LowerTier
 
 
-class Discovery:
+class SharedLookup:
     """Asks `tiers`, fastest first, for the leading chunks of `keys`, each for what the ones before it do not have.
 
     Done when all chunks are found, or all tiers have answered, or failed to. Thread-safe.
@@ -22,8 +22,8 @@ class Discovery:
     def __init__(
         self,
         keys: Sequence[ChunkKey],
-        tiers: Sequence[Secondary],
-        on_done: Callable[[Deferred], None] = lambda deferred: None,
+        tiers: Sequence[LowerTier],
+        on_done: Callable[[AfterLock], None] = lambda after: None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class Discovery:
 
     def __repr__(self) -> str:
         state = "done" if self.done else "under way"
-        return f"<Discovery {state}: {len(self._keys)} chunks in {', '.join(tier.name for tier in self._tiers)}>"
+        return f"<SharedLookup {state}: {len(self._keys)} chunks in {', '.join(tier.name for tier in self._tiers)}>"
 
     @property
     def done(self) -> bool:
@@ -49,18 +49,18 @@ class Discovery:
     def job(self) -> Job:
         return Job(self._run, Priority.LOAD, self._end)
 
-    def _run(self, deferred: Deferred) -> None:
+    def _run(self, after: AfterLock) -> None:
         """I/O thread."""
         unknown = self._keys
         try:
             for tier in self._tiers:
                 if not unknown:
                     break
-                unknown = unknown[tier.discover(unknown) :]
+                unknown = unknown[tier.look_up(unknown) :]
         finally:
-            self._end(deferred)
+            self._end(after)
 
-    def _end(self, deferred: Deferred) -> None:
+    def _end(self, after: AfterLock) -> None:
         self.seconds = self._clock() - self._started
         self._done.set()
-        deferred.calls.append(self._on_done)
+        after.calls.append(self._on_done)

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 import attrs
 
-from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError, told
+from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError, safe_repr
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
 from lmkv.protocols import Admission, Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
 from lmkv.store.tiers.breaker import Breaker
@@ -37,7 +37,7 @@ _FIRST_BATCH = 4
 _BATCH_GROWTH = 8
 
 
-class Secondary:
+class LowerTier:
     """`payload_bytes`: of a chunk, by its key. `lock`, `observers`: the store's.
 
     `times`: seconds of the latest reads and writes that succeeded, for one who takes them away.
@@ -92,7 +92,7 @@ class Secondary:
 
     def _admits(self, admission: Admission, key: ChunkKey) -> bool:
         def failed(error: Exception) -> bool:
-            logger.warning("lmkv: tier %r: its admission failed: %s", self.name, told(error))
+            logger.warning("lmkv: tier %r: its admission failed: %s", self.name, safe_repr(error))
             return False
 
         return attempt(lambda: admission.admit(key), failed)
@@ -125,14 +125,14 @@ class Secondary:
 
     # -- existence ----------------------------------------------------------------------------------------
 
-    def discover(self, keys: Sequence[ChunkKey]) -> int:
+    def look_up(self, keys: Sequence[ChunkKey]) -> int:
         """Ask the backend for leading chunks that the index does not know, index those that are there, and count them.
 
         In batches that grow: of a prompt that nobody has stored only the first few keys are asked for.
         """
         with self._lock:
-            observation = self.index.observe() if self.usable else None
-        if observation is None:
+            scan = self.index.begin_scan() if self.usable else None
+        if scan is None:
             return 0
         there, count = 0, _FIRST_BATCH
         try:
@@ -140,14 +140,14 @@ class Secondary:
                 batch = keys[there : there + count]
                 found = self._leading(batch)
                 with self._lock:
-                    self.index.discover({key: self._cost(key) for key in batch[:found]}, observation)
+                    self.index.add_found({key: self._cost(key) for key in batch[:found]}, scan)
                 there += found
                 if found < len(batch):
                     break
                 count *= _BATCH_GROWTH
         finally:
             with self._lock:
-                self.index.end_observation(observation)
+                self.index.end_scan(scan)
         self.reclaim()
         return there
 
@@ -388,7 +388,7 @@ class Secondary:
                 self.backend.delete([found.key for found in batch])
 
 
-def first_with(tiers: Iterable[Secondary], key: ChunkKey) -> Secondary | None:
+def first_with(tiers: Iterable[LowerTier], key: ChunkKey) -> LowerTier | None:
     """Locked. The fastest of the tiers that stores the chunk."""
     return next((tier for tier in tiers if tier.has(key)), None)
 
@@ -413,6 +413,6 @@ def _checked(result: object, kind: type[T]) -> T:
 def _as_backend_error(name: str, action: str, key: ChunkKey, error: Exception) -> BackendError:
     if isinstance(error, BackendError):
         return error
-    translated = BackendError(name, action, key.hex(), told(error))
+    translated = BackendError(name, action, key.hex(), safe_repr(error))
     translated.__cause__ = error
     return translated
