@@ -20,7 +20,7 @@ import torch
 from lmkv import Config, Engine, Variant
 from lmkv.errors import BackendUnavailable, ClosedError, UsageError, short_repr
 from lmkv.protocols import Backend
-from lmkv.store.tiers.iopool import Job, Priority
+from lmkv.store.tiers.jobs import Job, Priority
 from tests.forked import Child
 from tests.kit import LIMIT, chain, eventually, lower, memory, put, small_store
 

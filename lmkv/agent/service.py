@@ -18,7 +18,6 @@ from lmkv.errors import LmkvError, UsageError
 from lmkv.protocols import ChunkKey
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers.iopool import Priority
 
 _MOST_PREFETCHES = 4096
 _OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
@@ -167,7 +166,7 @@ class CacheService:
         left = max(0, len(tokens) - 1)
         sources: dict[str, int] = {}
         for number, key in enumerate(keys[:found]):
-            tier = (number >= ready and self._store.tier_of(key)) or self._store.primary_name
+            tier = (number >= ready and self._store.catalog.tier_of(key)) or self._store.primary_name
             counted = min(left, self._tokens([key]))
             left -= counted
             if counted:
@@ -181,7 +180,7 @@ class CacheService:
         took its place.
         """
         _, keys = self._read(prompt)
-        promotion = self._store.promote(keys, priority=Priority.PREFETCH, ttl=self._pin_ttl, look_up_shared=True)
+        promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, look_up_shared=True)
         prefetch = _Prefetch(promotion, keys, Future())
         self.cancel(name, prefetch)
         promotion.add_done_callback(prefetch.end)

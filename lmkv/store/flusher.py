@@ -12,10 +12,11 @@ from typing import Literal
 from attrs import define, field
 
 from lmkv.protocols import Chunk, ChunkKey
-from lmkv.store.tiers.iopool import AfterLock, Job, Priority
+from lmkv.store.tiers.entry import Entry
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.lower import LowerTier
-from lmkv.store.tiers.primary import Entry, PrimaryTier
+from lmkv.store.tiers.primary import PrimaryTier
 
 _Copy = tuple[LowerTier, Entry]
 
@@ -40,22 +41,16 @@ class _Flush:
         return frozenset(takewhile(lambda other: other != key, self.chain))
 
 
+@define(eq=False, repr=False)
 class Flusher:
     """`on_slots_freed`: called without the lock after copies have ended, when slots may have become free."""
 
-    def __init__(
-        self,
-        lock: threading.Lock,
-        primary: PrimaryTier,
-        tiers: Sequence[LowerTier],
-        on_slots_freed: Callable[[AfterLock], None],
-    ) -> None:
-        self._lock = lock
-        self._primary = primary
-        self._tiers = tiers
-        self._on_slots_freed = on_slots_freed
-        self._late: deque[tuple[_Copy, Sequence[ChunkKey]]] = deque()
-        """Copies that the pool had no room for, with their chains. They refer to no slot: eviction may come first."""
+    _lock: threading.Lock
+    _primary: PrimaryTier
+    _tiers: Sequence[LowerTier]
+    _on_slots_freed: Callable[[AfterLock], None]
+    _late: deque[tuple[_Copy, Sequence[ChunkKey]]] = field(init=False, factory=deque)
+    """Copies that the pool had no room for, with their chains. They refer to no slot: eviction may come first."""
 
     @locked
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
@@ -64,6 +59,24 @@ class Flusher:
         for _, entry in copies:
             self._primary.ref(entry)
         self._plan(copies, chain, after)
+
+    @locked
+    def write_to_shared(self, keys: Sequence[ChunkKey], after: AfterLock) -> int:
+        """Plan copies of leading chunks for shared tiers that lack them; how many are there, or on their way."""
+        shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
+        writable = any(tier.writable for tier in shared)
+        entries, count = [], 0
+        for key in keys if shared else ():
+            entry = self._primary.entries.get(key) if writable else None
+            known = any(tier.index.knows(key) if tier.writable else key in tier.index for tier in shared)
+            if entry is None and not known:
+                break
+            # A referenced entry is being written already, or will be when it is committed.
+            if entry is not None and entry.ready and not entry.refs and not known:
+                entries.append(entry)
+            count += 1
+        self.write_through(entries, keys, after)
+        return count
 
     @locked
     def flush(self, victim: Entry, after: AfterLock) -> bool:

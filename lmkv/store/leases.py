@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from lmkv.protocols import ChunkKey
-from lmkv.store.tiers.primary import Entry
+from lmkv.store.tiers.entry import Entry
 
 
 class Lease(AbstractContextManager["Lease"]):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
+from attrs import define, field
+
 from lmkv.protocols import ChunkKey, Clock
-from lmkv.store.tiers.iopool import AfterLock, Job, Priority
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.lower import LowerTier
 
 
+@define(eq=False, repr=False)
 class SharedLookup:
     """Asks `tiers`, fastest first, for the leading chunks of `keys`, each for what the ones before it do not have.
 
@@ -19,20 +21,16 @@ class SharedLookup:
     `on_done`: called once, without the lock. `seconds`: from its making to its end, by the `clock`.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[ChunkKey],
-        tiers: Sequence[LowerTier],
-        on_done: Callable[[AfterLock], None] = lambda after: None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._started = clock()
-        self.seconds = 0.0
-        self._keys = keys
-        self._tiers = tiers
-        self._on_done = on_done
-        self._done = threading.Event()
+    _keys: Sequence[ChunkKey]
+    _tiers: Sequence[LowerTier]
+    _on_done: Callable[[AfterLock], None]
+    _clock: Clock
+    _started: float = field(init=False)
+    seconds: float = field(init=False, default=0.0)
+    _done: threading.Event = field(init=False, factory=threading.Event)
+
+    def __attrs_post_init__(self) -> None:
+        self._started = self._clock()
 
     def __repr__(self) -> str:
         state = "done" if self.done else "under way"

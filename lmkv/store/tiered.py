@@ -1,8 +1,8 @@
-"""One index over a host-memory tier and lower tiers.
+"""`TieredStore`: host memory over lower tiers, and the verbs on both.
 
-One lock guards the metadata of all tiers; it is never held during I/O, copies, log lines or callbacks. Each
-method plans under it into an `AfterLock`, and runs that outside. The parts (`allocator`, `flusher`, `promoter`,
-`pins`, `tiers`) share that lock: `@locked` marks those of their methods that want it held.
+One lock guards the metadata of all tiers. It is never held during I/O, copies, log lines or callbacks: each
+method plans these under it into an `AfterLock`, which runs after its release. The parts (`allocator`, `catalog`,
+`flusher`, `promoter`, `reserver`, `pins`, `tiers`) share that lock: their `@locked` methods want it held.
 """
 
 from __future__ import annotations
@@ -14,24 +14,29 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
 from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
 from lmkv.store.allocator import SlotAllocator
+from lmkv.store.catalog import Catalog
 from lmkv.store.flusher import Flusher
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.pins import Pins
-from lmkv.store.promoter import Promoter, wake
+from lmkv.store.promoter import Promoter
 from lmkv.store.promotion import Promotion
+from lmkv.store.reserver import Reserver
 from lmkv.store.shared_lookup import SharedLookup
-from lmkv.store.tiers.iopool import AfterLock, IOPool, Job, Priority, attempt
+from lmkv.store.tiers.attempt import attempt
+from lmkv.store.tiers.entry import Entry
+from lmkv.store.tiers.iopool import IOPool
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
-from lmkv.store.tiers.lower import LowerTier, Operation, first_with
+from lmkv.store.tiers.lower import LowerTier, Operation
 from lmkv.store.tiers.observer import StoreObserver
-from lmkv.store.tiers.primary import Entry, PrimaryTier, State
+from lmkv.store.tiers.primary import PrimaryTier
 from lmkv.store.tiers.scanner import TierScanner
 from lmkv.store.tiers.stats import StoreStats
 
@@ -41,37 +46,36 @@ _MAX_STORES = 64
 
 
 class TieredStore:
-    """A primary tier in host memory over any number of lower tiers, fastest first.
+    """Chunks in host memory, over any number of lower tiers.
 
     Parameters
     ----------
     primary : Tier
-        Its backend must be in host memory (`CPUPinnedBackend`); its slots become the store's.
+        Host memory: a tier of a `CPUPinnedBackend`, whose slots become the store's.
     lower : sequence of Tier
-        Lower tiers. Those that persist are indexed in the background; what is indexed already is served
-        meanwhile.
+        Lower tiers, fastest first. A tier that persists is indexed in the background, and serves meanwhile the chunks
+        that are indexed already.
     io_threads : int
         Threads for the I/O of all lower tiers; three quarters of them write, too.
     prefetch_share : float
-        Most of the primary tier's slots that prefetches may refer to at a time, 0 to 1.
+        Largest share of the slots that prefetches may refer to at a time, 0 to 1.
     retain : bool
-        False makes the primary tier mere staging for the others: a chunk is removed with its last reference.
+        False makes host memory mere staging for lower tiers: a chunk is removed with its last reference.
+    spans : callable, optional
+        `KVLayout.spans`, where tails are stored: lower tiers get only these parts of a tail's slot.
     clock : Clock
         Monotonic seconds, for times to live, deadlines of breakers and speeds.
-
-    spans
-        `KVLayout.spans`, where tails are stored: what of a slot lower tiers get of a tail. All of it by default.
 
     Raises
     ------
     UsageError
-        The primary tier's backend has no slots to give, or the tier has an admission filter.
+        The backend of `primary` has no slots to give, or `primary` has an admission filter.
 
     Notes
     -----
     Thread-safe: one lock for all metadata, never held during I/O or copies. The store owns its tiers'
-    backends and closes them. Closed, it stores nothing and finds nothing. In a process that was forked from
-    the store's it is closed from the start: threads do not cross a fork.
+    backends and closes them. Closed, it stores nothing and finds nothing. In a forked child it is closed from the
+    start: threads do not cross a fork. `catalog` answers further questions about where chunks are.
 
     Examples
     --------
@@ -122,9 +126,10 @@ class TieredStore:
             max_flushing=self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0,
         )
         prefetched = max(1, int(slots * prefetch_share))
-        self._promoter = Promoter(
-            self._lock, self._primary, self._tiers, self._allocator, self._pool, prefetched, clock
-        )
+        parts = self._lock, self._primary, self._tiers
+        self._promoter = Promoter(*parts, self._allocator, self._pool, prefetched, clock)
+        self._reserver = Reserver(*parts, self._allocator, self._promoter, self._flusher, self._pool)
+        self.catalog = Catalog(*parts, self._promoter, self._observers)
         self._closed = self.forked = False
         _stores.add(self)
         self._scanners = [
@@ -143,94 +148,27 @@ class TieredStore:
     def primary_name(self) -> str:
         return self._primary.name
 
+    @contextmanager
+    def _planned(self) -> Iterator[AfterLock]:
+        """Hold the lock; do what was planned meanwhile after its release."""
+        after = AfterLock()
+        with self._lock:
+            yield after
+        after.run(self._pool.submit)
+
     # -- looking ------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
-        """Where each chunk is, as far as the indexes know. Free of side effects."""
-        with self._lock:
-            return [self._presence(key) for key in keys]
-
-    @locked
-    def _presence(self, key: ChunkKey) -> Presence:
-        entry = self._primary.entries.get(key)
-        if entry is not None and not self._promoter.hangs(entry):
-            return Presence.READY if entry.ready else Presence.PENDING
-        return Presence.LOWER if first_with(self._tiers, key) else Presence.MISS
+        """Where each chunk is, as far as the indexes know."""
+        return self.catalog.lookup(keys)
 
     def count_prefix(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
-        """`(ready, found)`: leading chunks in the primary tier, and leading chunks anywhere."""
-        with self._lock:
-            ready = len(self._primary.leading_ready(keys))
-            return ready, self._count_found(keys, ready)
-
-    @locked
-    def _count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
-        """How many leading chunks are known to be in some tier; the first `found` of them are.
-
-        Not one that is being loaded from a tier that hangs: it may never come.
-        """
-        entries, hangs = self._primary.entries, self._promoter.hangs
-        indexes = [tier.index for tier in self._tiers if tier.usable]
-        for key in keys[found:]:
-            entry = entries.get(key)
-            if (entry is None or hangs(entry)) and not any(key in index for index in indexes):
-                break
-            found += 1
-        return found
+        """`(ready, found)`: leading chunks in host memory, and leading chunks in any tier."""
+        return self.catalog.count_prefix(keys)
 
     def count_stored(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks are stored, in whichever tier: of those that are being stored, none."""
-        with self._lock:
-            entries = self._primary.entries
-            indexes = [tier.index for tier in self._tiers if tier.usable]
-            for count, key in enumerate(keys):
-                entry = entries.get(key)
-                if not (entry and entry.ready) and not any(key in index for index in indexes):
-                    return count
-        return len(keys)
-
-    def longest_prefix(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
-        """`(key, count)`: the chunk in the primary tier that begins with the most of `tokens`, and how many.
-
-        `origin`: what the tokens continue. `(b"", 0)` when there is none.
-        """
-        with self._lock:
-            return self._primary.prefixes.longest(origin, tokens)
-
-    def tier_of(self, key: ChunkKey) -> str | None:
-        """Name of the fastest lower tier that stores the chunk, None when none does."""
-        with self._lock:
-            tier = first_with(self._tiers, key)
-            return tier.name if tier else None
-
-    def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, int]:
-        """How many of the chunks each lower tier would deliver, in the order in which the tiers come; None: no tier."""
-        with self._lock:
-            return dict(Counter(tier.name if (tier := first_with(self._tiers, key)) else None for key in keys))
-
-    def unavailable_in(self, key: ChunkKey) -> str | None:
-        """Name of a lower tier that stores the chunk and cannot be read now, None when there is none."""
-        with self._lock:
-            return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
-
-    def add_observer(self, observer: StoreObserver) -> None:
-        """Tell it from now on what comes into the tiers and goes. What they have already: `replay_to`."""
-        with self._lock:
-            self._observers.append(observer)
-
-    def replay_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Tell an observer which tiers have these chunks, as `stored`; for each, whether any of them has."""
-        with self._lock:
-            return [self._replay_to(observer, key) for key in keys]
-
-    @locked
-    def _replay_to(self, observer: StoreObserver, key: ChunkKey) -> bool:
-        entry = self._primary.entries.get(key)
-        names = [self._primary.name] if entry is not None and entry.ready else []
-        names += [tier.name for tier in self._tiers if key in tier.index]
-        for name in names:
-            observer.stored(name, key)
-        return bool(names)
+        """How many leading chunks some tier has in full; chunks that are still being stored do not count."""
+        return self.catalog.count_stored(keys)
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -243,7 +181,7 @@ class TieredStore:
                 if entry.prefetched:
                     self._primary.use_prefetched(entry)
             if entries:
-                self._primary.touch_tail(entries[-1].key)
+                self._primary.tails.touch(entries[-1].key)
             self._primary.counters.hits += len(entries)
         return Lease(entries, self._unref)
 
@@ -277,102 +215,18 @@ class TieredStore:
         too. `protect`: the whole chain, head first: what comes before a chunk is not evicted for
         it, unless a lower tier stores it.
         """
-        after = AfterLock()
-        entries: list[Entry] = []
-        accepted = 0
-        width = len(tokens) // len(keys) if keys else 0
-        with self._lock:
+        with self._planned() as after:
             self._expire(after)
-            kept = self._only_copies(keys, protect)
-            if kept is not None and not self._closed:
-                self._free_up(keys, kept)
-            known_entries, enter, writing = self._primary.entries, self._primary.enter, State.WRITING
-            for key in () if self._closed else keys:
-                known = known_entries.get(key)
-                if known is not None and self._promoter.hangs(known):
-                    self._promoter.give_up(known, after)
-                    known = None
-                if known is None:
-                    slot = self._allocator.allocate(key, after, kept)
-                    if slot is None:
-                        break
-                    ids = tokens[accepted * width : (accepted + 1) * width] if width else b""
-                    origin = origins[accepted] if origins else b""
-                    entries.append(enter(key, slot, writing, parent, ids, origin))
-                elif kept is not None and first_with(self._tiers, key) is None:
-                    kept.add(key)
-                accepted += 1
-                parent = key
-            self._primary.counters.write_rejects += len(keys) - accepted
-        after.run(self._pool)
-        chain = protect or keys
-        return Reservation(entries, accepted, lambda done: self._commit(done, chain), self._abort)
-
-    @locked
-    def _only_copies(self, keys: Sequence[ChunkKey], chain: Sequence[ChunkKey]) -> set[ChunkKey] | None:
-        """Chunks before `keys` that no lower tier stores; None when nothing need be evicted for `keys`."""
-        if self._primary.slab.free_slots >= len(keys):
-            return None
-        before = chain[: chain.index(keys[0])] if keys[0] in chain else chain
-        return {key for key in before if first_with(self._tiers, key) is None} if self._tiers else set(before)
-
-    @locked
-    def _free_up(self, keys: Sequence[ChunkKey], kept: set[ChunkKey]) -> None:
-        """Free slots for those of `keys` that are not here, evicting none of `keys` and `kept` for them."""
-        entries = self._primary.entries
-        here = {key for key in keys if key in entries}
-        self._allocator.free_up(len(keys) - len(here), kept | here)
-
-    def _commit(self, entries: Sequence[Entry], chain: Sequence[ChunkKey]) -> None:
-        after = AfterLock()
-        primary = self._primary
-        with self._lock:
-            for entry in entries:
-                primary.mark_ready(entry)
-                if entry.origin:
-                    primary.drop_shorter_tails(entry)
-                if entry.waiters:
-                    wake(entry, after)
-            if self._tiers:
-                self._flusher.write_through(entries, chain, after)
-            for entry in reversed(entries):
-                primary.unref(entry)
-            primary.counters.writes += len(entries)
-            primary.counters.written_bytes += len(entries) * primary.slot_bytes
-            self._allocator.keep_free(after)
-        after.run(self._pool)
-
-    def _abort(self, entries: Sequence[Entry]) -> None:
-        after = AfterLock()
-        with self._lock:
-            for entry in entries:
-                self._primary.remove(entry)
-                wake(entry, after)
-                self._primary.unref(entry)
-        after.run(self._pool)
+            wanted = () if self._closed else keys
+            return self._reserver.reserve(wanted, parent, tokens, origins, protect, after)
 
     def write_to_shared(self, keys: Sequence[ChunkKey]) -> int:
         """Have leading chunks written to shared tiers that lack them; how many are there, or on their way.
 
         Chunks that are still being stored are written when they are committed, the others from now on.
         """
-        after = AfterLock()
-        with self._lock:
-            shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
-            writable = any(tier.writable for tier in shared)
-            entries, count = [], 0
-            for key in keys if shared else ():
-                entry = self._primary.entries.get(key) if writable else None
-                known = any(tier.index.knows(key) if tier.writable else key in tier.index for tier in shared)
-                if entry is None and not known:
-                    break
-                # What is referenced is being written already, or is the next time.
-                if entry is not None and entry.ready and not entry.refs and not known:
-                    entries.append(entry)
-                count += 1
-            self._flusher.write_through(entries, keys, after)
-        after.run(self._pool)
-        return count
+        with self._planned() as after:
+            return self._flusher.write_to_shared(keys, after)
 
     # -- pins ---------------------------------------------------------------------------------------------
 
@@ -395,20 +249,13 @@ class TieredStore:
         self._pins.expire()
         self._promoter.expire(after)
 
-    def poll(self) -> None:
-        """End pins and prefetches whose time is over now; otherwise the next to want slots does it."""
-        after = AfterLock()
-        with self._lock:
-            self._expire(after)
-        after.run(self._pool)
-
     # -- from lower tiers ---------------------------------------------------------------------------------
 
     def promote(
         self,
         keys: Sequence[ChunkKey],
         *,
-        priority: Priority = Priority.LOAD,
+        prefetch: bool = False,
         limit: int | None = None,
         ttl: float | None = None,
         look_up_shared: bool = False,
@@ -420,14 +267,11 @@ class TieredStore:
         do not know. Never waits. The promotion refers to its chunks until it is released, or until `ttl`
         seconds from now are over and slots are wanted.
         """
-        after = AfterLock()
-        with self._lock:
+        with self._planned() as after:
             self._expire(after)
             wanted = () if self._closed else keys[:limit]
-            shared_lookup = self._plan_shared_lookup(wanted, after, self._resume) if look_up_shared else None
-            promotion = self._promoter.promote(wanted, priority, ttl, after, shared_lookup, chain=keys)
-        after.run(self._pool)
-        return promotion
+            lookup = self._plan_shared_lookup(wanted, after, self._resume) if look_up_shared else None
+            return self._promoter.promote(wanted, after, prefetch=prefetch, ttl=ttl, lookup=lookup, chain=keys)
 
     def _resume(self, after: AfterLock) -> None:
         """Go on with the promotions that waited for slots or for a shared lookup."""
@@ -440,23 +284,20 @@ class TieredStore:
 
         None when there is nothing to ask: no tier is shared, or all chunks are known. Never waits.
         """
-        after = AfterLock()
-        with self._lock:
-            shared_lookup = None if self._closed else self._plan_shared_lookup(keys, after)
-        after.run(self._pool)
-        return shared_lookup
+        with self._planned() as after:
+            return None if self._closed else self._plan_shared_lookup(keys, after)
 
     @locked
     def _plan_shared_lookup(
         self, keys: Sequence[ChunkKey], after: AfterLock, on_done: Callable[[AfterLock], None] = lambda after: None
     ) -> SharedLookup | None:
         shared = [tier for tier in self._tiers if tier.shared and tier.usable]
-        unknown = keys[self._count_found(keys) :] if shared else ()
+        unknown = keys[self.catalog.count_found(keys) :] if shared else ()
         if not unknown:
             return None
-        shared_lookup = SharedLookup(unknown, shared, on_done, self._clock)
-        after.jobs.append(shared_lookup.job())
-        return shared_lookup
+        lookup = SharedLookup(unknown, shared, on_done, self._clock)
+        after.jobs.append(lookup.job())
+        return lookup
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
         """Wait until the persistent tiers are indexed, at most `timeout` seconds; whether they are."""
@@ -474,10 +315,8 @@ class TieredStore:
 
         Flushes of these chunks that are under way are stopped.
         """
-        after = AfterLock()
-        with self._lock:
+        with self._planned() as after:
             self._drop(keys, after)
-        after.run(self._pool)
 
     @locked
     def _drop(self, keys: Sequence[ChunkKey], after: AfterLock) -> None:
@@ -493,16 +332,14 @@ class TieredStore:
 
         None of them is served any more; `drain` waits until the bytes in lower tiers are deleted, too.
         """
-        after = AfterLock()
-        with self._lock:
-            known = sum(self._presence(key) is not Presence.MISS for key in keys)
+        with self._planned() as after:
+            known = sum(self.catalog.presence(key) is not Presence.MISS for key in keys)
             self._drop(keys, after)
             for tier in self._tiers:
                 # In tiers that cannot be read now, too: they would serve the chunks again later.
                 tier.index.mark_deleted(keys, unknown=tier.shared)
                 after.jobs.append(Job(_without_plans(tier.reclaim), Priority.LOAD, _nothing))
-        after.run(self._pool)
-        return known
+            return known
 
     def clear(self, *, lower: bool = True) -> int:
         """Remove everything, without `lower` from the primary tier alone; returns how many chunks that were.
@@ -510,16 +347,14 @@ class TieredStore:
         From its return on nothing of before is served, not even what is being stored or loaded right now, or
         what other processes have put into a shared tier. `drain` waits until it is deleted, too.
         """
-        after = AfterLock()
-        with self._lock:
+        with self._planned() as after:
             keys = set(self._primary.clear())
             self._pins.clear()
             self._promoter.end_prefetches(after)
             for tier in self._tiers if lower else ():
                 keys.update(tier.index.clear())
                 after.jobs.append(Job(_without_plans(tier.delete_all), Priority.LOAD, _nothing))
-        after.run(self._pool)
-        return len(keys)
+            return len(keys)
 
     # -- the rest -----------------------------------------------------------------------------------------
 
@@ -561,19 +396,17 @@ class TieredStore:
             scanner.stop(max(0.0, deadline - time.monotonic()))
         if not self._pool.close(max(0.0, deadline - time.monotonic())):
             logger.warning("lmkv: a backend hangs; its I/O thread is left behind")
-        after = AfterLock()
-        with self._lock:
+        with self._planned() as after:
             self._promoter.close(after)
             self._primary.clear()
             for tier in self._tiers:
                 tier.close()
-        after.run(self._pool)
         for backend in (*(tier.backend for tier in self._tiers), self._primary.backend):
             _close(backend)
 
     def _after_fork(self) -> None:
         """In a child process, which has none of the threads: the store cannot be used there."""
-        self._closed = self.forked = True
+        self._closed = self.forked = self._promoter.forked = True
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
         self._pool.after_fork()
 

@@ -16,7 +16,7 @@ import pytest
 
 import lmkv.store.tiered
 from lmkv.backends.wrapper import WrapperBackend
-from lmkv.store.tiers.iopool import AfterLock, Job, Priority
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from tests.kit import LIMIT
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class _Running:
         try:
             after = AfterLock()
             job.work(after)
-            after.run(self._pool)
+            after.run(self._pool.submit)
         except BaseException as error:  # noqa: BLE001
             self.error = error
         self.ended = True

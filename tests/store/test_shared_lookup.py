@@ -101,7 +101,7 @@ def test_a_slower_tier_is_asked_only_for_what_a_faster_one_does_not_have() -> No
     others_store(far_medium, KEYS)
     assert found_in_all(store, KEYS) == 40
     assert asked(far) > 0
-    assert store.tier_of(KEYS[19]) != store.tier_of(KEYS[20])
+    assert store.catalog.tier_of(KEYS[19]) != store.catalog.tier_of(KEYS[20])
 
 
 def test_a_tier_of_ones_own_is_not_asked() -> None:

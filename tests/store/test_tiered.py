@@ -12,7 +12,6 @@ from lmkv.errors import BackendUnavailable
 from lmkv.outcomes import MISS, Presence, Read
 from lmkv.protocols import Chunk, ChunkKey
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers.iopool import Priority
 from lmkv.testing.clocks import ManualClock
 from tests.kit import (
     LIMIT,
@@ -418,17 +417,17 @@ def test_the_prefetch_share_counts_every_slot_that_prefetches_hold() -> None:
     a, b = chain("a", 4), chain("b", 4)
     put_below(store, a + b)
     for _ in range(3):
-        first = store.promote(a, priority=Priority.PREFETCH)
-        second = store.promote(a, priority=Priority.PREFETCH)
+        first = store.promote(a, prefetch=True)
+        second = store.promote(a, prefetch=True)
         assert first.wait(LIMIT)
         assert second.wait(LIMIT)
         assert (len(first), len(second)) == (4, 4)
         first.release()
-        third = store.promote(b, priority=Priority.PREFETCH)
+        third = store.promote(b, prefetch=True)
         assert len(third) == 0, "chunks that were there already count, too"
         second.release()
-        assert len(store.promote(b, priority=Priority.PREFETCH, ttl=-1)) == 4
-    store.poll()
+        assert len(store.promote(b, prefetch=True, ttl=-1)) == 4
+    store.reserve(())
     assert_idle(store)
 
 
@@ -446,7 +445,7 @@ def test_a_demand_overtakes_the_prefetch_that_wants_the_same() -> None:
 
     gated.inner.read = read  # type: ignore[method-assign]
     gated.shut("read")
-    early = store.promote(many + wanted, priority=Priority.PREFETCH)
+    early = store.promote(many + wanted, prefetch=True)
     gated.waiting("read", 2)
     demanded = store.promote(wanted)
     gated.open()
@@ -464,7 +463,7 @@ def test_a_prefetch_that_is_cancelled_reads_no_more() -> None:
     keys = chain("a", 10)
     put_below(store, keys)
     gated.shut("read")
-    prefetch = store.promote(keys, priority=Priority.PREFETCH)
+    prefetch = store.promote(keys, prefetch=True)
     gated.waiting("read", 2)
     prefetch.release()
     assert store.slab.free_slots == 16 - 2
@@ -659,7 +658,7 @@ def test_a_promotion_whose_time_is_over_before_it_has_begun_leaks_nothing() -> N
     store.drain(LIMIT)
     with store.lease(chain("b", 3)):
         store.promote(keys, ttl=0)
-        store.poll()
+        store.reserve(())
     assert_idle(store)
 
 

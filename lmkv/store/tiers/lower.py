@@ -19,9 +19,9 @@ import attrs
 from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError, safe_repr
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
 from lmkv.protocols import Admission, Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
+from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.breaker import Breaker
 from lmkv.store.tiers.index import TierIndex, Victims
-from lmkv.store.tiers.iopool import attempt
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.stats import TierCounters, TierStats

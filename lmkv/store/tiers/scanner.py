@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from lmkv.errors import safe_repr
 from lmkv.protocols import ListsKeys, Shared, SharesRoom
-from lmkv.store.tiers.iopool import attempt
+from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.lower import LowerTier
 
 logger = logging.getLogger(__name__)

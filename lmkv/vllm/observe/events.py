@@ -113,7 +113,7 @@ class EventRecorder:
         """By place and group: of each block that was told, how many chunks it is in, one per tier."""
         self._events: list[Event] = []
         self._failed = False
-        store.add_observer(self)
+        store.catalog.add_observer(self)
 
     def __repr__(self) -> str:
         return f"<EventRecorder: {len(self._chunks)} chunks known, {len(self._changes)} changes to tell>"
@@ -168,7 +168,7 @@ class EventRecorder:
             return
         # Before the store is asked: what changes after its answer is noted.
         self._chunks |= chunks
-        for key, found in zip(chunks, self._store.replay_to(self, list(chunks)), strict=True):
+        for key, found in zip(chunks, self._store.catalog.replay_to(self, list(chunks)), strict=True):
             if not found:
                 del self._chunks[key]
 

@@ -95,7 +95,7 @@ class Explainer:
         self._store = store
         self._chunk_size = chunk_size
         self.evictions = EvictionLog(clock)
-        store.add_observer(self.evictions)
+        store.catalog.add_observer(self.evictions)
         self.first_chunks = FirstChunks(chunk_size)
 
     def clear(self) -> None:
@@ -119,12 +119,12 @@ class Explainer:
         if presence is Presence.MISS:
             return self._absent(state, keys[index], index, missing)
         if presence is Presence.LOWER and state.pays is not None and index >= state.pays:
-            return Miss("slower", missing, self._store.tier_of(keys[index]))
+            return Miss("slower", missing, self._store.catalog.tier_of(keys[index]))
         reason = "deadline" if late else _PRESENT[presence]
-        return Miss(reason, missing, self._store.tier_of(keys[index]))
+        return Miss(reason, missing, self._store.catalog.tier_of(keys[index]))
 
     def _absent(self, state: RequestState, key: ChunkKey, index: int, missing: int) -> Miss:
-        away = self._store.unavailable_in(key)
+        away = self._store.catalog.unavailable_in(key)
         if away is not None:
             return Miss("tier_unavailable", missing, away)
         evicted = self.evictions.find(key)

@@ -105,7 +105,7 @@ class StorePlanner:
             return
         origin, tokens = state.chain.origin(count), token_bytes(state.tokens(count * size, tail.tokens))
         state.tail_due = False
-        if self._by_prefix and self._store.longest_prefix(origin, tokens)[1] == tail.tokens:
+        if self._by_prefix and self._store.catalog.longest_prefix(origin, tokens)[1] == tail.tokens:
             return
         chain = state.keys_with_tail(count)
         reservation = self._store.reserve(

@@ -11,7 +11,6 @@ from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey
 from lmkv.store.promotion import Promotion
 from lmkv.store.shared_lookup import SharedLookup
-from lmkv.store.tiers.iopool import Priority
 from lmkv.vllm.requests.patience import Patience
 from lmkv.vllm.requests.request import RequestState
 from lmkv.vllm.scheduler.context import PlanContext
@@ -58,10 +57,10 @@ class TierWait:
         """
         if state.pays is None:
             state.pays = math.inf
-            for tier, count in self._store.by_tier(keys[ready:found]).items():
+            for tier, count in self._store.catalog.by_tier(keys[ready:found]).items():
                 nbytes = count * self._slot_bytes
                 if tier is not None and not self.cost.worth_loading(tier, count * self._chunk_size, nbytes):
-                    state.pays = next(n for n in range(ready, found) if self._store.tier_of(keys[n]) == tier)
+                    state.pays = next(n for n in range(ready, found) if self._store.catalog.tier_of(keys[n]) == tier)
                     if self.cost.wants_probe(tier):
                         self._probe(keys[: min(found, self.max_promoted)])
                     break
@@ -76,19 +75,14 @@ class TierWait:
         state.shared_lookup = self._store.look_up_shared(keys)
         ready, found = self.match(state, keys)
         if ready < found <= self.max_promoted:
-            state.promotion = self.promote(keys[:found], Priority.PREFETCH)
+            state.promotion = self.promote(keys[:found], prefetch=True)
 
     def promote(
-        self,
-        keys: Sequence[ChunkKey],
-        priority: Priority = Priority.LOAD,
-        *,
-        limit: int | None = None,
-        ttl: float | None = None,
+        self, keys: Sequence[ChunkKey], *, prefetch: bool = False, limit: int | None = None, ttl: float | None = None
     ) -> Promotion:
         """Promote chunks, and measure how fast their tiers deliver them, the time in queues included."""
         started = self._clock()
-        promotion = self._store.promote(keys, priority=priority, limit=limit, ttl=ttl)
+        promotion = self._store.promote(keys, prefetch=prefetch, limit=limit, ttl=ttl)
 
         def measure() -> None:
             for tier, (count, at) in promotion.delivered.items():
@@ -101,7 +95,7 @@ class TierWait:
 
     def _probe(self, keys: Sequence[ChunkKey]) -> None:
         """Measure a slow tier again while the request computes."""
-        probe = self.promote(keys, Priority.PREFETCH, ttl=self._options.prefetch_deadline)
+        probe = self.promote(keys, prefetch=True, ttl=self._options.prefetch_deadline)
         probe.add_done_callback(probe.release)
 
     # -- waits --------------------------------------------------------------------------------------------
@@ -155,7 +149,7 @@ class TierWait:
         if promotion is None or (promotion.done and len(promotion) < found):
             # Promoted again, now as a load: a prefetch may have been cut short by its share of the slots.
             # The old promotion is released afterwards, so that its chunks stay referenced.
-            demanded = self.promote(keys[:found], Priority.LOAD)
+            demanded = self.promote(keys[:found])
             state.drop_promotion()
             promotion = state.promotion = demanded
             if demanded.done and demanded.ready <= ready:
@@ -169,7 +163,7 @@ class TierWait:
             for key, presence in zip(keys[ready:found], self._store.lookup(keys[ready:found]), strict=True)
             if presence is not Presence.READY
         ]
-        for tier, count in self._store.by_tier(missing).items() if state.promotion is not None else ():
+        for tier, count in self._store.catalog.by_tier(missing).items() if state.promotion is not None else ():
             if tier is not None:
                 self.cost.observe_load(tier, count * self._slot_bytes, 2 * state.patience.spent)
         state.drop_promotion()
@@ -177,7 +171,7 @@ class TierWait:
     def limit(self, keys: Sequence[ChunkKey], ready: int, found: int) -> float | None:
         """Seconds that a request may wait for chunks `ready` to `found`; None while no speed is known."""
         tokens = (found - ready) * self._chunk_size
-        tiers = self._store.by_tier(keys[ready:found])
+        tiers = self._store.catalog.by_tier(keys[ready:found])
         limits = [self.cost.patience(tier, tokens, count * self._slot_bytes) for tier, count in tiers.items()]
         known = [limit for limit in limits if limit is not None]
         return max(known) if known else None

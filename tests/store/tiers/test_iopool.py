@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lmkv.store.tiers.iopool import AfterLock, IOPool, Job, Priority, attempt
+from lmkv.store.tiers.attempt import attempt
+from lmkv.store.tiers.iopool import IOPool
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from tests.kit import LIMIT
 
 LOAD, PREFETCH, STORE = Priority
@@ -179,7 +181,7 @@ def test_what_is_deferred_is_submitted_refused_tail_first_and_called_last() -> N
         after.calls.append(lambda after: log.append("planned by a call"))
 
     after.calls.append(plan_more)
-    after.run(pool)
+    after.run(pool.submit)
     assert log == [3, 2, 1, "call", "planned by a call"]
     gate.opened.set()
     assert pool.close(LIMIT)

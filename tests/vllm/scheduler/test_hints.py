@@ -97,10 +97,10 @@ def test_an_agents_hint_keeps_a_request_for_a_while(engine: SimulatedVLLM) -> No
     offered(engine, agent_hint=hint(30.0))
     assert engine.store.stats().pinned == 4
     engine.now += 29.0
-    engine.store.poll()
+    engine.store.reserve(())
     assert engine.store.stats().pinned == 4
     engine.now += 2.0
-    engine.store.poll()
+    engine.store.reserve(())
     assert engine.store.stats().pinned == 0
 
 
