@@ -1,7 +1,4 @@
-"""Engine: store, retrieve, look up and prefetch KV by the tokens of a prompt, without a server.
-
-Orchestration only: `chunks` names what is stored, `memory` moves the bytes, `store` keeps them.
-"""
+"""`Engine`: store, retrieve, look up and prefetch KV by the tokens of a prompt, without a server."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -23,7 +20,7 @@ from lmkv.engine.opening import open_store
 from lmkv.engine.prefetch import Prefetch
 from lmkv.engine.request import Request
 from lmkv.engine.stats import EngineStats
-from lmkv.engine.validation import not_negative, seconds
+from lmkv.engine.validation import seconds
 from lmkv.engine.variant import PLAIN, Variant, root_of
 from lmkv.engine.windows import lease_window, look_up_shared
 from lmkv.errors import ClosedError, UsageError
@@ -32,7 +29,6 @@ from lmkv.memory.copier_factory import make_copier
 from lmkv.memory.layerwise import LayerReader, LayerWriter
 from lmkv.memory.paged import PagedMemory
 from lmkv.protocols import ChunkKey
-from lmkv.store.leases import Reservation
 from lmkv.store.tiered import TieredStore
 
 _READ_TIMEOUT = 30.0
@@ -46,13 +42,13 @@ class Engine:
     store : TieredStore
         Owned by the engine from now on, and closed with it.
     namespace : Namespace
-        What the bytes mean; it roots the keys.
+        The meaning of the bytes; the keys are derived from it.
     layout : KVLayout
-        How a chunk lies in a slot of the store.
+        Where a chunk's bytes lie in a slot of the store.
     memory : PagedMemory, optional
         The paged tensors. Without them the engine can look up, prefetch and pin, but not copy.
     rank : int
-        Which of the layout's ranks this memory is.
+        The rank of this memory in the layout.
     pin_ttl : float
         Seconds that pins and prefetches last.
     name : str
@@ -61,13 +57,12 @@ class Engine:
     Raises
     ------
     UsageError
-        The layout's chunks do not fit the store's slots, or the memory is not as the layout says.
+        The layout's chunks do not fit the store's slots, or the memory contradicts the layout.
 
     Notes
     -----
     Thread-safe: the copies of one engine run one at a time, everything else concurrently. Close it, or use it
-    as a context manager: it owns threads, memory and files. A process that was forked from the engine's
-    cannot use it: every call raises ClosedError.
+    as a context manager: it owns threads, memory and files. In a forked child every call raises ClosedError.
 
     Examples
     --------
@@ -129,10 +124,9 @@ class Engine:
     ) -> Self:
         """An engine over paged KV tensors, one per layer, with the tiers that `config` names.
 
-        Each tensor has blocks of `block_size` tokens along `block_axis` (0, or 1 for `[2, block, ...]`).
-        `model` and `revision` must tell apart whatever computes different KV; shapes, strides, dtypes and, of a
-        mapping, the names in their order are part of the namespace by themselves. Raises UsageError for tensors
-        that are not blocks of dense bytes.
+        Each tensor has blocks of `block_size` tokens along `block_axis` (0, or 1 for `[2, block, ...]`). Two models
+        that compute different KV need different `model` or `revision`; the namespace also has the tensors' shapes,
+        strides, dtypes and, from a mapping, names. Raises UsageError for tensors that are not blocks of dense bytes.
         """
         config = Config.load() if config is None else config
         store, namespace, layout, memory = open_store(
@@ -146,8 +140,6 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<Engine {self.name!r}{' (closed)' if self.closed else ''}: chunks of {self.chunk_size} tokens>"
-
-    # -- keys ---------------------------------------------------------------------------------------------
 
     @property
     def chunk_size(self) -> int:
@@ -166,15 +158,14 @@ class Engine:
     # -- copying ------------------------------------------------------------------------------------------
 
     def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN, wait: float = 0.0) -> int:
-        """Store the KV of a prompt that lies in `blocks`, the first of which holds its first token.
+        """Store the KV of a prompt from `blocks`, the first of which holds its first token.
 
-        Only whole chunks that `blocks` covers are stored; those already in some tier are not copied again.
-        Returns how many leading tokens are in the store now: fewer than covered when there was no room, or while
-        another thread is still storing some of them.
+        Only whole chunks that `blocks` covers are stored; chunks that some tier has are not copied again. Returns
+        how many leading tokens are stored now: fewer if there is no room, or another thread still stores some.
 
-        Without `wait` it copies into host memory and returns; when lower tiers cannot follow, they miss some
-        chunks. With it, it goes at their pace, for at most so many seconds, as do other threads' calls with
-        `wait`: then every tier gets every chunk that it takes, and a prompt may be longer than host memory.
+        Without `wait` it copies into host memory and returns; lower tiers that are too slow miss some chunks. With
+        `wait` it goes at their pace for at most so many seconds: every tier gets every chunk that it takes, and the
+        prompt may be longer than host memory. Calls with `wait` run one at a time.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -190,7 +181,7 @@ class Engine:
                 end = done + self._store.max_pending_stores if wait else len(keys)
                 accepted = self._store_window(request, done, end)
                 done += accepted
-                # Once nothing was under way and there still was no slot, there will be none.
+                # No slot although nothing was under way: there will be none.
                 stuck, idle = idle and not accepted, not accepted
                 if stuck or (idle and not self._store.drain(deadline - time.monotonic())):
                     break
@@ -200,18 +191,14 @@ class Engine:
         return self._store.count_stored(keys[:done]) * self.chunk_size
 
     def _store_window(self, request: Request, first: int, end: int) -> int:
-        """Store chunks [first, end) as far as there are slots; how many need nothing more."""
-        with self._reserve(request, first, end) as reservation:
+        """Store chunks [first, end) as far as there are slots; how many are stored, here or by others."""
+        with request.reserve(self._store, first, end) as reservation:
             copies = request.copies_to_slots(reservation.slots, first, end)
             with self._locked_copier() as copier:
                 copier.store(copies).wait()
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
             return reservation.accepted
-
-    def _reserve(self, request: Request, first: int, end: int) -> Reservation:
-        keys, ids = request.keys, request.tokens(first, end)
-        return self._store.reserve(keys[first:end], parent=request.parent(first), tokens=ids, protect=keys)
 
     def retrieve(
         self,
@@ -225,12 +212,12 @@ class Engine:
         """Fill `blocks` with the stored KV of the longest known prefix; returns its length in tokens.
 
         Tokens before `skip_tokens`, rounded down to a chunk, are not loaded. Lower tiers are read window by
-        window through host memory, so that the prefix may be longer than that; a window that is not there
-        within `timeout` seconds ends the prefix.
+        window through host memory, which may be smaller than the prefix; a window that takes more than `timeout`
+        seconds ends the prefix.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
-        start = done = self._first_chunk(skip_tokens, keys)
+        start = done = request.chunks_in(skip_tokens)
         look_up_shared(self._store, keys, timeout)
         while done < len(keys):
             with lease_window(self._store, keys[done:], timeout) as lease:
@@ -255,13 +242,12 @@ class Engine:
     ) -> Iterator[LayerReader]:
         """`retrieve` layer by layer, for a model that computes meanwhile: `with ... as reader`.
 
-        `reader.tokens` is what `retrieve` returns, and is true of a layer after `reader.wait(layer)`. At most
-        what fits host memory at once. Leaving the context finishes all layers and waits for the copies.
+        `reader.tokens` leading tokens are loaded, in each layer after `reader.wait(layer)`; at most as many as fit
+        host memory at once. Leaving the context finishes all layers and waits for the copies.
         """
-        copier = self._check_copies()
-        request = self._request(tokens, blocks, variant)
+        copier, request = self._check_copies(), self._request(tokens, blocks, variant)
         keys = request.keys
-        first = self._first_chunk(skip_tokens, keys)
+        first = request.chunks_in(skip_tokens)
         look_up_shared(self._store, keys, timeout)
         with lease_window(self._store, keys[first:], timeout) as lease:
             copies = request.copies_to_blocks(lease.slots, first)
@@ -277,14 +263,13 @@ class Engine:
     def store_layers(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN) -> Iterator[LayerWriter]:
         """`store` layer by layer, for a model that is computing: `with ... as writer`.
 
-        `writer.save(layer)` takes a layer once it is computed. Leaving the context takes the rest and
+        `writer.save(layer)` stores a layer once it is computed. Leaving the context stores the rest and
         publishes `writer.tokens` leading tokens; after an exception it publishes nothing.
         """
-        copier = self._check_copies()
-        request = self._request(tokens, blocks, variant)
+        copier, request = self._check_copies(), self._request(tokens, blocks, variant)
         keys = request.keys
         first = self._store.count_prefix(keys)[1]
-        with self._reserve(request, first, len(keys)) as reservation:
+        with request.reserve(self._store, first, len(keys)) as reservation:
             copies = request.copies_to_slots(reservation.slots, first, len(keys))
             tokens_stored = (first + reservation.accepted) * self.chunk_size
             writer = LayerWriter(copier, copies, tokens=tokens_stored, guard=self._locked_copier)
@@ -292,23 +277,20 @@ class Engine:
                 yield writer
                 writer.finish()
             finally:
-                # Before the slots are anybody else's.
+                # The slots may be given to others next.
                 writer.last.wait()
             with self._copy_lock:
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
-            # Others were to store some of them, and may not have done it, or not yet.
+            # Other threads may not have stored their part of these chunks, or not yet.
             writer.tokens = self._store.count_stored(keys) * self.chunk_size
 
     def _request(self, tokens: Tokens, blocks: Sequence[int], variant: Variant) -> Request:
         self._check_copies()
-        return Request(self._chain(tokens, variant), blocks, self._pages)
-
-    def _first_chunk(self, skip_tokens: Any, keys: Sequence[ChunkKey]) -> int:
-        return min(not_negative(skip_tokens, "skip_tokens") // self.chunk_size, len(keys))
+        return Request(self._chain(tokens, variant), blocks, self.chunk_size, self._pages)
 
     def _note_retrieved(self, keys: Sequence[ChunkKey], start: int, done: int) -> None:
-        """Chunks [start, done) of those asked for were loaded, which is a use of all before `done`."""
+        """Count chunks [start, done) as loaded, and note a use of every chunk before `done`."""
         self._store.touch(keys[:done])
         with self._copy_lock:
             self._requested += len(keys) * self.chunk_size
@@ -322,7 +304,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _locked_copier(self) -> Iterator[Copier]:
-        """Locks `_copy_lock`. An engine that was closed meanwhile copies nothing, and must not say it did."""
+        """Hold `_copy_lock`. Raises ClosedError if the engine was closed meanwhile."""
         with self._copy_lock:
             yield self._check_copies()
 
@@ -335,9 +317,9 @@ class Engine:
     # -- looking ahead ------------------------------------------------------------------------------------
 
     def lookup(self, tokens: Tokens, *, variant: Variant = PLAIN, timeout: float = 1.0) -> int:
-        """How many leading tokens are stored, in whichever tier. Promises nothing.
+        """How many leading tokens some tier has now; they may be evicted before they are retrieved.
 
-        Shared tiers are asked for what other processes stored there, for at most `timeout` seconds.
+        Shared tiers are asked for chunks of other processes, for at most `timeout` seconds.
         """
         self._check_open()
         keys = self.keys(tokens, variant)
@@ -347,17 +329,16 @@ class Engine:
     def prefetch(self, tokens: Tokens, *, variant: Variant = PLAIN) -> Prefetch:
         """Start to bring a prompt's KV into host memory and return at once.
 
-        Demanded loads go first. Prefetches share a bounded part of the host tier; what does not fit, or is
-        not stored, is left out. What has arrived stays there for the engine's `pin_ttl` seconds.
+        Demanded loads go first. Prefetches share a bounded part of host memory; the prompt's chunks that do not fit
+        are left out. The others stay there for the engine's `pin_ttl` seconds.
         """
         self._check_open()
-        promotion = self._store.promote(
-            self.keys(tokens, variant), prefetch=True, ttl=self._pin_ttl, look_up_shared=True
-        )
+        keys = self.keys(tokens, variant)
+        promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, look_up_shared=True)
         return Prefetch(promotion, self.chunk_size, self._layout.chunk_bytes)
 
     def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = PLAIN) -> int:
-        """Keep what host memory has of a prompt there for `ttl` seconds; returns how many tokens that is."""
+        """Keep leading chunks that are in host memory there for `ttl` seconds; returns how many tokens they have."""
         self._check_open()
         limit = self._pin_ttl if ttl is None else seconds(ttl, "ttl")
         return self._store.pin(self.keys(tokens, variant), limit) * self.chunk_size
@@ -367,10 +348,8 @@ class Engine:
         self._check_open()
         return self._store.unpin(self.keys(tokens, variant)) * self.chunk_size
 
-    # -- the rest -----------------------------------------------------------------------------------------
-
     def clear(self, tokens: Tokens | None = None, *, variant: Variant = PLAIN) -> int:
-        """Remove a prompt's chunks, or everything, from every tier; returns how many tokens those were."""
+        """Remove a prompt's chunks, or everything, from every tier; returns how many tokens were removed."""
         self._check_open()
         if tokens is None:
             return self._store.clear() * self.chunk_size
@@ -384,12 +363,12 @@ class Engine:
         return EngineStats(self._stored, self._retrieved, self._requested, self._store.stats())
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
-        """Wait until what persistent tiers store is known, at most `timeout` seconds. Nothing requires it."""
+        """Wait until persistent tiers are indexed, at most `timeout` seconds; no other call requires it."""
         self._check_open()
         return self._store.wait_indexed(None if timeout is None else seconds(timeout, "timeout"))
 
     def drain(self, timeout: float = 10.0) -> bool:
-        """Wait until what was stored is in every tier that takes it, at most `timeout` seconds."""
+        """Wait until stored chunks are in every tier that takes them, at most `timeout` seconds."""
         if self._store.forked:
             self._check_open()
         return self._store.drain(seconds(timeout, "timeout"))

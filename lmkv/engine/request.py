@@ -5,25 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lmkv.chunks.hashing import KeyChain
+from lmkv.engine.validation import not_negative
 from lmkv.memory.copier import ChunkCopy, Run, block_ids
 from lmkv.protocols import ChunkKey
+from lmkv.store.leases import Reservation
+from lmkv.store.tiered import TieredStore
 
 
 class Request:
-    """`keys`: of the whole chunks that `blocks` covers. `pages`: blocks per chunk."""
+    """`keys`: of the whole chunks that `blocks` covers. `chunk_size`: tokens per chunk. `pages`: blocks per chunk."""
 
-    def __init__(self, chain: KeyChain, blocks: object, pages: int) -> None:
+    def __init__(self, chain: KeyChain, blocks: object, chunk_size: int, pages: int) -> None:
         self._chain = chain
         self._blocks = block_ids(blocks)
+        self._chunk_size = chunk_size
         self._pages = pages
         self.keys = chain.keys[: len(self._blocks) // pages]
 
-    def parent(self, first: int) -> ChunkKey:
-        return self._chain.parent(first)
+    def chunks_in(self, tokens: object) -> int:
+        """How many of the chunks lie in so many leading tokens. Raises UsageError for anything but a count."""
+        return min(not_negative(tokens, "skip_tokens") // self._chunk_size, len(self.keys))
 
-    def tokens(self, first: int, end: int) -> bytes:
-        """The token ids of chunks [first, end)."""
-        return self._chain.token_bytes(first, min(end, len(self.keys)))
+    def reserve(self, store: TieredStore, first: int, end: int) -> Reservation:
+        """Reserve slots for chunks [first, end)."""
+        keys = self.keys[first:end]
+        ids = self._chain.token_bytes(first, first + len(keys))
+        return store.reserve(keys, parent=self._chain.parent(first), tokens=ids, protect=self.keys)
 
     def copies_to_slots(self, slots: Mapping[ChunkKey, int], first: int, end: int) -> list[ChunkCopy]:
         """Copies that fill these slots. The chunks are some of [first, end)."""

@@ -12,14 +12,14 @@ from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey
 from lmkv.store.promoter import Promoter
 from lmkv.store.tiers.locking import locked
-from lmkv.store.tiers.lower import LowerTier, first_with
+from lmkv.store.tiers.lower import LowerTier, Operation, first_with
 from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.primary import PrimaryTier
 
 
 @define(eq=False, repr=False)
 class Catalog:
-    """Answers about all tiers, without a change to any; `TieredStore.catalog`. Thread-safe. `lock`: the store's."""
+    """Answers about all tiers, and tells observers; it changes no tier. Thread-safe. `lock`: the store's."""
 
     _lock: threading.Lock
     _primary: PrimaryTier
@@ -94,6 +94,14 @@ class Catalog:
         """Name of a lower tier that stores the chunk and cannot be read now, None when there is none."""
         with self._lock:
             return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
+
+    def drain_latencies(self) -> list[tuple[str, Operation, float]]:
+        """`(tier, operation, seconds)` of successful I/O since the last call: the last 1,000 of each tier."""
+        with self._lock:
+            drained = [(tier.name, *each) for tier in self._tiers for each in tier.times]
+            for tier in self._tiers:
+                tier.times.clear()
+        return drained
 
     def add_observer(self, observer: StoreObserver) -> None:
         """Notify it from now on of chunks that enter and leave tiers. For earlier ones: `replay_to`."""

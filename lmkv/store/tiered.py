@@ -8,21 +8,21 @@ method plans these under it into an `AfterLock`, which runs after its release. T
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
-from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
+from lmkv.protocols import ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
 from lmkv.store.allocator import SlotAllocator
 from lmkv.store.catalog import Catalog
 from lmkv.store.flusher import Flusher
+from lmkv.store.forks import close_after_fork
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.pins import Pins
 from lmkv.store.promoter import Promoter
@@ -30,11 +30,10 @@ from lmkv.store.promotion import Promotion
 from lmkv.store.reserver import Reserver
 from lmkv.store.shared_lookup import SharedLookup
 from lmkv.store.tiers.attempt import attempt
-from lmkv.store.tiers.entry import Entry
 from lmkv.store.tiers.iopool import IOPool
 from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
-from lmkv.store.tiers.lower import LowerTier, Operation
+from lmkv.store.tiers.lower import LowerTier
 from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.primary import PrimaryTier
 from lmkv.store.tiers.scanner import TierScanner
@@ -53,8 +52,7 @@ class TieredStore:
     primary : Tier
         Host memory: a tier of a `CPUPinnedBackend`, whose slots become the store's.
     lower : sequence of Tier
-        Lower tiers, fastest first. A tier that persists is indexed in the background, and serves meanwhile the chunks
-        that are indexed already.
+        Lower tiers, fastest first. Those that persist are indexed in the background, and serve meanwhile.
     io_threads : int
         Threads for the I/O of all lower tiers; three quarters of them write, too.
     prefetch_share : float
@@ -120,18 +118,15 @@ class TieredStore:
         self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
         self._pins = Pins(self._primary, clock)
         self._flusher = Flusher(self._lock, self._primary, self._tiers, self._resume)
-        self._allocator = SlotAllocator(
-            self._primary,
-            self._flusher,
-            max_flushing=self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0,
-        )
+        flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
+        self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)
         prefetched = max(1, int(slots * prefetch_share))
         parts = self._lock, self._primary, self._tiers
         self._promoter = Promoter(*parts, self._allocator, self._pool, prefetched, clock)
         self._reserver = Reserver(*parts, self._allocator, self._promoter, self._flusher, self._pool)
         self.catalog = Catalog(*parts, self._promoter, self._observers)
         self._closed = self.forked = False
-        _stores.add(self)
+        close_after_fork(self)
         self._scanners = [
             TierScanner(tier, self._lock) for tier in self._tiers if tier.shared or isinstance(tier.backend, ListsKeys)
         ]
@@ -150,7 +145,7 @@ class TieredStore:
 
     @contextmanager
     def _planned(self) -> Iterator[AfterLock]:
-        """Hold the lock; do what was planned meanwhile after its release."""
+        """Hold the lock; run after its release everything that was planned under it."""
         after = AfterLock()
         with self._lock:
             yield after
@@ -183,12 +178,7 @@ class TieredStore:
             if entries:
                 self._primary.tails.touch(entries[-1].key)
             self._primary.counters.hits += len(entries)
-        return Lease(entries, self._unref)
-
-    def _unref(self, entries: Sequence[Entry]) -> None:
-        with self._lock:
-            for entry in reversed(entries):
-                self._primary.unref(entry)
+        return Lease(entries, self._lock, self._primary)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note the use of a chain's chunks, head first, in every tier."""
@@ -208,12 +198,11 @@ class TieredStore:
         origins: Sequence[bytes] = (),
         protect: Sequence[ChunkKey] = (),
     ) -> Reservation:
-        """Reserve slots for consecutive chunks of a chain, head first, evicting what the policy gives.
+        """Reserve slots for consecutive chunks of a chain, head first, evicting others if need be.
 
-        `parent`: the key before `keys[0]`; `tokens`: the token ids of these chunks, for tiers that describe
-        what they store. `origins`: what each continues (see `KeyChain.origin`), to be found by `longest_prefix`,
-        too. `protect`: the whole chain, head first: what comes before a chunk is not evicted for
-        it, unless a lower tier stores it.
+        `parent`: the key before `keys[0]`. `tokens`: the ids of these chunks, for backends that record them.
+        `origins`: each chunk's `KeyChain.origin`, if `Catalog.longest_prefix` is to find it. `protect`: the whole
+        chain, head first; its chunks before `keys` are not evicted unless a lower tier stores them.
         """
         with self._planned() as after:
             self._expire(after)
@@ -221,9 +210,9 @@ class TieredStore:
             return self._reserver.reserve(wanted, parent, tokens, origins, protect, after)
 
     def write_to_shared(self, keys: Sequence[ChunkKey]) -> int:
-        """Have leading chunks written to shared tiers that lack them; how many are there, or on their way.
+        """Write leading chunks to shared tiers that lack them; how many chunks are there, or on their way.
 
-        Chunks that are still being stored are written when they are committed, the others from now on.
+        Chunks that are still being stored are written once they are committed.
         """
         with self._planned() as after:
             return self._flusher.write_to_shared(keys, after)
@@ -231,10 +220,7 @@ class TieredStore:
     # -- pins ---------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float) -> int:
-        """Keep the leading READY chunks of `keys` in the primary tier for `ttl` seconds; returns how many.
-
-        Pinning again moves the end of the pin.
-        """
+        """Keep the leading READY chunks of `keys` in host memory for `ttl` seconds from now; returns how many."""
         with self._lock:
             return self._pins.pin(keys, ttl)
 
@@ -245,7 +231,7 @@ class TieredStore:
 
     @locked
     def _expire(self, after: AfterLock) -> None:
-        """End the pins and prefetches whose time is over, before somebody asks for slots."""
+        """End the pins and promotions whose time is over, since slots are wanted."""
         self._pins.expire()
         self._promoter.expire(after)
 
@@ -260,12 +246,12 @@ class TieredStore:
         ttl: float | None = None,
         look_up_shared: bool = False,
     ) -> Promotion:
-        """Bring the leading chunks of `keys` into the primary tier, at most `limit` of them.
+        """Bring the leading chunks of `keys` into host memory, at most `limit` of them. Never waits.
 
-        Ends before the first chunk that no tier stores, or that finds no slot; a prefetch also before it
-        would exceed its share of the tier. With `look_up_shared` shared tiers are asked first for what the indexes
-        do not know. Never waits. The promotion refers to its chunks until it is released, or until `ttl`
-        seconds from now are over and slots are wanted.
+        Ends before the first chunk that no tier stores, or that finds no slot. A `prefetch` is served after all
+        other loads, and ends before it exceeds its share of the slots. With `look_up_shared` shared tiers are asked
+        first for chunks that the indexes do not know. The promotion refers to its chunks until it is released; after
+        `ttl` seconds the next call that wants slots releases it.
         """
         with self._planned() as after:
             self._expire(after)
@@ -280,9 +266,9 @@ class TieredStore:
             self._promoter.resume(after)
 
     def look_up_shared(self, keys: Sequence[ChunkKey]) -> SharedLookup | None:
-        """Ask shared tiers, in the background, for leading chunks that the indexes do not know.
+        """Ask shared tiers, in the background, for leading chunks that the indexes do not know. Never waits.
 
-        None when there is nothing to ask: no tier is shared, or all chunks are known. Never waits.
+        None when there is nothing to ask: no tier is shared, or all chunks are known.
         """
         with self._planned() as after:
             return None if self._closed else self._plan_shared_lookup(keys, after)
@@ -311,10 +297,7 @@ class TieredStore:
     # -- removing -----------------------------------------------------------------------------------------
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks from the primary tier, whatever its policy says. What is leased stays readable.
-
-        Flushes of these chunks that are under way are stopped.
-        """
+        """Remove chunks from host memory, and stop their flushes. Leased chunks stay readable."""
         with self._planned() as after:
             self._drop(keys, after)
 
@@ -328,7 +311,7 @@ class TieredStore:
         self._promoter.end_prefetches(after, frozenset(keys))
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
-        """Remove chunks from every tier; returns how many were in one. What is leased stays readable.
+        """Remove chunks from every tier; returns how many were in one. Leased chunks stay readable.
 
         None of them is served any more; `drain` waits until the bytes in lower tiers are deleted, too.
         """
@@ -338,14 +321,14 @@ class TieredStore:
             for tier in self._tiers:
                 # In tiers that cannot be read now, too: they would serve the chunks again later.
                 tier.index.mark_deleted(keys, unknown=tier.shared)
-                after.jobs.append(Job(_without_plans(tier.reclaim), Priority.LOAD, _nothing))
+                after.jobs.append(_deletion(tier.reclaim))
             return known
 
     def clear(self, *, lower: bool = True) -> int:
-        """Remove everything, without `lower` from the primary tier alone; returns how many chunks that were.
+        """Remove everything, without `lower` from host memory alone; returns how many chunks that were.
 
-        From its return on nothing of before is served, not even what is being stored or loaded right now, or
-        what other processes have put into a shared tier. `drain` waits until it is deleted, too.
+        No earlier chunk is served any more, not even one that is being stored or loaded right now, or that another
+        process has put into a shared tier. `drain` waits until the bytes in lower tiers are deleted, too.
         """
         with self._planned() as after:
             keys = set(self._primary.clear())
@@ -353,7 +336,7 @@ class TieredStore:
             self._promoter.end_prefetches(after)
             for tier in self._tiers if lower else ():
                 keys.update(tier.index.clear())
-                after.jobs.append(Job(_without_plans(tier.delete_all), Priority.LOAD, _nothing))
+                after.jobs.append(_deletion(tier.delete_all))
             return len(keys)
 
     # -- the rest -----------------------------------------------------------------------------------------
@@ -366,16 +349,8 @@ class TieredStore:
             writing, loading = primary.writing, primary.loading
         return StoreStats(tiers, leased, pinned, writing, loading, self._pool.pending)
 
-    def drain_latencies(self) -> list[tuple[str, Operation, float]]:
-        """Lower tiers' reads and writes that succeeded since the last call, with their seconds: 1,000 of each tier."""
-        with self._lock:
-            taken = [(tier.name, *each) for tier in self._tiers for each in tier.times]
-            for tier in self._tiers:
-                tier.times.clear()
-        return taken
-
     def wait_for_room(self, timeout: float) -> bool:
-        """Wait until a whole `max_pending_stores` can be stored without a refusal, at most `timeout` seconds."""
+        """Wait until `max_pending_stores` chunks can be stored without a refusal, at most `timeout` seconds."""
         return self._pool.wait_for_room(self.max_pending_stores * max(1, len(self._tiers)), timeout)
 
     def drain(self, timeout: float = 10.0) -> bool:
@@ -383,9 +358,9 @@ class TieredStore:
         return self._pool.drain(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Finish what I/O there is, at most `timeout` seconds, and close every backend. Idempotent.
+        """Finish the I/O under way, for at most `timeout` seconds, and close every backend. Idempotent.
 
-        A call that hangs is left behind on its daemon thread; whoever waits for it is told that it failed.
+        A call that hangs is left behind on its daemon thread; promotions that wait for it fail.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -402,10 +377,10 @@ class TieredStore:
             for tier in self._tiers:
                 tier.close()
         for backend in (*(tier.backend for tier in self._tiers), self._primary.backend):
-            _close(backend)
+            attempt(backend.close, partial(logger.warning, "lmkv: closing %s failed: %r", backend.name))
 
-    def _after_fork(self) -> None:
-        """In a child process, which has none of the threads: the store cannot be used there."""
+    def after_fork(self) -> None:
+        """The child has none of the threads: the store is closed there."""
         self._closed = self.forked = self._promoter.forked = True
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
         self._pool.after_fork()
@@ -414,31 +389,12 @@ class TieredStore:
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
             if self._pool.runs_here():
-                # The garbage was collected by an I/O thread of the store's own, perhaps under the pool's lock.
+                # An I/O thread collects the garbage, perhaps under the pool's lock: it cannot wait for itself.
                 threading.Thread(target=self.close, name="lmkv-close", daemon=True).start()
             else:
                 self.close()
 
 
-_stores: weakref.WeakSet[TieredStore] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for store in list(_stores):
-        # Whatever state one of them was in, the others must not wait for threads that the child lacks.
-        attempt(store._after_fork, lambda error: logger.warning("lmkv: a store after a fork: %r", error))
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _nothing(after: AfterLock) -> None:
-    """For a deletion that the closed pool refuses: the store serves nothing any more."""
-
-
-def _without_plans(work: Callable[[], None]) -> Callable[[AfterLock], None]:
-    return lambda after: work()
-
-
-def _close(backend: Backend) -> None:
-    attempt(backend.close, lambda error: logger.warning("lmkv: closing %s failed: %r", backend.name, error))
+def _deletion(work: Callable[[], None]) -> Job:
+    """Refused by a closed pool, it is not needed: the store serves nothing any more."""
+    return Job(lambda after: work(), Priority.LOAD, lambda after: None)
