@@ -52,7 +52,7 @@ def host_memory(nbytes: int, *, populate: bool = True) -> SlabMap:
     """Memory as a slab's: registered by nobody yet."""
     memory = SlabMap(-1, nbytes, mmap.PAGESIZE)
     if populate:
-        memory.touch(0, nbytes)
+        memory.prefault(0, nbytes)
     return memory
 
 

@@ -119,8 +119,8 @@ def slots(rounds: int) -> Row:
     count = 8 * BATCH
 
     def take_and_give_back() -> None:
-        for slot in [slab.acquire() for _ in range(count)]:
-            slab.release(slot)
+        for slot in [slab.allocate() for _ in range(count)]:
+            slab.free(slot)
 
     times = interleaved({"slots": take_and_give_back}, rounds)
     slab.close()

@@ -63,7 +63,7 @@ def from_objects(folder: str) -> bool:
     namespace = Namespace(model="mine", dtype="bfloat16", chunk_size=CHUNK_SIZE, block_size=BLOCK_SIZE)
     store = TieredStore(
         primary=Tier(CPUPinnedBackend(GIB // 8, layout.slot_bytes), LRU()),
-        secondaries=[Tier(LocalDiskBackend(folder, namespace.digest), LRU(), capacity_bytes=GIB)],
+        lower=[Tier(LocalDiskBackend(folder, namespace.digest), LRU(), capacity_bytes=GIB)],
     )
     with Engine(store, namespace, layout=layout, memory=memory) as engine:
         stored = engine.store(range(1000), list(range(63)))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lmkv.chunks.layout import KVLayout as KVLayout, LayerPages as LayerPages
     from lmkv.chunks.namespace import Namespace as Namespace
     from lmkv.config import Config as Config
-    from lmkv.engine import Engine as Engine, EngineStats as EngineStats, Variant as Variant
+    from lmkv.engine import Engine as Engine, EngineStats as EngineStats, Prefetch as Prefetch, Variant as Variant
     from lmkv.errors import (
         BackendError as BackendError,
         BackendUnavailable as BackendUnavailable,
@@ -27,13 +27,12 @@ if TYPE_CHECKING:
     from lmkv.outcomes import Presence as Presence
     from lmkv.protocols import Tier as Tier
     from lmkv.registry import destroy as destroy, get as get, get_or_create as get_or_create
-    from lmkv.store.prefetch import Prefetch as Prefetch
     from lmkv.store.tiered import TieredStore as TieredStore
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "engine": ("Engine", "EngineStats", "Variant"),
+    "engine": ("Engine", "EngineStats", "Prefetch", "Variant"),
     "config": ("Config",),
     "chunks.layout": ("KVLayout", "LayerPages"),
     "chunks.namespace": ("Namespace",),
@@ -45,7 +44,6 @@ _HOMES = {
     "outcomes": ("Presence",),
     "protocols": ("Tier",),
     "registry": ("destroy", "get", "get_or_create"),
-    "store.prefetch": ("Prefetch",),
     "store.tiered": ("TieredStore",),
 }
 _HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}

@@ -16,7 +16,7 @@ from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
-from lmkv.memory.shared_folder import check_in_memory, clamp_shared_memory
+from lmkv.memory.machine import check_in_memory, clamp_shared_memory
 from lmkv.policies import make_admission, make_policy
 from lmkv.protocols import Backend, Tier
 from lmkv.store.tiered import TieredStore

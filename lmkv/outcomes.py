@@ -17,7 +17,7 @@ class Presence(Enum):
     """Complete in the primary tier; it can be leased now."""
     PENDING = "pending"
     """Being stored in the primary tier, or promoted into it."""
-    SECONDARY = "secondary"
+    LOWER = "lower"
     """In a lower tier only; it can be promoted."""
 
 

@@ -150,7 +150,7 @@ class Shared(Protocol):
 class Policy(Protocol):
     """An eviction order over keys and sizes: pure, no clock, no I/O, no values.
 
-    Called only under the owning store's lock. A known key is either evictable or acquired.
+    Called only under the owning store's lock. A known key is either evictable or held.
     `lmkv.policies.PolicyBase` has all of it but the order.
     """
 
@@ -166,7 +166,7 @@ class Policy(Protocol):
         """Forget a key, known or not."""
         ...
 
-    def acquire(self, key: ChunkKey) -> None:
+    def hold(self, key: ChunkKey) -> None:
         """Keep a known key from eviction until it is released. Idempotent."""
         ...
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from lmkv import Config, Engine, Variant
-from lmkv.errors import BackendUnavailable, ClosedError, UsageError, shown
+from lmkv.errors import BackendUnavailable, ClosedError, UsageError, short_repr
 from lmkv.protocols import Backend
-from lmkv.store.tiers.iopool import Job, Priority
+from lmkv.store.tiers.jobs import Job, Priority
 from tests.forked import Child
 from tests.kit import LIMIT, chain, eventually, lower, memory, put, small_store
 
@@ -219,7 +219,7 @@ def test_seconds_that_are_no_number_are_refused(engine: Engine, seconds: Any) ->
             engine.pin(range(CHUNK), ttl=seconds)
 
 
-@pytest.mark.parametrize("seconds", [float("inf"), HUGE, 1e300, np.float32(60), -1], ids=shown)
+@pytest.mark.parametrize("seconds", [float("inf"), HUGE, 1e300, np.float32(60), -1], ids=short_repr)
 def test_any_number_of_seconds_will_do(tmp_path: Path, seconds: Any) -> None:
     with open_engine(paged(), tmp_path) as engine:
         assert engine.store(range(CHUNK), range(4), wait=LIMIT) == CHUNK
@@ -311,10 +311,10 @@ def test_who_stores_with_patience_waits_for_a_disk_that_stands_still(tmp_path: P
     with open_engine(paged(), tmp_path) as engine:
         pool, going_on = engine._store._pool, threading.Event()
 
-        def stand_still(deferred: object) -> None:
+        def stand_still(after: object) -> None:
             going_on.wait(LIMIT)
 
-        pool.submit([Job(stand_still, Priority.STORE, lambda deferred: None) for _ in range(pool._storing)])
+        pool.submit([Job(stand_still, Priority.STORE, lambda after: None) for _ in range(pool._storing)])
 
         def store() -> None:
             for number in range(200):
@@ -404,7 +404,7 @@ def test_nobody_waits_in_a_child_for_a_prefetch_of_its_parent(tmp_path: Path) ->
         engine._store.drop(engine.keys(range(CHUNK)))
         going_on = threading.Event()
         for _ in range(engine._store._pool._size):
-            job = Job(lambda deferred: (going_on.wait(LIMIT), None)[1], Priority.LOAD, lambda deferred: None)
+            job = Job(lambda after: (going_on.wait(LIMIT), None)[1], Priority.LOAD, lambda after: None)
             engine._store._pool.submit([job])
         prefetch = engine.prefetch(range(CHUNK))
         assert in_forked_child(engine, prefetch.wait, prefetch.cancel)[-2:] == [ClosedError.__name__, "nothing"]
@@ -464,7 +464,7 @@ def test_a_store_that_is_collected_on_its_own_io_thread_is_closed() -> None:
     forgotten = threading.Event()
     gc.disable()
     try:
-        pool.submit([Job(lambda deferred: (forgotten.wait(LIMIT), gc.collect()), Priority.LOAD, lambda deferred: None)])
+        pool.submit([Job(lambda after: (forgotten.wait(LIMIT), gc.collect()), Priority.LOAD, lambda after: None)])
         del store
         forgotten.set()
         eventually(lambda: not any(thread.is_alive() for thread in pool._threads), "its threads end")

@@ -673,7 +673,7 @@ def test_an_engine_that_cannot_be_made_closes_its_store(
     closed: list[TieredStore] = []
     close = TieredStore.close
     monkeypatch.setattr(TieredStore, "close", lambda self: closed.append(self) or close(self))
-    monkeypatch.setattr("lmkv.engine.make_copier", lambda *args: 1 // 0)
+    monkeypatch.setattr("lmkv.engine.engine.make_copier", lambda *args: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         Engine.open(model.tensors, block_size=BLOCK, block_axis=1, model="m", config=Config(chunk_size=CHUNK))
     assert len(closed) == 1

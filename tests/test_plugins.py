@@ -107,7 +107,7 @@ def test_a_store_of_a_configuration(scheme: str, tmp_path: Path) -> None:
                     reservation.commit()
                 assert store.drain(LIMIT)
             else:
-                found = store.discover(keys)
+                found = store.look_up_shared(keys)
                 assert found is not None
                 assert found.wait(LIMIT)
                 promotion = store.promote(keys)

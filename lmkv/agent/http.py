@@ -34,7 +34,7 @@ from lmkv.agent.pace import paced_loop
 from lmkv.agent.page import PAGE, PAGE_HEADERS
 from lmkv.agent.reference import HEADERS, reference
 from lmkv.agent.service import CacheService, Prompt
-from lmkv.errors import ConfigError, LmkvError, UsageError, shown
+from lmkv.errors import ConfigError, LmkvError, UsageError, short_repr
 
 logger = logging.getLogger("lmkv.agent")
 
@@ -283,7 +283,8 @@ class Address:
                 literal = f"[{host}]" if ":" in host else host
                 return bound, f"http://{literal}:{bound.getsockname()[1]}"
         raise ConfigError(
-            f"agent_listen = {shown(self.text)} must be an address of this machine alone, 127.0.0.1:8377, or unix:/path"
+            f"agent_listen = {short_repr(self.text)} must be an address of this machine alone, 127.0.0.1:8377, or "
+            "unix:/path"
         )
 
 

@@ -18,13 +18,12 @@ from lmkv.errors import LmkvError, UsageError
 from lmkv.protocols import ChunkKey
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers.iopool import Priority
 
 _MOST_PREFETCHES = 4096
 _OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
 """vLLM's own id: before the caller's the number of the answer, where `n` asks for several; after it the number of the
 prompt, where a call may have several, and eight letters."""
-_DISCOVERY_LIMIT = 1.0
+_SHARED_LOOKUP_LIMIT = 1.0
 """Seconds that a lookup waits for shared tiers."""
 
 
@@ -160,14 +159,14 @@ class CacheService:
         As a request does, it counts all but the last token at most, which is always computed.
         """
         tokens, keys = self._read(prompt)
-        discovery = self._store.discover(keys)
-        if discovery is not None:
-            discovery.wait(_DISCOVERY_LIMIT)
-        ready, found = self._store.match(keys)
+        shared_lookup = self._store.look_up_shared(keys)
+        if shared_lookup is not None:
+            shared_lookup.wait(_SHARED_LOOKUP_LIMIT)
+        ready, found = self._store.count_prefix(keys)
         left = max(0, len(tokens) - 1)
         sources: dict[str, int] = {}
         for number, key in enumerate(keys[:found]):
-            tier = (number >= ready and self._store.tier_of(key)) or self._store.primary_name
+            tier = (number >= ready and self._store.catalog.tier_of(key)) or self._store.primary_name
             counted = min(left, self._tokens([key]))
             left -= counted
             if counted:
@@ -181,7 +180,7 @@ class CacheService:
         took its place.
         """
         _, keys = self._read(prompt)
-        promotion = self._store.promote(keys, priority=Priority.PREFETCH, ttl=self._pin_ttl, discover=True)
+        promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, look_up_shared=True)
         prefetch = _Prefetch(promotion, keys, Future())
         self.cancel(name, prefetch)
         promotion.add_done_callback(prefetch.end)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from lmkv.chunks.layout import align_up
 from lmkv.errors import BackendError, ClosedError, UsageError
 from lmkv.memory import slab_files
-from lmkv.memory.slab import Slab, clamp_capacity
+from lmkv.memory.machine import clamp_capacity
+from lmkv.memory.slab import Slab
 from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
 
@@ -127,7 +128,7 @@ class CPUPinnedBackend:
         nbytes = len(chunk.payload)
         if nbytes > self._slab.slot_bytes:
             return Written.rejected(f"{nbytes} bytes do not fit a slot of {self._slab.slot_bytes} bytes")
-        slot = self._slab.acquire()
+        slot = self._slab.allocate()
         if slot is None:
             return Written.rejected("no slot is free")
         self._slab.view(slot, nbytes)[:] = chunk.payload
@@ -140,7 +141,7 @@ class CPUPinnedBackend:
             for key in keys:
                 found = self._slots.pop(key, None)
                 if found is not None:
-                    self._slab.release(found[0])
+                    self._slab.free(found[0])
 
     def close(self) -> None:
         with self._lock:

@@ -29,8 +29,7 @@ from lmkv.cli.measure.probe import try_folder
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.config import GIB, Config
 from lmkv.errors import ConfigError, LmkvError
-from lmkv.memory.shared_folder import check_in_memory, clamp_shared_memory, file_system_of
-from lmkv.memory.slab import available_ram, clamp_capacity
+from lmkv.memory.machine import available_ram, check_in_memory, clamp_capacity, clamp_shared_memory, file_system_of
 from lmkv.vllm import compat, plugin
 
 IMPORT_TIMEOUT = 300.0

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
-from lmkv.errors import ConfigError, shown
+from lmkv.errors import ConfigError, short_repr
 
 EXTRA: Final = "kv_connector_extra_config"
 VARIABLE: Final = "environment "
@@ -68,7 +68,7 @@ class Entry:
     def convert(self, value: object, source: str) -> tuple[str, object, str]:
         """lmkv's name and value, and where they come from."""
         if self.several and isinstance(value, str) and "," in value:
-            raise ConfigError(f"{source}: {self.key} = {shown(value)} names several: {self.several}")
+            raise ConfigError(f"{source}: {self.key} = {short_repr(value)} names several: {self.several}")
         told = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
         return self.setting, self._value(value, source), told
 
@@ -77,7 +77,7 @@ class Entry:
             return value
         truth = BOOLEANS.get(_word(value))
         if truth is None:
-            raise ConfigError(f"{source}: {self.key} = {shown(value)} must be one of {'/'.join(BOOLEANS)}")
+            raise ConfigError(f"{source}: {self.key} = {short_repr(value)} must be one of {'/'.join(BOOLEANS)}")
         return self.values[str(truth).lower()]
 
 
@@ -141,7 +141,7 @@ def translate(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) 
             result.refused.append((key, source))
         else:
             result.settings.append(entry.convert(value, source))
-    result.unknown = [f"{shown(key)} ({source})" for key, (_, source) in given.items() if key not in table()]
+    result.unknown = [f"{short_repr(key)} ({source})" for key, (_, source) in given.items() if key not in table()]
     return result
 
 
@@ -169,7 +169,7 @@ def _flat(found: _Given) -> _Given:
             inner = ()
     if not isinstance(inner, dict | None):
         raise ConfigError(f"{source}: extra_config must be a mapping, in the environment as JSON")
-    keys = {key if isinstance(key, str) else shown(key): value for key, value in (inner or {}).items()}
+    keys = {key if isinstance(key, str) else short_repr(key): value for key, value in (inner or {}).items()}
     return found | {f"extra_config.{key}": (value, source) for key, value in keys.items()}
 
 
@@ -178,7 +178,7 @@ def _key(variable: str) -> str:
 
 
 def _word(value: object) -> str:
-    return shown(value).strip("' ").lower()
+    return short_repr(value).strip("' ").lower()
 
 
 def listed(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Final
 from attrs import field, frozen
 
 from lmkv import plugins
-from lmkv.errors import ConfigError, masked
+from lmkv.errors import ConfigError, mask_secrets
 
 SCHEMES: Final = {
     **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "redis"),
@@ -47,10 +47,10 @@ class RemoteURL:
     redis://cache:***@host
     """
 
-    text: str = field(repr=lambda text: repr(masked(text)))
+    text: str = field(repr=lambda text: repr(mask_secrets(text)))
 
     def __str__(self) -> str:
-        return masked(self.text)
+        return mask_secrets(self.text)
 
     @property
     def scheme(self) -> str:

@@ -70,7 +70,7 @@ class PinnedSlab:
             return False
         try:
             # A registration would fault the pages in as well, one by one and under locks of the driver.
-            self._slab.touch(*piece)
+            self._slab.prefault(*piece)
             self._register(*piece)
         except Exception as error:
             # Whatever it is: copies of what is not pinned are right.

@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import mmap
 import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
 from lmkv.chunks.layout import ALIGNMENT, KVLayout, align_up
-from lmkv.errors import ConfigError, UsageError
+from lmkv.errors import UsageError
 from lmkv.memory import slab_files
-
-logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23
 _PIECE = 8 << 20
 """Bytes populated per call."""
-RAM_SHARE = 0.8
-"""Share of the available memory that the slabs of this host may take together."""
 _SEARCH_PAUSE = 0.5
 """Seconds between two searches for a slab."""
 
@@ -47,51 +41,6 @@ class SlabRef:
     nbytes: int
     slot_bytes: int
     name: str
-
-
-def available_ram(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory that are available: MemAvailable, or less where a control group limits them."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        free = 1024 * _numbers(meminfo)["MemAvailable:"]
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        limit, used = int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())
-        # The group's page cache counts as used, but the kernel frees it when memory is needed.
-        cache = _numbers(cgroup / "memory.stat")
-        free = min(free, limit - used + cache["inactive_file"] + cache["active_file"])
-    return max(free, 0)
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """From lines of a name and a number."""
-    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
-
-
-def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
-    """`wanted` bytes in whole slots, cut to what this machine can give; a warning says so.
-
-    `engines`: how many start on this host, each of which gets no more than its share. What other slabs of
-    this host have not taken yet is theirs. Raises ConfigError when not even one slot fits.
-    """
-    promised, taken = slab_files.promised_and_taken()
-    room = int((available_ram() + taken) * RAM_SHARE)
-    limits = {
-        "available memory": room,
-        f"available memory, shared by {engines} engines": room // engines,
-        "available memory, less what other engines on this host may take": room - promised,
-    }
-    reason, limit = min(limits.items(), key=lambda item: item[1])
-    capacity = max(min(wanted, limit), 0) // slot_bytes * slot_bytes
-    if not capacity:
-        todo = "raise it" if wanted < slot_bytes else "give all engines on this host a smaller one, free memory"
-        raise ConfigError(
-            f"max_local_cpu_size: {wanted} bytes, limited to {max(limit, 0)} by {reason}, cannot hold one chunk of "
-            f"{slot_bytes} bytes; {todo} or lower chunk_size"
-        )
-    if wanted > limit:
-        sizes = wanted / 2**30, capacity / 2**30
-        logger.warning("lmkv: max_local_cpu_size cut from %.2f GiB to %.2f GiB by %s", *sizes, reason)
-    return capacity
 
 
 class SlabMap:
@@ -139,7 +88,7 @@ class SlabMap:
         lower_priority()
         for offset, nbytes in self.spans(part, _PIECE, share):
             started = time.monotonic()
-            if self._stop.is_set() or not self.touch(offset, nbytes):
+            if self._stop.is_set() or not self.prefault(offset, nbytes):
                 return
             # At most half of one core: the server starts up at the same time.
             self._stop.wait(time.monotonic() - started)
@@ -158,7 +107,7 @@ class SlabMap:
             last = min(slot + together, self.num_slots) - 1
             yield slot * self.slot_bytes + offset, (last - slot) * self.slot_bytes + nbytes
 
-    def touch(self, offset: int, nbytes: int) -> bool:
+    def prefault(self, offset: int, nbytes: int) -> bool:
         """Have the kernel map these pages now; False when it refuses, or cannot do that at once."""
         # Through ctypes, which releases the GIL; mmap.madvise would keep it for the seconds that this takes.
         madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -214,7 +163,7 @@ def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRe
 
 
 class Slab(SlabMap):
-    """A slab and the list of its free slots. `acquire` and `release` are O(1) and never block.
+    """A slab and the list of its free slots. `allocate` and `free` are O(1) and never block.
 
     Not thread-safe: its store, or its backend, calls them under a lock of its own. `engine`: the name by which
     other processes find it, when it is shared.
@@ -251,7 +200,7 @@ class Slab(SlabMap):
     def free_slots(self) -> int:
         return len(self._free)
 
-    def acquire(self) -> int | None:
+    def allocate(self) -> int | None:
         """A free slot, in use from now on; None when there is none."""
         if not self._free:
             return None
@@ -259,7 +208,7 @@ class Slab(SlabMap):
         self._used[slot] = 1
         return slot
 
-    def release(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free a slot. Raises UsageError when it is not in use: it may be another chunk's already."""
         used = self._used
         if not (0 <= slot < len(used) and used[slot]):

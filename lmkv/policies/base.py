@@ -22,12 +22,12 @@ class PolicyBase(ABC):
     Raises
     ------
     UsageError
-        A key is inserted twice or with no size, or acquired or released without being known.
+        A key is inserted twice or with no size, or held or released without being known.
 
     Notes
     -----
     Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected), amortised,
-    all else O(1) per key: an acquired key leaves the queue only when its turn comes.
+    all else O(1) per key: a held key leaves the queue only when its turn comes.
 
     Examples
     --------
@@ -44,25 +44,23 @@ class PolicyBase(ABC):
     >>> policy.insert(b"b", size=10)
     >>> policy.touch([b"b"])
     >>> policy
-    <MRU: 20 evictable bytes, 0 keys acquired>
+    <MRU: 20 evictable bytes, 0 keys held>
     >>> policy.evict(5)
     [b'b']
     """
 
     _queue: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     """Bytes of each key, in the order of eviction. Acquired keys whose turn came are not in it."""
-    _acquired: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """Bytes of each acquired key."""
+    _held: dict[ChunkKey, int] = field(init=False, factory=dict)
+    """Bytes of each held key."""
     _evictable_bytes: int = field(init=False, default=0)
 
     def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__}: {self._evictable_bytes:,} evictable bytes, {len(self._acquired)} keys acquired>"
-        )
+        return f"<{type(self).__name__}: {self._evictable_bytes:,} evictable bytes, {len(self._held)} keys held>"
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
         """Add an evictable key of `size` bytes, the newest of all. Raises UsageError for a known key."""
-        if key in self._queue or key in self._acquired:
+        if key in self._queue or key in self._held:
             raise UsageError(f"chunk {key.hex()} is already in the policy")
         if size < 1:
             raise UsageError(f"chunk {key.hex()} has the size {size}")
@@ -80,22 +78,22 @@ class PolicyBase(ABC):
     def discard(self, key: ChunkKey) -> None:
         """Forget a key, known or not."""
         size = self._queue.pop(key, 0)
-        if self._acquired.pop(key, None) is None:
+        if self._held.pop(key, None) is None:
             self._evictable_bytes -= size
 
-    def acquire(self, key: ChunkKey) -> None:
+    def hold(self, key: ChunkKey) -> None:
         """Keep a known key from eviction until it is released. Idempotent."""
-        if key in self._acquired:
+        if key in self._held:
             return
         size = self._queue.get(key)
         if size is None:
             raise self._unknown(key)
-        self._acquired[key] = size
+        self._held[key] = size
         self._evictable_bytes -= size
 
     def release(self, key: ChunkKey) -> None:
         """A known key may be evicted again. Idempotent."""
-        size = self._acquired.pop(key, None)
+        size = self._held.pop(key, None)
         if size is not None:
             self._evictable_bytes += size
             self._requeue(key, size)
@@ -112,7 +110,7 @@ class PolicyBase(ABC):
         for key, size in self._queue.items():
             if found >= nbytes:
                 break
-            if key in self._acquired:
+            if key in self._held:
                 passed.append(key)
             elif key not in protect:
                 victims.append(key)

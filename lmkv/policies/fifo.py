@@ -17,11 +17,11 @@ class FIFO(PolicyBase):
     Raises
     ------
     UsageError
-        A key is inserted twice or with no size, or acquired or released without being known.
+        A key is inserted twice or with no size, or held or released without being known.
 
     Notes
     -----
-    A key keeps its place while it is acquired. When its turn comes meanwhile, it is the first to be evicted
+    A key keeps its place while it is held. When its turn comes meanwhile, it is the first to be evicted
     once it is released.
 
     Examples

@@ -17,7 +17,7 @@ class LRU(PolicyBase):
     Raises
     ------
     UsageError
-        A key is inserted twice or with no size, or acquired or released without being known.
+        A key is inserted twice or with no size, or held or released without being known.
 
     Notes
     -----

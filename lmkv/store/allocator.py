@@ -5,7 +5,7 @@ from __future__ import annotations
 from lmkv.chunks.hashing import TailKey
 from lmkv.protocols import ChunkKey
 from lmkv.store.flusher import Flusher
-from lmkv.store.tiers.iopool import Deferred
+from lmkv.store.tiers.jobs import AfterLock
 from lmkv.store.tiers.primary import PrimaryTier
 
 _FREE_SHARE = 16
@@ -26,40 +26,40 @@ class SlotAllocator:
         self._write_back = max_flushing > 0
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
-    def acquire(self, key: ChunkKey, deferred: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
+    def allocate(self, key: ChunkKey, after: AfterLock, protect: set[ChunkKey] | None = None) -> int | None:
         """A free slot for a chunk, evicting if need be. None: there is none, or none before flushes have ended."""
-        if type(key) is TailKey and not self._primary.room_for_tail():
+        if isinstance(key, TailKey) and not self._primary.make_room_for_tail():
             return None
-        while (slot := self._slab.acquire()) is None:
+        while (slot := self._slab.allocate()) is None:
             if self._write_back and self._primary.flushing >= self._max_flushing:
                 return None
-            if not self._evict(deferred, protect or frozenset()):
+            if not self._evict(after, protect or frozenset()):
                 return None
         return slot
 
     def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
         """Evict for `count` slots at once where that is possible: one by one costs twice as much.
 
-        What has to be flushed first is left to `acquire`, which counts how much of that is under way.
+        What has to be flushed first is left to `allocate`, which counts how much of that is under way.
         """
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:
             for victim in self._primary.victims(protect, missing):
                 self._primary.remove(victim)
 
-    def _evict(self, deferred: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
+    def _evict(self, after: AfterLock, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
         """Evict for one slot, at once or once flushed; False when the policy has no victim."""
         victims = self._primary.victims(protect)
         for victim in victims:
-            if not (self._write_back and self._flusher.flush(victim, deferred)):
+            if not (self._write_back and self._flusher.flush(victim, after)):
                 self._primary.remove(victim)
         return bool(victims)
 
-    def keep_free(self, deferred: Deferred) -> None:
+    def keep_free(self, after: AfterLock) -> None:
         """With write-back, flush the next victims before their slots are wanted."""
         if not self._write_back:
             return
         primary = self._primary
         wanted = self._free_target - primary.slab.free_slots
-        while primary.flushing < min(wanted, self._max_flushing) and self._evict(deferred):
+        while primary.flushing < min(wanted, self._max_flushing) and self._evict(after):
             wanted = self._free_target - primary.slab.free_slots

@@ -12,12 +12,13 @@ from typing import Literal
 from attrs import define, field
 
 from lmkv.protocols import Chunk, ChunkKey
-from lmkv.store.tiers.iopool import Deferred, Job, Priority
+from lmkv.store.tiers.entry import Entry
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
-from lmkv.store.tiers.primary import Entry, PrimaryTier
-from lmkv.store.tiers.secondary import Secondary
+from lmkv.store.tiers.lower import LowerTier
+from lmkv.store.tiers.primary import PrimaryTier
 
-_Copy = tuple[Secondary, Entry]
+_Copy = tuple[LowerTier, Entry]
 
 
 @define(eq=False)
@@ -40,40 +41,52 @@ class _Flush:
         return frozenset(takewhile(lambda other: other != key, self.chain))
 
 
+@define(eq=False, repr=False)
 class Flusher:
     """`on_slots_freed`: called without the lock after copies have ended, when slots may have become free."""
 
-    def __init__(
-        self,
-        lock: threading.Lock,
-        primary: PrimaryTier,
-        tiers: Sequence[Secondary],
-        on_slots_freed: Callable[[Deferred], None],
-    ) -> None:
-        self._lock = lock
-        self._primary = primary
-        self._tiers = tiers
-        self._on_slots_freed = on_slots_freed
-        self._late: deque[tuple[_Copy, Sequence[ChunkKey]]] = deque()
-        """Copies that the pool had no room for, with their chains. They refer to no slot: eviction may come first."""
+    _lock: threading.Lock
+    _primary: PrimaryTier
+    _tiers: Sequence[LowerTier]
+    _on_slots_freed: Callable[[AfterLock], None]
+    _late: deque[tuple[_Copy, Sequence[ChunkKey]]] = field(init=False, factory=deque)
+    """Copies that the pool had no room for, with their chains. They refer to no slot: eviction may come first."""
 
     @locked
-    def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], deferred: Deferred) -> None:
+    def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
         """Plan the copies that write-through tiers want of entries that were just stored."""
         copies = [copy for entry in entries for copy in self._wanted(entry, "through")]
         for _, entry in copies:
             self._primary.ref(entry)
-        self._plan(copies, chain, deferred)
+        self._plan(copies, chain, after)
 
     @locked
-    def flush(self, victim: Entry, deferred: Deferred) -> bool:
+    def write_to_shared(self, keys: Sequence[ChunkKey], after: AfterLock) -> int:
+        """Plan copies of leading chunks for shared tiers that lack them; how many are there, or on their way."""
+        shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
+        writable = any(tier.writable for tier in shared)
+        entries, count = [], 0
+        for key in keys if shared else ():
+            entry = self._primary.entries.get(key) if writable else None
+            known = any(tier.index.knows(key) if tier.writable else key in tier.index for tier in shared)
+            if entry is None and not known:
+                break
+            # A referenced entry is being written already, or will be when it is committed.
+            if entry is not None and entry.ready and not entry.refs and not known:
+                entries.append(entry)
+            count += 1
+        self.write_through(entries, keys, after)
+        return count
+
+    @locked
+    def flush(self, victim: Entry, after: AfterLock) -> bool:
         """Plan the copies that write-back tiers want of a victim; False when none of them does."""
         copies = self._wanted(victim, "back")
         if copies:
             self._primary.begin_flush(victim)
             for _ in copies[1:]:
                 victim.refs += 1
-            self._plan(copies, (victim.parent, victim.key), deferred)
+            self._plan(copies, (victim.parent, victim.key), after)
         return bool(copies)
 
     def _wanted(self, entry: Entry, mode: Literal["through", "back"]) -> list[_Copy]:
@@ -84,17 +97,17 @@ class Flusher:
         ]
 
     def _plan(
-        self, copies: Sequence[_Copy], chain: Sequence[ChunkKey], deferred: Deferred, *, late: bool = False
+        self, copies: Sequence[_Copy], chain: Sequence[ChunkKey], after: AfterLock, *, late: bool = False
     ) -> None:
         """Each of the copies refers to its entry already."""
         if copies:
             flush = _Flush(chain, dict.fromkeys(copies), late)
-            deferred.jobs += [
+            after.jobs += [
                 Job(partial(self._copy, copy, flush), Priority.STORE, partial(self._refused, copy, flush))
                 for copy in copies
             ]
 
-    def _copy(self, copy: _Copy, flush: _Flush, deferred: Deferred) -> None:
+    def _copy(self, copy: _Copy, flush: _Flush, after: AfterLock) -> None:
         """I/O thread."""
         tier, entry = copy
         try:
@@ -103,10 +116,10 @@ class Flusher:
             tier.write(chunk, lambda: not entry.removed, partial(flush.ancestors, entry.key))
         finally:
             with self._lock:
-                self._end_copy(flush, deferred)
-                self._plan_late(deferred)
+                self._end_copy(flush, after)
+                self._plan_late(after)
 
-    def _refused(self, copy: _Copy, flush: _Flush, deferred: Deferred) -> None:
+    def _refused(self, copy: _Copy, flush: _Flush, after: AfterLock) -> None:
         """The pool has no room: the copy comes later, if the chunk is still here. Its slot is not kept for it."""
         tier, entry = copy
         with self._lock:
@@ -117,10 +130,10 @@ class Flusher:
             else:
                 # Refused tail first, planned head first.
                 self._late.appendleft((copy, flush.chain))
-            self._end_copy(flush, deferred)
+            self._end_copy(flush, after)
 
     @locked
-    def _plan_late(self, deferred: Deferred) -> None:
+    def _plan_late(self, after: AfterLock) -> None:
         """A copy has ended: there is room for one that had none."""
         while self._late:
             (tier, entry), chain = self._late.popleft()
@@ -128,11 +141,11 @@ class Flusher:
                 tier.count_dropped()
             elif not tier.index.knows(entry.key):
                 self._primary.ref(entry)
-                self._plan([(tier, entry)], chain, deferred, late=True)
+                self._plan([(tier, entry)], chain, after, late=True)
                 return
 
     @locked
-    def _end_copy(self, flush: _Flush, deferred: Deferred) -> None:
+    def _end_copy(self, flush: _Flush, after: AfterLock) -> None:
         flush.left -= 1
         if flush.left:
             return
@@ -144,4 +157,4 @@ class Flusher:
         if flush.late:
             # Its chunk was just used, and would be evicted after those before it.
             self._primary.policy.touch(flush.chain)
-        deferred.calls.append(self._on_slots_freed)
+        after.calls.append(self._on_slots_freed)

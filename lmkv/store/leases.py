@@ -5,19 +5,22 @@ What a lookup promises must be leased: what is leased stays. Every lease and res
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from lmkv.protocols import ChunkKey
-from lmkv.store.tiers.primary import Entry
+from lmkv.store.tiers.entry import Entry
+from lmkv.store.tiers.primary import PrimaryTier
 
 
 class Lease(AbstractContextManager["Lease"]):
     """Read references to the leading chunks of a request: their slots keep their bytes until `release`."""
 
-    def __init__(self, entries: Sequence[Entry], unref: Callable[[Sequence[Entry]], None]) -> None:
+    def __init__(self, entries: Sequence[Entry], lock: threading.Lock, primary: PrimaryTier) -> None:
         self._entries = entries
-        self._unref = unref
+        self._lock = lock
+        self._primary = primary
         self._released = False
 
     def __repr__(self) -> str:
@@ -38,7 +41,9 @@ class Lease(AbstractContextManager["Lease"]):
         """Idempotent. Takes the store's lock."""
         if not self._released:
             self._released = True
-            self._unref(self._entries)
+            with self._lock:
+                for entry in reversed(self._entries):
+                    self._primary.unref(entry)
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from attrs import define, field
+
 from lmkv.protocols import ChunkKey, Clock
-from lmkv.store.tiers.primary import Entry, PrimaryTier
+from lmkv.store.tiers.entry import Entry
+from lmkv.store.tiers.primary import PrimaryTier
 
 
+@define(eq=False, repr=False)
 class Pins:
     """Called under the store's lock."""
 
-    def __init__(self, primary: PrimaryTier, clock: Clock) -> None:
-        self._primary = primary
-        self._clock = clock
-        self._pins: dict[ChunkKey, tuple[Entry, float]] = {}
-        self._next_end = float("inf")
+    _primary: PrimaryTier
+    _clock: Clock
+    _pins: dict[ChunkKey, tuple[Entry, float]] = field(init=False, factory=dict)
+    _next_end: float = field(init=False, default=math.inf)
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -46,7 +50,7 @@ class Pins:
         # Tail first: the head of a chain is evicted last.
         for key in reversed([key for key, (_, end) in self._pins.items() if end <= now]):
             self.unpin(key)
-        self._next_end = min((end for _, end in self._pins.values()), default=float("inf"))
+        self._next_end = min((end for _, end in self._pins.values()), default=math.inf)
 
     def clear(self) -> None:
         for key in list(reversed(self._pins)):

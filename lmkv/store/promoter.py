@@ -1,275 +1,314 @@
-"""Runs promotions: which chunk is loaded from which tier into which slot, and who is told."""
+"""Runs promotions: which chunk is loaded from which tier into which slot, and which promotion waits for it."""
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from attrs import define, evolve
+from attrs import define, field
 
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.allocator import SlotAllocator
-from lmkv.store.discovery import Discovery
 from lmkv.store.promotion import Promotion
-from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority
+from lmkv.store.shared_lookup import SharedLookup
+from lmkv.store.tiers.entry import Entry, State
+from lmkv.store.tiers.iopool import IOPool
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
-from lmkv.store.tiers.primary import Entry, PrimaryTier, State
-from lmkv.store.tiers.secondary import Secondary, first_with
+from lmkv.store.tiers.lower import LowerTier, first_with
+from lmkv.store.tiers.primary import PrimaryTier
 
 
 @define(eq=False)
-class _Load(Job):
-    tier: Secondary
+class _Work:
+    """A promotion, and the state of it that callers do not see.
+
+    `end`: its time to live is over then. `missing`: keys that wait for `lookup`, or for slots while chunks are
+    flushed. `awaited`: entries that are not filled yet, by the tier that fills them. `chain`: everything that the
+    request wants; the promotion may be its beginning.
+    """
+
+    promotion: Promotion
+    prefetch: bool
+    end: float
+    chain: Sequence[ChunkKey]
+    missing: Sequence[ChunkKey] = ()
+    lookup: SharedLookup | None = None
+    awaited: dict[Entry, str] = field(init=False, factory=dict)
 
 
-def wake(entry: Entry, deferred: Deferred) -> None:
-    """Locked. Tell those who wait for an entry that it is READY, or was removed unfilled."""
-    waiters, entry.waiters = entry.waiters, ()
-    for waiter in waiters:
-        waiter.on_entry_done(entry, deferred)
+@define(eq=False)
+class _Load:
+    """The read that fills an entry. `prefetch`: only prefetches want it."""
+
+    tier: LowerTier
+    prefetch: bool
+    begun: bool = False
 
 
+@define(eq=False, repr=False)
 class Promoter:
-    """`max_prefetched`: slots that prefetches may refer to at a time. `lock`: the store's."""
+    """`max_prefetched`: slots that prefetches may refer to at a time. `lock`: the store's.
 
-    def __init__(
-        self,
-        lock: threading.Lock,
-        primary: PrimaryTier,
-        tiers: Sequence[Secondary],
-        allocator: SlotAllocator,
-        pool: IOPool,
-        max_prefetched: int,
-        clock: Clock,
-    ) -> None:
-        self._lock = lock
-        self._primary = primary
-        self._tiers = tiers
-        self._allocator = allocator
-        self._pool = pool
-        self._max_prefetched = max_prefetched
-        self._prefetched = 0
-        self._clock = clock
-        self._waiting: list[Promotion] = []
-        self._sources: dict[Entry, Secondary] = {}
-        """Of the entries that are LOADING."""
-        self._expiring: dict[Promotion, float] = {}
-        self._next_end = float("inf")
+    `waiters`: the promotions that wait for an entry to be filled. `forked`: this is a child process without threads.
+    """
+
+    _lock: threading.Lock
+    _primary: PrimaryTier
+    _tiers: Sequence[LowerTier]
+    _allocator: SlotAllocator
+    _pool: IOPool
+    _max_prefetched: int
+    _clock: Clock
+    waiters: dict[Entry, list[_Work]] = field(init=False, factory=dict)
+    forked: bool = field(init=False, default=False)
+    _unreleased: dict[Promotion, _Work] = field(init=False, factory=dict)
+    _waiting: list[_Work] = field(init=False, factory=list)
+    _loads: dict[Entry, _Load] = field(init=False, factory=dict)
+    """Of the entries that are LOADING."""
+    _prefetches: Counter[Entry] = field(init=False, factory=Counter)
+    """By entry, how many prefetches refer to it, if any does."""
+    _next_end: float = field(init=False, default=math.inf)
 
     @locked
     def promote(
         self,
         keys: Sequence[ChunkKey],
-        priority: Priority,
+        after: AfterLock,
+        *,
+        prefetch: bool,
         ttl: float | None,
-        deferred: Deferred,
-        discovery: Discovery | None = None,
+        lookup: SharedLookup | None = None,
         chain: Sequence[ChunkKey] = (),
     ) -> Promotion:
-        """Begin a promotion: at once, or when `discovery` is done. Expired ones were released before.
+        """Begin a promotion: at once, or when `lookup` is done. Expired ones were released before.
 
-        Of the rest of `chain` nothing is evicted for it that no lower tier stores, if there is anything else.
+        Chunks of the rest of `chain` that no lower tier stores are evicted last for it.
         """
-        promotion = Promotion(priority, self._lock, self.release, chain, self._clock)
-        if discovery is None:
-            self._extend(promotion, keys, deferred)
+        promotion = Promotion(self._lock, self.release, lambda: self.forked)
+        end = math.inf if ttl is None else self._clock() + ttl
+        work = self._unreleased[promotion] = _Work(promotion, prefetch, end, chain)
+        self._next_end = min(self._next_end, end)
+        if lookup is None:
+            self._extend(work, keys, after)
         else:
-            promotion.waiting_keys, promotion.discovery = keys, discovery
-            self._waiting.append(promotion)
-        if ttl is not None:
-            end = self._expiring[promotion] = self._clock() + ttl
-            self._next_end = min(self._next_end, end)
-        self._allocator.keep_free(deferred)
+            work.missing, work.lookup = keys, lookup
+            self._waiting.append(work)
+        self._allocator.keep_free(after)
         return promotion
 
     @locked
-    def _extend(self, promotion: Promotion, keys: Sequence[ChunkKey], deferred: Deferred) -> None:
-        """Add the leading chunks of `keys`; `waiting_keys` is what has to wait for slots."""
-        promotion.waiting_keys = ()
+    def _extend(self, work: _Work, keys: Sequence[ChunkKey], after: AfterLock) -> None:
+        """Add the leading chunks of `keys`; those that have to wait for slots become `missing`."""
+        work.missing = ()
+        promotion = work.promotion
         parent = promotion.entries[-1].key if promotion.entries else b""
         entries, kept = self._primary.entries, None
         for index, key in enumerate(keys):
-            if promotion.priority is Priority.PREFETCH and not self._may_prefetch(key):
-                break
             entry = entries.get(key)
+            if work.prefetch and len(self._prefetches) >= self._max_prefetched and entry not in self._prefetches:
+                break
             if entry is not None and self.hangs(entry):
-                self.give_up(entry, deferred)
+                self.give_up(entry, after)
                 entry = None
             tier = None if entry else first_with(self._tiers, key)
             if tier is not None:
                 if kept is None and not self._primary.slab.free_slots:
-                    kept = {here for here in promotion.chain if here in entries and not first_with(self._tiers, here)}
-                slot = self._allocator.acquire(key, deferred, kept)
+                    kept = {here for here in work.chain if here in entries and not first_with(self._tiers, here)}
+                slot = self._allocator.allocate(key, after, kept)
                 if slot is None and kept:
-                    slot = self._allocator.acquire(key, deferred)
+                    slot = self._allocator.allocate(key, after)
                 if slot is None:
-                    self._wait_for_slots(promotion, keys[index:])
+                    self._wait_for_slots(work, keys[index:])
                     break
                 entry = self._primary.enter(key, slot, State.LOADING, parent)
-                self._begin_load(entry, tier, promotion.priority, deferred)
+                self._begin_load(entry, tier, work.prefetch, after)
             if entry is None:
                 break
-            self._join(promotion, entry, tier, deferred)
+            self._join(work, entry, tier, after)
             parent = key
-        promotion.finish_if_complete(deferred)
+        self._finish_if_complete(work, after)
 
-    def _may_prefetch(self, key: ChunkKey) -> bool:
-        """Whether a prefetch may refer to one more chunk: one that others prefetched costs nothing more."""
-        entry = self._primary.entries.get(key)
-        return self._prefetched < self._max_prefetched or (entry is not None and entry.prefetches > 0)
-
-    def _begin_load(self, entry: Entry, tier: Secondary, priority: Priority, deferred: Deferred) -> None:
-        work, refused = partial(self._load, tier, entry), partial(self._refused, tier, entry)
-        entry.load = _Load(work, priority, refused, tier)
-        self._sources[entry] = tier
+    def _begin_load(self, entry: Entry, tier: LowerTier, prefetch: bool, after: AfterLock) -> None:
+        self._loads[entry] = _Load(tier, prefetch)
         tier.index.begin_read(entry.key)
-        deferred.jobs.append(entry.load)
+        self._queue(entry, Priority.PREFETCH if prefetch else Priority.LOAD, after)
 
-    def _join(self, promotion: Promotion, entry: Entry, tier: Secondary | None, deferred: Deferred) -> None:
+    def _queue(self, entry: Entry, priority: Priority, after: AfterLock) -> None:
+        after.jobs.append(Job(partial(self._load, entry), priority, partial(self._refused, entry)))
+
+    def _join(self, work: _Work, entry: Entry, tier: LowerTier | None, after: AfterLock) -> None:
+        """Add an entry to a promotion, which refers to it from now on and waits until it is filled."""
         self._primary.ref(entry)
-        promotion.add(entry, tier.name if tier else self._primary.name)
-        if promotion.priority is Priority.PREFETCH:
-            self._prefetched += not entry.prefetches
-            entry.prefetches += 1
-        elif entry.load is not None and entry.load.priority is Priority.PREFETCH:
+        source = tier.name if tier else self._primary.name
+        work.promotion.entries.append(entry)
+        work.promotion.origins.append(source)
+        if not entry.ready:
+            self.waiters.setdefault(entry, []).append(work)
+            work.awaited[entry] = source
+        load = self._loads.get(entry)
+        if work.prefetch:
+            self._prefetches[entry] += 1
+        elif load is not None and load.prefetch and not load.begun:
             # Queued again, with a demand's priority: whichever job comes first does the load.
-            entry.load = evolve(entry.load, priority=Priority.LOAD)
-            deferred.jobs.append(entry.load)
+            load.prefetch = False
+            self._queue(entry, Priority.LOAD, after)
 
     # -- loads --------------------------------------------------------------------------------------------
 
-    def _load(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
-        """I/O thread: fill the entry's slot from the tier, if that is wanted and was not done yet."""
+    def _load(self, entry: Entry, after: AfterLock) -> None:
+        """I/O thread: fill the entry's slot from the tier, unless the load was cancelled or has begun before."""
         with self._lock:
-            load, entry.load = entry.load, None
-        if load is None:
-            return
+            load = self._loads.get(entry)
+            if load is None or load.begun:
+                return
+            load.begun = True
         payloads, slot = self._primary.payloads, self._primary.slab.view(entry.slot)
-        room = payloads.room(entry.key, slot)
+        buffer = payloads.buffer(entry.key, slot)
         loaded = False
         try:
-            if tier.read(entry.key, room):
-                payloads.scatter(entry.key, room, slot)
+            if load.tier.read(entry.key, buffer):
+                payloads.scatter(entry.key, buffer, slot)
                 loaded = True
         finally:
             with self._lock:
                 # READY before anybody is woken, and the load's own reference dropped last: the slot stays theirs.
                 if loaded:
                     self._primary.mark_ready(entry)
-                    entry.prefetched = load.priority is Priority.PREFETCH and not entry.removed
+                    entry.prefetched = load.prefetch and not entry.removed
                     self._primary.counters.prefetched += entry.prefetched
-                self._end_load(tier, entry, deferred)
-                self._allocator.keep_free(deferred)
+                self._end_load(entry, after)
+                self._allocator.keep_free(after)
 
     @locked
-    def _end_load(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
+    def _end_load(self, entry: Entry, after: AfterLock) -> None:
         """The load refers to its chunk no more, which is READY or never will be."""
-        del self._sources[entry]
+        tier = self._loads.pop(entry).tier
         if entry.state is not State.READY:
             self._primary.remove(entry)
         tier.index.end_read(entry.key)
-        wake(entry, deferred)
+        self.wake(entry, after)
         self._primary.unref(entry)
+
+    @locked
+    def wake(self, entry: Entry, after: AfterLock) -> None:
+        """An entry is READY, or was removed unfilled: finish the promotions that waited for nothing else."""
+        for work in self.waiters.pop(entry, ()):
+            promotion, source = work.promotion, work.awaited.pop(entry)
+            if entry.ready:
+                count, _ = promotion.delivered.get(source, (0, 0.0))
+                promotion.delivered[source] = count + 1, self._clock()
+            else:
+                promotion.failed_at = min(promotion.entries.index(entry), len(promotion))
+            self._finish_if_complete(work, after)
+
+    @locked
+    def _finish_if_complete(self, work: _Work, after: AfterLock) -> None:
+        if not work.awaited and not work.missing:
+            finish = work.promotion.finish
+            after.calls.append(lambda after: finish())
 
     @locked
     def hangs(self, entry: Entry) -> bool:
         """Whether the entry is LOADING from a tier that cannot be read now: the load may never end."""
-        tier = self._sources.get(entry)
-        return tier is not None and not tier.usable
+        load = self._loads.get(entry)
+        return load is not None and not load.tier.usable
 
     @locked
-    def give_up(self, entry: Entry, deferred: Deferred) -> None:
+    def give_up(self, entry: Entry, after: AfterLock) -> None:
         """Another slot takes the place of an entry that `hangs`; its own is freed when the load ends, if ever."""
         self._primary.remove(entry)
-        wake(entry, deferred)
+        self.wake(entry, after)
 
-    def _refused(self, tier: Secondary, entry: Entry, deferred: Deferred) -> None:
+    def _refused(self, entry: Entry, after: AfterLock) -> None:
         """Not locked. The pool is closed."""
         with self._lock:
-            if entry.load is not None:
-                entry.load = None
-                self._end_load(tier, entry, deferred)
+            self._cancel_load(entry, after)
+
+    @locked
+    def _cancel_load(self, entry: Entry, after: AfterLock) -> None:
+        """End a load whose read has not begun."""
+        load = self._loads.get(entry)
+        if load is not None and not load.begun:
+            self._end_load(entry, after)
 
     # -- waiting for slots --------------------------------------------------------------------------------
 
-    def _wait_for_slots(self, promotion: Promotion, keys: Sequence[ChunkKey]) -> None:
+    def _wait_for_slots(self, work: _Work, keys: Sequence[ChunkKey]) -> None:
         """A demand waits for slots as long as evicted chunks are being flushed, a prefetch does not."""
-        if promotion.priority is Priority.LOAD and self._primary.flushing:
-            promotion.waiting_keys = keys
-            self._waiting.append(promotion)
+        if not work.prefetch and self._primary.flushing:
+            work.missing = keys
+            self._waiting.append(work)
 
     @locked
-    def resume(self, deferred: Deferred) -> None:
-        """Slots may be free, or a discovery done: go on with the promotions that wait, in their order."""
+    def resume(self, after: AfterLock) -> None:
+        """Slots may be free, or a shared lookup done: go on with the promotions that wait, in their order."""
         waiting, self._waiting = self._waiting, []
-        for promotion in waiting:
-            if promotion.discovery is not None and not promotion.discovery.done:
-                self._waiting.append(promotion)
-            elif not promotion.released:
-                self._extend(promotion, () if promotion.failed else promotion.waiting_keys, deferred)
+        for work in waiting:
+            if work.lookup is not None and not work.lookup.done:
+                self._waiting.append(work)
+            elif not work.promotion.released:
+                self._extend(work, work.missing if work.promotion.failed_at is None else (), after)
 
     # -- ends ---------------------------------------------------------------------------------------------
 
     def release(self, promotion: Promotion) -> None:
         """Not locked. Idempotent."""
-        deferred = Deferred()
+        after = AfterLock()
         with self._lock:
-            self._release(promotion, deferred)
-        deferred.run(self._pool)
+            self._release(promotion, after)
+        after.run(self._pool.submit)
 
     @locked
-    def _release(self, promotion: Promotion, deferred: Deferred) -> None:
-        if promotion.released:
+    def _release(self, promotion: Promotion, after: AfterLock) -> None:
+        work = self._unreleased.pop(promotion, None)
+        if work is None:
             return
         promotion.released = True
-        self._expiring.pop(promotion, None)
-        promotion.waiting_keys = ()
-        promotion.finish_if_complete(deferred)
+        work.missing = ()
+        self._finish_if_complete(work, after)
         for entry in reversed(promotion.entries):
-            if promotion.priority is Priority.PREFETCH:
-                entry.prefetches -= 1
-                self._prefetched -= not entry.prefetches
+            if work.prefetch:
+                self._prefetches[entry] -= 1
+                if not self._prefetches[entry]:
+                    del self._prefetches[entry]
             self._primary.unref(entry)
-            if entry.load is not None and entry.refs == 1:
-                self._cancel_load(entry, deferred)
+            if entry.refs == 1 and entry in self._loads:
+                # Nobody else waits for this read.
+                self._cancel_load(entry, after)
         keys = promotion.keys if self._tiers else ()
         for tier in self._tiers:
             tier.index.policy.touch(keys)
 
-    def _cancel_load(self, entry: Entry, deferred: Deferred) -> None:
-        """No promotion waits any more for a read that has not begun."""
-        load, entry.load = entry.load, None
-        assert isinstance(load, _Load)
-        self._end_load(load.tier, entry, deferred)
-
     @locked
-    def expire(self, deferred: Deferred) -> None:
+    def expire(self, after: AfterLock) -> None:
         """Release the promotions whose time is over."""
         now = self._clock()
         if now < self._next_end:
             return
-        for promotion in [promotion for promotion, end in self._expiring.items() if end <= now]:
-            self._release(promotion, deferred)
-        self._next_end = min(self._expiring.values(), default=float("inf"))
+        for work in [work for work in self._unreleased.values() if work.end <= now]:
+            self._release(work.promotion, after)
+        self._next_end = min((work.end for work in self._unreleased.values()), default=math.inf)
 
     @locked
-    def end_prefetches(self, deferred: Deferred, removed: Collection[ChunkKey] | None = None) -> None:
-        """Release prefetches whose chunks were removed, some of them or all: the rest is of no use without them."""
-        for promotion in list(self._expiring):
-            if promotion.priority is Priority.PREFETCH and (
-                removed is None or any(entry.key in removed for entry in promotion.entries)
-            ):
-                self._release(promotion, deferred)
+    def end_prefetches(self, after: AfterLock, removed: Collection[ChunkKey] | None = None) -> None:
+        """Release prefetches of which chunks were removed (default: all prefetches): the rest is useless alone."""
+        for work in list(self._unreleased.values()):
+            if work.prefetch and work.end < math.inf:
+                promotion = work.promotion
+                if removed is None or any(entry.key in removed for entry in promotion.entries):
+                    self._release(promotion, after)
 
     @locked
-    def close(self, deferred: Deferred) -> None:
-        """Nothing more will be loaded: tell everybody who waits."""
-        for promotion in self._waiting:
-            promotion.waiting_keys = ()
-            promotion.finish_if_complete(deferred)
+    def close(self, after: AfterLock) -> None:
+        """Nothing more will be loaded: finish every promotion that waits."""
+        for work in self._waiting:
+            work.missing = ()
+            self._finish_if_complete(work, after)
         self._waiting.clear()
         for entry in list(self._primary.entries.values()):
             if entry.state is State.LOADING:
-                self._primary.remove(entry)
-                wake(entry, deferred)
+                self.give_up(entry, after)

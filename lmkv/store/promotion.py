@@ -1,89 +1,75 @@
-"""A promotion: chunks on their way from lower tiers into the primary tier, and who waits for them."""
+"""A promotion as callers see it: chunks on their way from lower tiers into host memory."""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+
+from attrs import define, field
 
 from lmkv.errors import ClosedError
-from lmkv.protocols import ChunkKey, Clock
-from lmkv.store.discovery import Discovery
-from lmkv.store.tiers.iopool import Deferred, Priority
-from lmkv.store.tiers.locking import locked
-from lmkv.store.tiers.primary import Entry
+from lmkv.protocols import ChunkKey
+from lmkv.store.tiers.entry import Entry
 
 logger = logging.getLogger(__name__)
 
 
+@define(eq=False, repr=False)
 class Promotion:
-    """The leading chunks of a request that are, or will soon be, in the primary tier.
+    """The leading chunks of a request that are, or will soon be, in host memory, as `TieredStore.promote` returns it.
 
-    They are referenced until `release`. One load serves every promotion that wants its chunk. Done when
-    nothing is under way any more: then the first `ready` chunks can be leased. Thread-safe.
+    Notes
+    -----
+    The chunks are referenced until `release`. One load serves every promotion that wants its chunk. Done when
+    nothing is under way any more: then the first `ready` chunks can be leased. Thread-safe. The store's promoter
+    alone changes its public attributes, under the store's lock.
     """
 
-    def __init__(
-        self,
-        priority: Priority,
-        lock: threading.Lock,
-        release: Callable[[Promotion], None],
-        chain: Sequence[ChunkKey] = (),
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self.priority = priority
-        self.chain = chain
-        """All that the request wants, of which this may be the beginning."""
-        self._lock = lock
-        self._release = release
-        self._entries: list[Entry] = []
-        self._sources: list[str] = []
-        self._clock = clock
-        self._awaited: dict[Entry, str] = {}
-        """Those of its entries that are not filled yet, each with its source."""
-        self.delivered: dict[str, tuple[int, float]] = {}
-        """By tier: how many chunks have come from it, and when the last one did."""
-        self._failed_at: int | None = None
-        self._done = threading.Event()
-        self._process = os.getpid()
-        self._callbacks: list[Callable[[], None]] = []
-        self.released = False
-        self.waiting_keys: Sequence[ChunkKey] = ()
-        """Locked. Keys that wait for `discovery`, or for slots while chunks are flushed."""
-        self.discovery: Discovery | None = None
+    _lock: threading.Lock
+    _release: Callable[[Promotion], None]
+    _is_forked: Callable[[], bool]
+    entries: list[Entry] = field(init=False, factory=list)
+    origins: list[str] = field(init=False, factory=list)
+    """By entry, the tier that had its chunk when the promotion asked for it."""
+    delivered: dict[str, tuple[int, float]] = field(init=False, factory=dict)
+    """By tier: how many chunks have come from it, and when the last one did."""
+    failed_at: int | None = field(init=False, default=None)
+    """The first of its chunks that will never arrive."""
+    released: bool = field(init=False, default=False)
+    _done: threading.Event = field(init=False, factory=threading.Event)
+    _callbacks: list[Callable[[], None]] = field(init=False, factory=list)
 
     def __repr__(self) -> str:
         state = "released" if self.released else "done" if self.done else "under way"
         return f"<Promotion {state}: {self.ready} of {len(self)} chunks ready>"
 
     def __len__(self) -> int:
-        """Leading chunks that were found; not all of them need arrive."""
-        return len(self._entries) if self._failed_at is None else self._failed_at
+        """Leading chunks that some tier had; not all of them need arrive."""
+        return len(self.entries) if self.failed_at is None else self.failed_at
 
     @property
     def keys(self) -> list[ChunkKey]:
-        return [entry.key for entry in self._entries[: len(self)]]
+        return [entry.key for entry in self.entries[: len(self)]]
 
     @property
     def ready(self) -> int:
-        """Leading chunks that are in the primary tier by now."""
-        for count, entry in enumerate(self._entries[: len(self)]):
+        """Leading chunks that are in host memory by now."""
+        for count, entry in enumerate(self.entries[: len(self)]):
             if not entry.ready:
                 return count
         return len(self)
 
     @property
     def sources(self) -> dict[str, int]:
-        """Chunks by the name of the tier that had them when the promotion was asked for."""
-        return dict(Counter(self._sources))
+        """Chunks by the name of the tier that had them when the promotion asked for them."""
+        return dict(Counter(self.origins))
 
     @property
     def arrived(self) -> dict[str, int]:
-        """The chunks that are `ready`, likewise."""
-        return dict(Counter(self._sources[: self.ready]))
+        """`sources` of the chunks that are `ready`."""
+        return dict(Counter(self.origins[: self.ready]))
 
     @property
     def done(self) -> bool:
@@ -92,9 +78,9 @@ class Promotion:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until done, at most `timeout` seconds. Returns `done`.
 
-        Raises ClosedError in a forked child, where nobody will bring it about.
+        Raises ClosedError in a forked child, which has no threads that could finish it.
         """
-        if not self.done and os.getpid() != self._process:
+        if not self.done and self._is_forked():
             raise ClosedError("a promotion belongs to the process that this one was forked from")
         return self._done.wait(timeout)
 
@@ -110,49 +96,13 @@ class Promotion:
         """Drop the references. Reads that nobody else wants are skipped unless begun. Idempotent."""
         self._release(self)
 
-    # -- for the promoter ---------------------------------------------------------------------------------
-
-    @property
-    def failed(self) -> bool:
-        """Whether one of its chunks will never arrive."""
-        return self._failed_at is not None
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        return self._entries
-
-    @locked
-    def add(self, entry: Entry, source: str) -> None:
-        """Its next chunk, already referenced for it."""
-        self._entries.append(entry)
-        self._sources.append(source)
-        if not entry.ready:
-            entry.waiters += (self,)
-            self._awaited[entry] = source
-
-    @locked
-    def on_entry_done(self, entry: Entry, deferred: Deferred) -> None:
-        """An entry that it waits for is READY, or was removed unfilled."""
-        source = self._awaited.pop(entry)
-        if entry.ready:
-            count, _ = self.delivered.get(source, (0, 0.0))
-            self.delivered[source] = count + 1, self._clock()
-        else:
-            self._failed_at = min(self._entries.index(entry), len(self))
-        self.finish_if_complete(deferred)
-
-    @locked
-    def finish_if_complete(self, deferred: Deferred) -> None:
-        if not self._awaited and not self.waiting_keys:
-            deferred.calls.append(self._finish)
-
-    def _finish(self, deferred: Deferred) -> None:
-        """Not locked. Idempotent."""
+    def finish(self) -> None:
+        """For the promoter, not locked: nothing is under way any more. Idempotent."""
         with self._lock:
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
                 callback()
-            except BaseException:  # the other callbacks are others'
+            except BaseException:  # the other callbacks belong to others
                 logger.exception("lmkv: a done callback of a promotion failed; it was %r", callback)

@@ -1,38 +1,42 @@
-"""One index over a host-memory tier and lower tiers.
+"""`TieredStore`: host memory over lower tiers, and the verbs on both.
 
-One lock guards the metadata of all tiers; it is never held during I/O, copies, log lines or callbacks. Each
-method plans under it into a `Deferred`, and runs that outside. The parts (`allocator`, `flusher`, `promoter`,
-`pins`, `tiers`) share that lock: `@locked` marks those of their methods that want it held.
+One lock guards the metadata of all tiers. It is never held during I/O, copies, log lines or callbacks: each
+method plans these under it into an `AfterLock`, which runs after its release. The parts (`allocator`, `catalog`,
+`flusher`, `promoter`, `reserver`, `pins`, `tiers`) share that lock: their `@locked` methods want it held.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
 import warnings
-import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
-from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
+from lmkv.protocols import ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
 from lmkv.store.allocator import SlotAllocator
-from lmkv.store.discovery import Discovery
+from lmkv.store.catalog import Catalog
 from lmkv.store.flusher import Flusher
+from lmkv.store.forks import close_after_fork
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.pins import Pins
-from lmkv.store.promoter import Promoter, wake
+from lmkv.store.promoter import Promoter
 from lmkv.store.promotion import Promotion
-from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority, attempt
+from lmkv.store.reserver import Reserver
+from lmkv.store.shared_lookup import SharedLookup
+from lmkv.store.tiers.attempt import attempt
+from lmkv.store.tiers.iopool import IOPool
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
+from lmkv.store.tiers.lower import LowerTier
 from lmkv.store.tiers.observer import StoreObserver
-from lmkv.store.tiers.primary import Entry, PrimaryTier, State
+from lmkv.store.tiers.primary import PrimaryTier
 from lmkv.store.tiers.scanner import TierScanner
-from lmkv.store.tiers.secondary import Operation, Secondary, first_with
 from lmkv.store.tiers.stats import StoreStats
 
 logger = logging.getLogger(__name__)
@@ -41,37 +45,35 @@ _MAX_STORES = 64
 
 
 class TieredStore:
-    """A primary tier in host memory over any number of lower tiers, fastest first.
+    """Chunks in host memory, over any number of lower tiers.
 
     Parameters
     ----------
     primary : Tier
-        Its backend must be in host memory (`CPUPinnedBackend`); its slots become the store's.
-    secondaries : sequence of Tier
-        Lower tiers. Those that persist are indexed in the background; what is indexed already is served
-        meanwhile.
+        Host memory: a tier of a `CPUPinnedBackend`, whose slots become the store's.
+    lower : sequence of Tier
+        Lower tiers, fastest first. Those that persist are indexed in the background, and serve meanwhile.
     io_threads : int
         Threads for the I/O of all lower tiers; three quarters of them write, too.
     prefetch_share : float
-        Most of the primary tier's slots that prefetches may refer to at a time, 0 to 1.
+        Largest share of the slots that prefetches may refer to at a time, 0 to 1.
     retain : bool
-        False makes the primary tier mere staging for the others: a chunk is removed with its last reference.
+        False makes host memory mere staging for lower tiers: a chunk is removed with its last reference.
+    spans : callable, optional
+        `KVLayout.spans`, where tails are stored: lower tiers get only these parts of a tail's slot.
     clock : Clock
         Monotonic seconds, for times to live, deadlines of breakers and speeds.
-
-    spans
-        `KVLayout.spans`, where tails are stored: what of a slot lower tiers get of a tail. All of it by default.
 
     Raises
     ------
     UsageError
-        The primary tier's backend has no slots to give, or the tier has an admission filter.
+        The backend of `primary` has no slots to give, or `primary` has an admission filter.
 
     Notes
     -----
     Thread-safe: one lock for all metadata, never held during I/O or copies. The store owns its tiers'
-    backends and closes them. Closed, it stores nothing and finds nothing. In a process that was forked from
-    the store's it is closed from the start: threads do not cross a fork.
+    backends and closes them. Closed, it stores nothing and finds nothing. In a forked child it is closed from the
+    start: threads do not cross a fork. `catalog` answers further questions about where chunks are.
 
     Examples
     --------
@@ -92,7 +94,7 @@ class TieredStore:
     def __init__(
         self,
         primary: Tier,
-        secondaries: Sequence[Tier] = (),
+        lower: Sequence[Tier] = (),
         *,
         io_threads: int = 8,
         prefetch_share: float = 0.5,
@@ -106,27 +108,25 @@ class TieredStore:
         self._primary = PrimaryTier(primary, retain=retain, spans=spans, observers=self._observers)
         slots = self._primary.slab.num_slots
         nbytes = self._primary.payloads.nbytes
-        for tier in secondaries:
+        for tier in lower:
             if self.slab.descriptor >= 0 and isinstance(tier.backend, RegistersMemory):
                 tier.backend.register_memory(self.slab.descriptor, self.slab.address, self.slab.nbytes)
-        self._tiers = [Secondary(tier, nbytes, self._lock, clock, self._observers) for tier in secondaries]
+        self._tiers = [LowerTier(tier, nbytes, self._lock, clock, self._observers) for tier in lower]
         # Writes must not refer to so many slots that loads find none.
-        self.store_window = max(1, min(_MAX_STORES, slots // 2)) if secondaries else slots
+        self.max_pending_stores = max(1, min(_MAX_STORES, slots // 2)) if lower else slots
         """Chunks that can be stored at a time without a write to a lower tier being refused for them."""
-        self._pool = IOPool(io_threads, self.store_window * max(1, len(secondaries)))
+        self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
         self._pins = Pins(self._primary, clock)
         self._flusher = Flusher(self._lock, self._primary, self._tiers, self._resume)
-        self._allocator = SlotAllocator(
-            self._primary,
-            self._flusher,
-            max_flushing=self.store_window if any(tier.write == "back" for tier in secondaries) else 0,
-        )
+        flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
+        self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)
         prefetched = max(1, int(slots * prefetch_share))
-        self._promoter = Promoter(
-            self._lock, self._primary, self._tiers, self._allocator, self._pool, prefetched, clock
-        )
+        parts = self._lock, self._primary, self._tiers
+        self._promoter = Promoter(*parts, self._allocator, self._pool, prefetched, clock)
+        self._reserver = Reserver(*parts, self._allocator, self._promoter, self._flusher, self._pool)
+        self.catalog = Catalog(*parts, self._promoter, self._observers)
         self._closed = self.forked = False
-        _stores.add(self)
+        close_after_fork(self)
         self._scanners = [
             TierScanner(tier, self._lock) for tier in self._tiers if tier.shared or isinstance(tier.backend, ListsKeys)
         ]
@@ -143,94 +143,27 @@ class TieredStore:
     def primary_name(self) -> str:
         return self._primary.name
 
+    @contextmanager
+    def _planned(self) -> Iterator[AfterLock]:
+        """Hold the lock; run after its release everything that was planned under it."""
+        after = AfterLock()
+        with self._lock:
+            yield after
+        after.run(self._pool.submit)
+
     # -- looking ------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
-        """Where each chunk is, as far as the indexes know. Free of side effects."""
-        with self._lock:
-            return [self._presence(key) for key in keys]
+        """Where each chunk is, as far as the indexes know."""
+        return self.catalog.lookup(keys)
 
-    @locked
-    def _presence(self, key: ChunkKey) -> Presence:
-        entry = self._primary.entries.get(key)
-        if entry is not None and not self._promoter.hangs(entry):
-            return Presence.READY if entry.ready else Presence.PENDING
-        return Presence.SECONDARY if first_with(self._tiers, key) else Presence.MISS
-
-    def match(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
-        """`(ready, found)`: leading chunks in the primary tier, and leading chunks anywhere."""
-        with self._lock:
-            ready = len(self._primary.leading_ready(keys))
-            return ready, self._count_found(keys, ready)
-
-    @locked
-    def _count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
-        """How many leading chunks are known to be in some tier; the first `found` of them are.
-
-        Not one that is being loaded from a tier that hangs: it may never come.
-        """
-        entries, hangs = self._primary.entries, self._promoter.hangs
-        indexes = [tier.index for tier in self._tiers if tier.usable]
-        for key in keys[found:]:
-            entry = entries.get(key)
-            if (entry is None or hangs(entry)) and not any(key in index for index in indexes):
-                break
-            found += 1
-        return found
+    def count_prefix(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
+        """`(ready, found)`: leading chunks in host memory, and leading chunks in any tier."""
+        return self.catalog.count_prefix(keys)
 
     def count_stored(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks are stored, in whichever tier: of those that are being stored, none."""
-        with self._lock:
-            entries = self._primary.entries
-            indexes = [tier.index for tier in self._tiers if tier.usable]
-            for count, key in enumerate(keys):
-                entry = entries.get(key)
-                if not (entry and entry.ready) and not any(key in index for index in indexes):
-                    return count
-        return len(keys)
-
-    def longest_prefix(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
-        """`(key, count)`: the chunk in the primary tier that begins with the most of `tokens`, and how many.
-
-        `origin`: what the tokens continue. `(b"", 0)` when there is none.
-        """
-        with self._lock:
-            return self._primary.prefixes.longest(origin, tokens)
-
-    def tier_of(self, key: ChunkKey) -> str | None:
-        """Name of the fastest lower tier that stores the chunk, None when none does."""
-        with self._lock:
-            tier = first_with(self._tiers, key)
-            return tier.name if tier else None
-
-    def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, int]:
-        """How many of the chunks each lower tier would deliver, in the order in which the tiers come; None: no tier."""
-        with self._lock:
-            return dict(Counter(tier.name if (tier := first_with(self._tiers, key)) else None for key in keys))
-
-    def unavailable_in(self, key: ChunkKey) -> str | None:
-        """Name of a lower tier that stores the chunk and cannot be read now, None when there is none."""
-        with self._lock:
-            return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
-
-    def add_observer(self, observer: StoreObserver) -> None:
-        """Tell it from now on what comes into the tiers and goes. What they have already: `report_to`."""
-        with self._lock:
-            self._observers.append(observer)
-
-    def report_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Tell an observer which tiers have these chunks, as `stored`; for each, whether any of them has."""
-        with self._lock:
-            return [self._report_to(observer, key) for key in keys]
-
-    @locked
-    def _report_to(self, observer: StoreObserver, key: ChunkKey) -> bool:
-        entry = self._primary.entries.get(key)
-        names = [self._primary.name] if entry is not None and entry.ready else []
-        names += [tier.name for tier in self._tiers if key in tier.index]
-        for name in names:
-            observer.stored(name, key)
-        return bool(names)
+        """How many leading chunks some tier has in full; chunks that are still being stored do not count."""
+        return self.catalog.count_stored(keys)
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -243,14 +176,9 @@ class TieredStore:
                 if entry.prefetched:
                     self._primary.use_prefetched(entry)
             if entries:
-                self._primary.used(entries[-1].key)
+                self._primary.tails.touch(entries[-1].key)
             self._primary.counters.hits += len(entries)
-        return Lease(entries, self._unref)
-
-    def _unref(self, entries: Sequence[Entry]) -> None:
-        with self._lock:
-            for entry in reversed(entries):
-                self._primary.unref(entry)
+        return Lease(entries, self._lock, self._primary)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note the use of a chain's chunks, head first, in every tier."""
@@ -270,117 +198,29 @@ class TieredStore:
         origins: Sequence[bytes] = (),
         protect: Sequence[ChunkKey] = (),
     ) -> Reservation:
-        """Reserve slots for consecutive chunks of a chain, head first, evicting what the policy gives.
+        """Reserve slots for consecutive chunks of a chain, head first, evicting others if need be.
 
-        `parent`: the key before `keys[0]`; `tokens`: the token ids of these chunks, for tiers that describe
-        what they store. `origins`: what each continues (see `KeyChain.origin`), to be found by `longest_prefix`,
-        too. `protect`: the whole chain, head first: what comes before a chunk is not evicted for
-        it, unless a lower tier stores it.
+        `parent`: the key before `keys[0]`. `tokens`: the ids of these chunks, for backends that record them.
+        `origins`: each chunk's `KeyChain.origin`, if `Catalog.longest_prefix` is to find it. `protect`: the whole
+        chain, head first; its chunks before `keys` are not evicted unless a lower tier stores them.
         """
-        deferred = Deferred()
-        entries: list[Entry] = []
-        accepted = 0
-        width = len(tokens) // len(keys) if keys else 0
-        with self._lock:
-            self._expire(deferred)
-            kept = self._only_copies(keys, protect)
-            if kept is not None and not self._closed:
-                self._free_up(keys, kept)
-            known_entries, enter, writing = self._primary.entries, self._primary.enter, State.WRITING
-            for key in () if self._closed else keys:
-                known = known_entries.get(key)
-                if known is not None and self._promoter.hangs(known):
-                    self._promoter.give_up(known, deferred)
-                    known = None
-                if known is None:
-                    slot = self._allocator.acquire(key, deferred, kept)
-                    if slot is None:
-                        break
-                    ids = tokens[accepted * width : (accepted + 1) * width] if width else b""
-                    origin = origins[accepted] if origins else b""
-                    entries.append(enter(key, slot, writing, parent, ids, origin))
-                elif kept is not None and first_with(self._tiers, key) is None:
-                    kept.add(key)
-                accepted += 1
-                parent = key
-            self._primary.counters.write_rejects += len(keys) - accepted
-        deferred.run(self._pool)
-        chain = protect or keys
-        return Reservation(entries, accepted, lambda done: self._commit(done, chain), self._abort)
+        with self._planned() as after:
+            self._expire(after)
+            wanted = () if self._closed else keys
+            return self._reserver.reserve(wanted, parent, tokens, origins, protect, after)
 
-    @locked
-    def _only_copies(self, keys: Sequence[ChunkKey], chain: Sequence[ChunkKey]) -> set[ChunkKey] | None:
-        """Chunks before `keys` that no lower tier stores; None when nothing need be evicted for `keys`."""
-        if self._primary.slab.free_slots >= len(keys):
-            return None
-        before = chain[: chain.index(keys[0])] if keys[0] in chain else chain
-        return {key for key in before if first_with(self._tiers, key) is None} if self._tiers else set(before)
+    def write_to_shared(self, keys: Sequence[ChunkKey]) -> int:
+        """Write leading chunks to shared tiers that lack them; how many chunks are there, or on their way.
 
-    @locked
-    def _free_up(self, keys: Sequence[ChunkKey], kept: set[ChunkKey]) -> None:
-        """Free slots for those of `keys` that are not here, evicting none of `keys` and `kept` for them."""
-        entries = self._primary.entries
-        here = {key for key in keys if key in entries}
-        self._allocator.free_up(len(keys) - len(here), kept | here)
-
-    def _commit(self, entries: Sequence[Entry], chain: Sequence[ChunkKey]) -> None:
-        deferred = Deferred()
-        primary = self._primary
-        with self._lock:
-            for entry in entries:
-                primary.mark_ready(entry)
-                if entry.origin:
-                    primary.supersede(entry)
-                if entry.waiters:
-                    wake(entry, deferred)
-            if self._tiers:
-                self._flusher.write_through(entries, chain, deferred)
-            for entry in reversed(entries):
-                primary.unref(entry)
-            primary.counters.writes += len(entries)
-            primary.counters.written_bytes += len(entries) * primary.slot_bytes
-            self._allocator.keep_free(deferred)
-        deferred.run(self._pool)
-
-    def _abort(self, entries: Sequence[Entry]) -> None:
-        deferred = Deferred()
-        with self._lock:
-            for entry in entries:
-                self._primary.remove(entry)
-                wake(entry, deferred)
-                self._primary.unref(entry)
-        deferred.run(self._pool)
-
-    def share(self, keys: Sequence[ChunkKey]) -> int:
-        """Have leading chunks written to shared tiers that lack them; how many are there, or on their way.
-
-        Chunks that are still being stored are written when they are committed, the others from now on.
+        Chunks that are still being stored are written once they are committed.
         """
-        deferred = Deferred()
-        with self._lock:
-            shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
-            writable = any(tier.writable for tier in shared)
-            entries, count = [], 0
-            for key in keys if shared else ():
-                entry = self._primary.entries.get(key) if writable else None
-                known = any(tier.index.knows(key) if tier.writable else key in tier.index for tier in shared)
-                if entry is None and not known:
-                    break
-                # What is referenced is being written already, or is the next time.
-                if entry is not None and entry.ready and not entry.refs and not known:
-                    entries.append(entry)
-                count += 1
-            self._flusher.write_through(entries, keys, deferred)
-        deferred.run(self._pool)
-        return count
+        with self._planned() as after:
+            return self._flusher.write_to_shared(keys, after)
 
     # -- pins ---------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float) -> int:
-        """Keep the leading READY chunks of `keys` in the primary tier for `ttl` seconds; returns how many.
-
-        Pinning again moves the end of the pin.
-        """
+        """Keep the leading READY chunks of `keys` in host memory for `ttl` seconds from now; returns how many."""
         with self._lock:
             return self._pins.pin(keys, ttl)
 
@@ -390,17 +230,10 @@ class TieredStore:
             return sum(self._pins.unpin(key) for key in reversed(keys))
 
     @locked
-    def _expire(self, deferred: Deferred) -> None:
-        """End the pins and prefetches whose time is over, before somebody asks for slots."""
+    def _expire(self, after: AfterLock) -> None:
+        """End the pins and promotions whose time is over, since slots are wanted."""
         self._pins.expire()
-        self._promoter.expire(deferred)
-
-    def poll(self) -> None:
-        """End pins and prefetches whose time is over now; otherwise the next to want slots does it."""
-        deferred = Deferred()
-        with self._lock:
-            self._expire(deferred)
-        deferred.run(self._pool)
+        self._promoter.expire(after)
 
     # -- from lower tiers ---------------------------------------------------------------------------------
 
@@ -408,55 +241,49 @@ class TieredStore:
         self,
         keys: Sequence[ChunkKey],
         *,
-        priority: Priority = Priority.LOAD,
+        prefetch: bool = False,
         limit: int | None = None,
         ttl: float | None = None,
-        discover: bool = False,
+        look_up_shared: bool = False,
     ) -> Promotion:
-        """Bring the leading chunks of `keys` into the primary tier, at most `limit` of them.
+        """Bring the leading chunks of `keys` into host memory, at most `limit` of them. Never waits.
 
-        Ends before the first chunk that no tier stores, or that finds no slot; a prefetch also before it
-        would exceed its share of the tier. With `discover` shared tiers are asked first for what the indexes
-        do not know. Never waits. The promotion refers to its chunks until it is released, or until `ttl`
-        seconds from now are over and slots are wanted.
+        Ends before the first chunk that no tier stores, or that finds no slot. A `prefetch` is served after all
+        other loads, and ends before it exceeds its share of the slots. With `look_up_shared` shared tiers are asked
+        first for chunks that the indexes do not know. The promotion refers to its chunks until it is released; after
+        `ttl` seconds the next call that wants slots releases it.
         """
-        deferred = Deferred()
-        with self._lock:
-            self._expire(deferred)
+        with self._planned() as after:
+            self._expire(after)
             wanted = () if self._closed else keys[:limit]
-            discovery = self._plan_discovery(wanted, deferred, self._resume) if discover else None
-            promotion = self._promoter.promote(wanted, priority, ttl, deferred, discovery, chain=keys)
-        deferred.run(self._pool)
-        return promotion
+            lookup = self._plan_shared_lookup(wanted, after, self._resume) if look_up_shared else None
+            return self._promoter.promote(wanted, after, prefetch=prefetch, ttl=ttl, lookup=lookup, chain=keys)
 
-    def _resume(self, deferred: Deferred) -> None:
-        """Go on with the promotions that waited for slots or for a discovery."""
+    def _resume(self, after: AfterLock) -> None:
+        """Go on with the promotions that waited for slots or for a shared lookup."""
         with self._lock:
-            self._expire(deferred)
-            self._promoter.resume(deferred)
+            self._expire(after)
+            self._promoter.resume(after)
 
-    def discover(self, keys: Sequence[ChunkKey]) -> Discovery | None:
-        """Ask shared tiers, in the background, for leading chunks that the indexes do not know.
+    def look_up_shared(self, keys: Sequence[ChunkKey]) -> SharedLookup | None:
+        """Ask shared tiers, in the background, for leading chunks that the indexes do not know. Never waits.
 
-        None when there is nothing to ask: no tier is shared, or all chunks are known. Never waits.
+        None when there is nothing to ask: no tier is shared, or all chunks are known.
         """
-        deferred = Deferred()
-        with self._lock:
-            discovery = None if self._closed else self._plan_discovery(keys, deferred)
-        deferred.run(self._pool)
-        return discovery
+        with self._planned() as after:
+            return None if self._closed else self._plan_shared_lookup(keys, after)
 
     @locked
-    def _plan_discovery(
-        self, keys: Sequence[ChunkKey], deferred: Deferred, on_done: Callable[[Deferred], None] = lambda deferred: None
-    ) -> Discovery | None:
+    def _plan_shared_lookup(
+        self, keys: Sequence[ChunkKey], after: AfterLock, on_done: Callable[[AfterLock], None] = lambda after: None
+    ) -> SharedLookup | None:
         shared = [tier for tier in self._tiers if tier.shared and tier.usable]
-        unknown = keys[self._count_found(keys) :] if shared else ()
+        unknown = keys[self.catalog.count_found(keys) :] if shared else ()
         if not unknown:
             return None
-        discovery = Discovery(unknown, shared, on_done, self._clock)
-        deferred.jobs.append(discovery.job())
-        return discovery
+        lookup = SharedLookup(unknown, shared, on_done, self._clock)
+        after.jobs.append(lookup.job())
+        return lookup
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
         """Wait until the persistent tiers are indexed, at most `timeout` seconds; whether they are."""
@@ -470,56 +297,47 @@ class TieredStore:
     # -- removing -----------------------------------------------------------------------------------------
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks from the primary tier, whatever its policy says. What is leased stays readable.
-
-        Flushes of these chunks that are under way are stopped.
-        """
-        deferred = Deferred()
-        with self._lock:
-            self._drop(keys, deferred)
-        deferred.run(self._pool)
+        """Remove chunks from host memory, and stop their flushes. Leased chunks stay readable."""
+        with self._planned() as after:
+            self._drop(keys, after)
 
     @locked
-    def _drop(self, keys: Sequence[ChunkKey], deferred: Deferred) -> None:
+    def _drop(self, keys: Sequence[ChunkKey], after: AfterLock) -> None:
         for key in keys:
             entry = self._primary.entries.get(key)
             if entry is not None:
                 self._pins.unpin(key)
                 self._primary.remove(entry)
-        self._promoter.end_prefetches(deferred, frozenset(keys))
+        self._promoter.end_prefetches(after, frozenset(keys))
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
-        """Remove chunks from every tier; returns how many were in one. What is leased stays readable.
+        """Remove chunks from every tier; returns how many were in one. Leased chunks stay readable.
 
         None of them is served any more; `drain` waits until the bytes in lower tiers are deleted, too.
         """
-        deferred = Deferred()
-        with self._lock:
-            known = sum(self._presence(key) is not Presence.MISS for key in keys)
-            self._drop(keys, deferred)
+        with self._planned() as after:
+            known = sum(self.catalog.presence(key) is not Presence.MISS for key in keys)
+            self._drop(keys, after)
             for tier in self._tiers:
                 # In tiers that cannot be read now, too: they would serve the chunks again later.
                 tier.index.mark_deleted(keys, unknown=tier.shared)
-                deferred.jobs.append(Job(_without_plans(tier.reclaim), Priority.LOAD, _nothing))
-        deferred.run(self._pool)
-        return known
+                after.jobs.append(_deletion(tier.reclaim))
+            return known
 
     def clear(self, *, lower: bool = True) -> int:
-        """Remove everything, without `lower` from the primary tier alone; returns how many chunks that were.
+        """Remove everything, without `lower` from host memory alone; returns how many chunks that were.
 
-        From its return on nothing of before is served, not even what is being stored or loaded right now, or
-        what other processes have put into a shared tier. `drain` waits until it is deleted, too.
+        No earlier chunk is served any more, not even one that is being stored or loaded right now, or that another
+        process has put into a shared tier. `drain` waits until the bytes in lower tiers are deleted, too.
         """
-        deferred = Deferred()
-        with self._lock:
+        with self._planned() as after:
             keys = set(self._primary.clear())
             self._pins.clear()
-            self._promoter.end_prefetches(deferred)
+            self._promoter.end_prefetches(after)
             for tier in self._tiers if lower else ():
                 keys.update(tier.index.clear())
-                deferred.jobs.append(Job(_without_plans(tier.delete_all), Priority.LOAD, _nothing))
-        deferred.run(self._pool)
-        return len(keys)
+                after.jobs.append(_deletion(tier.delete_all))
+            return len(keys)
 
     # -- the rest -----------------------------------------------------------------------------------------
 
@@ -531,26 +349,18 @@ class TieredStore:
             writing, loading = primary.writing, primary.loading
         return StoreStats(tiers, leased, pinned, writing, loading, self._pool.pending)
 
-    def take_times(self) -> list[tuple[str, Operation, float]]:
-        """Lower tiers' reads and writes that succeeded since the last call, with their seconds: 1,000 of each tier."""
-        with self._lock:
-            taken = [(tier.name, *each) for tier in self._tiers for each in tier.times]
-            for tier in self._tiers:
-                tier.times.clear()
-        return taken
-
     def wait_for_room(self, timeout: float) -> bool:
-        """Wait until a whole `store_window` can be stored without a refusal, at most `timeout` seconds."""
-        return self._pool.wait_for_room(self.store_window * max(1, len(self._tiers)), timeout)
+        """Wait until `max_pending_stores` chunks can be stored without a refusal, at most `timeout` seconds."""
+        return self._pool.wait_for_room(self.max_pending_stores * max(1, len(self._tiers)), timeout)
 
     def drain(self, timeout: float = 10.0) -> bool:
         """Wait until no I/O is waiting or running, at most `timeout` seconds; True when that is so."""
         return self._pool.drain(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Finish what I/O there is, at most `timeout` seconds, and close every backend. Idempotent.
+        """Finish the I/O under way, for at most `timeout` seconds, and close every backend. Idempotent.
 
-        A call that hangs is left behind on its daemon thread; whoever waits for it is told that it failed.
+        A call that hangs is left behind on its daemon thread; promotions that wait for it fail.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -561,19 +371,17 @@ class TieredStore:
             scanner.stop(max(0.0, deadline - time.monotonic()))
         if not self._pool.close(max(0.0, deadline - time.monotonic())):
             logger.warning("lmkv: a backend hangs; its I/O thread is left behind")
-        deferred = Deferred()
-        with self._lock:
-            self._promoter.close(deferred)
+        with self._planned() as after:
+            self._promoter.close(after)
             self._primary.clear()
             for tier in self._tiers:
                 tier.close()
-        deferred.run(self._pool)
         for backend in (*(tier.backend for tier in self._tiers), self._primary.backend):
-            _close(backend)
+            attempt(backend.close, partial(logger.warning, "lmkv: closing %s failed: %r", backend.name))
 
-    def _after_fork(self) -> None:
-        """In a child process, which has none of the threads: the store cannot be used there."""
-        self._closed = self.forked = True
+    def after_fork(self) -> None:
+        """The child has none of the threads: the store is closed there."""
+        self._closed = self.forked = self._promoter.forked = True
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
         self._pool.after_fork()
 
@@ -581,31 +389,12 @@ class TieredStore:
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
             if self._pool.runs_here():
-                # The garbage was collected by an I/O thread of the store's own, perhaps under the pool's lock.
+                # An I/O thread collects the garbage, perhaps under the pool's lock: it cannot wait for itself.
                 threading.Thread(target=self.close, name="lmkv-close", daemon=True).start()
             else:
                 self.close()
 
 
-_stores: weakref.WeakSet[TieredStore] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for store in list(_stores):
-        # Whatever state one of them was in, the others must not wait for threads that the child lacks.
-        attempt(store._after_fork, lambda error: logger.warning("lmkv: a store after a fork: %r", error))
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _nothing(deferred: Deferred) -> None:
-    """For a deletion that the closed pool refuses: the store serves nothing any more."""
-
-
-def _without_plans(work: Callable[[], None]) -> Callable[[Deferred], None]:
-    return lambda deferred: work()
-
-
-def _close(backend: Backend) -> None:
-    attempt(backend.close, lambda error: logger.warning("lmkv: closing %s failed: %r", backend.name, error))
+def _deletion(work: Callable[[], None]) -> Job:
+    """Refused by a closed pool, it is not needed: the store serves nothing any more."""
+    return Job(lambda after: work(), Priority.LOAD, lambda after: None)

@@ -18,7 +18,7 @@ from attrs import define
 from lmkv.chunks.layout import KVLayout
 from lmkv.errors import UsageError
 from lmkv.memory.copier import DONE, Copier, Event
-from lmkv.memory.copiers import make_copier, make_staging
+from lmkv.memory.copier_factory import make_copier, make_staging
 from lmkv.memory.device import STAGING_BYTES, Staging
 from lmkv.memory.device_copier import LoadEvent
 from lmkv.memory.paged import PagedMemory

@@ -37,9 +37,9 @@ class Watched(Slab):
         super().__init__(SLOT, slots * SLOT)
         self.touched: set[int] = set()
 
-    def touch(self, offset: int, nbytes: int) -> bool:
+    def prefault(self, offset: int, nbytes: int) -> bool:
         self.touched.update(range(offset // 4096, -(-(offset + nbytes) // 4096)))
-        return super().touch(offset, nbytes)
+        return super().prefault(offset, nbytes)
 
 
 def borders(device: SimulatedDevice, slab: Slab) -> list[tuple[int, int]]:
@@ -126,11 +126,11 @@ def test_ranks_with_the_same_part_populate_a_share_of_it_each_and_pin_all_of_it(
     class Counting(SlabMap):
         rank = 0
 
-        def touch(self, offset: int, nbytes: int) -> bool:
+        def prefault(self, offset: int, nbytes: int) -> bool:
             pages = set(range(offset // 4096, (offset + nbytes) // 4096))
             populated[self.rank] += len(pages - touched)
             touched.update(pages)
-            return super().touch(offset, nbytes)
+            return super().prefault(offset, nbytes)
 
     devices, pins = [], []
     for rank in range(4):

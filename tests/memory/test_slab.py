@@ -20,13 +20,15 @@ import pytest
 from attrs import evolve
 
 import lmkv.backends.cpu
+import lmkv.memory.machine
 import lmkv.memory.slab
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.errors import ConfigError, UsageError
 from lmkv.memory import slab_files
-from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, available_ram, clamp_capacity, slab_name, wait_for_slab
+from lmkv.memory.machine import available_ram, clamp_capacity
+from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name, wait_for_slab
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, eventually
 
@@ -50,7 +52,7 @@ def resident(slab: Slab) -> int:
 def test_slots_are_separate_and_aligned(shared: bool) -> None:
     slab = Slab(SLOT, 5 * SLOT + 100, shared=shared)
     assert (slab.num_slots, slab.free_slots, slab.nbytes) == (5, 5, 5 * SLOT)
-    slots = [slab.acquire() for _ in range(5)]
+    slots = [slab.allocate() for _ in range(5)]
     assert sorted(slot for slot in slots if slot is not None) == list(range(5))
     for slot in range(5):
         slab.view(slot)[:] = bytes([slot + 1]) * SLOT
@@ -65,7 +67,7 @@ def test_slots_are_separate_and_aligned(shared: bool) -> None:
 
 def test_a_slab_says_what_it_is() -> None:
     slab = Slab(SLOT, 3 * SLOT, shared=True)
-    slab.acquire()
+    slab.allocate()
     mapped = attach(slab.ref)
     assert repr(slab) == "<Slab: 2 of 3 slots of 8192 bytes are free>"
     assert repr(mapped) == "<SlabMap: 3 slots of 8192 bytes>"
@@ -75,11 +77,11 @@ def test_a_slab_says_what_it_is() -> None:
 
 def test_a_slot_is_in_use_until_it_is_released() -> None:
     slab = Slab(SLOT, 2 * SLOT)
-    first, second = slab.acquire(), slab.acquire()
-    assert slab.acquire() is None
+    first, second = slab.allocate(), slab.allocate()
+    assert slab.allocate() is None
     assert first is not None
-    slab.release(first)
-    assert slab.acquire() == first
+    slab.free(first)
+    assert slab.allocate() == first
     assert second != first
 
 
@@ -87,7 +89,7 @@ def test_a_slot_is_in_use_until_it_is_released() -> None:
 def test_what_is_not_in_use_cannot_be_released(slot: int) -> None:
     slab = Slab(SLOT, 2 * SLOT)
     with pytest.raises(UsageError, match="not in use"):
-        slab.release(slot)
+        slab.free(slot)
     assert slab.free_slots == 2
 
 
@@ -95,13 +97,13 @@ def test_acquiring_and_releasing_do_not_depend_on_how_much_is_in_use() -> None:
     """Looking through the slots in use would take a thousand times as long."""
     empty, full = Slab(4096, 20_000 * 4096), Slab(4096, 20_000 * 4096)
     for _ in range(19_999):
-        full.acquire()
+        full.allocate()
 
     def use(slab: Slab) -> None:
         for _ in range(1000):
-            slot = slab.acquire()
+            slot = slab.allocate()
             assert slot is not None
-            slab.release(slot)
+            slab.free(slot)
 
     times = interleaved({"full": lambda: use(full), "empty": lambda: use(empty)}, 5, clock=time.thread_time)
     assert median_ratio(times, "full", "empty") < 10
@@ -223,7 +225,7 @@ def test_without_any_of_the_files_there_is_an_answer(tmp_path: Path) -> None:
 def test_capacity_is_cut_to_the_machine_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lmkv.memory.slab, "available_ram", lambda: 100 * SLOT)
+    monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: 100 * SLOT)
     monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (0, 0))
     with caplog.at_level(logging.WARNING, "lmkv"):
         assert clamp_capacity(50 * SLOT + 1, SLOT) == 50 * SLOT
@@ -234,7 +236,7 @@ def test_capacity_is_cut_to_the_machine_with_one_line(
 
 
 def test_a_tier_without_room_for_a_chunk_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmkv.memory.slab, "available_ram", lambda: SLOT)
+    monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: SLOT)
     monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (0, 0))
     with pytest.raises(ConfigError, match=r"max_local_cpu_size.*available memory.*chunk_size"):
         clamp_capacity(10 * SLOT, SLOT)
@@ -265,7 +267,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     slab_files_now = slab_files.slab_files
     monkeypatch.setattr(slab_files, "slab_files", files)
-    monkeypatch.setattr(lmkv.memory.slab, "available_ram", lambda: 100 * SLOT - slab_files.promised_and_taken()[1])
+    monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: 100 * SLOT - slab_files.promised_and_taken()[1])
 
 
 def my_slab(slots: int) -> Slab:
@@ -280,7 +282,7 @@ def test_engines_that_start_together_get_equal_shares(populated: bool) -> None:
     assert share == 40 * SLOT
     first = my_slab(40)
     if populated:
-        assert first.touch(0, first.nbytes)
+        assert first.prefault(0, first.nbytes)
         assert slab_files.promised_and_taken() == (40 * SLOT, 40 * SLOT)
     assert clamp_capacity(1000 * SLOT, SLOT, engines=2) == share
     first.close()
@@ -467,7 +469,7 @@ def test_each_rank_populates_its_part_alone() -> None:
     assert list(slab.spans((size // 4, size // 2), 1 << 30))[1] == (size + size // 4, size // 2)
     slab = Slab(size, 8 * size)
     assert list(slab.spans((0, size), 3 * size)) == [(0, 3 * size), (3 * size, 3 * size), (6 * size, 2 * size)]
-    assert slab.touch(5000, 10)
+    assert slab.prefault(5000, 10)
     assert resident(slab) <= 2 * 4096
     slab.close()
 

@@ -36,7 +36,7 @@ def filled(make: Callable[[], PolicyBase], *keys: bytes, size: int = 10) -> Poli
 
 
 def known(policy: PolicyBase) -> list[bytes]:
-    return sorted({*policy._queue, *policy._acquired})
+    return sorted({*policy._queue, *policy._held})
 
 
 def order(policy: PolicyBase) -> list[bytes]:
@@ -62,7 +62,7 @@ def test_lru_keeps_the_head_of_the_later_touch_longest() -> None:
 
 def test_lru_takes_a_released_key_as_just_used() -> None:
     policy = filled(LRU, A, B, C)
-    policy.acquire(A)
+    policy.hold(A)
     policy.touch([A])
     policy.release(A)
     assert order(policy) == [B, C, A]
@@ -82,8 +82,8 @@ def test_fifo_evicts_in_order_of_insertion_whatever_is_used() -> None:
 
 def test_fifo_keeps_the_place_of_an_acquired_key() -> None:
     policy = filled(FIFO, A, B, C)
-    policy.acquire(A)
-    policy.acquire(B)
+    policy.hold(A)
+    policy.hold(B)
     assert policy.evict(10) == [C]
     policy.insert(D, 10)
     policy.release(B)
@@ -100,7 +100,7 @@ def test_fifo_puts_a_key_that_comes_back_last() -> None:
 
 def test_fifo_keeps_order_and_acquired_keys_over_many_discards() -> None:
     policy = filled(FIFO, A, B, C)
-    policy.acquire(B)
+    policy.hold(B)
     for number in range(1000):
         policy.insert(number.to_bytes(32, "big"), 1)
         policy.discard(number.to_bytes(32, "big"))
@@ -108,10 +108,10 @@ def test_fifo_keeps_order_and_acquired_keys_over_many_discards() -> None:
     assert order(policy) == [A, B, C]
 
 
-def test_fifo_evicts_a_key_first_whose_turn_came_while_it_was_acquired() -> None:
+def test_fifo_evicts_a_key_first_whose_turn_came_while_it_was_held() -> None:
     policy = filled(FIFO, A, B, C, D)
-    policy.acquire(A)
-    policy.acquire(B)
+    policy.hold(A)
+    policy.hold(B)
     assert policy.evict(10) == [C]
     policy.release(A)
     policy.release(B)
@@ -121,7 +121,7 @@ def test_fifo_evicts_a_key_first_whose_turn_came_while_it_was_acquired() -> None
 def test_an_evict_that_is_refused_changes_no_turn(policy: PolicyBase) -> None:
     for key in (A, B, C):
         policy.insert(key, 10)
-    policy.acquire(A)
+    policy.hold(A)
     assert policy.evict(20, protect={C}) is None
     assert known(policy) == [A, B, C] == list(policy._queue)
 
@@ -149,7 +149,7 @@ def test_evict_from_an_empty_policy_is_refused(policy: PolicyBase) -> None:
 def test_evict_is_all_or_nothing(policy: PolicyBase) -> None:
     for key in (A, B, C):
         policy.insert(key, 10)
-    policy.acquire(B)
+    policy.hold(B)
     assert policy.evict(21) is None
     assert policy.evict(11, protect={A}) is None
     assert policy.evict(1, protect={A, C}) is None
@@ -167,8 +167,8 @@ def test_evict_passes_over_protected_keys_and_keeps_their_place(policy: PolicyBa
 
 def test_an_acquired_key_is_known_and_can_be_discarded(policy: PolicyBase) -> None:
     policy.insert(A, 10)
-    policy.acquire(A)
-    policy.acquire(A)
+    policy.hold(A)
+    policy.hold(A)
     assert A in known(policy)
     assert len(known(policy)) == 1
     policy.discard(A)
@@ -182,15 +182,15 @@ def test_unknown_keys_are_ignored_by_touch_and_discard_and_refused_otherwise(pol
     policy.touch([A, B])
     policy.discard(A)
     assert len(known(policy)) == 0
-    for change in (policy.acquire, policy.release):
+    for change in (policy.hold, policy.release):
         with pytest.raises(UsageError, match=A.hex()):
             change(A)
 
 
-@pytest.mark.parametrize("acquired", [False, True])
-def test_inserting_a_known_key_is_refused_and_changes_nothing(policy: PolicyBase, acquired: bool) -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_inserting_a_known_key_is_refused_and_changes_nothing(policy: PolicyBase, held: bool) -> None:
     policy.insert(A, 10)
-    (policy.acquire if acquired else policy.release)(A)
+    (policy.hold if held else policy.release)(A)
     with pytest.raises(UsageError, match="already"):
         policy.insert(A, 99)
     policy.release(A)
@@ -215,12 +215,12 @@ class CountingKey(bytes):
         return super().__hash__()
 
 
-def cost_of_steady_state(policy: PolicyBase, acquired: int, evictable: int) -> int:
-    """Look-ups of 100 evictions and insertions beside so many acquired and evictable keys."""
-    for number in range(acquired + evictable):
+def cost_of_steady_state(policy: PolicyBase, held: int, evictable: int) -> int:
+    """Look-ups of 100 evictions and insertions beside so many held and evictable keys."""
+    for number in range(held + evictable):
         policy.insert(CountingKey(number.to_bytes(32, "big")), 10)
-    for number in range(acquired):
-        policy.acquire(CountingKey(number.to_bytes(32, "big")))
+    for number in range(held):
+        policy.hold(CountingKey(number.to_bytes(32, "big")))
     policy.evict(10)
     CountingKey.hashed = 0
     for number in range(100):
@@ -231,21 +231,21 @@ def cost_of_steady_state(policy: PolicyBase, acquired: int, evictable: int) -> i
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_evict_costs_the_same_however_many_keys_are_acquired_or_evictable(name: str) -> None:
-    base = cost_of_steady_state(make_policy(name), acquired=0, evictable=100)
+    base = cost_of_steady_state(make_policy(name), held=0, evictable=100)
     assert 0 < base < 100 * 20
-    assert cost_of_steady_state(make_policy(name), acquired=4096, evictable=100) == base
-    assert cost_of_steady_state(make_policy(name), acquired=0, evictable=4096) == base
+    assert cost_of_steady_state(make_policy(name), held=4096, evictable=100) == base
+    assert cost_of_steady_state(make_policy(name), held=0, evictable=4096) == base
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_hopeless_evict_looks_at_no_key(name: str) -> None:
-    """So the policy counts its bytes exactly, acquired and discarded ones left out."""
+    """So the policy counts its bytes exactly, held and discarded ones left out."""
     policy = make_policy(name)
     keys = [CountingKey(number.to_bytes(32, "big")) for number in range(100)]
     for key in keys:
         policy.insert(key, 10)
     for key in keys[:50]:
-        policy.acquire(key)
+        policy.hold(key)
     for key in keys[:10]:
         policy.release(key)
     for key in keys[40:60]:

@@ -14,7 +14,7 @@ from lmkv.errors import UsageError
 from lmkv.policies import POLICIES, make_policy
 
 keys = st.integers(0, 11).map(lambda number: number.to_bytes(32, "big"))
-"""Few, so that known, acquired and discarded keys come up again and again."""
+"""Few, so that known, held and discarded keys come up again and again."""
 
 sizes = st.integers(1, 9)
 
@@ -25,7 +25,7 @@ class Model:
 
     size: int
     rank: int
-    acquired: bool = False
+    held: bool = False
     passed: bool = False
     """Acquired when its turn to be evicted came."""
 
@@ -46,7 +46,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     def evictable(self) -> list[bytes]:
         """In order of eviction."""
-        free = [key for key, known in self.model.items() if not known.acquired]
+        free = [key for key, known in self.model.items() if not known.held]
         return sorted(free, key=lambda key: self.model[key].rank)
 
     def expected_victims(self, nbytes: int, protect: set[bytes]) -> list[bytes] | None:
@@ -82,17 +82,17 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(key=keys, evictable=st.booleans())
     def set_evictable(self, key: bytes, evictable: bool) -> None:
-        change = self.policy.release if evictable else self.policy.acquire
+        change = self.policy.release if evictable else self.policy.hold
         if key not in self.model:
             with pytest.raises(UsageError):
                 change(key)
             return
         change(key)
-        if evictable and self.model[key].acquired and self.use_counts:
+        if evictable and self.model[key].held and self.use_counts:
             self.model[key].rank = self.next_rank()
         if evictable and self.model[key].passed and not self.use_counts:
             self.model[key].rank = min(entry.rank for entry in self.model.values()) - 1
-        self.model[key].acquired = not evictable
+        self.model[key].held = not evictable
         self.model[key].passed &= not evictable
 
     @precondition(lambda self: self.model)
@@ -108,11 +108,11 @@ class PolicyMachine(RuleBasedStateMachine):
         if victims:
             last = max(self.model.pop(key).rank for key in victims)
             for known in self.model.values():
-                known.passed |= known.acquired and known.rank < last
+                known.passed |= known.held and known.rank < last
 
     @invariant()
     def knows_the_same_keys(self) -> None:
-        assert {*self.policy._queue, *self.policy._acquired} == set(self.model)
+        assert {*self.policy._queue, *self.policy._held} == set(self.model)
 
     @invariant()
     def would_evict_everything_evictable_in_order_and_not_a_byte_more(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import lmkv.store.tiered
 from lmkv.backends.wrapper import WrapperBackend
-from lmkv.store.tiers.iopool import Deferred, Job, Priority
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from tests.kit import LIMIT
 
 T = TypeVar("T")
@@ -41,9 +41,9 @@ class _Running:
         threading.current_thread().stepped = self  # type: ignore[attr-defined]
         assert self._turn.acquire(timeout=LIMIT)
         try:
-            deferred = Deferred()
-            job.work(deferred)
-            deferred.run(self._pool)
+            after = AfterLock()
+            job.work(after)
+            after.run(self._pool.submit)
         except BaseException as error:  # noqa: BLE001
             self.error = error
         self.ended = True

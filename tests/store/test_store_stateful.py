@@ -25,8 +25,7 @@ from lmkv.policies import AdmitNone, SecondTouch
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.promotion import Promotion
-from lmkv.store.tiers.iopool import Priority
-from lmkv.store.tiers.primary import State
+from lmkv.store.tiers.entry import State
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from tests.kit import SLOT, Residents, chain, lower, memory, payload, small_store
@@ -92,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store = small_store(slots, *below, policy=policy, clock=self.clock, retain=retain, io_threads=3)
         self.pool: Any = self.store._pool
         self.told = Residents()
-        self.store.add_observer(self.told)
+        self.store.catalog.add_observer(self.told)
         self.retain = retain
         self.version = dict.fromkeys(ALL, 0)
         self.committed: set[ChunkKey] = set()
@@ -176,8 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(span=spans, prefetch=st.booleans(), limit=st.sampled_from([None, 0, 2]), ttl=st.sampled_from([None, 1.0]))
     def promote(self, span: tuple[str, int, int], prefetch: bool, limit: int | None, ttl: float | None) -> None:
         keys = keys_of(span)
-        priority = Priority.PREFETCH if prefetch else Priority.LOAD
-        promotion = self.store.promote(keys, priority=priority, limit=limit, ttl=ttl)
+        promotion = self.store.promote(keys, prefetch=prefetch, limit=limit, ttl=ttl)
         assert promotion.keys == keys[:limit][: len(promotion)]
         self.promotions.append(promotion)
 
@@ -211,14 +209,14 @@ class StoreMachine(RuleBasedStateMachine):
             assert live <= self.store.unpin(keys) <= len(keys)
         else:
             count = self.store.pin(keys, ttl)
-            assert count == self.store.match(keys)[0]
+            assert count == self.store.count_prefix(keys)[0]
             self.pins.update(dict.fromkeys(keys[:count], self.clock() + ttl))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 70.0]), poll=st.booleans())
     def time_passes(self, seconds: float, poll: bool) -> None:
         self.clock.advance(seconds)
         if poll:
-            self.store.poll()
+            self.store.reserve(())
 
     # -- removing -----------------------------------------------------------------------------------------
 
@@ -267,14 +265,14 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_found_was_committed(self) -> None:
         present = dict(zip(ALL, self.store.lookup(ALL), strict=True))
-        assert {key for key in ALL if present[key] in (Presence.READY, Presence.SECONDARY)} <= self.committed
+        assert {key for key in ALL if present[key] in (Presence.READY, Presence.LOWER)} <= self.committed
         for key, end in self.pins.items():
             assert end <= self.clock() or present[key] is Presence.READY, "a pinned chunk was evicted"
 
     @invariant()
     def observers_were_told_what_the_tiers_have(self) -> None:
         now = Residents()
-        found = self.store.report_to(now, ALL)
+        found = self.store.catalog.replay_to(now, ALL)
         told = {tier: keys for tier, keys in self.told.of.items() if keys}
         assert now.of == told
         assert found == [any(key in keys for keys in told.values()) for key in ALL]
@@ -293,7 +291,7 @@ class StoreMachine(RuleBasedStateMachine):
         stats = store.stats()
         assert stats.writing == store._primary.writing >= 0
         assert stats.primary.chunks == sum(entry.ready for entry in entries)
-        assert len(store._primary.policy._queue.keys() | store._primary.policy._acquired.keys()) == sum(
+        assert len(store._primary.policy._queue.keys() | store._primary.policy._held.keys()) == sum(
             entry.in_policy for entry in entries
         )
 
@@ -314,7 +312,7 @@ class StoreMachine(RuleBasedStateMachine):
     def what_is_done_is_ready(self) -> None:
         for promotion in self.promotions:
             if promotion.done and not promotion.released:
-                assert not promotion.waiting_keys
+                assert not self.store._promoter._unreleased[promotion].missing
                 assert all(entry.state is State.READY for entry in promotion.entries[: len(promotion)])
 
     @invariant()
@@ -338,25 +336,25 @@ class StoreMachine(RuleBasedStateMachine):
         assert all(promotion.done for promotion in self.promotions), "somebody would wait for ever"
         self.store.unpin(ALL)
         self.clock.advance(1000)
-        self.store.poll()
+        self.store.reserve(())
         self.pool.drain(0)
         self.everything_is_released()
         self.store.close()
-        assert self.store.match(ALL) == (0, 0)
+        assert self.store.count_prefix(ALL) == (0, 0)
         assert self.store.slab.free_slots == 0 or not self.store.slab._used.count(1)
 
     def everything_is_released(self) -> None:
         store, stats = self.store, self.store.stats()
         assert (stats.leased, stats.pinned, stats.writing, stats.loading) == (0, 0, 0, 0)
         assert store.slab.free_slots + stats.primary.chunks == store.slab.num_slots
-        assert store._primary.flushing == store._promoter._prefetched == 0
+        assert store._primary.flushing == len(store._promoter._prefetches) == 0
         assert stats.primary.chunks == 0 or self.retain
         for tier in store._tiers:
             assert not tier.index._reclaiming
             assert tier.index._reclaiming_bytes == 0
-            assert len(tier.index.policy._queue.keys() | tier.index.policy._acquired.keys()) == len(tier.index)
+            assert len(tier.index.policy._queue.keys() | tier.index.policy._held.keys()) == len(tier.index)
             evictable = copy.deepcopy(tier.index.policy).evict(len(tier.index) * SLOT)
-            assert evictable is not None, "nobody reads it, and yet it is acquired"
+            assert evictable is not None, "nobody reads it, and yet it is held"
         for key in ALL:
             self.check_below(key)
 

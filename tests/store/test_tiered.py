@@ -12,7 +12,6 @@ from lmkv.errors import BackendUnavailable
 from lmkv.outcomes import MISS, Presence, Read
 from lmkv.protocols import Chunk, ChunkKey
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers.iopool import Priority
 from lmkv.testing.clocks import ManualClock
 from tests.kit import (
     LIMIT,
@@ -122,7 +121,7 @@ def test_a_chain_that_passes_through_evicts_nothing_of_its_own_that_is_nowhere_e
         assert promotion.wait(LIMIT)
         promotion.release()
     assert kept(store, keys[3:]) == [True] * 3
-    assert store.match(keys)[1] == 6
+    assert store.count_prefix(keys)[1] == 6
 
 
 def test_clear_deletes_what_was_not_even_indexed_yet() -> None:
@@ -137,7 +136,7 @@ def test_clear_deletes_what_was_not_even_indexed_yet() -> None:
     gated.open()
     assert store.drain(LIMIT)
     eventually(lambda: disk.contains(keys) == [False] * 4)
-    assert store.match(keys) == (0, 0)
+    assert store.count_prefix(keys) == (0, 0)
 
 
 def test_a_listing_from_before_clear_brings_nothing_back() -> None:
@@ -160,8 +159,8 @@ def test_a_listing_from_before_clear_brings_nothing_back() -> None:
     assert store.drain(LIMIT)
     go_on.set()
     assert store.wait_indexed(LIMIT)
-    assert store.match(keys[:1]) == (0, 0)
-    assert [store.match([key]) for key in keys] == [(0, 0)] * 6
+    assert store.count_prefix(keys[:1]) == (0, 0)
+    assert [store.count_prefix([key]) for key in keys] == [(0, 0)] * 6
 
 
 def test_an_unlisted_chunk_is_not_taken_for_a_new_one_before_it_is_deleted() -> None:
@@ -198,7 +197,7 @@ def test_nothing_is_written_until_a_failed_clear_has_been_made_up_for() -> None:
         put(store, keys, version)
         assert store.drain(LIMIT)
         store.drop(keys)
-        assert store.match(keys) == (0, 0)
+        assert store.count_prefix(keys) == (0, 0)
     failing.failing = set()
     put(store, keys, version=4)
     assert store.drain(LIMIT)
@@ -240,7 +239,7 @@ def test_what_was_being_written_when_it_was_deleted_does_not_come_back() -> None
     gated.open()
     assert store.drain(LIMIT)
     assert below.contains(keys) == [False] * 3
-    assert store.match(keys) == (0, 0)
+    assert store.count_prefix(keys) == (0, 0)
     assert_idle(store)
 
 
@@ -418,17 +417,17 @@ def test_the_prefetch_share_counts_every_slot_that_prefetches_hold() -> None:
     a, b = chain("a", 4), chain("b", 4)
     put_below(store, a + b)
     for _ in range(3):
-        first = store.promote(a, priority=Priority.PREFETCH)
-        second = store.promote(a, priority=Priority.PREFETCH)
+        first = store.promote(a, prefetch=True)
+        second = store.promote(a, prefetch=True)
         assert first.wait(LIMIT)
         assert second.wait(LIMIT)
         assert (len(first), len(second)) == (4, 4)
         first.release()
-        third = store.promote(b, priority=Priority.PREFETCH)
+        third = store.promote(b, prefetch=True)
         assert len(third) == 0, "chunks that were there already count, too"
         second.release()
-        assert len(store.promote(b, priority=Priority.PREFETCH, ttl=-1)) == 4
-    store.poll()
+        assert len(store.promote(b, prefetch=True, ttl=-1)) == 4
+    store.reserve(())
     assert_idle(store)
 
 
@@ -446,7 +445,7 @@ def test_a_demand_overtakes_the_prefetch_that_wants_the_same() -> None:
 
     gated.inner.read = read  # type: ignore[method-assign]
     gated.shut("read")
-    early = store.promote(many + wanted, priority=Priority.PREFETCH)
+    early = store.promote(many + wanted, prefetch=True)
     gated.waiting("read", 2)
     demanded = store.promote(wanted)
     gated.open()
@@ -464,7 +463,7 @@ def test_a_prefetch_that_is_cancelled_reads_no_more() -> None:
     keys = chain("a", 10)
     put_below(store, keys)
     gated.shut("read")
-    prefetch = store.promote(keys, priority=Priority.PREFETCH)
+    prefetch = store.promote(keys, prefetch=True)
     gated.waiting("read", 2)
     prefetch.release()
     assert store.slab.free_slots == 16 - 2
@@ -502,7 +501,7 @@ def test_a_promotion_ends_before_the_chunk_that_is_lost() -> None:
     assert (promotion.keys, promotion.ready) == (keys[:3], 3)
     promotion.release()
     assert store.stats().tiers[1].lost == 1
-    assert store.match(keys[3:]) == (0, 0)
+    assert store.count_prefix(keys[3:]) == (0, 0)
     assert_idle(store)
 
 
@@ -573,7 +572,7 @@ def test_a_closed_store_has_nothing_and_takes_nothing() -> None:
     lease = store.lease(keys)
     store.close()
     store.close()
-    assert store.match(keys) == (0, 0)
+    assert store.count_prefix(keys) == (0, 0)
     assert len(store.lease(keys)) == 0
     assert store.reserve(chain("b", 1)).accepted == 0
     assert store.promote(keys).done
@@ -587,7 +586,7 @@ def test_one_tier_that_cannot_be_listed_hides_no_other() -> None:
     keys = chain("a", 2)
     fine.write([Chunk(key, memoryview(payload(key))) for key in keys])
     store = small_store(4, lower(failing), lower(Persistent(fine)))
-    eventually(lambda: store.match(keys) == (0, 2))
+    eventually(lambda: store.count_prefix(keys) == (0, 2))
     eventually(lambda: bool(failing.calls))
     assert not store.wait_indexed(0)
 
@@ -604,7 +603,7 @@ def test_a_load_waits_for_the_room_that_is_being_made() -> None:
         while not put(store, chain(f"dirty {number}", 1)):
             assert store.drain(LIMIT)
     assert store.drain(LIMIT)
-    assert store.match(wanted) == (0, 3)
+    assert store.count_prefix(wanted) == (0, 3)
     assert get(store, wanted) == [0] * 3
     assert_idle(store)
 
@@ -659,7 +658,7 @@ def test_a_promotion_whose_time_is_over_before_it_has_begun_leaks_nothing() -> N
     store.drain(LIMIT)
     with store.lease(chain("b", 3)):
         store.promote(keys, ttl=0)
-        store.poll()
+        store.reserve(())
     assert_idle(store)
 
 

@@ -217,7 +217,7 @@ class Drive:
         while any((store.stats().pinned, store.stats().leased)) and time.monotonic() < deadline:
             self.alive()
             time.sleep(0.05)
-            store.poll()
+            store.reserve(())
 
     def _look_for_leaks(self) -> None:
         store, scheduler = self.running.store, self.running.scheduler

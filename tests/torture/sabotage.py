@@ -14,7 +14,7 @@ import pytest
 from attrs import define, field
 
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.memory.copiers import make_copier
+from lmkv.memory.copier_factory import make_copier
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 
 RATE = 0.05

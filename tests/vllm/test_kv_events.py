@@ -141,7 +141,7 @@ def found(running: Engine, prompts: Iterable[list[int]], salt: str | None = None
         scheduler._forget(request.request_id)
         for index, key in enumerate(keys):
             has = Residents()
-            running.store.report_to(has, [key])
+            running.store.catalog.replay_to(has, [key])
             first, end = index * scheduler._chunk_size, min(len(ids), (index + 1) * scheduler._chunk_size)
             hashes = request.block_hashes[first // BLOCK : end // BLOCK]
             for tier in has.of:

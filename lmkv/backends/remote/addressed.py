@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
 from lmkv.backends.remote.base import RemoteBackend, split
-from lmkv.errors import ConfigError, masked
+from lmkv.errors import ConfigError, mask_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class AddressedBackend(RemoteBackend):
             name=name or type(self).__module__.rpartition(".")[2],
             authentication_key=authentication_key,
         )
-        self._shown = masked(url)
+        self._shown = mask_secrets(url)
         self._timeout = timeout
         self._set_up(self._options(url))
         ignored = [what for what, value in (("user", username), ("password", password), ("ttl", ttl)) if value]

@@ -19,7 +19,7 @@ from lmkv.errors import (
     ConfigError,
     CorruptChunkError,
     UsageError,
-    masked,
+    mask_secrets,
 )
 from lmkv.outcomes import HIT, MISS, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
@@ -38,7 +38,7 @@ def split(url: str) -> SplitResult:
             raise ValueError
     except ValueError:
         reason = "it has no host and port that can be; in a password / is %2F, ? is %3F, # is %23"
-        raise ConfigError(f"{masked(url)}: {reason}") from None
+        raise ConfigError(f"{mask_secrets(url)}: {reason}") from None
     return parts
 
 

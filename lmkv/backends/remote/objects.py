@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote
 from lmkv.backends.remote.base import SLOWEST, RemoteBackend, split
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import ConfigError, masked
+from lmkv.errors import ConfigError, mask_secrets
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
@@ -107,7 +107,7 @@ class ObjectStoreBackend(RemoteBackend):
         )
         # As obstore has it in a listing.
         self._root = self._root.lstrip("/")
-        self._shown = masked(url)
+        self._shown = mask_secrets(url)
         if ttl:
             raise ConfigError(f"{self._shown}: no ttl here; a lifecycle rule of the bucket expires its objects")
         parts = split(url)
@@ -221,7 +221,7 @@ open_url = ObjectStoreBackend
 
 def _said(error: Exception) -> str:
     # What follows a blank line is for those who work on obstore.
-    return masked(str(error).partition("\n\n")[0])
+    return mask_secrets(str(error).partition("\n\n")[0])
 
 
 def _opened(

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 from lmkv.backends.remote.base import SLOWEST, RemoteBackend, batches, split
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import ConfigError, masked
+from lmkv.errors import ConfigError, mask_secrets
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
@@ -115,7 +115,7 @@ class RedisBackend(RemoteBackend):
         )
         parts = split(url)
         self._url = _SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
-        self._shown = masked(url)
+        self._shown = mask_secrets(url)
         if fixed := _FIXED & parse_qs(parts.query).keys():
             raise ConfigError(f"{self._shown}: {', '.join(sorted(fixed))} cannot be chosen")
         self._is_cluster = parts.scheme.endswith("cluster")

@@ -23,7 +23,7 @@ Victims = dict[ChunkKey, int]
 
 
 @define(eq=False)
-class Observation:
+class ScanGuard:
     """What changed in an index since a look at its medium began, which may show those keys as they were.
 
     `valid`: False once everything was cleared: nothing that was seen may be indexed any more.
@@ -60,8 +60,8 @@ class TierIndex:
         self._tombstones: Victims = {}
         self._reclaiming: set[ChunkKey] = set()
         self._reclaiming_bytes = 0
-        self._observations: list[Observation] = []
-        self._listing: Observation | None = None
+        self._scans: list[ScanGuard] = []
+        self._listing: ScanGuard | None = None
         self._unseen: Victims = {}
         self._last_used, self._newest = math.inf, 0.0
 
@@ -78,7 +78,7 @@ class TierIndex:
 
     def begin_read(self, key: ChunkKey) -> None:
         """Keep a stored chunk from eviction while it is being read."""
-        self.policy.acquire(key)
+        self.policy.hold(key)
 
     def end_read(self, key: ChunkKey) -> None:
         """It has been read, which counts as a use; it may have been removed meanwhile."""
@@ -218,8 +218,8 @@ class TierIndex:
         stored = {key: nbytes for key, nbytes in self._sizes.items() if not _is_other_namespace(key)}
         self.mark_deleted(stored)
         self.clearing = True
-        for observation in self._observations:
-            observation.valid = False
+        for scan in self._scans:
+            scan.valid = False
         self.end_listing()
         return stored
 
@@ -244,41 +244,41 @@ class TierIndex:
 
     # -- what the medium is seen to store -----------------------------------------------------------------
 
-    def observe(self) -> Observation | None:
+    def begin_scan(self) -> ScanGuard | None:
         """From now on note what changes: the caller is about to look at the medium. None: not now."""
         if self.clearing:
             return None
-        self._observations.append(Observation())
-        return self._observations[-1]
+        self._scans.append(ScanGuard())
+        return self._scans[-1]
 
-    def end_observation(self, observation: Observation) -> None:
-        self._observations.remove(observation)
+    def end_scan(self, scan: ScanGuard) -> None:
+        self._scans.remove(scan)
 
     def _note(self, key: ChunkKey) -> None:
-        for observation in self._observations:
-            observation.changed.add(key)
+        for scan in self._scans:
+            scan.changed.add(key)
 
-    def discover(self, sizes: Mapping[ChunkKey, int], observation: Observation) -> None:
-        """Index chunks, given with their bytes, that were seen since the observation began, if they fit."""
-        if not observation.valid:
+    def add_found(self, sizes: Mapping[ChunkKey, int], scan: ScanGuard) -> None:
+        """Index chunks, given with their bytes, that were seen since the scan began, if they fit."""
+        if not scan.valid:
             return
         for key, nbytes in sizes.items():
             self._trust(key)
-            if self._is_new(key, observation):
+            if self._is_new(key, scan):
                 evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
                 if evicted is not None:
                     self._add(key, nbytes)
                     self._tombstones |= evicted
 
-    def _is_new(self, key: ChunkKey, observation: Observation) -> bool:
-        return not (self.knows(key) or key in observation.changed or self._is_deleted(key))
+    def _is_new(self, key: ChunkKey, scan: ScanGuard) -> bool:
+        return not (self.knows(key) or key in scan.changed or self._is_deleted(key))
 
     def _is_deleted(self, key: ChunkKey) -> bool:
         return key in self._tombstones or key in self._reclaiming
 
     def begin_listing(self) -> bool:
         """A listing of the medium begins. False: not now."""
-        self._listing = self.observe()
+        self._listing = self.begin_scan()
         if self._listing is None:
             return False
         self._unseen = self._sizes.copy()
@@ -329,7 +329,7 @@ class TierIndex:
 
     def end_listing(self) -> None:
         if self._listing is not None:
-            self.end_observation(self._listing)
+            self.end_scan(self._listing)
         self._listing, self._unseen = None, {}
 
 

@@ -1,7 +1,4 @@
-"""The I/O threads of a store and their bounded, prioritised queue.
-
-`attempt` is the one place of the core that catches broadly: whatever a backend raises becomes a value.
-"""
+"""The I/O threads of a store and their bounded, prioritised queue."""
 
 from __future__ import annotations
 
@@ -9,73 +6,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from enum import IntEnum
-from typing import TypeVar
 
-from attrs import define, field
-
-from lmkv.errors import told
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class Priority(IntEnum):
-    """Order of service. A store waits for every load; a prefetch waits for every demanded load."""
-
-    LOAD = 0
-    PREFETCH = 1
-    STORE = 2
-
-
-def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
-    """The call's result; or what `failed` makes of whatever it raises."""
-    try:
-        return call()
-    except Exception as error:
-        return failed(error)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise
-        # A panic of a library in Rust, for one, is no Exception.
-        return failed(RuntimeError(told(error)))
-
-
-@define(eq=False)
-class Job:
-    """`work` runs on an I/O thread and handles its own errors; `refused` runs if the pool does not take it.
-
-    Both get a `Deferred` for what they plan in turn; it is run after them.
-    """
-
-    work: Callable[[Deferred], None]
-    priority: Priority
-    refused: Callable[[Deferred], None]
-
-
-@define(eq=False)
-class Deferred:
-    """What was decided under a lock, to be done after its release: plan under the lock, then `run`.
-
-    `calls` come after `jobs` and must not raise.
-    """
-
-    jobs: list[Job] = field(factory=list)
-    calls: list[Callable[[Deferred], None]] = field(factory=list)
-
-    def run(self, pool: IOPool) -> None:
-        """Do all of it, what jobs and calls add meanwhile included. No lock may be held."""
-        while self.jobs or self.calls:
-            jobs, calls, self.jobs, self.calls = self.jobs, self.calls, [], []
-            # A chain is unreferenced tail first: its head is evicted last.
-            for job in reversed(pool.submit(jobs) if jobs else []):
-                job.refused(self)
-            for call in calls:
-                call(self)
 
 
 class IOPool:
@@ -161,14 +98,14 @@ class IOPool:
                         self._idle.notify_all()
 
     def _do(self, job: Job) -> None:
-        deferred = Deferred()
+        after = AfterLock()
         try:
             try:
-                job.work(deferred)
+                job.work(after)
             finally:
                 if job.priority is Priority.STORE:
                     self._end_store()
-                deferred.run(self)
+                after.run(self.submit)
         except BaseException:
             # The thread must go on, whatever a handler of logs raises.
             with suppress(BaseException):

@@ -6,74 +6,20 @@ table. Nothing here locks, waits, copies or calls back: the store calls it all u
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from typing import Protocol, runtime_checkable
 
-from attrs import asdict, define, field
+from attrs import asdict
 
 from lmkv.chunks.hashing import TailKey
 from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
 from lmkv.protocols import ChunkKey, Tier
-from lmkv.store.tiers.iopool import Deferred, Job
+from lmkv.store.tiers.entry import Entry, State
 from lmkv.store.tiers.observer import StoreObserver
-from lmkv.store.tiers.payloads import Payloads
 from lmkv.store.tiers.prefixes import PrefixIndex
 from lmkv.store.tiers.stats import TierCounters, TierStats
-
-_TAIL_SHARE = 8
-"""One slot in so many may be a tail's: most of such a slot is not used."""
-
-
-class State(Enum):
-    """State of an entry. An absent chunk has no entry."""
-
-    WRITING = "writing"
-    LOADING = "loading"
-    READY = "ready"
-
-
-class Waiter(Protocol):
-    """What waits for an entry to be filled: a promotion, as seen from below."""
-
-    def on_entry_done(self, entry: Entry, deferred: Deferred) -> None:
-        """Locked. The entry is READY, or was removed unfilled."""
-        ...
-
-
-@define(eq=False)
-class Entry:
-    """One chunk of the primary tier. Changed only under the store's lock.
-
-    `refs`: leases, reservations, running I/O, promotions and pins that refer to the slot. `removed`: out of
-    the index for good; the slot is freed with the last reference. `flushing`: evicted, and being copied to
-    lower tiers first. `in_policy`: known to the policy. `prefetches`: how many of the references are
-    prefetches. `load`: the read that will fill it, until it begins. `waiters`: promotions to tell when it is
-    filled. `origin`: what it continues (see `KeyChain.origin`), empty when it is to be found by its key only.
-    `prefetched`: brought by a prefetch, and not leased since.
-    """
-
-    key: ChunkKey = field(repr=bytes.hex)
-    slot: int
-    state: State
-    parent: ChunkKey = field(default=b"", repr=bytes.hex)
-    tokens: bytes = field(default=b"", repr=False)
-    origin: bytes = field(default=b"", repr=False)
-    refs: int = 1
-    removed: bool = False
-    flushing: bool = False
-    in_policy: bool = False
-    prefetches: int = 0
-    prefetched: bool = False
-    load: Job | None = None
-    waiters: tuple[Waiter, ...] = field(default=(), repr=False)
-
-    @property
-    def ready(self) -> bool:
-        return self.state is State.READY and not self.removed
-
+from lmkv.store.tiers.tails import Payloads, Tails
 
 # Looking a member up in its enum takes as long as everything else that is done with it here.
 _WRITING, _LOADING, _READY = State.WRITING, State.LOADING, State.READY
@@ -116,8 +62,7 @@ class PrimaryTier:
         self._observers = observers
         self.payloads = Payloads(self.slot_bytes, spans or (lambda tokens: [slice(0, self.slot_bytes)]))
         self.prefixes = PrefixIndex()
-        self._tails: OrderedDict[ChunkKey, Entry] = OrderedDict()
-        self._max_tails = max(1, self.slab.num_slots // _TAIL_SHARE)
+        self.tails = Tails(self.slab.num_slots)
 
     def __repr__(self) -> str:
         free, of = self.slab.free_slots, self.slab.num_slots
@@ -132,11 +77,6 @@ class PrimaryTier:
             found.append(entry)
         return found
 
-    def used(self, key: ChunkKey) -> None:
-        """Note the use of a chunk among the tails, if it is one."""
-        if key in self._tails:
-            self._tails.move_to_end(key)
-
     def use_prefetched(self, entry: Entry) -> None:
         """Count the first use of a chunk that a prefetch has brought."""
         self.counters.prefetch_hits += 1
@@ -148,7 +88,7 @@ class PrimaryTier:
         """One more reference: until the last is dropped it is not evicted, nor its slot reused."""
         if not entry.refs:
             self.referenced += 1
-            self.policy.acquire(entry.key)
+            self.policy.hold(entry.key)
         elif entry.flushing:
             # It is wanted again while it is being copied to a lower tier: it stays.
             self._end_flush(entry)
@@ -161,7 +101,7 @@ class PrimaryTier:
             return
         self.referenced -= 1
         if entry.removed:
-            self.slab.release(entry.slot)
+            self.slab.free(entry.slot)
         elif entry.flushing or not self._retain:
             self.remove(entry)
         elif entry.in_policy:
@@ -177,8 +117,8 @@ class PrimaryTier:
     ) -> Entry:
         """A new entry, whose only reference is that of the writer or the load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
-        if type(key) is TailKey:
-            self._tails[key] = entry
+        if isinstance(key, TailKey):
+            self.tails.add(entry)
         self.referenced += 1
         if state is _WRITING:
             self.writing += 1
@@ -211,14 +151,14 @@ class PrimaryTier:
             self.loading -= 1
         else:
             self._note_removed(entry)
-        if type(entry.key) is TailKey:
-            del self._tails[entry.key]
+        if isinstance(entry.key, TailKey):
+            self.tails.discard(entry.key)
         if entry.in_policy:
             self.policy.discard(entry.key)
         if entry.flushing:
             self._end_flush(entry)
         if not entry.refs:
-            self.slab.release(entry.slot)
+            self.slab.free(entry.slot)
 
     def _note_removed(self, entry: Entry) -> None:
         """An entry that was READY is not found any more."""
@@ -228,20 +168,20 @@ class PrimaryTier:
         for observer in self._observers:
             observer.removed(self.name, entry.key)
 
-    def room_for_tail(self) -> bool:
-        """Whether another tail may have a slot. The one that was used longest ago gives way if need be."""
-        if len(self._tails) < self._max_tails:
+    def make_room_for_tail(self) -> bool:
+        """Whether another tail may have a slot, after removing the least recently used tail if need be."""
+        if not self.tails.full:
             return True
-        oldest = next((entry for entry in self._tails.values() if not entry.refs), None)
+        oldest = self.tails.oldest_unused()
         if oldest is not None:
             self.remove(oldest)
         return oldest is not None
 
-    def supersede(self, entry: Entry) -> None:
+    def drop_shorter_tails(self, entry: Entry) -> None:
         """Remove the tails that are prefixes of a READY entry."""
         if entry.ready:
             for key in list(self.prefixes.shorter(entry.origin, entry.tokens)):
-                if key in self._tails and not self.entries[key].refs:
+                if key in self.tails and not self.entries[key].refs:
                     self.remove(self.entries[key])
 
     # -- eviction -----------------------------------------------------------------------------------------

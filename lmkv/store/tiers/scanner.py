@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from lmkv.errors import told
+from lmkv.errors import safe_repr
 from lmkv.protocols import ListsKeys, Shared, SharesRoom
-from lmkv.store.tiers.iopool import attempt
-from lmkv.store.tiers.secondary import Secondary
+from lmkv.store.tiers.attempt import attempt
+from lmkv.store.tiers.lower import LowerTier
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ one comes first and the others find done what it has evicted."""
 _SHARE = 0.01
 """Most of the time that goes into listings, however long one takes."""
 
-_AT_ONCE = 64
+_BATCH_KEYS = 64
 """Chunks that are indexed under one hold of the lock: some 0.1 ms."""
 
 
 class TierScanner:
     """`lock`: the store's. `listed` is set once the tier was listed to its end."""
 
-    def __init__(self, tier: Secondary, lock: threading.Lock, interval: float = INTERVAL) -> None:
+    def __init__(self, tier: LowerTier, lock: threading.Lock, interval: float = INTERVAL) -> None:
         self._tier = tier
         self._lock = lock
         self._interval = interval
@@ -75,7 +75,7 @@ class TierScanner:
             self._tier.index.end_listing()
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
-        logger.log(level, "lmkv: tier %r could not be listed, it is tried again: %s", self._tier.name, told(error))
+        logger.log(level, "lmkv: tier %r could not be listed, it is tried again: %s", self._tier.name, safe_repr(error))
         return False
 
     def _list(self) -> bool:
@@ -106,12 +106,12 @@ class TierScanner:
         more = True
         while more:
             with self._lock:
-                more = self._tier.index.forget_unseen(_AT_ONCE)
+                more = self._tier.index.forget_unseen(_BATCH_KEYS)
         with self._lock:
             self._tier.index.end_listing()
 
 
 def _parts(items: Sequence[T]) -> Iterator[list[T]]:
     iterator = iter(items)
-    while part := list(islice(iterator, _AT_ONCE)):
+    while part := list(islice(iterator, _BATCH_KEYS)):
         yield part

@@ -113,7 +113,7 @@ class EventRecorder:
         """How many chunks, one per tier, contain each announced block; by place and group."""
         self._events: list[Event] = []
         self._failed = False
-        store.add_observer(self)
+        store.catalog.add_observer(self)
 
     def __repr__(self) -> str:
         return f"<EventRecorder: {len(self._chunks)} chunks known, {len(self._changes)} changes to publish>"
@@ -168,7 +168,7 @@ class EventRecorder:
             return
         # Before the store is asked, so that a change after its answer is noted.
         self._chunks |= chunks
-        for key, found in zip(chunks, self._store.report_to(self, list(chunks)), strict=True):
+        for key, found in zip(chunks, self._store.catalog.replay_to(self, list(chunks)), strict=True):
             if not found:
                 del self._chunks[key]
 

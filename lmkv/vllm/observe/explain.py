@@ -19,7 +19,7 @@ _SHORT = 16
 """Bytes of a key that are remembered."""
 
 
-_PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence.SECONDARY: "not_promoted"}
+_PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence.LOWER: "not_promoted"}
 
 
 class EvictionLog:
@@ -95,7 +95,7 @@ class Explainer:
         self._store = store
         self._chunk_size = chunk_size
         self.evictions = EvictionLog(clock)
-        store.add_observer(self.evictions)
+        store.catalog.add_observer(self.evictions)
         self.first_chunks = FirstChunks(chunk_size)
 
     def clear(self) -> None:
@@ -118,19 +118,19 @@ class Explainer:
         presence = self._store.lookup([keys[index]])[0]
         if presence is Presence.MISS:
             return self._absent(state, keys[index], index, missing)
-        if presence is Presence.SECONDARY and state.pays is not None and index >= state.pays:
-            return Miss("slower", missing, self._store.tier_of(keys[index]))
+        if presence is Presence.LOWER and state.pays is not None and index >= state.pays:
+            return Miss("slower", missing, self._store.catalog.tier_of(keys[index]))
         reason = "deadline" if late else _PRESENT[presence]
-        return Miss(reason, missing, self._store.tier_of(keys[index]))
+        return Miss(reason, missing, self._store.catalog.tier_of(keys[index]))
 
     def _absent(self, state: RequestState, key: ChunkKey, index: int, missing: int) -> Miss:
-        away = self._store.unavailable_in(key)
+        away = self._store.catalog.unavailable_in(key)
         if away is not None:
             return Miss("tier_unavailable", missing, away)
         evicted = self.evictions.find(key)
         if evicted is not None:
             return Miss("evicted", missing, *evicted)
-        if state.discovery is not None and not state.discovery.done:
+        if state.shared_lookup is not None and not state.shared_lookup.done:
             return Miss("deadline", missing)
         other = index == 0 and self.first_chunks.stored_elsewhere(state)
         return Miss("other_salt" if other else "not_stored", missing)

@@ -105,7 +105,7 @@ class Telemetry:
         for tier, counters in zip(stats.tiers, before, strict=True):
             self._tier(tier, counters)
         self._before = stats.tiers
-        for name, operation, seconds in self._store.take_times():
+        for name, operation, seconds in self._store.catalog.drain_latencies():
             self._samples.observe("lmkv_tier_operation_seconds", seconds, name, operation)
         put("lmkv_leased_chunks", stats.leased)
         put("lmkv_pinned_chunks", stats.pinned)

@@ -10,9 +10,9 @@ from attrs import define, field
 from lmkv.chunks.hashing import KeyChain, TailKey, hash_prompt
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
-from lmkv.store.discovery import Discovery
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
+from lmkv.store.shared_lookup import SharedLookup
 from lmkv.vllm.identity import content_extras, request_root
 from lmkv.vllm.requests.miss import Miss
 from lmkv.vllm.requests.options import RequestOptions
@@ -43,7 +43,7 @@ class RequestState:
 
     `root`: the root of its chunk keys. `StorePlanner` writes `stored`, how many leading chunks are stored or being
     stored. `LoadPlanner` writes the rest: `computed`, the tokens of vLLM's own hit at the last lookup; `lease`, on
-    the chunks that this lookup promised, until they are loaded or the step ends; `discovery`, the question to
+    the chunks that this lookup promised, until they are loaded or the step ends; `shared_lookup`, the question to
     shared tiers, and `promotion`, of chunks, that the request waits for with `patience`; `between_steps`, whether
     the promised load is asynchronous; `async_loads`, how many such loads have begun; `pays`, how many leading
     chunks are sooner loaded than computed, None until it is decided; `logged`, the tokens logged last.
@@ -67,7 +67,7 @@ class RequestState:
     stored: int = 0
     computed: int = 0
     lease: Lease | None = None
-    discovery: Discovery | None = None
+    shared_lookup: SharedLookup | None = None
     promotion: Promotion | None = None
     promoted: dict[str, int] = field(factory=dict, repr=False)
     """Chunks that were brought up for this request, by the tier that they came from."""

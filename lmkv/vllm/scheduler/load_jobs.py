@@ -115,7 +115,7 @@ class LoadJobs:
 
     def begin(self, state: RequestState, keys: list[ChunkKey], tables: BlockTables, end: int) -> None:
         """Load `keys` up to token `end` between steps; the first of them has the first token that is not computed."""
-        here = self._store.match(keys)[0]
+        here = self._store.count_prefix(keys)[0]
         patience = self._wait.limit(keys, here, len(keys)) if here < len(keys) else None
         load = AsyncLoad(
             self._store,

@@ -115,7 +115,7 @@ class LoadPlanner:
         if not self._options.save_unfull_chunk or self._block_map.windowed or limited or at >= state.last_token:
             return keys, size
         tokens = token_bytes(state.tokens(at, size))
-        key, count = self._store.longest_prefix(state.chain.origin(len(keys)), tokens)
+        key, count = self._store.catalog.longest_prefix(state.chain.origin(len(keys)), tokens)
         left = state.last_token - at
         usable = min(count, left)
         # A few tokens with which many prompts begin alike are sooner computed than loaded.
@@ -157,7 +157,7 @@ class LoadPlanner:
         state.note_promoted()
         lower = {name: count for name, count in state.promoted.items() if name != host}
         if below:
-            lower[self._store.tier_of(below[0]) or host] = len(below)
+            lower[self._store.catalog.tier_of(below[0]) or host] = len(below)
         lower = {name: min(count, total) for name, count in lower.items()}
         return {host: max(0, total - sum(lower.values())), **lower}
 

@@ -15,7 +15,6 @@ from lmkv.chunks.hashing import TailKey, hash_prompt
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers.iopool import Priority
 from lmkv.vllm.block_map import BlockMap
 from lmkv.vllm.identity import tagged_root
 from lmkv.vllm.metadata import JobReport, StepPlan, StepPlanBuilder, WorkerReport
@@ -98,7 +97,7 @@ class Scheduler:
         other = state.options.prefetch_tokens
         for wanted in (keys if state.options.prefetch else (), self._keys(state.root, other) if other else ()):
             if wanted:
-                self._store.promote(wanted, priority=Priority.PREFETCH, ttl=self._options.pin_ttl)
+                self._store.promote(wanted, prefetch=True, ttl=self._options.pin_ttl)
         if self._may_load(state):
             self.loading.wait.arrived(state, keys)
 
@@ -151,7 +150,7 @@ class Scheduler:
         """Have the prompt's chunks written where other servers find them; how many of its tokens these are."""
         prompt_tokens: int = getattr(state.request, "num_prompt_tokens", state.request.num_tokens)
         keys = state.keys_with_tail(prompt_tokens // self._chunk_size)
-        count = self._store.share(keys)
+        count = self._store.write_to_shared(keys)
         last = keys[count - 1] if count else None
         return (count - 1) * self._chunk_size + last.tokens if isinstance(last, TailKey) else count * self._chunk_size
 

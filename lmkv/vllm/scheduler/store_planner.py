@@ -63,7 +63,7 @@ class StorePlanner:
         """
         keys = state.keys(complete)
         # Some may have been loaded, or stored by another request with the same prefix.
-        state.stored += self._store.match(keys[state.stored :])[1]
+        state.stored += self._store.count_prefix(keys[state.stored :])[1]
         self._observer.track(state, keys[: state.stored])
         first = state.stored
         if first == complete:
@@ -105,7 +105,7 @@ class StorePlanner:
             return
         origin, tokens = state.chain.origin(count), token_bytes(state.tokens(count * size, tail.tokens))
         state.tail_due = False
-        if self._by_prefix and self._store.longest_prefix(origin, tokens)[1] == tail.tokens:
+        if self._by_prefix and self._store.catalog.longest_prefix(origin, tokens)[1] == tail.tokens:
             return
         chain = state.keys_with_tail(count)
         reservation = self._store.reserve(

@@ -9,9 +9,8 @@ from functools import partial
 
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey
-from lmkv.store.discovery import Discovery
 from lmkv.store.promotion import Promotion
-from lmkv.store.tiers.iopool import Priority
+from lmkv.store.shared_lookup import SharedLookup
 from lmkv.vllm.requests.patience import Patience
 from lmkv.vllm.requests.request import RequestState
 from lmkv.vllm.scheduler.context import PlanContext
@@ -46,7 +45,7 @@ class TierWait:
 
     def match(self, state: RequestState, keys: Sequence[ChunkKey]) -> tuple[int, int]:
         """`(ready, found)`: leading chunks in host memory, and leading chunks anywhere that are worth loading."""
-        ready, found = self._store.match(keys)
+        ready, found = self._store.count_prefix(keys)
         if found > max(ready, state.computed // self._chunk_size):
             found = max(ready, min(found, self._paying(state, keys, ready, found)))
         return ready, found
@@ -58,10 +57,10 @@ class TierWait:
         """
         if state.pays is None:
             state.pays = math.inf
-            for tier, count in self._store.by_tier(keys[ready:found]).items():
+            for tier, count in self._store.catalog.by_tier(keys[ready:found]).items():
                 nbytes = count * self._slot_bytes
                 if tier is not None and not self.cost.worth_loading(tier, count * self._chunk_size, nbytes):
-                    state.pays = next(n for n in range(ready, found) if self._store.tier_of(keys[n]) == tier)
+                    state.pays = next(n for n in range(ready, found) if self._store.catalog.tier_of(keys[n]) == tier)
                     if self.cost.wants_probe(tier):
                         self._probe(keys[: min(found, self.max_promoted)])
                     break
@@ -73,22 +72,17 @@ class TierWait:
         """Begin to look up and promote a new request's chunks while it waits in vLLM's queue."""
         if state.options.max_load_tokens == 0:
             return
-        state.discovery = self._store.discover(keys)
+        state.shared_lookup = self._store.look_up_shared(keys)
         ready, found = self.match(state, keys)
         if ready < found <= self.max_promoted:
-            state.promotion = self.promote(keys[:found], Priority.PREFETCH)
+            state.promotion = self.promote(keys[:found], prefetch=True)
 
     def promote(
-        self,
-        keys: Sequence[ChunkKey],
-        priority: Priority = Priority.LOAD,
-        *,
-        limit: int | None = None,
-        ttl: float | None = None,
+        self, keys: Sequence[ChunkKey], *, prefetch: bool = False, limit: int | None = None, ttl: float | None = None
     ) -> Promotion:
         """Promote chunks, and measure how fast their tiers deliver them, the time in queues included."""
         started = self._clock()
-        promotion = self._store.promote(keys, priority=priority, limit=limit, ttl=ttl)
+        promotion = self._store.promote(keys, prefetch=prefetch, limit=limit, ttl=ttl)
 
         def measure() -> None:
             for tier, (count, at) in promotion.delivered.items():
@@ -101,42 +95,42 @@ class TierWait:
 
     def _probe(self, keys: Sequence[ChunkKey]) -> None:
         """Measure a slow tier again while the request computes."""
-        probe = self.promote(keys, Priority.PREFETCH, ttl=self._options.prefetch_deadline)
+        probe = self.promote(keys, prefetch=True, ttl=self._options.prefetch_deadline)
         probe.add_done_callback(probe.release)
 
     # -- waits --------------------------------------------------------------------------------------------
 
     def is_asking(self, state: RequestState, keys: Sequence[ChunkKey]) -> bool:
         """Whether shared tiers have not answered yet, and the request may wait for their answer."""
-        discovery = state.discovery
-        if discovery is None:
+        shared_lookup = state.shared_lookup
+        if shared_lookup is None:
             return False
         now, wanted = self._clock(), state.options.wait_for
-        if not discovery.done:
+        if not shared_lookup.done:
             # All waits for chunks that another server stores count as one, however many lookups they take.
             lookup = partial(self.cost.patience, _SHARED, len(keys) * self._chunk_size, 1)
             return state.patience.lasts(now, partial(self._compute_seconds, wanted) if wanted else lookup, 0)
-        self._answered(state, discovery)
+        self._answered(state, shared_lookup)
         if not wanted:
             state.patience.end(now)
         return False
 
-    def _answered(self, state: RequestState, discovery: Discovery) -> None:
-        self.cost.observe_load(_SHARED, 1, discovery.seconds)
+    def _answered(self, state: RequestState, shared_lookup: SharedLookup) -> None:
+        self.cost.observe_load(_SHARED, 1, shared_lookup.seconds)
         # The chunks that were found now may be worth loading.
-        state.discovery, state.pays = None, None
+        state.shared_lookup, state.pays = None, None
 
     def is_being_stored(self, state: RequestState, keys: Sequence[ChunkKey]) -> bool:
         """Whether another server has still to store the tokens of `wait_for`; if so, asks for them again.
 
         Later waits have a deadline of their own.
         """
-        wanted, found = state.options.wait_for, self._store.match(keys)[1]
+        wanted, found = state.options.wait_for, self._store.count_prefix(keys)[1]
         missing = found < min(-(-wanted // self._chunk_size), len(keys)) and state.computed < wanted
         waits = missing and state.patience.lasts(self._clock(), lambda: self._compute_seconds(wanted), found)
-        asked = self._store.discover(keys) if waits else None
+        asked = self._store.look_up_shared(keys) if waits else None
         if asked is not None:
-            state.discovery = asked
+            state.shared_lookup = asked
             return True
         if missing:
             message = "lmkv: request %s: of %d tokens that another server stores %d were found within %.1f s"
@@ -155,7 +149,7 @@ class TierWait:
         if promotion is None or (promotion.done and len(promotion) < found):
             # Promoted again, now as a load: a prefetch may have been cut short by its share of the slots.
             # The old promotion is released afterwards, so that its chunks stay referenced.
-            demanded = self.promote(keys[:found], Priority.LOAD)
+            demanded = self.promote(keys[:found])
             state.drop_promotion()
             promotion = state.promotion = demanded
             if demanded.done and demanded.ready <= ready:
@@ -169,7 +163,7 @@ class TierWait:
             for key, presence in zip(keys[ready:found], self._store.lookup(keys[ready:found]), strict=True)
             if presence is not Presence.READY
         ]
-        for tier, count in self._store.by_tier(missing).items() if state.promotion is not None else ():
+        for tier, count in self._store.catalog.by_tier(missing).items() if state.promotion is not None else ():
             if tier is not None:
                 self.cost.observe_load(tier, count * self._slot_bytes, 2 * state.patience.spent)
         state.drop_promotion()
@@ -177,7 +171,7 @@ class TierWait:
     def limit(self, keys: Sequence[ChunkKey], ready: int, found: int) -> float | None:
         """Seconds that a request may wait for chunks `ready` to `found`; None while no speed is known."""
         tokens = (found - ready) * self._chunk_size
-        tiers = self._store.by_tier(keys[ready:found])
+        tiers = self._store.catalog.by_tier(keys[ready:found])
         limits = [self.cost.patience(tier, tokens, count * self._slot_bytes) for tier, count in tiers.items()]
         known = [limit for limit in limits if limit is not None]
         return max(known) if known else None

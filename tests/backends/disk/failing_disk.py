@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lmkv.backends.disk import chunkfile
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers.iopool import attempt
+from lmkv.store.tiers.attempt import attempt
 from lmkv.testing.clocks import ManualClock
 from tests.kit import LIMIT
 from tests.store.shared_store import CHUNK, KEYS, get, open_store, put
@@ -68,7 +68,7 @@ def trouble(store: TieredStore, clock: ManualClock, keys: list[bytes], more: lis
             states |= {tier.stats().breaker, tier.stats().write_breaker}
         put(store, more[:2])
         store.drop([key for key in keys if key in store._primary.entries])
-        store.discover(keys)
+        store.look_up_shared(keys)
         assert store.drain(LIMIT)
         attempt(store._scanners[0]._list, store._scanners[0]._failed)
         states |= {tier.stats().breaker, tier.stats().write_breaker}
@@ -93,7 +93,7 @@ def outcome(disk: Disk, folder: Path, error: str, calls: str, every: int) -> dic
     failed = disk.failed
     files = sum(folder.joinpath(b"\1".hex() * 32, key[:1].hex(), f"{key.hex()}.kv1").exists() for key in keys)
     clock.advance(100)
-    found = store.discover(keys)
+    found = store.look_up_shared(keys)
     assert found is None or found.wait(LIMIT)
     served = 0
     for key in keys:

@@ -91,7 +91,7 @@ def without_descriptors(tell: Tell, folder: str, chunks: int) -> None:
         os.close(fd)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     clock.advance(100)
-    found = store.discover(KEYS[:chunks])
+    found = store.look_up_shared(KEYS[:chunks])
     assert found is None or found.wait(LIMIT)
     for key in KEYS[:chunks]:
         served += get(store, [key])

@@ -91,7 +91,7 @@ class InSlab(IsolatedBackend):
     @contextmanager
     def _slot(self, nbytes: int) -> Iterator[memoryview]:
         with self._slots:
-            slot = self._slab.acquire()
+            slot = self._slab.allocate()
         assert slot is not None
         try:
             yield self._slab.view(slot, nbytes)
@@ -99,7 +99,7 @@ class InSlab(IsolatedBackend):
             self._slab.array[slot, :nbytes] = FREE
             with self._slots:
                 self._freed[slot] = max(nbytes, self._freed.get(slot, 0))
-                self._slab.release(slot)
+                self._slab.free(slot)
 
     def _put(self, name: str, chunk: Chunk) -> Written:
         with self._slot(len(chunk.payload)) as slot:

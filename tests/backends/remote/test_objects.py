@@ -578,8 +578,8 @@ def test_another_engine_finds_what_one_has_stored(server: ObjectServer, tmp_path
             reservation.commit()
         assert first.drain(LIMIT)
     with closing(build_store(config, namespace, layout, shared=False)) as second:
-        discovery = second.discover(list(chunks))
-        assert discovery is None or discovery.wait(LIMIT)
+        shared_lookup = second.look_up_shared(list(chunks))
+        assert shared_lookup is None or shared_lookup.wait(LIMIT)
         promotion = second.promote(list(chunks))
         assert promotion.wait(LIMIT)
         with second.lease(promotion.keys) as lease:

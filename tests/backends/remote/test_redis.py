@@ -581,10 +581,10 @@ def test_a_neighbours_chunk_is_found_by_the_next_request(server: RedisServer) ->
     assert one.wait_indexed(LIMIT)
     assert other.wait_indexed(LIMIT)
     put_below(one, keys)
-    discovery = other.discover(keys)
-    assert discovery is not None
-    assert discovery.wait(LIMIT)
-    assert other.match(keys) == (0, 6)
+    shared_lookup = other.look_up_shared(keys)
+    assert shared_lookup is not None
+    assert shared_lookup.wait(LIMIT)
+    assert other.count_prefix(keys) == (0, 6)
     assert get(other, keys) == [0] * 6
     one.close()
     other.close()

@@ -14,7 +14,7 @@ from attrs import define, field
 
 from lmkv.policies import make_policy
 from lmkv.protocols import ChunkKey, Listed
-from lmkv.store.tiers.index import Observation, TierIndex, Victims
+from lmkv.store.tiers.index import ScanGuard, TierIndex, Victims
 from tests.kit import Residents
 
 KEYS = [bytes([number]) * 32 for number in range(9)]
@@ -43,7 +43,7 @@ class Medium:
     deleters: list[Victims] = field(factory=list)
     clearer: Victims | None = None
     listing: list[ChunkKey] | None = None
-    observation: Observation | None = None
+    scan: ScanGuard | None = None
     sighted: list[ChunkKey] = field(factory=list)
     reading: list[ChunkKey] = field(factory=list)
     seen: Counter[str] = field(factory=Counter)
@@ -148,17 +148,17 @@ class Medium:
             self.listing = None
             self.seen["listed"] += 1
 
-    def discover(self) -> None:
+    def add_found(self) -> None:
         """Look at some keys now, and index those that were there only after other things have happened."""
-        if self.observation is None:
-            self.observation = self.index.observe()
+        if self.scan is None:
+            self.scan = self.index.begin_scan()
             self.sighted = [key for key in self.rng.sample(KEYS, 3) if key in self.chunks]
             return
         for key in self.sighted:
-            self.seen["discovered"] += key not in self.index
-            self.index.discover({key: SIZES[key]}, self.observation)
-        self.index.end_observation(self.observation)
-        self.observation = None
+            self.seen["found"] += key not in self.index
+            self.index.add_found({key: SIZES[key]}, self.scan)
+        self.index.end_scan(self.scan)
+        self.scan = None
 
     def read(self) -> None:
         if self.reading and self.rng.random() < 0.6:
@@ -201,7 +201,7 @@ class Medium:
         assert 0 <= index.used <= index.capacity
         assert index._reclaiming_bytes >= 0
         assert index.used == sum(SIZES[key] for key in index._sizes) + sum(SIZES[writer.key] for writer in self.writers)
-        assert len(index.policy._queue.keys() | index.policy._acquired.keys()) == len(index)
+        assert len(index.policy._queue.keys() | index.policy._held.keys()) == len(index)
         assert self.told.of.get("medium", set()) == {key for key in index._sizes if key in index}
         if self.alone:
             assert sum(SIZES[key] for key in self.chunks) <= index.capacity, "the medium is over its capacity"
@@ -218,8 +218,8 @@ class Medium:
             self.delete_all()
         self.listing = None
         self.index.end_listing()
-        if self.observation is not None:
-            self.discover()
+        if self.scan is not None:
+            self.add_found()
         self.list()
         while self.listing is not None:
             self.list()
@@ -244,7 +244,7 @@ def drive(seed: int, alone: bool, steps: int) -> Counter[str]:
         medium.mark_deleted: 2,
         medium.read: 3,
         medium.list: 3,
-        medium.discover: 3,
+        medium.add_found: 3,
         medium.clear: 0.2,
         medium.delete_all: 2,
         medium.somebody_else: 2,
@@ -264,7 +264,7 @@ def test_the_index_keeps_account_of_the_medium(seeds: range, alone: bool) -> Non
     seen: Counter[str] = Counter()
     for seed in seeds:
         seen += drive(seed, alone, 500)
-    expected = ("written", "deleted", "not deleted", "listed", "discovered", "doubted", "rewritten")
+    expected = ("written", "deleted", "not deleted", "listed", "found", "doubted", "rewritten")
     assert min(seen[name] for name in expected) > 50, seen
 
 

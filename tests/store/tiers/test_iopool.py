@@ -8,14 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
-from lmkv.store.tiers.iopool import Deferred, IOPool, Job, Priority, attempt
+from lmkv.store.tiers.attempt import attempt
+from lmkv.store.tiers.iopool import IOPool
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from tests.kit import LIMIT
 
 LOAD, PREFETCH, STORE = Priority
 
 
 def job(work: Callable[[], None], priority: Priority = LOAD, refused: Callable[[], None] = lambda: None) -> Job:
-    return Job(lambda deferred: work(), priority, lambda deferred: refused())
+    return Job(lambda after: work(), priority, lambda after: refused())
 
 
 class Gate:
@@ -170,16 +172,16 @@ def test_what_is_deferred_is_submitted_refused_tail_first_and_called_last() -> N
     gate = Gate()
     pool.submit([job(gate), job(gate)])
     gate.begun_by(2)
-    deferred = Deferred()
+    after = AfterLock()
     for number in range(4):
-        deferred.jobs.append(job(lambda: None, STORE, lambda number=number: log.append(number)))  # type: ignore[misc]
+        after.jobs.append(job(lambda: None, STORE, lambda number=number: log.append(number)))  # type: ignore[misc]
 
-    def plan_more(deferred: Deferred) -> None:
+    def plan_more(after: AfterLock) -> None:
         log.append("call")
-        deferred.calls.append(lambda deferred: log.append("planned by a call"))
+        after.calls.append(lambda after: log.append("planned by a call"))
 
-    deferred.calls.append(plan_more)
-    deferred.run(pool)
+    after.calls.append(plan_more)
+    after.run(pool.submit)
     assert log == [3, 2, 1, "call", "planned by a call"]
     gate.opened.set()
     assert pool.close(LIMIT)

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmkv.chunks.hashing import TailKey, token_bytes
 from lmkv.chunks.layout import KVLayout, LayerPages
-from lmkv.store.tiers.payloads import Payloads
 from lmkv.store.tiers.prefixes import PrefixIndex
+from lmkv.store.tiers.tails import Payloads
 
 ORIGINS = [b"a", b"b"]
 token_lists = st.lists(st.sampled_from([0, 1, 256, 2**32 - 1]), min_size=1, max_size=6)
@@ -81,10 +81,10 @@ def test_a_tails_payload_is_its_pages_and_comes_back_to_their_places(layout: KVL
     payload = payloads.gather(key, slot)
     pages = [-(-tokens * layer.pages_per_chunk // 8) * layer.page_bytes for layer in layout.layers]
     assert len(payload) == payloads.nbytes(key) == sum(pages) * layout.num_ranks
-    room = payloads.room(key, slot)
-    room[:] = payload
+    buffer = payloads.buffer(key, slot)
+    buffer[:] = payload
     back = memoryview(bytearray(layout.slot_bytes))
-    payloads.scatter(key, room, back)
+    payloads.scatter(key, buffer, back)
     kept = {at for span in layout.spans(tokens) for at in range(span.start, span.stop)}
     assert all(back[at] == (slot[at] if at in kept else 0) for at in range(layout.slot_bytes))
 
@@ -92,5 +92,5 @@ def test_a_tails_payload_is_its_pages_and_comes_back_to_their_places(layout: KVL
 def test_a_whole_chunk_is_its_slot() -> None:
     payloads, slot = Payloads(16, lambda tokens: [slice(0, 1)]), memoryview(bytearray(16))
     assert payloads.gather(bytes(32), slot) is slot
-    assert payloads.room(bytes(32), slot) is slot
+    assert payloads.buffer(bytes(32), slot) is slot
     assert payloads.nbytes(bytes(32)) == 16

@@ -129,7 +129,7 @@ def found(engine: SimulatedVLLM, states: Iterable[RequestState]) -> dict[tuple[P
     for state in states:
         for key, start, count in chunks_of(state, engine.scheduler._chunk_size):
             has = Residents()
-            engine.store.report_to(has, [key])
+            engine.store.catalog.replay_to(has, [key])
             assert bool(has.of) == (engine.store.lookup([key]) != [Presence.MISS])
             for number, group in enumerate(engine.groups):
                 whole = count // group.block_size * group.block_size

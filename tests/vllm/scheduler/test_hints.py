@@ -97,10 +97,10 @@ def test_an_agents_hint_keeps_a_request_for_a_while(engine: SimulatedVLLM) -> No
     offered(engine, agent_hint=hint(30.0))
     assert engine.store.stats().pinned == 4
     engine.now += 29.0
-    engine.store.poll()
+    engine.store.reserve(())
     assert engine.store.stats().pinned == 4
     engine.now += 2.0
-    engine.store.poll()
+    engine.store.reserve(())
     assert engine.store.stats().pinned == 0
 
 
@@ -109,7 +109,7 @@ def test_an_agents_hint_prefetches(engine: SimulatedVLLM) -> None:
     request = asks(engine, PROMPT, agent_hint=hint(None, "offload", "prefetch"), **{"lmkv.skip_load": True})
     assert engine.store.drain(LIMIT)
     engine.scheduler.request_finished(request)
-    assert engine.store.match(engine.scheduler._state_of(request).keys(3)) == (3, 3)
+    assert engine.store.count_prefix(engine.scheduler._state_of(request).keys(3)) == (3, 3)
 
 
 def test_hints_come_as_a_field_of_the_request_too() -> None:

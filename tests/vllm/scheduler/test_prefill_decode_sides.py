@@ -214,9 +214,9 @@ def test_what_loading_is_worth_is_decided_once_shared_tiers_have_answered() -> N
             cost.observe_load("remote", chunks * nbytes, 0.010 + chunks * 1e-5)
         keys = made.keys(made.asks())
         made.others_store(keys[:1])
-        assert made.store.discover(keys[:1]) is not None
+        assert made.store.look_up_shared(keys[:1]) is not None
         made.others_store(keys)
-        assert made.store.match(keys) == (0, 1)
+        assert made.store.count_prefix(keys) == (0, 1)
         assert made.answer(made.asks()) == 21
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from lmkv.store.tiers.iopool import Priority
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from lmkv.vllm.metadata import JobReport
@@ -104,7 +103,7 @@ def test_a_prefetch_that_nobody_used_expires() -> None:
     clock = ManualClock()
     telemetry, keys = Telemetry(store, clock), chain("a", 3)
     put_below(store, keys)
-    promotion = store.promote(keys[:2], priority=Priority.PREFETCH)
+    promotion = store.promote(keys[:2], prefetch=True)
     assert store.drain(LIMIT)
     promotion.release()
     store.lease(keys[:1]).release()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import lmkv.memory.shared_folder
+import lmkv.memory.machine
 from lmkv.errors import ConfigError
 from lmkv.memory import slab_files
-from lmkv.memory.shared_folder import check_in_memory, clamp_shared_memory, file_system_of
+from lmkv.memory.machine import check_in_memory, clamp_shared_memory, file_system_of
 
 MIB = 1 << 20
 DOCKER = 64 * MIB
@@ -46,7 +46,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmkv.memory.shared_folder, "available_ram", lambda: 100 * DOCKER)
+    monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: 100 * DOCKER)
     monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (0, 0))
 
 

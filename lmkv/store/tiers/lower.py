@@ -6,29 +6,27 @@ never hold it while the backend works.
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from typing import Literal, TypeVar
+from typing import Literal
 
 import attrs
 
-from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError, told
+from lmkv.errors import BackendUnavailable, CorruptChunkError, safe_repr
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
 from lmkv.protocols import Admission, Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
+from lmkv.store.tiers.answers import as_backend_error, checked, is_full, tier_answers
+from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.breaker import Breaker
 from lmkv.store.tiers.index import TierIndex, Victims
-from lmkv.store.tiers.iopool import attempt
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.stats import TierCounters, TierStats
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Operation = Literal["read", "write"]
 
@@ -37,7 +35,7 @@ _FIRST_BATCH = 4
 _BATCH_GROWTH = 8
 
 
-class Secondary:
+class LowerTier:
     """`payload_bytes`: of a chunk, by its key. `lock`, `observers`: the store's.
 
     `times`: seconds of the latest reads and writes that succeeded, for one who takes them away.
@@ -92,7 +90,7 @@ class Secondary:
 
     def _admits(self, admission: Admission, key: ChunkKey) -> bool:
         def failed(error: Exception) -> bool:
-            logger.warning("lmkv: tier %r: its admission failed: %s", self.name, told(error))
+            logger.warning("lmkv: tier %r: its admission failed: %s", self.name, safe_repr(error))
             return False
 
         return attempt(lambda: admission.admit(key), failed)
@@ -125,14 +123,14 @@ class Secondary:
 
     # -- existence ----------------------------------------------------------------------------------------
 
-    def discover(self, keys: Sequence[ChunkKey]) -> int:
+    def look_up(self, keys: Sequence[ChunkKey]) -> int:
         """Ask the backend for leading chunks that the index does not know, index those that are there, and count them.
 
         In batches that grow: of a prompt that nobody has stored only the first few keys are asked for.
         """
         with self._lock:
-            observation = self.index.observe() if self.usable else None
-        if observation is None:
+            scan = self.index.begin_scan() if self.usable else None
+        if scan is None:
             return 0
         there, count = 0, _FIRST_BATCH
         try:
@@ -140,14 +138,14 @@ class Secondary:
                 batch = keys[there : there + count]
                 found = self._leading(batch)
                 with self._lock:
-                    self.index.discover({key: self._cost(key) for key in batch[:found]}, observation)
+                    self.index.add_found({key: self._cost(key) for key in batch[:found]}, scan)
                 there += found
                 if found < len(batch):
                     break
                 count *= _BATCH_GROWTH
         finally:
             with self._lock:
-                self.index.end_observation(observation)
+                self.index.end_scan(scan)
         self.reclaim()
         return there
 
@@ -172,9 +170,9 @@ class Secondary:
         if call is None:
             return False
         started = self._clock()
-        result = attempt(lambda: _checked(self.backend.read([(key, into)])[0], Read), self._failed_read(key))
+        result = attempt(lambda: checked(self.backend.read([(key, into)])[0], Read), self._failed_read(key))
         with self._lock:
-            self._reads.end(call, ok=_is_answer(result))
+            self._reads.end(call, ok=tier_answers(result))
             self._count_read(result, len(into), self._clock() - started)
             deleted = self._judge(key, result)
         if result.error is not None:
@@ -184,7 +182,7 @@ class Secondary:
         return result.status is ReadStatus.HIT
 
     def _failed_read(self, key: ChunkKey) -> Callable[[Exception], Read]:
-        return lambda error: Read.failed(_as_backend_error(self.name, "read", key, error))
+        return lambda error: Read.failed(as_backend_error(self.name, "read", key, error))
 
     @locked
     def _count_read(self, result: Read, nbytes: int, seconds: float) -> None:
@@ -240,7 +238,7 @@ class Secondary:
         started = self._clock()
         result = attempt(
             lambda: self._make_room(victims, cost, protect) or self._write(chunk, cost, protect),
-            lambda error: Written.failed(_as_backend_error(self.name, "write", chunk.key, error)),
+            lambda error: Written.failed(as_backend_error(self.name, "write", chunk.key, error)),
         )
         if result.status is not WriteStatus.STORED:
             self._release_bytes(cost)
@@ -307,15 +305,15 @@ class Secondary:
 
     def _write(self, chunk: Chunk, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
         """Write it; where the medium is full although the tier is not, evict once and try again."""
-        written = _checked(self.backend.write([chunk])[0], Written)
-        if not _is_full(written):
+        written = checked(self.backend.write([chunk])[0], Written)
+        if not is_full(written):
             return written
         with self._lock:
             victims = self._evict_more(cost, protect)
         if not victims:
             return written
         self._reclaim(victims)
-        return _checked(self.backend.write([chunk])[0], Written)
+        return checked(self.backend.write([chunk])[0], Written)
 
     @locked
     def _count_write(self, result: Written, nbytes: int, seconds: float) -> None:
@@ -358,7 +356,7 @@ class Secondary:
             return True
 
         def failed(error: Exception) -> bool:
-            logger.warning("lmkv: %s", _as_backend_error(self.name, action, b"", error))
+            logger.warning("lmkv: %s", as_backend_error(self.name, action, b"", error))
             return False
 
         return attempt(run, failed)
@@ -388,31 +386,6 @@ class Secondary:
                 self.backend.delete([found.key for found in batch])
 
 
-def first_with(tiers: Iterable[Secondary], key: ChunkKey) -> Secondary | None:
+def first_with(tiers: Iterable[LowerTier], key: ChunkKey) -> LowerTier | None:
     """Locked. The fastest of the tiers that stores the chunk."""
     return next((tier for tier in tiers if tier.has(key)), None)
-
-
-def _is_answer(result: Read) -> bool:
-    """Whether the tier works, as far as this read can tell."""
-    return result.status is not ReadStatus.FAILED or isinstance(result.error, CorruptChunkError)
-
-
-def _is_full(result: Written) -> bool:
-    """Whether the medium takes no more, so that a deletion helps; not whether it refuses all writes."""
-    code = getattr(result.error.__cause__, "errno", None) if isinstance(result.error, NoSpaceError) else None
-    return result.status is WriteStatus.REJECTED or code in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _checked(result: object, kind: type[T]) -> T:
-    if not isinstance(result, kind):
-        raise TypeError(f"a backend returned {result!r} instead of a {kind.__name__}")
-    return result
-
-
-def _as_backend_error(name: str, action: str, key: ChunkKey, error: Exception) -> BackendError:
-    if isinstance(error, BackendError):
-        return error
-    translated = BackendError(name, action, key.hex(), told(error))
-    translated.__cause__ = error
-    return translated

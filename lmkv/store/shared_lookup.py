@@ -1,17 +1,19 @@
-"""Discovery: asking shared tiers, in the background, for chunks that other processes stored there."""
+"""SharedLookup: asking shared tiers, in the background, for chunks that other processes stored there."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
+from attrs import define, field
+
 from lmkv.protocols import ChunkKey, Clock
-from lmkv.store.tiers.iopool import Deferred, Job, Priority
-from lmkv.store.tiers.secondary import Secondary
+from lmkv.store.tiers.jobs import AfterLock, Job, Priority
+from lmkv.store.tiers.lower import LowerTier
 
 
-class Discovery:
+@define(eq=False, repr=False)
+class SharedLookup:
     """Asks `tiers`, fastest first, for the leading chunks of `keys`, each for what the ones before it do not have.
 
     Done when all chunks are found, or all tiers have answered, or failed to. Thread-safe.
@@ -19,24 +21,20 @@ class Discovery:
     `on_done`: called once, without the lock. `seconds`: from its making to its end, by the `clock`.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[ChunkKey],
-        tiers: Sequence[Secondary],
-        on_done: Callable[[Deferred], None] = lambda deferred: None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._started = clock()
-        self.seconds = 0.0
-        self._keys = keys
-        self._tiers = tiers
-        self._on_done = on_done
-        self._done = threading.Event()
+    _keys: Sequence[ChunkKey]
+    _tiers: Sequence[LowerTier]
+    _on_done: Callable[[AfterLock], None]
+    _clock: Clock
+    _started: float = field(init=False)
+    seconds: float = field(init=False, default=0.0)
+    _done: threading.Event = field(init=False, factory=threading.Event)
+
+    def __attrs_post_init__(self) -> None:
+        self._started = self._clock()
 
     def __repr__(self) -> str:
         state = "done" if self.done else "under way"
-        return f"<Discovery {state}: {len(self._keys)} chunks in {', '.join(tier.name for tier in self._tiers)}>"
+        return f"<SharedLookup {state}: {len(self._keys)} chunks in {', '.join(tier.name for tier in self._tiers)}>"
 
     @property
     def done(self) -> bool:
@@ -49,18 +47,18 @@ class Discovery:
     def job(self) -> Job:
         return Job(self._run, Priority.LOAD, self._end)
 
-    def _run(self, deferred: Deferred) -> None:
+    def _run(self, after: AfterLock) -> None:
         """I/O thread."""
         unknown = self._keys
         try:
             for tier in self._tiers:
                 if not unknown:
                     break
-                unknown = unknown[tier.discover(unknown) :]
+                unknown = unknown[tier.look_up(unknown) :]
         finally:
-            self._end(deferred)
+            self._end(after)
 
-    def _end(self, deferred: Deferred) -> None:
+    def _end(self, after: AfterLock) -> None:
         self.seconds = self._clock() - self._started
         self._done.set()
-        deferred.calls.append(self._on_done)
+        after.calls.append(self._on_done)

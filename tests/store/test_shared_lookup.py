@@ -13,7 +13,7 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.policies import LRU
 from lmkv.protocols import Chunk, ChunkKey, Tier
-from lmkv.store.discovery import Discovery
+from lmkv.store.shared_lookup import SharedLookup
 from lmkv.store.tiered import TieredStore
 from tests.kit import (
     LIMIT,
@@ -56,21 +56,21 @@ def asked(gated: Gated) -> int:
     return sum(verb == "contains" for verb, _ in gated.calls)
 
 
-def discovered(store: TieredStore, keys: list[ChunkKey]) -> int:
-    discovery = store.discover(keys)
-    assert discovery is None or discovery.wait(LIMIT)
-    return store.match(keys)[1]
+def found_in_all(store: TieredStore, keys: list[ChunkKey]) -> int:
+    shared_lookup = store.look_up_shared(keys)
+    assert shared_lookup is None or shared_lookup.wait(LIMIT)
+    return store.count_prefix(keys)[1]
 
 
 def test_what_another_process_stored_is_found_and_read() -> None:
     gated, medium = shared_medium()
     store = store_over(gated)
     others_store(medium, KEYS)
-    assert store.match(KEYS) == (0, 0)
-    assert discovered(store, KEYS) == 40
+    assert store.count_prefix(KEYS) == (0, 0)
+    assert found_in_all(store, KEYS) == 40
     assert get(store, KEYS[:20]) == [0] * 20
     assert store.stats().tiers[1].used_bytes == 40 * SLOT
-    assert store.discover(KEYS) is None, "all is known"
+    assert store.look_up_shared(KEYS) is None, "all is known"
 
 
 def test_a_prompt_that_nobody_stored_costs_one_question_of_few_keys() -> None:
@@ -79,9 +79,9 @@ def test_a_prompt_that_nobody_stored_costs_one_question_of_few_keys() -> None:
     questions: list[int] = []
     contains = medium.contains
     medium.contains = lambda keys: questions.append(len(keys)) or contains(keys)  # type: ignore[method-assign,func-returns-value]
-    assert discovered(store, KEYS) == 0
+    assert found_in_all(store, KEYS) == 0
     others_store(medium, KEYS[:6])
-    assert discovered(store, KEYS) == 6
+    assert found_in_all(store, KEYS) == 6
     assert questions == [4, 4, 32]
 
 
@@ -93,22 +93,22 @@ def test_a_slower_tier_is_asked_only_for_what_a_faster_one_does_not_have() -> No
     assert store.wait_indexed(LIMIT)
     others_store(near_medium, KEYS[:20])
     far.shut("contains")
-    discovery = store.discover(KEYS[:20])
-    assert discovery is not None
-    assert discovery.wait(LIMIT), "it waits for nobody who is not needed"
-    assert (store.match(KEYS)[1], asked(far)) == (20, 0)
+    shared_lookup = store.look_up_shared(KEYS[:20])
+    assert shared_lookup is not None
+    assert shared_lookup.wait(LIMIT), "it waits for nobody who is not needed"
+    assert (store.count_prefix(KEYS)[1], asked(far)) == (20, 0)
     far.open()
     others_store(far_medium, KEYS)
-    assert discovered(store, KEYS) == 40
+    assert found_in_all(store, KEYS) == 40
     assert asked(far) > 0
-    assert store.tier_of(KEYS[19]) != store.tier_of(KEYS[20])
+    assert store.catalog.tier_of(KEYS[19]) != store.catalog.tier_of(KEYS[20])
 
 
 def test_a_tier_of_ones_own_is_not_asked() -> None:
     gated, medium = shared_medium(shared=False)
     store = store_over(gated)
     others_store(medium, KEYS)
-    assert store.discover(KEYS) is None
+    assert store.look_up_shared(KEYS) is None
     assert asked(gated) == 0
 
 
@@ -125,7 +125,7 @@ def test_what_is_cleared_while_it_is_being_asked_for_is_not_served() -> None:
         return answer
 
     gated.inner.contains = answer_late  # type: ignore[method-assign]
-    assert discovered(store, KEYS) == 0
+    assert found_in_all(store, KEYS) == 0
     gated.open()
     assert store.drain(LIMIT)
     assert medium.contains(KEYS) == [False] * 40
@@ -138,7 +138,7 @@ def test_deleting_reaches_what_the_index_does_not_know() -> None:
     store.delete(KEYS[:2])
     assert store.drain(LIMIT)
     assert medium.contains(KEYS[:4]) == [False, False, True, True]
-    assert discovered(store, KEYS[2:4]) == 2
+    assert found_in_all(store, KEYS[2:4]) == 2
     assert store.stats().tiers[1].used_bytes == 2 * SLOT
 
 
@@ -146,7 +146,7 @@ def test_no_more_is_indexed_than_the_capacity_takes() -> None:
     gated, medium = shared_medium()
     store = store_over(gated, capacity=10)
     others_store(medium, KEYS)
-    discovered(store, KEYS)
+    found_in_all(store, KEYS)
     assert store.drain(LIMIT)
     disk = store.stats().tiers[1]
     assert disk.chunks <= 10
@@ -158,7 +158,7 @@ def test_a_prefetch_goes_on_once_the_tier_has_answered() -> None:
     store = store_over(gated)
     others_store(medium, KEYS[:8])
     gated.shut("contains")
-    promotion = store.promote(KEYS, discover=True)
+    promotion = store.promote(KEYS, look_up_shared=True)
     gated.waiting("contains")
     assert not promotion.done
     gated.open()
@@ -172,7 +172,7 @@ def test_a_store_that_closes_tells_those_who_wait_for_an_answer() -> None:
     store = store_over(gated)
     others_store(medium, KEYS[:8])
     gated.shut("contains")
-    promotion = store.promote(KEYS, discover=True)
+    promotion = store.promote(KEYS, look_up_shared=True)
     gated.waiting("contains")
     store.close(timeout=0.01)
     assert promotion.wait(LIMIT)
@@ -189,8 +189,8 @@ def test_a_tier_that_fails_to_answer_is_a_miss() -> None:
         raise OSError("unreachable")
 
     gated.inner.contains = fail  # type: ignore[method-assign]
-    assert discovered(store, KEYS) == 0
-    assert isinstance(store.discover(KEYS), Discovery), "it is asked again"
+    assert found_in_all(store, KEYS) == 0
+    assert isinstance(store.look_up_shared(KEYS), SharedLookup), "it is asked again"
 
 
 @pytest.fixture
@@ -245,11 +245,11 @@ def test_what_cannot_be_listed_is_forgotten_after_a_while_and_asked_for_again() 
     with listing_every(0.02):
         store = TieredStore(Tier(memory(48), LRU()), [lower(Unlisted(medium))])
     assert store.wait_indexed(LIMIT)
-    eventually(lambda: discovered(store, KEYS[:8]) == 8, "found")
-    eventually(lambda: store.match(KEYS[:8])[1] == 0, "forgotten")
+    eventually(lambda: found_in_all(store, KEYS[:8]) == 8, "found")
+    eventually(lambda: store.count_prefix(KEYS[:8])[1] == 0, "forgotten")
     medium.delete(KEYS[4:5])
-    eventually(lambda: discovered(store, KEYS[:8]) == 4, "the one that was deleted is promised no more")
-    eventually(lambda: discovered(store, KEYS[:4]) == 4 and get(store, KEYS[:4]) == [0] * 4, "found again")
+    eventually(lambda: found_in_all(store, KEYS[:8]) == 4, "the one that was deleted is promised no more")
+    eventually(lambda: found_in_all(store, KEYS[:4]) == 4 and get(store, KEYS[:4]) == [0] * 4, "found again")
     store.close()
 
 
@@ -263,7 +263,7 @@ def test_a_first_listing_that_was_slow_does_not_put_off_the_next(monkeypatch: py
     medium.waiting("list_keys")
     time.sleep(0.05)
     medium.open()
-    eventually(lambda: store.match(KEYS[:8])[1] == 8, "found")
+    eventually(lambda: store.count_prefix(KEYS[:8])[1] == 8, "found")
     medium.inner.delete(KEYS)
-    eventually(lambda: store.match(KEYS[:8])[1] == 0, "the next listing comes soon, not after minutes")
+    eventually(lambda: store.count_prefix(KEYS[:8])[1] == 0, "the next listing comes soon, not after minutes")
     store.close()

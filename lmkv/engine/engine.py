@@ -1,0 +1,399 @@
+"""`Engine`: store, retrieve, look up and prefetch KV by the tokens of a prompt, without a server."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Self
+
+import torch
+
+from lmkv.chunks.hashing import KeyChain, Tokens
+from lmkv.chunks.layout import KVLayout
+from lmkv.chunks.namespace import Namespace
+from lmkv.config import Config
+from lmkv.engine.opening import open_store
+from lmkv.engine.prefetch import Prefetch
+from lmkv.engine.request import Request
+from lmkv.engine.stats import EngineStats
+from lmkv.engine.validation import seconds
+from lmkv.engine.variant import PLAIN, Variant, root_of
+from lmkv.engine.windows import lease_window, look_up_shared
+from lmkv.errors import ClosedError, UsageError
+from lmkv.memory.copier import Copier
+from lmkv.memory.copier_factory import make_copier
+from lmkv.memory.layerwise import LayerReader, LayerWriter
+from lmkv.memory.paged import PagedMemory
+from lmkv.protocols import ChunkKey
+from lmkv.store.tiered import TieredStore
+
+_READ_TIMEOUT = 30.0
+
+
+class Engine:
+    """KV of token prefixes, between paged tensors and a `TieredStore`.
+
+    Parameters
+    ----------
+    store : TieredStore
+        Owned by the engine from now on, and closed with it.
+    namespace : Namespace
+        The meaning of the bytes; the keys are derived from it.
+    layout : KVLayout
+        Where a chunk's bytes lie in a slot of the store.
+    memory : PagedMemory, optional
+        The paged tensors. Without them the engine can look up, prefetch and pin, but not copy.
+    rank : int
+        The rank of this memory in the layout.
+    pin_ttl : float
+        Seconds that pins and prefetches last.
+    name : str
+        For messages.
+
+    Raises
+    ------
+    UsageError
+        The layout's chunks do not fit the store's slots, or the memory contradicts the layout.
+
+    Notes
+    -----
+    Thread-safe: the copies of one engine run one at a time, everything else concurrently. Close it, or use it
+    as a context manager: it owns threads, memory and files. In a forked child every call raises ClosedError.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from lmkv import Config, Engine
+    >>> paged = [torch.randn(8, 16, 2, 4) for _ in range(3)]  # 3 layers: 8 blocks of 16 tokens, 2 heads of 4
+    >>> config = Config(chunk_size=32, max_local_cpu_size=0.001)
+    >>> with Engine.open(paged, block_size=16, model="example", config=config) as engine:
+    ...     prompt = list(range(70))
+    ...     stored = engine.store(prompt, [0, 1, 2, 3])
+    ...     found = engine.lookup(prompt + [1, 2, 3])
+    ...     loaded = engine.retrieve(prompt, [4, 5, 6, 7])
+    >>> stored, found, loaded
+    (64, 64, 64)
+    >>> bool((paged[0][4:8] == paged[0][0:4]).all())
+    True
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        namespace: Namespace,
+        *,
+        layout: KVLayout,
+        memory: PagedMemory | None = None,
+        rank: int = 0,
+        pin_ttl: float = 300.0,
+        name: str = "lmkv",
+    ) -> None:
+        self.name = name
+        self._store = store
+        self._closed = True
+        if layout.slot_bytes > store.slab.slot_bytes:
+            raise UsageError(
+                f"a chunk of this layout takes {layout.slot_bytes} bytes, the store's slots have "
+                f"{store.slab.slot_bytes}; build host memory with slot_bytes=layout.slot_bytes"
+            )
+        self._namespace = namespace
+        self._layout = layout
+        self._pages = layout.pages_per_chunk(0)
+        self._pin_ttl = pin_ttl
+        self._copier: Copier | None = make_copier(memory, layout, store.slab, rank) if memory else None
+        self._copy_lock = threading.Lock()
+        self._pace_lock = threading.Lock()
+        self._stored = self._retrieved = self._requested = 0
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        kv_caches: Mapping[str, torch.Tensor] | Iterable[torch.Tensor],
+        *,
+        block_size: int,
+        model: str,
+        config: Config | None = None,
+        block_axis: int = 0,
+        revision: str = "",
+        name: str = "lmkv",
+    ) -> Self:
+        """An engine over paged KV tensors, one per layer, with the tiers that `config` names.
+
+        Each tensor has blocks of `block_size` tokens along `block_axis` (0, or 1 for `[2, block, ...]`). Two models
+        that compute different KV need different `model` or `revision`; the namespace also has the tensors' shapes,
+        strides, dtypes and, from a mapping, names. Raises UsageError for tensors that are not blocks of dense bytes.
+        """
+        config = Config.load() if config is None else config
+        store, namespace, layout, memory = open_store(
+            kv_caches, config, block_size=block_size, block_axis=block_axis, model=model, revision=revision
+        )
+        try:
+            return cls(store, namespace, layout=layout, memory=memory, pin_ttl=config.pin_ttl, name=name)
+        except BaseException:
+            store.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.name!r}{' (closed)' if self.closed else ''}: chunks of {self.chunk_size} tokens>"
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per chunk; only whole chunks are stored and found."""
+        return self._layout.chunk_size
+
+    def keys(self, tokens: Tokens, variant: Variant = PLAIN) -> list[ChunkKey]:
+        """The chunk keys of a prompt, one for each whole chunk."""
+        return self._chain(tokens, variant).keys
+
+    def _chain(self, tokens: Tokens, variant: Variant) -> KeyChain:
+        chain = KeyChain(root_of(variant, self._namespace), self.chunk_size)
+        chain.extend(tokens)
+        return chain
+
+    # -- copying ------------------------------------------------------------------------------------------
+
+    def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN, wait: float = 0.0) -> int:
+        """Store the KV of a prompt from `blocks`, the first of which holds its first token.
+
+        Only whole chunks that `blocks` covers are stored; chunks that some tier has are not copied again. Returns
+        how many leading tokens are stored now: fewer if there is no room, or another thread still stores some.
+
+        Without `wait` it copies into host memory and returns; lower tiers that are too slow miss some chunks. With
+        `wait` it goes at their pace for at most so many seconds: every tier gets every chunk that it takes, and the
+        prompt may be longer than host memory. Calls with `wait` run one at a time.
+        """
+        request = self._request(tokens, blocks, variant)
+        keys = request.keys
+        deadline = time.monotonic() + seconds(wait, "wait")
+        done = self._store.count_prefix(keys)[1]
+        if wait and not self._pace_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return self._store.count_stored(keys[:done]) * self.chunk_size
+        try:
+            idle = False
+            while done < len(keys):
+                if wait and not self._store.wait_for_room(deadline - time.monotonic()):
+                    break
+                end = done + self._store.max_pending_stores if wait else len(keys)
+                accepted = self._store_window(request, done, end)
+                done += accepted
+                # No slot although nothing was under way: there will be none.
+                stuck, idle = idle and not accepted, not accepted
+                if stuck or (idle and not self._store.drain(deadline - time.monotonic())):
+                    break
+        finally:
+            if wait:
+                self._pace_lock.release()
+        return self._store.count_stored(keys[:done]) * self.chunk_size
+
+    def _store_window(self, request: Request, first: int, end: int) -> int:
+        """Store chunks [first, end) as far as there are slots; how many are stored, here or by others."""
+        with request.reserve(self._store, first, end) as reservation:
+            copies = request.copies_to_slots(reservation.slots, first, end)
+            with self._locked_copier() as copier:
+                copier.store(copies).wait()
+                self._stored += len(copies) * self.chunk_size
+            reservation.commit()
+            return reservation.accepted
+
+    def retrieve(
+        self,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        skip_tokens: int = 0,
+        variant: Variant = PLAIN,
+        timeout: float = _READ_TIMEOUT,
+    ) -> int:
+        """Fill `blocks` with the stored KV of the longest known prefix; returns its length in tokens.
+
+        Tokens before `skip_tokens`, rounded down to a chunk, are not loaded. Lower tiers are read window by
+        window through host memory, which may be smaller than the prefix; a window that takes more than `timeout`
+        seconds ends the prefix.
+        """
+        request = self._request(tokens, blocks, variant)
+        keys = request.keys
+        start = done = request.chunks_in(skip_tokens)
+        look_up_shared(self._store, keys, timeout)
+        while done < len(keys):
+            with lease_window(self._store, keys[done:], timeout) as lease:
+                copies = request.copies_to_blocks(lease.slots, done)
+                with self._locked_copier() as copier:
+                    copier.load(copies).wait()
+            if not copies:
+                break
+            done += len(copies)
+        self._note_retrieved(keys, start, done)
+        return done * self.chunk_size
+
+    @contextlib.contextmanager
+    def retrieve_layers(
+        self,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        skip_tokens: int = 0,
+        variant: Variant = PLAIN,
+        timeout: float = _READ_TIMEOUT,
+    ) -> Iterator[LayerReader]:
+        """`retrieve` layer by layer, for a model that computes meanwhile: `with ... as reader`.
+
+        `reader.tokens` leading tokens are loaded, in each layer after `reader.wait(layer)`; at most as many as fit
+        host memory at once. Leaving the context finishes all layers and waits for the copies.
+        """
+        copier, request = self._check_copies(), self._request(tokens, blocks, variant)
+        keys = request.keys
+        first = request.chunks_in(skip_tokens)
+        look_up_shared(self._store, keys, timeout)
+        with lease_window(self._store, keys[first:], timeout) as lease:
+            copies = request.copies_to_blocks(lease.slots, first)
+            done = first + len(copies)
+            reader = LayerReader(copier, copies, tokens=done * self.chunk_size, guard=self._locked_copier)
+            try:
+                yield reader
+            finally:
+                reader.finish().wait()
+        self._note_retrieved(keys, first, done)
+
+    @contextlib.contextmanager
+    def store_layers(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN) -> Iterator[LayerWriter]:
+        """`store` layer by layer, for a model that is computing: `with ... as writer`.
+
+        `writer.save(layer)` stores a layer once it is computed. Leaving the context stores the rest and
+        publishes `writer.tokens` leading tokens; after an exception it publishes nothing.
+        """
+        copier, request = self._check_copies(), self._request(tokens, blocks, variant)
+        keys = request.keys
+        first = self._store.count_prefix(keys)[1]
+        with request.reserve(self._store, first, len(keys)) as reservation:
+            copies = request.copies_to_slots(reservation.slots, first, len(keys))
+            tokens_stored = (first + reservation.accepted) * self.chunk_size
+            writer = LayerWriter(copier, copies, tokens=tokens_stored, guard=self._locked_copier)
+            try:
+                yield writer
+                writer.finish()
+            finally:
+                # The slots may be given to others next.
+                writer.last.wait()
+            with self._copy_lock:
+                self._stored += len(copies) * self.chunk_size
+            reservation.commit()
+            # Other threads may not have stored their part of these chunks, or not yet.
+            writer.tokens = self._store.count_stored(keys) * self.chunk_size
+
+    def _request(self, tokens: Tokens, blocks: Sequence[int], variant: Variant) -> Request:
+        self._check_copies()
+        return Request(self._chain(tokens, variant), blocks, self.chunk_size, self._pages)
+
+    def _note_retrieved(self, keys: Sequence[ChunkKey], start: int, done: int) -> None:
+        """Count chunks [start, done) as loaded, and note a use of every chunk before `done`."""
+        self._store.touch(keys[:done])
+        with self._copy_lock:
+            self._requested += len(keys) * self.chunk_size
+            self._retrieved += (done - start) * self.chunk_size
+
+    def _check_copies(self) -> Copier:
+        self._check_open()
+        if self._copier is None:
+            raise UsageError(f"engine {self.name!r} has no paged memory: give it `memory` to store and retrieve")
+        return self._copier
+
+    @contextlib.contextmanager
+    def _locked_copier(self) -> Iterator[Copier]:
+        """Hold `_copy_lock`. Raises ClosedError if the engine was closed meanwhile."""
+        with self._copy_lock:
+            yield self._check_copies()
+
+    def _check_open(self) -> None:
+        if self._store.forked:
+            raise ClosedError(f"engine {self.name!r} belongs to the process that this one was forked from")
+        if self._closed:
+            raise ClosedError(f"engine {self.name!r} is closed")
+
+    # -- looking ahead ------------------------------------------------------------------------------------
+
+    def lookup(self, tokens: Tokens, *, variant: Variant = PLAIN, timeout: float = 1.0) -> int:
+        """How many leading tokens some tier has now; they may be evicted before they are retrieved.
+
+        Shared tiers are asked for chunks of other processes, for at most `timeout` seconds.
+        """
+        self._check_open()
+        keys = self.keys(tokens, variant)
+        look_up_shared(self._store, keys, timeout)
+        return self._store.count_stored(keys) * self.chunk_size
+
+    def prefetch(self, tokens: Tokens, *, variant: Variant = PLAIN) -> Prefetch:
+        """Start to bring a prompt's KV into host memory and return at once.
+
+        Demanded loads go first. Prefetches share a bounded part of host memory; the prompt's chunks that do not fit
+        are left out. The others stay there for the engine's `pin_ttl` seconds.
+        """
+        self._check_open()
+        keys = self.keys(tokens, variant)
+        promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, look_up_shared=True)
+        return Prefetch(promotion, self.chunk_size, self._layout.chunk_bytes)
+
+    def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = PLAIN) -> int:
+        """Keep leading chunks that are in host memory there for `ttl` seconds; returns how many tokens they have."""
+        self._check_open()
+        limit = self._pin_ttl if ttl is None else seconds(ttl, "ttl")
+        return self._store.pin(self.keys(tokens, variant), limit) * self.chunk_size
+
+    def unpin(self, tokens: Tokens, *, variant: Variant = PLAIN) -> int:
+        """End the pins of a prompt; returns how many tokens were pinned."""
+        self._check_open()
+        return self._store.unpin(self.keys(tokens, variant)) * self.chunk_size
+
+    def clear(self, tokens: Tokens | None = None, *, variant: Variant = PLAIN) -> int:
+        """Remove a prompt's chunks, or everything, from every tier; returns how many tokens were removed."""
+        self._check_open()
+        if tokens is None:
+            return self._store.clear() * self.chunk_size
+        return self._store.delete(self.keys(tokens, variant)) * self.chunk_size
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._store.forked
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self._stored, self._retrieved, self._requested, self._store.stats())
+
+    def wait_indexed(self, timeout: float | None = None) -> bool:
+        """Wait until persistent tiers are indexed, at most `timeout` seconds; no other call requires it."""
+        self._check_open()
+        return self._store.wait_indexed(None if timeout is None else seconds(timeout, "timeout"))
+
+    def drain(self, timeout: float = 10.0) -> bool:
+        """Wait until stored chunks are in every tier that takes them, at most `timeout` seconds."""
+        if self._store.forked:
+            self._check_open()
+        return self._store.drain(seconds(timeout, "timeout"))
+
+    def close(self) -> None:
+        """Finish the I/O under way, bounded in time, and release memory and files. Idempotent."""
+        if self.closed:
+            return
+        with self._copy_lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                if self._copier is not None:
+                    self._copier.close()
+            finally:
+                self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
+            self.close()

@@ -1,0 +1,114 @@
+"""How much memory this machine can give: to a slab, and to a folder in memory that engines share."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+from lmkv.errors import ConfigError
+from lmkv.memory import slab_files
+
+logger = logging.getLogger(__name__)
+
+RAM_SHARE = 0.8
+"""Share of the available memory that the slabs of this host may take together."""
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+_FILE_SYSTEM_SHARE = 0.9
+"""Share of the file system that chunks may take of what others do not: vLLM has queues of its own in /dev/shm."""
+
+
+def available_ram(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that are available: MemAvailable, or less where a control group limits them."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        free = 1024 * _numbers(meminfo)["MemAvailable:"]
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit, used = int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())
+        # The group's page cache counts as used, but the kernel frees it when memory is needed.
+        cache = _numbers(cgroup / "memory.stat")
+        free = min(free, limit - used + cache["inactive_file"] + cache["active_file"])
+    return max(free, 0)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """From lines of a name and a number."""
+    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
+
+
+def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
+    """`wanted` bytes in whole slots, cut to what this machine can give; a warning says so.
+
+    `engines`: how many start on this host, each of which gets no more than its share. What other slabs of
+    this host have not taken yet is theirs. Raises ConfigError when not even one slot fits.
+    """
+    promised, taken = slab_files.promised_and_taken()
+    room = int((available_ram() + taken) * RAM_SHARE)
+    limits = {
+        "available memory": room,
+        f"available memory, shared by {engines} engines": room // engines,
+        "available memory, less what other engines on this host may take": room - promised,
+    }
+    reason, limit = min(limits.items(), key=lambda item: item[1])
+    capacity = max(min(wanted, limit), 0) // slot_bytes * slot_bytes
+    if not capacity:
+        todo = "raise it" if wanted < slot_bytes else "give all engines on this host a smaller one, free memory"
+        raise ConfigError(
+            f"max_local_cpu_size: {wanted} bytes, limited to {max(limit, 0)} by {reason}, cannot hold one chunk of "
+            f"{slot_bytes} bytes; {todo} or lower chunk_size"
+        )
+    if wanted > limit:
+        sizes = wanted / 2**30, capacity / 2**30
+        logger.warning("lmkv: max_local_cpu_size cut from %.2f GiB to %.2f GiB by %s", *sizes, reason)
+    return capacity
+
+
+def file_system_of(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """The type of the file system that the folder is on, "" when the kernel does not tell."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.read_text().splitlines():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == number:
+            return kind.split()[0]
+    return ""
+
+
+def check_in_memory(folder: str) -> None:
+    """Warn when the folder is not in memory. Raises ConfigError when files in it cannot be written."""
+    kind = file_system_of(folder)
+    if kind == "hugetlbfs":
+        raise ConfigError(
+            f"shared_memory: {folder} is on hugetlbfs, where files cannot be written; for huge pages mount a tmpfs "
+            "with the option huge=within_size"
+        )
+    if kind not in _IN_MEMORY:
+        logger.warning(
+            "lmkv: shared_memory: %s is on %s, not in memory; name a folder in /dev/shm or another tmpfs, or use "
+            "local_disk for it",
+            folder,
+            kind or "an unknown file system",
+        )
+
+
+def clamp_shared_memory(folder: str, wanted: int, used: int) -> int:
+    """`wanted` bytes, cut to what the folder and this machine can give; a warning says so.
+
+    `used`: bytes of the chunks that are there already. What slabs of this host have not taken yet is theirs.
+    """
+    promised, taken = slab_files.promised_and_taken()
+    limits = {"available memory": int((available_ram() + taken + used) * RAM_SHARE) - promised}
+    status = os.statvfs(folder)
+    # Without a limit of its own a tmpfs says that it has no blocks.
+    if status.f_blocks:
+        free = status.f_bavail * status.f_frsize
+        limits[f"the size of its file system (df {folder}; Docker: --shm-size)"] = int(
+            (free + used) * _FILE_SYSTEM_SHARE
+        )
+    reason, limit = min(limits.items(), key=lambda item: item[1])
+    capacity = max(min(wanted, limit), 0)
+    if wanted > limit:
+        sizes = wanted / 2**30, capacity / 2**30
+        logger.warning("lmkv: max_shared_memory_size cut from %.2f GiB to %.2f GiB by %s", *sizes, reason)
+    return capacity

@@ -1,0 +1,123 @@
+"""Which tier has which chunk, as far as the indexes know."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from attrs import define
+
+from lmkv.outcomes import Presence
+from lmkv.protocols import ChunkKey
+from lmkv.store.promoter import Promoter
+from lmkv.store.tiers.locking import locked
+from lmkv.store.tiers.lower import LowerTier, Operation, first_with
+from lmkv.store.tiers.observer import StoreObserver
+from lmkv.store.tiers.primary import PrimaryTier
+
+
+@define(eq=False, repr=False)
+class Catalog:
+    """Answers about all tiers, and tells observers; it changes no tier. Thread-safe. `lock`: the store's."""
+
+    _lock: threading.Lock
+    _primary: PrimaryTier
+    _tiers: Sequence[LowerTier]
+    _promoter: Promoter
+    _observers: list[StoreObserver]
+
+    def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
+        """Where each chunk is."""
+        with self._lock:
+            return [self.presence(key) for key in keys]
+
+    @locked
+    def presence(self, key: ChunkKey) -> Presence:
+        entry = self._primary.entries.get(key)
+        if entry is not None and not self._promoter.hangs(entry):
+            return Presence.READY if entry.ready else Presence.PENDING
+        return Presence.LOWER if first_with(self._tiers, key) else Presence.MISS
+
+    def count_prefix(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
+        """`(ready, found)`: leading chunks in host memory, and leading chunks in any tier."""
+        with self._lock:
+            ready = len(self._primary.leading_ready(keys))
+            return ready, self.count_found(keys, ready)
+
+    @locked
+    def count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
+        """How many leading chunks are known to be in some tier; the first `found` of them are.
+
+        A chunk that is being loaded from a tier that hangs does not count: it may never come.
+        """
+        entries, hangs = self._primary.entries, self._promoter.hangs
+        indexes = [tier.index for tier in self._tiers if tier.usable]
+        for key in keys[found:]:
+            entry = entries.get(key)
+            if (entry is None or hangs(entry)) and not any(key in index for index in indexes):
+                break
+            found += 1
+        return found
+
+    def count_stored(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks some tier has in full; chunks that are still being stored do not count."""
+        with self._lock:
+            entries = self._primary.entries
+            indexes = [tier.index for tier in self._tiers if tier.usable]
+            for count, key in enumerate(keys):
+                entry = entries.get(key)
+                if not (entry and entry.ready) and not any(key in index for index in indexes):
+                    return count
+        return len(keys)
+
+    def longest_prefix(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
+        """`(key, count)`: the chunk in host memory that begins with the most of `tokens`, and how many.
+
+        `origin`: see `KeyChain.origin`. `(b"", 0)` when there is none.
+        """
+        with self._lock:
+            return self._primary.prefixes.longest(origin, tokens)
+
+    def tier_of(self, key: ChunkKey) -> str | None:
+        """Name of the fastest lower tier that stores the chunk, None when none does."""
+        with self._lock:
+            tier = first_with(self._tiers, key)
+            return tier.name if tier else None
+
+    def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, int]:
+        """How many of the chunks each lower tier would deliver, in the order in which the tiers come; None: no tier."""
+        with self._lock:
+            return dict(Counter(tier.name if (tier := first_with(self._tiers, key)) else None for key in keys))
+
+    def unavailable_in(self, key: ChunkKey) -> str | None:
+        """Name of a lower tier that stores the chunk and cannot be read now, None when there is none."""
+        with self._lock:
+            return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
+
+    def drain_latencies(self) -> list[tuple[str, Operation, float]]:
+        """`(tier, operation, seconds)` of successful I/O since the last call: the last 1,000 of each tier."""
+        with self._lock:
+            drained = [(tier.name, *each) for tier in self._tiers for each in tier.times]
+            for tier in self._tiers:
+                tier.times.clear()
+        return drained
+
+    def add_observer(self, observer: StoreObserver) -> None:
+        """Notify it from now on of chunks that enter and leave tiers. For earlier ones: `replay_to`."""
+        with self._lock:
+            self._observers.append(observer)
+
+    def replay_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Call `observer.stored` for each tier that has each of these chunks; for each, whether any tier has it."""
+        with self._lock:
+            return [self._replay_to(observer, key) for key in keys]
+
+    @locked
+    def _replay_to(self, observer: StoreObserver, key: ChunkKey) -> bool:
+        entry = self._primary.entries.get(key)
+        names = [self._primary.name] if entry is not None and entry.ready else []
+        names += [tier.name for tier in self._tiers if key in tier.index]
+        for name in names:
+            observer.stored(name, key)
+        return bool(names)
