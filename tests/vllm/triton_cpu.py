@@ -1,8 +1,8 @@
 """A stand-in for Triton's CPU backend, with which vLLM's build for CPUs runs its Model Runner V2.
 
 vLLM chooses its V2 runner wherever Triton works, so on every GPU. Its build for CPUs has that runner too, and needs
-only a Triton with a backend for CPUs, which no package has. Triton's own interpreter runs the kernels instead, on numpy:
-right, and slow. There are no streams, no CUDA graphs and no races of a device here.
+only a Triton with a backend for CPUs, which no package has. Triton's own interpreter runs the kernels instead, on
+numpy: right, and slow. There are no streams, no CUDA graphs and no races of a device here.
 """
 
 from __future__ import annotations
