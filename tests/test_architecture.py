@@ -70,27 +70,27 @@ BUDGET = {
     "protocols": 90,
     "chunks": 502,
     "plugins": 33,
-    "policies": 169,
+    "policies": 167,
     "config": 670,
-    "memory": 1116,
-    "store.tiers": 1164,
-    "store": 1071,
-    "backends": 374,
+    "memory": 1113,
+    "store.tiers": 1190,
+    "store": 1047,
+    "backends": 375,
     "backends.disk": 945,
     "backends.remote": 1394,
     "build": 98,
-    "engine": 347,
+    "engine": 463,
     "registry": 24,
-    "": 50,
+    "": 60,
     "agent": 886,
     "vllm": 1541,
     "vllm.requests": 251,
     "vllm.observe": 524,
-    "vllm.scheduler": 1012,
+    "vllm.scheduler": 1005,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12361
+WHOLE = 12478
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

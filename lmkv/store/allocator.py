@@ -28,7 +28,7 @@ class SlotAllocator:
 
     def allocate(self, key: ChunkKey, after: AfterLock, protect: set[ChunkKey] | None = None) -> int | None:
         """A free slot for a chunk, evicting if need be. None: there is none, or none before flushes have ended."""
-        if isinstance(key, TailKey) and not self._primary.make_room_for_tail():
+        if type(key) is TailKey and not self._primary.make_room_for_tail():
             return None
         while (slot := self._slab.allocate()) is None:
             if self._write_back and self._primary.flushing >= self._max_flushing:

@@ -117,7 +117,7 @@ class PrimaryTier:
     ) -> Entry:
         """A new entry, whose only reference is that of the writer or the load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
-        if isinstance(key, TailKey):
+        if type(key) is TailKey:
             self.tails.add(entry)
         self.referenced += 1
         if state is _WRITING:
@@ -151,7 +151,7 @@ class PrimaryTier:
             self.loading -= 1
         else:
             self._note_removed(entry)
-        if isinstance(entry.key, TailKey):
+        if type(entry.key) is TailKey:
             self.tails.discard(entry.key)
         if entry.in_policy:
             self.policy.discard(entry.key)
