@@ -44,7 +44,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
     "store.tiers": STORE - {"store"},
     "store": STORE,
-    # The primary tier's backend is the slab itself, seen as a backend. A backend never imports another one.
+    # Host memory's backend is the slab itself, seen as a backend. A backend never imports another one.
     "backends": BASE | {"memory", "backends.disk", "backends.remote"},
     "backends.disk": BASE,
     "backends.remote": BASE,

@@ -1,7 +1,7 @@
 """Paged KV tensors of any attention backend as rows of bytes: uint8 [block, bytes per block] per plane.
 
-What is inside a page is private to the attention backend. All that has to hold is that a block is one dense
-run of memory in each plane; blocks of several layers may be interleaved.
+The inside of a page is private to the attention backend. A block must be one dense run of memory in each plane;
+blocks of several layers may be interleaved.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class PagedMemory:
 
     Notes
     -----
-    `rows` share the tensors' memory. `num_blocks` says how many blocks there are, by block table. Nothing is
-    locked: whoever computes with the tensors and whoever copies must not use the same blocks at once.
+    `rows` share the tensors' memory. `num_blocks`: how many blocks each block table has. Nothing is locked: computation
+    and copies must not use the same blocks at once.
 
     Examples
     --------
