@@ -70,7 +70,7 @@ class Promoter:
     _loads: dict[Entry, _Load] = field(init=False, factory=dict)
     """The loads of the entries that are LOADING."""
     _prefetches: Counter[Entry] = field(init=False, factory=Counter)
-    """How many prefetches refer to an entry; only entries that one refers to."""
+    """How many prefetches refer to each entry; entries without any are absent."""
     _next_end: float = field(init=False, default=math.inf)
 
     @locked

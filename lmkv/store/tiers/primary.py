@@ -26,8 +26,8 @@ _WRITING, _LOADING, _READY = State.WRITING, State.LOADING, State.READY
 
 
 @runtime_checkable
-class HostBackend(Protocol):
-    """A backend whose chunks lie in slots of host memory that one store may take over."""
+class HostMemory(Protocol):
+    """A backend of the first tier: one store takes its slots over."""
 
     def take_slab(self) -> Slab: ...
 
@@ -46,7 +46,7 @@ class PrimaryTier:
         spans: Callable[[int], Sequence[slice]] | None = None,
         observers: Sequence[StoreObserver] = (),
     ) -> None:
-        if not isinstance(tier.backend, HostBackend):
+        if not isinstance(tier.backend, HostMemory):
             raise UsageError(f"the first tier must be host memory, a CPUPinnedBackend; {tier.name!r} has no slab")
         if tier.admission is not None:
             raise UsageError("host memory admits every chunk: give the admission to a lower tier")
