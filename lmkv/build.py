@@ -1,4 +1,4 @@
-"""From a `Config` to the store it describes."""
+"""Builds the store that a `Config` describes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_store(
         logger.log(level, "lmkv: %s", remark)
     # The client of a remote store may be a process of its own, which maps the slots.
     shared = shared or bool(config.remote_url + config.remote_urls)
-    # Not populated here: each rank maps the pages of its own part.
+    # Each rank maps the pages of its own part before it copies.
     host = CPUPinnedBackend(
         config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines
     )
@@ -45,14 +45,14 @@ def build_store(
         list(_lower_tiers(config, namespace, config.authentication_bytes)),
         io_threads=config.disk_io_threads,
         prefetch_share=config.prefetch_share,
-        # Without `local_cpu` the slots are mere staging.
+        # Without a CPU tier chunks only pass through the slots.
         retain=config.local_cpu,
         spans=layout.spans,
     )
 
 
 def stored_namespace(namespace: Namespace, key: bytes | None) -> Namespace:
-    """The namespace of lower tiers: engines with different authentication keys share no chunks there."""
+    """The namespace of lower tiers, which depends on the authentication key."""
     if key is None:
         return namespace
     return evolve(namespace, extra={**dict(namespace.extra), "authentication": Authenticator(key).identifier})
@@ -84,12 +84,12 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
             name=kind if names[kind] == 1 else f"{kind}-{names[kind]}",
             authentication_key=key,
         )
-        # No capacity: the remote store bounds and evicts by itself.
+        # How many bytes it takes, and what it evicts, is the store's own business.
         yield Tier(backend, make_policy(config.cache_policy))
 
 
 def _shared_memory_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None) -> Tier:
-    """Files in memory. Settings for page caches, syncs and free space on a disk have no use there."""
+    """Files in memory, so without O_DIRECT, syncs and a reserve of free space."""
     backend = LocalDiskBackend(
         folder,
         namespace.digest,
