@@ -27,7 +27,13 @@ if TYPE_CHECKING:
     from lmkv.outcomes import Presence as Presence
     from lmkv.protocols import Tier as Tier
     from lmkv.registry import destroy as destroy, get as get, get_or_create as get_or_create
+    from lmkv.store.catalog import Catalog as Catalog
+    from lmkv.store.leases import Lease as Lease, Reservation as Reservation
+    from lmkv.store.promotion import Promotion as Promotion
+    from lmkv.store.shared_lookup import SharedLookup as SharedLookup
     from lmkv.store.tiered import TieredStore as TieredStore
+    from lmkv.store.tiers.observer import StoreObserver as StoreObserver
+    from lmkv.store.tiers.stats import StoreStats as StoreStats, TierStats as TierStats
 
 __version__ = "0.1.0"
 
@@ -44,7 +50,13 @@ _HOMES = {
     "outcomes": ("Presence",),
     "protocols": ("Tier",),
     "registry": ("destroy", "get", "get_or_create"),
+    "store.catalog": ("Catalog",),
+    "store.leases": ("Lease", "Reservation"),
+    "store.promotion": ("Promotion",),
+    "store.shared_lookup": ("SharedLookup",),
     "store.tiered": ("TieredStore",),
+    "store.tiers.observer": ("StoreObserver",),
+    "store.tiers.stats": ("StoreStats", "TierStats"),
 }
 _HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
 

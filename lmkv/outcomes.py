@@ -14,9 +14,9 @@ class Presence(Enum):
 
     MISS = "miss"
     READY = "ready"
-    """Complete in the primary tier; it can be leased now."""
+    """Complete in host memory; it can be leased now."""
     PENDING = "pending"
-    """Being stored in the primary tier, or promoted into it."""
+    """Being stored in host memory, or promoted into it."""
     LOWER = "lower"
     """In a lower tier only; it can be promoted."""
 

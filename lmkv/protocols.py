@@ -23,7 +23,7 @@ class Chunk:
 
     `payload`: its bytes, contiguous, owned by the caller, stable until `write` returns. `parent`: key of the
     chunk before it, empty for a chain's first. `tokens`: its token ids as little-endian uint32, empty when not
-    known. A backend may persist both to describe what it stores; it never interprets them.
+    known. A backend may record both as a description; it never interprets them.
     """
 
     key: ChunkKey
@@ -32,7 +32,7 @@ class Chunk:
     tokens: bytes = b""
 
     def check(self) -> None:
-        """Raise UsageError for what no backend can store."""
+        """Raise UsageError for a chunk that no backend can store."""
         if not len(self.payload) or self.payload.ndim != 1 or self.payload.itemsize != 1:
             raise UsageError("a payload must be a flat view of bytes, one at least")
         if len(self.parent) not in (0, len(self.key)) or len(self.tokens) % 4:
@@ -67,7 +67,7 @@ class Backend(Protocol):
         ...
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove what is there; absent keys are fine."""
+        """Remove these chunks; absent keys are fine."""
         ...
 
     def close(self) -> None: ...
@@ -75,7 +75,7 @@ class Backend(Protocol):
 
 @frozen
 class Listed:
-    """One chunk found by `ListsKeys.list_keys`. `nbytes` is what it takes of the tier's capacity."""
+    """One chunk found by `ListsKeys.list_keys`. `nbytes`: its share of the tier's capacity."""
 
     key: ChunkKey
     nbytes: int
@@ -87,7 +87,7 @@ class ListsKeys(Protocol):
     """A backend whose content survives its process, and that can list it."""
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """What is stored, in batches, oldest use first where the medium knows; reads no payload."""
+        """The stored chunks, in batches, oldest use first where the medium knows; reads no payload."""
         ...
 
 
@@ -204,11 +204,11 @@ class Tier:
     backend : Backend
         Where the chunks are.
     policy : Policy
-        Which of them are evicted first. Every tier has a policy object of its own.
+        The order of eviction. Every tier needs a policy object of its own.
     capacity_bytes : int, optional
-        At most so many bytes; None for as many as the backend takes. A primary tier's is that of its slots.
+        At most so many bytes; None for as many as the backend takes. Ignored for host memory, which has its slots.
     admission : Admission, optional
-        Which chunks the tier takes; None for all. A primary tier takes all.
+        A filter for new chunks; None takes all. Host memory must have none.
     write : str
         When a lower tier gets a chunk: "through": as it is stored, "back": as it is evicted from host memory.
 
@@ -219,7 +219,7 @@ class Tier:
 
     Notes
     -----
-    It has no lock: a store calls the policy and the filter under its own, the backend never under it.
+    The store calls the policy and the filter under its lock, the backend never.
 
     Examples
     --------

@@ -13,10 +13,7 @@ _lock = threading.Lock()
 
 
 def get_or_create(name: str, factory: Callable[[], Engine]) -> Engine:
-    """The engine called `name`; made by `factory`, once, if there is none that is open.
-
-    Locks the registry meanwhile.
-    """
+    """The open engine called `name`; if it is missing, `factory` makes it, under the registry's lock."""
     with _lock:
         engine = _engines.get(name)
         if engine is None or engine.closed:
@@ -25,7 +22,7 @@ def get_or_create(name: str, factory: Callable[[], Engine]) -> Engine:
 
 
 def get(name: str) -> Engine:
-    """The engine called `name`. Raises UsageError when there is none."""
+    """The engine called `name`. Raises UsageError for an unknown name."""
     engine = _engines.get(name)
     if engine is None:
         known = ", ".join(sorted(_engines)) or "none"

@@ -44,7 +44,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
     "store.tiers": STORE - {"store"},
     "store": STORE,
-    # The primary tier's backend is the slab itself, seen as a backend. A backend never imports another one.
+    # Host memory's backend is the slab itself, seen as a backend. A backend never imports another one.
     "backends": BASE | {"memory", "backends.disk", "backends.remote"},
     "backends.disk": BASE,
     "backends.remote": BASE,
@@ -81,7 +81,7 @@ BUDGET = {
     "build": 98,
     "engine": 463,
     "registry": 24,
-    "": 48,
+    "": 60,
     "agent": 886,
     "vllm": 1562,
     "vllm.requests": 247,
@@ -90,7 +90,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12487
+WHOLE = 12499
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

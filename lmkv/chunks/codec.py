@@ -51,8 +51,8 @@ class Header:
     """The header of a chunk file.
 
     `tokens`: little-endian uint32 ids, empty when not recorded. `parent`: empty for a chain's first chunk.
-    `checksums`: CRC-32 of each `segment_bytes` of payload, the last one of what is left. `header_bytes`: the
-    offset of the payload. `salt`, `tags`: of an authenticated file, the tags joined; empty in others.
+    `checksums`: CRC-32 of each `segment_bytes` of payload; the last segment may be shorter. `header_bytes`: the offset
+    of the payload. `salt` and `tags` (joined): empty unless the file is authenticated.
     """
 
     namespace: bytes = field(repr=bytes.hex)

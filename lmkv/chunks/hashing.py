@@ -46,9 +46,9 @@ class TailKey(bytes):
 class KeyChain:
     """The keys of one growing token sequence: `keys[i]`, 32 bytes, is the key of chunk i.
 
-    `root`: 32 bytes, see `Namespace.root`. `chunk_size`: tokens per chunk. `extras`: by chunk index, a
-    32-byte digest of what else the chunk depends on, such as an image; its key and all later ones depend on
-    it, the keys before it do not. Not thread-safe.
+    `root`: 32 bytes, see `Namespace.root`. `chunk_size`: tokens per chunk. `extras`: for some chunk indices, a 32-byte
+    digest of other inputs of the chunk, such as an image; the key of that chunk and all later keys depend on it.
+    Not thread-safe.
     """
 
     __slots__ = ("_chunk_size", "_extras", "_ids", "_stream", "keys", "root")
@@ -83,9 +83,9 @@ class KeyChain:
         return self.keys[position - 1] if position else b""
 
     def origin(self, position: int) -> bytes:
-        """What chunk `position` continues: two chunks of equal origins and tokens have the same KV.
+        """The key before chunk `position`, or the root, combined with the chunk's extras if it has any.
 
-        The root or the key before it, combined with the chunk's extras if it has any.
+        Two chunks with equal origins and equal tokens have the same KV.
         """
         before = self.parent(position) or self.root
         extra = self._extras.get(position)

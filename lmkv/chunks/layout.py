@@ -13,7 +13,7 @@ from itertools import accumulate, product
 from attrs import field, frozen, validators
 
 ALIGNMENT = 4096
-"""Bytes. Slots start and end on this boundary: a memory page, and what O_DIRECT requires."""
+"""Bytes. Slots start and end on this boundary: a memory page, as O_DIRECT requires."""
 
 
 def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
@@ -92,7 +92,7 @@ class KVLayout:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits, that processes have in common which agree on where each byte lies."""
+        """16 hexadecimal digits, equal in processes that agree on the place of each byte."""
         return hashlib.sha256(repr((self.chunk_size, self.layers, self.num_ranks)).encode()).hexdigest()[:16]
 
     @cached_property
@@ -118,7 +118,7 @@ class KVLayout:
         return next(layer.pages_per_chunk for layer in self.layers if layer.group == group)
 
     def spans(self, tokens: int) -> list[slice]:
-        """Where a chunk's bytes are that a chunk of its first `tokens` tokens needs: whole pages."""
+        """Where the pages of the first `tokens` tokens lie in a chunk."""
         found = []
         for rank, (number, layer) in product(range(self.num_ranks), enumerate(self.layers)):
             start, _ = self.span(rank, number)

@@ -1,4 +1,4 @@
-"""Namespaces: what besides its tokens decides the KV of a chunk, and with it the chunk's key.
+"""Namespaces: everything besides tokens that decides the KV of a chunk, and so the chunk's key.
 
 Two chunks may share a key only if they are interchangeable. Everything that decides this but the tokens
 (model, formats, parallel split, cache salt, LoRA adapter) is hashed into the root of the chain of keys,
@@ -75,14 +75,14 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
 # Without slots, because cached_property keeps its value in the instance's __dict__.
 @frozen(slots=False, kw_only=True)
 class Namespace:
-    """What decides the KV of a chunk besides its tokens. Different namespaces never share a key.
+    """Everything besides tokens that decides the KV of a chunk. Different namespaces never share a key.
 
     Parameters
     ----------
     model, revision
         The model's name, and its revision or a fingerprint of its weights.
     dtype, kv_cache_dtype
-        Of the model, and of the cache: "auto" when it is the model's.
+        Data type of the model, and of the cache: "auto" for the model's.
     chunk_size, block_size
         Tokens per chunk and per block.
     layout
@@ -131,8 +131,8 @@ class Namespace:
     ) -> bytes:
         """The 32-byte root of a request's chain of keys; without arguments the namespace's digest.
 
-        `cache_salt` separates tenants. `lora` is the adapter's name and path (or fingerprint). `extra` is
-        whatever else changes the KV of every token. None differs from "", and each field from every other.
+        `cache_salt` separates tenants. `lora` is the adapter's name and path (or fingerprint). `extra` has
+        everything else that changes the KV of every token. None differs from "", and each field from every other.
         Another type is a `UsageError`.
         """
         if cache_salt is None and lora is None and not extra:

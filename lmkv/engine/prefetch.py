@@ -31,7 +31,7 @@ class Prefetch:
 
     Notes
     -----
-    Awaitable and thread-safe. What has arrived stays in host memory until `cancel`, or until the engine's
+    Awaitable and thread-safe. Chunks that have arrived stay in host memory until `cancel`, or until the engine's
     `pin_ttl` is over.
 
     Examples
@@ -96,11 +96,11 @@ class Prefetch:
                 finished.set_result(None)
 
         def wake_from_any_thread() -> None:
-            # A loop that was closed meanwhile has nobody left who waits.
+            # The loop may be closed by now; then nobody waits any more.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 
-        # In a fork it raises, as `wait` does: nobody would call back.
+        # Raises in a forked child, where nobody would call back.
         self._promotion.wait(0)
         self._promotion.add_done_callback(wake_from_any_thread)
         yield from finished

@@ -55,22 +55,22 @@ DONE = Done()
 class Copier(Protocol):
     """Copies between one rank's paged memory and its segment of the slots. Not thread-safe.
 
-    All calls come from the thread that launches the computation and are ordered with it: a store reads what
-    was computed by all that was launched before, a load is complete for all that is launched afterwards.
+    All calls come from the thread that launches the computation, and are ordered with it: a store reads the results
+    of everything launched before, and everything launched after a load sees it complete.
     """
 
     @property
     def num_layers(self) -> int: ...
 
     def store(self, copies: Sequence[ChunkCopy]) -> Event:
-        """Blocks into slots. The blocks may be used again as soon as the call returns."""
+        """Copy blocks into slots. The blocks may be overwritten as soon as the call returns."""
         ...
 
     def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False, after: Event | None = None) -> Event:
-        """Slots into blocks. With `overlap` the computation does not wait: it reads them after the event.
+        """Copy slots into blocks. With `overlap` the computation does not wait: it must read them after the event.
 
-        It begins after `after`, the computation that was launched some time before, if nothing that was launched
-        since then uses the blocks; by default after all that was launched.
+        The copy begins after all launched computation, or already after the event `after`, if nothing that was
+        launched later uses the blocks.
         """
         ...
 
@@ -83,7 +83,7 @@ class Copier(Protocol):
         ...
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for all copies, and give back what they needed; if the process ends, that does it faster."""
+        """Wait for all copies and free their resources, unless the process ends, which frees them faster."""
         ...
 
 

@@ -22,9 +22,9 @@ def check_device(kind: str) -> None:
 
 
 def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:
-    """What a copier for this memory needs on its device, and can have before there is a slab; None for a CPU.
+    """The streams and memory that a copier needs on its device, which needs no slab yet; None for a CPU.
 
-    Raises UsageError for a device without copier, and what torch raises for the device.
+    Raises UsageError for a device without copier, and the exceptions of torch for the device.
     """
     check_device(memory.device.type)
     if memory.device.type == "cpu":
@@ -42,9 +42,10 @@ def make_copier(
     staging: Staging | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> Copier:
-    """Raises UsageError when memory, layout and slab do not fit, and what torch raises for the device.
+    """A copier for the memory's device. Populates the rank's part of the slab, in the background.
 
-    Populates the rank's part of the slab, in the background. `share`: (n, of how many ranks) that have that part.
+    `share`: (n, of how many ranks) that have that part. Raises UsageError when memory, layout and slab do not fit,
+    and the exceptions of torch for the device.
     """
     staging = staging or make_staging(memory)
     if staging is not None:

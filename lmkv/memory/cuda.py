@@ -71,7 +71,7 @@ class CUDADevice:
         return _CUDAStream(torch.cuda.Stream(self._device))
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        # A pool is that of the thread which has begun it.
+        # On a thread of its own, for which no caller has begun a memory pool.
         with ThreadPoolExecutor(1) as thread:
             memory = thread.submit(lambda: torch.empty(nbytes, dtype=torch.uint8, device=self._device)).result()
         # torch may give out memory that work queued on one stream still uses, and orders only that stream after
@@ -98,7 +98,7 @@ class CUDADevice:
             status = self._batched(transfers, queue)
             if not status:
                 return
-            # Single copies work, or say what is wrong; what of the batch is queued they repeat.
+            # Single copies work, or raise with a reason; they repeat any part of the batch that is queued already.
             self._batched = None
             logger.warning(
                 "lmkv: the driver refuses many copies in one call (CUDA error %d): from now on each is a call, "
@@ -150,6 +150,6 @@ def batched_copy(driver: Any) -> Callable[[Transfers, int], int] | None:
 
 
 def cuda_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging:
-    """Raises what torch or the driver raises without such a device, or without memory on it."""
+    """Staging on a CUDA device. Raises exceptions of torch or the driver without such a device, or memory on it."""
     free, _ = torch.cuda.mem_get_info(memory.device)
     return Staging(CUDADevice(memory.device), memory, min(nbytes, free // _FREE_SHARE))

@@ -1,4 +1,4 @@
-"""What the copier needs of an accelerator, and memory there that copies pass through."""
+"""The part of an accelerator that copiers use, and staging memory on it."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class Stream(Protocol):
         ...
 
     def wait_for(self, event: Event) -> None:
-        """What is queued from now on begins after `event`. Does not block the calling thread."""
+        """Work that is queued from now on begins after `event`. Does not block the calling thread."""
         ...
 
 
 class Device(Protocol):
-    """Nothing blocks but `synchronize`, `allocate`, and `transfer` of memory that is not registered.
+    """An accelerator. Only `synchronize`, `allocate`, and `transfer` of unregistered memory block.
 
-    A call may raise what an earlier one caused, and a device that has failed may go on raising.
+    A call may raise the error of an earlier one, and a device that has failed may go on raising.
     """
 
     def stream(self, *, compute: bool = False) -> Stream:
@@ -100,7 +100,7 @@ class Device(Protocol):
         ...
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Pin host memory; returns what undoes it. Raises DeviceError. From any thread."""
+        """Pin host memory; returns a call that unpins it. Raises DeviceError. From any thread."""
         ...
 
     def synchronize(self) -> None:
@@ -118,7 +118,7 @@ class Ring:
         self._uses: deque[tuple[int, int, Event]] = deque()
 
     def take(self, nbytes: int, stream: Stream) -> int:
-        """The address of so many bytes, for what is queued on `stream` from now on."""
+        """The address of so many bytes, for work that is queued on `stream` from now on."""
         start = self._next if self._next + nbytes <= self.nbytes else 0
         self._next = start + nbytes
         while any(low < self._next and start < high for low, high, _ in self._uses):
@@ -127,15 +127,15 @@ class Ring:
         return self._address + start
 
     def used_until(self, address: int, event: Event) -> None:
-        """What was taken last, at `address`, may be given out again after `event`."""
+        """The memory that was taken last, at `address`, may be reused after `event`."""
         self._uses.append((address - self._address, self._next, event))
 
 
 class Staging:
-    """One rank's streams and staging memory, made before there is a slab; and every kernel compiled.
+    """One rank's streams and staging memory, and its kernels, compiled. It needs no slab.
 
-    `nbytes`: of staging memory for stores. Loads, which reuse theirs in the order of their stream, have a
-    quarter as much. Raises what the device raises. `ring` and `loading` are there until `drop`, and after `take`.
+    `nbytes`: staging memory for stores. Loads have a quarter as much, which they reuse in the order of their stream.
+    `ring` and `loading` exist until `drop`, and again after `take`. Raises the device's exceptions.
     """
 
     def __init__(self, device: Device, memory: PagedMemory, nbytes: int = STAGING_BYTES) -> None:
@@ -145,7 +145,7 @@ class Staging:
         self.take()
         self.incoming, self.outgoing = device.stream(), device.stream()
         for row in memory.rows:
-            # A kernel is compiled when it is launched first, for seconds, and not while a request waits.
+            # The first launch compiles a kernel, for seconds: now, and not while a request waits.
             address = np.array([row.data_ptr()], np.int64)
             device.move(Spans(address, np.array([self.loading], np.int64), row.shape[1]), self.incoming)
         device.synchronize()
@@ -155,13 +155,13 @@ class Staging:
         return self.device.stream(compute=True).mark()
 
     def take(self) -> None:
-        """Take the memory, where there is none yet."""
+        """Allocate the memory, unless that is done."""
         if not hasattr(self, "loading"):
             self.ring = Ring(self.device, self.ring_bytes)
             self.loading, self._owner = self.device.allocate(self.batch_bytes)
 
     def drop(self) -> None:
-        """Give the memory back, once all copies have ended. Raises what the device raises."""
+        """Free the memory, once all copies have ended. Raises the device's exceptions."""
         self.device.synchronize()
         if hasattr(self, "loading"):
             del self.ring, self.loading, self._owner

@@ -1,7 +1,7 @@
 """Copies between paged memory on a device and the slab, ordered by streams and events.
 
-This module computes addresses and the order of transfers. What a device does is behind `Device`, so that
-tests can simulate every order in which a device may execute what was queued.
+This module computes addresses and the order of transfers. The device itself is behind `Device`, so that tests can
+simulate every order in which a device may execute queued work.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class DeviceCopier:
         compute, outgoing, ring = self._device.stream(compute=True), self._staging.outgoing, self._staging.ring
         with self._idle_after_failure():
             for batch in _batches(self._pages(copies, planes), self._staging.batch_bytes):
-                # The transfer of what was there before may still be reading it: then the computation waits.
+                # If an earlier transfer still reads this memory, the computation waits for it.
                 address = ring.take(sum(pages.host.size * pages.page_bytes for pages in batch), compute)
                 for pages, staged in _staged(batch, address):
                     self._device.move(Spans(pages.device, staged, pages.page_bytes), compute)
@@ -177,7 +177,7 @@ class DeviceCopier:
         """Fill the planes of one part after the other, with an event for each."""
         incoming = self._staging.incoming
         with self._idle_after_failure():
-            # What was launched until then may still use the blocks.
+            # Computation that was launched before may still use the blocks.
             incoming.wait_for(after or self._staging.mark())
             begun = incoming.mark(timed=True)
             for part in parts:
@@ -193,23 +193,23 @@ class DeviceCopier:
             hosts, devices = (np.concatenate([getattr(pages, side) for pages in large]) for side in ("host", "device"))
             self._transfer(hosts, devices, _sizes(large), incoming, loads=True)
         for batch in _batches(small, self._staging.batch_bytes):
-            # Over what the moves before read: this is one stream.
+            # The same staging memory as in the batch before: one stream keeps the order.
             self._transfer(*self._runs(batch, address), incoming, loads=True)
             for pages, staged in _staged(batch, address):
                 self._device.move(Spans(staged, pages.device, pages.page_bytes), incoming)
 
     @contextlib.contextmanager
     def _idle_after_failure(self) -> Iterator[None]:
-        """Wait for what a failed copy has queued: its slots and blocks may be given to others next."""
+        """After a failed copy, wait for its queued part: its slots and blocks may be given to others next."""
         try:
             yield
         except Exception:
-            # A device that has failed for good does nothing any more, and says so once more.
+            # A device that has failed for good does nothing any more, and raises again.
             with contextlib.suppress(Exception):
                 self._device.synchronize()
             raise
 
-    # -- what moves ---------------------------------------------------------------------------------------
+    # -- addresses ----------------------------------------------------------------------------------------
 
     def _pages(self, copies: Sequence[ChunkCopy], planes: Sequence[_PlaneSet]) -> Iterator[_Pages]:
         for copy in copies:
@@ -228,7 +228,7 @@ class DeviceCopier:
         return hosts[first], address + (np.cumsum(sizes) - sizes)[first], np.add.reduceat(sizes, first)
 
     def _transfer(self, hosts: Addresses, devices: Addresses, sizes: Addresses, stream: Stream, *, loads: bool) -> None:
-        """One call for what is pinned, and one for what is not."""
+        """One call for pinned memory, and one for the rest."""
         sources, targets = (hosts, devices) if loads else (devices, hosts)
         pinned = self.pins.holds(hosts)
         for state in (True, False):
@@ -239,9 +239,9 @@ class DeviceCopier:
                 self._device.transfer(transfers, stream)
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for all copies and unpin the slab. Raises what the device raises, once the slab is unpinned.
+        """Wait for all copies and unpin the slab. Raises the device's exceptions, once the slab is unpinned.
 
-        A slab takes longer to unpin than vLLM waits for a worker; the end of the process unpins it, too.
+        If the process ends, that unpins the slab: to unpin it here takes longer than vLLM waits for a worker.
         """
         try:
             self._device.synchronize()

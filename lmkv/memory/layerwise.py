@@ -36,8 +36,8 @@ class _Layers:
 class LayerReader:
     """Fills blocks layer by layer. `tokens`: how many leading tokens of the prompt are loaded in the end.
 
-    Call `wait(layer)` before you launch what reads that layer; later layers are being copied meanwhile.
-    Raises UsageError for a layer that does not exist, and what the copier raises.
+    Call `wait(layer)` before you launch computation that reads that layer; later layers are copied meanwhile.
+    Raises UsageError for a layer that does not exist, and the copier's exceptions.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LayerReader:
         return self._layers.done == self._layers.num_layers
 
     def wait(self, layer: int) -> None:
-        """Have what is launched from now on see this layer, and the layers before it, loaded."""
+        """Computation that is launched from now on sees this layer, and the layers before it, loaded."""
         self._layers.check(layer)
         self._layers.upto(layer)
         self.unread.discard(layer)
@@ -68,8 +68,8 @@ class LayerReader:
 class LayerWriter:
     """Stores blocks layer by layer. `tokens`: how many leading tokens of the prompt are stored in the end.
 
-    Call `save(layer)` once you have launched what computes that layer. Raises UsageError for a layer that does
-    not exist, and what the copier raises.
+    Call `save(layer)` once you have launched the computation of that layer. Raises UsageError for a layer that does
+    not exist, and the copier's exceptions.
     """
 
     def __init__(

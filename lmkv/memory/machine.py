@@ -13,10 +13,10 @@ from lmkv.memory import slab_files
 logger = logging.getLogger(__name__)
 
 RAM_SHARE = 0.8
-"""Share of the available memory that the slabs of this host may take together."""
+"""Largest share of the available memory for all slabs of this host together."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _FILE_SYSTEM_SHARE = 0.9
-"""Share of the file system that chunks may take of what others do not: vLLM has queues of its own in /dev/shm."""
+"""Largest share of the free file system for chunks: vLLM has queues of its own in /dev/shm."""
 
 
 def available_ram(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -33,15 +33,15 @@ def available_ram(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/s
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """From lines of a name and a number."""
+    """Parse lines of a name and a number."""
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
 
 
 def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
-    """`wanted` bytes in whole slots, cut to what this machine can give; a warning says so.
+    """`wanted` bytes in whole slots, cut with a warning to the memory that this machine can give.
 
-    `engines`: how many start on this host, each of which gets no more than its share. What other slabs of
-    this host have not taken yet is theirs. Raises ConfigError when not even one slot fits.
+    `engines`: how many start on this host; each gets its share at most. Memory that is promised to other slabs of
+    this host is not given again. Raises ConfigError when not even one slot fits.
     """
     promised, taken = slab_files.promised_and_taken()
     room = int((available_ram() + taken) * RAM_SHARE)
@@ -93,14 +93,15 @@ def check_in_memory(folder: str) -> None:
 
 
 def clamp_shared_memory(folder: str, wanted: int, used: int) -> int:
-    """`wanted` bytes, cut to what the folder and this machine can give; a warning says so.
+    """`wanted` bytes, cut with a warning to the memory that the folder and this machine can give.
 
-    `used`: bytes of the chunks that are there already. What slabs of this host have not taken yet is theirs.
+    `used`: bytes of the chunks that are there already. Memory that is promised to slabs of this host is not given
+    again.
     """
     promised, taken = slab_files.promised_and_taken()
     limits = {"available memory": int((available_ram() + taken + used) * RAM_SHARE) - promised}
     status = os.statvfs(folder)
-    # Without a limit of its own a tmpfs says that it has no blocks.
+    # A tmpfs without a limit reports zero blocks.
     if status.f_blocks:
         free = status.f_bavail * status.f_frsize
         limits[f"the size of its file system (df {folder}; Docker: --shm-size)"] = int(

@@ -1,7 +1,7 @@
 """Paged KV tensors of any attention backend as rows of bytes: uint8 [block, bytes per block] per plane.
 
-What is inside a page is private to the attention backend. All that has to hold is that a block is one dense
-run of memory in each plane; blocks of several layers may be interleaved.
+The inside of a page is private to the attention backend. A block must be one dense run of memory in each plane;
+blocks of several layers may be interleaved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
 def planes(tensor: Any, block_axis: int) -> list[torch.Tensor]:
     """The parts of a layer's tensor whose first axis is the block: `[2, block, ...]` has two of them."""
     if block_axis not in (0, 1):
-        raise UsageError(f"block_axis must be 0 or 1, the axis of the blocks, not {short_repr(block_axis)}")
+        raise UsageError(f"block_axis must be the first or second axis, not {short_repr(block_axis)}")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() <= block_axis or not tensor.numel():
         raise UsageError(f"a KV tensor must have blocks along axis {block_axis}, not be {_described(tensor)}")
     return list(tensor.unbind(0)) if block_axis else [tensor]
@@ -82,8 +82,8 @@ class PagedMemory:
 
     Notes
     -----
-    `rows` share the tensors' memory. `num_blocks` says how many blocks there are, by block table. Nothing is
-    locked: whoever computes with the tensors and whoever copies must not use the same blocks at once.
+    `rows` share the tensors' memory. `num_blocks`: how many blocks each block table has. Nothing is locked: computation
+    and copies must not use the same blocks at once.
 
     Examples
     --------

@@ -23,10 +23,9 @@ PIECE_BYTES = 128 << 20
 class PinnedSlab:
     """One rank's part of a slab, populated and then registered with the device, in pieces of whole slots.
 
-    What is not registered, yet or because the driver refuses, is pageable memory: slower to copy, its copies
-    block the calling thread, and they are just as correct. `part`: offset and bytes in each slot. `share`:
-    (n, of how many ranks) that have the same part, of which each populates its share. `threads`: 0 to register
-    nothing but by `pin_next`.
+    Copies of memory that is not registered, yet or because the driver refuses, are slower and block the calling
+    thread, but are just as correct. `part`: offset and bytes in each slot. `share`: (n, of how many ranks) that have
+    the same part, of which each populates its share. `threads`: with 0, only `pin_next` registers anything.
     """
 
     def __init__(
@@ -58,12 +57,12 @@ class PinnedSlab:
         return pinned
 
     def _run(self) -> None:
-        # At the priority of the process: whoever launches a kernel waits for the driver's locks, which this holds.
+        # Not at a lower priority: it holds locks of the driver, for which threads that launch kernels wait.
         while self.pin_next():
             pass
 
     def pin_next(self) -> bool:
-        """Populate and register a piece; False when there is none left, or the driver refuses."""
+        """Populate and register the next piece; False when all are done, or the driver has refused one."""
         with self._lock:
             piece = None if self._stop.is_set() else next(self._pieces, None)
         if piece is None:
@@ -73,7 +72,7 @@ class PinnedSlab:
             self._slab.prefault(*piece)
             self._register(*piece)
         except Exception as error:
-            # Whatever it is: copies of what is not pinned are right.
+            # Any error is harmless: copies of unpinned memory are correct.
             self._stop.set()
             message = "lmkv: %r is all the driver pins, copies of the rest are slower: %s"
             logger.warning(message, self, error, exc_info=not isinstance(error, DeviceError))
@@ -95,11 +94,11 @@ class PinnedSlab:
         self.wait()
 
     def close(self) -> None:
-        """Unregister what is registered. No copy may be under way. Idempotent."""
+        """Unregister everything. No copy may be under way. Idempotent."""
         # Afterwards `_undo` is complete: nothing stays registered that is unmapped next.
         self.stop()
         while self._undo:
-            # A device that has failed refuses this, too; what it registered ends with the process.
+            # A device that has failed refuses this, too; its registrations end with the process.
             with contextlib.suppress(Exception):
                 self._undo.pop()()
 

@@ -1,6 +1,6 @@
 """The slab: one region of host memory in equal slots, each of which has room for one chunk.
 
-It is the CPU tier and the staging memory of all other tiers, so that no chunk is copied twice in host memory.
+It is the first tier and the staging memory of all other tiers, so that no chunk is copied twice in host memory.
 A shared slab is an anonymous memory file: other processes map it through its owner's file descriptor,
 /dev/shm does not limit its size, and the kernel frees it with the last process that uses it.
 """
@@ -32,9 +32,9 @@ _SEARCH_PAUSE = 0.5
 
 @frozen
 class SlabRef:
-    """What another process on this host needs to `attach` a shared slab. `name`: of its memory file.
+    """A shared slab, for another process on this host to `attach`. `name`: of its memory file.
 
-    Equal whatever the path: a process that is just being forked has the same file at another one.
+    The path does not count for equality: a process that is just being forked has the same file at another path.
     """
 
     path: str = field(eq=False)
@@ -94,10 +94,10 @@ class SlabMap:
             self._stop.wait(time.monotonic() - started)
 
     def spans(self, part: tuple[int, int], piece: int, share: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
-        """Offset and bytes of a part of every slot; of whole slots together as far as `piece` bytes reach.
+        """Offset and bytes of a part of every slot; whole slots are joined up to `piece` bytes.
 
-        `share`: (n, of how many processes) that go through the same part. Each begins at a place of its own, and
-        finds populated what the others began with.
+        `share`: (n, of how many processes) that go through the same part. Each begins at a place of its own, so that
+        it comes to the others' pieces when they are populated.
         """
         offset, nbytes = part
         together = max(1, piece // self.slot_bytes) if nbytes == self.slot_bytes else 1
@@ -127,7 +127,7 @@ class SlabMap:
 
 
 def lower_priority() -> None:
-    """Give the computation precedence. On Linux this is the niceness of the calling thread alone."""
+    """Let the computation go first. On Linux this is the niceness of the calling thread alone."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -185,7 +185,7 @@ class Slab(SlabMap):
 
     @property
     def descriptor(self) -> int:
-        """That of a shared slab's memory file; -1 of another slab's."""
+        """The descriptor of a shared slab's memory file; -1 for a slab that is not shared."""
         return self._fd
 
     @property
@@ -201,7 +201,7 @@ class Slab(SlabMap):
         return len(self._free)
 
     def allocate(self) -> int | None:
-        """A free slot, in use from now on; None when there is none."""
+        """A free slot, in use from now on; None when all are in use."""
         if not self._free:
             return None
         slot = self._free.pop()

@@ -1,7 +1,7 @@
 """The memory files of shared slabs: how another process of this host finds the one that it is to map.
 
-A name is that of the engine and a random part, so that a number of a file descriptor that means another file
-in another container, or once its owner has ended, is never taken for the slab.
+A name has the engine's name and a random part. So a path whose descriptor means another file, in another container
+or after its owner has ended, is never taken for the slab.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _prefix(engine: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """The name of the slab's memory file that a path in /proc refers to; "" when it is none of this user's."""
+    """The name of the slab's memory file at a path in /proc; "" for any other file, and for other users' files."""
     try:
         found = _MEMFD.fullmatch(os.readlink(path))
         return found[1] if found and os.stat(path).st_uid == os.geteuid() else ""
@@ -68,17 +68,17 @@ def slab_files() -> Iterator[tuple[str, str, os.stat_result]]:
 
 
 def find(engine: str) -> tuple[str, str, int] | None:
-    """Path, name and bytes of the slab of an engine; None while there is none that has its size, or more than one."""
+    """Path, name and bytes of the slab of an engine; None unless exactly one has its final size."""
     found = [(path, name, stat.st_size) for path, name, stat in slab_files() if name.startswith(_prefix(engine))]
     return found[0] if len(found) == 1 and found[0][2] else None
 
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """This user's processes on this host size and make their slabs one after the other, to see each other's.
+    """Hold a lock of this user on this host while a slab is sized and made: each process sees the slabs before it.
 
-    One that has waited for `_PATIENCE` seconds, or may not wait, goes on with a warning: two slabs may then be
-    promised the same memory.
+    A process that gets no lock within `_PATIENCE` seconds goes on with a warning: two slabs may then be promised the
+    same memory.
     """
     deadline = time.monotonic() + _PATIENCE
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Allocates primary-tier slots, evicting when none is free."""
+"""Allocates slots of host memory, evicting when none is free."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SlotAllocator:
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
     def allocate(self, key: ChunkKey, after: AfterLock, protect: set[ChunkKey] | None = None) -> int | None:
-        """A free slot for a chunk, evicting if need be. None: there is none, or none before flushes have ended."""
-        if isinstance(key, TailKey) and not self._primary.make_room_for_tail():
+        """A free slot for a chunk, evicting if need be. None: every slot is referenced or being flushed."""
+        if type(key) is TailKey and not self._primary.make_room_for_tail():
             return None
         while (slot := self._slab.allocate()) is None:
             if self._write_back and self._primary.flushing >= self._max_flushing:
@@ -38,9 +38,9 @@ class SlotAllocator:
         return slot
 
     def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
-        """Evict for `count` slots at once where that is possible: one by one costs twice as much.
+        """Evict for `count` slots at once, which costs half as much as one by one.
 
-        What has to be flushed first is left to `allocate`, which counts how much of that is under way.
+        With write-back it does nothing: `allocate` evicts, since it bounds the flushes under way.
         """
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:

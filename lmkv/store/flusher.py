@@ -25,8 +25,8 @@ _Copy = tuple[LowerTier, Entry]
 class _Flush:
     """Copies of one chain's chunks, head first. They refer to their chunks until the last of them has ended.
 
-    `chain`: the lower tiers do not evict what comes before a chunk in it to make room for that chunk. `late`:
-    the rest of the chain was copied before.
+    `chain`: to make room for one of its chunks, lower tiers evict none of the chunks before it. `late`: the rest of
+    the chain was copied before.
     """
 
     chain: Sequence[ChunkKey]

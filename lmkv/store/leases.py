@@ -1,6 +1,6 @@
-"""Leases (to read) and reservations (to write): references to primary-tier slots, as context managers.
+"""Leases (to read) and reservations (to write): references to slots of host memory, as context managers.
 
-What a lookup promises must be leased: what is leased stays. Every lease and reservation ends.
+A leased chunk stays. A chunk that was only looked up may be evicted before it is read.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class Lease(AbstractContextManager["Lease"]):
 class Reservation(AbstractContextManager["Reservation"]):
     """Write references to slots of chunks that are about to be stored. Not thread-safe.
 
-    `accepted`: how many of the wanted keys, from the first, need nothing more: they are reserved here,
-    already stored, or being stored by another. Fewer than wanted when the tier has no slot to give. What is
-    not committed is aborted at the end.
+    `accepted`: how many leading keys are reserved here, already stored, or being stored by another caller; fewer
+    than wanted when there is no slot for the next one. Slots that are not committed are aborted at the end.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pins: references to primary-tier chunks that a user asked for, with a time to live."""
+"""Pins: references to chunks in host memory that a user asked for, with a time to live."""
 
 from __future__ import annotations
 

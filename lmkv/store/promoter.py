@@ -68,9 +68,9 @@ class Promoter:
     _unreleased: dict[Promotion, _Work] = field(init=False, factory=dict)
     _waiting: list[_Work] = field(init=False, factory=list)
     _loads: dict[Entry, _Load] = field(init=False, factory=dict)
-    """Of the entries that are LOADING."""
+    """The loads of the entries that are LOADING."""
     _prefetches: Counter[Entry] = field(init=False, factory=Counter)
-    """By entry, how many prefetches refer to it, if any does."""
+    """How many prefetches refer to each entry; entries without any are absent."""
     _next_end: float = field(init=False, default=math.inf)
 
     @locked

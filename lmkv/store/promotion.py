@@ -32,9 +32,9 @@ class Promotion:
     _is_forked: Callable[[], bool]
     entries: list[Entry] = field(init=False, factory=list)
     origins: list[str] = field(init=False, factory=list)
-    """By entry, the tier that had its chunk when the promotion asked for it."""
+    """For each entry, the tier that had its chunk when the promotion asked for it."""
     delivered: dict[str, tuple[int, float]] = field(init=False, factory=dict)
-    """By tier: how many chunks have come from it, and when the last one did."""
+    """For each tier, how many chunks have come from it, and when the last one did."""
     failed_at: int | None = field(init=False, default=None)
     """The first of its chunks that will never arrive."""
     released: bool = field(init=False, default=False)

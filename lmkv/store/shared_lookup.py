@@ -1,4 +1,4 @@
-"""SharedLookup: asking shared tiers, in the background, for chunks that other processes stored there."""
+"""Shared lookups: shared tiers are asked in the background for chunks that other processes stored there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from lmkv.store.tiers.lower import LowerTier
 
 @define(eq=False, repr=False)
 class SharedLookup:
-    """Asks `tiers`, fastest first, for the leading chunks of `keys`, each for what the ones before it do not have.
+    """The question whether shared tiers have the leading chunks of some keys; from `TieredStore.look_up_shared`.
 
-    Done when all chunks are found, or all tiers have answered, or failed to. Thread-safe.
+    Each tier, fastest first, is asked for the keys that the tiers before it do not have. Done when all chunks are
+    found, or all tiers have answered or failed. Thread-safe.
 
-    `on_done`: called once, without the lock. `seconds`: from its making to its end, by the `clock`.
+    `on_done`: called once, without the lock. `seconds`: how long it took, by the `clock`.
     """
 
     _keys: Sequence[ChunkKey]

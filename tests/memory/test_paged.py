@@ -67,7 +67,7 @@ def test_planes() -> None:
     tensor = torch.zeros(2, 5, 8)
     assert [plane.shape for plane in planes(tensor, 0)] == [(2, 5, 8)]
     assert [plane.shape for plane in planes(tensor, 1)] == [(5, 8), (5, 8)]
-    with pytest.raises(UsageError, match="block_axis must be 0 or 1"):
+    with pytest.raises(UsageError, match="block_axis must be the first or second axis"):
         planes(tensor, 2)
 
 

@@ -1,4 +1,4 @@
-"""Judges a backend's answers: whether they are answers at all, and what a failure says about the tier."""
+"""Judges a backend's answers: are they of the right type, and does a failure mean that the tier is broken?"""
 
 from __future__ import annotations
 

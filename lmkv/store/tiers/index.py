@@ -2,8 +2,8 @@
 
 A key is absent, being written, stored, doubted (stored, but it could not be read), a tombstone (never served again,
 its bytes still there) or being reclaimed (its bytes are being deleted). Only an absent key, a doubted one or a
-tombstone can be written, so that old bytes never pass for new ones. A doubted one is not found until it has been
-written, or been seen on the medium again; till then its bytes count as those of any other.
+tombstone can be written, so that old bytes never pass for new ones. A doubted key counts, but is not found until it
+is written again or seen on the medium again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lmkv.protocols import ChunkKey, Listed, Policy
 from lmkv.store.tiers.observer import StoreObserver
 
 Victims = dict[ChunkKey, int]
-"""Chunks to delete from the backend, and their sizes. Given to one deleter at a time."""
+"""Chunks to delete from the backend, and their sizes. One deleter has them at a time."""
 
 
 @define(eq=False)
 class ScanGuard:
-    """What changed in an index since a look at its medium began, which may show those keys as they were.
+    """Keys changed since a scan of the medium started; the scan's results for them are stale.
 
-    `valid`: False once everything was cleared: nothing that was seen may be indexed any more.
+    `valid`: False once everything was cleared: no result of the scan may be indexed any more.
     """
 
     changed: set[ChunkKey] = field(factory=set)
@@ -50,7 +50,7 @@ class TierIndex:
         self.capacity = capacity
         self.used = self.other_namespace = 0
         self.clearing = False
-        """All is to be deleted, what was never indexed included: nothing is written until that is done."""
+        """Everything is being deleted, chunks that were never indexed included: nothing is written until then."""
         self._name = name
         self._observers = observers
         self._sizes: dict[ChunkKey, int] = {}
@@ -94,10 +94,10 @@ class TierIndex:
     def begin_write(
         self, key: ChunkKey, nbytes: int, protect: Callable[[], frozenset[ChunkKey]] = frozenset
     ) -> Victims | None:
-        """Make room for a chunk; None when there is none, or the key's last bytes are still being deleted.
+        """Make room for a chunk; None when that fails, or while old bytes of this key are being deleted.
 
-        Returns what to delete before writing, then to be given to `reclaimed`. `protect` is asked, once
-        eviction is needed, which keys it must spare.
+        Returns chunks to delete before writing; afterwards pass them to `reclaimed`. `protect` names the keys
+        that must not be evicted, and is called only if anything must be.
         """
         if self.clearing or self.knows(key) or key in self._reclaiming:
             return None
@@ -114,7 +114,7 @@ class TierIndex:
         return self.take_tombstones(nbytes)
 
     def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
-        """Victims beyond what this index itself has use for; None when there are not that many."""
+        """Evict more than this tier's own capacity demands; None when it has not so many bytes to evict."""
         evicted = self._evict_bytes(nbytes, protect)
         if evicted is None:
             return None
@@ -135,7 +135,7 @@ class TierIndex:
             self._tombstones[key] = nbytes
 
     def _end_rewriting(self, key: ChunkKey, *, stored: bool, wanted: bool) -> None:
-        """A doubted chunk that was to be written again, and was not, is what it was before."""
+        """Restore a doubted chunk whose write has failed."""
         nbytes = self._rewriting.pop(key, None)
         if nbytes is None or stored:
             return
@@ -155,7 +155,7 @@ class TierIndex:
         return None if victims is None else {key: self._drop(key) for key in victims}
 
     def _add(self, key: ChunkKey, nbytes: int, parent: ChunkKey = b"") -> None:
-        # First: a policy that refuses it leaves no chunk that it does not know.
+        # First, so that the index has no chunk that its policy refused.
         self.policy.insert(key, nbytes, parent)
         self._sizes[key] = nbytes
         self.used += nbytes
@@ -211,7 +211,7 @@ class TierIndex:
                 self._tombstones[key] = 0
 
     def clear(self) -> Collection[ChunkKey]:
-        """Mark everything but other namespaces' chunks deleted, indexed or not; returns what was indexed.
+        """Mark everything but other namespaces' chunks deleted, indexed or not; returns the indexed keys.
 
         Ends a listing under way.
         """
@@ -242,10 +242,10 @@ class TierIndex:
         if not ok:
             self._tombstones |= victims
 
-    # -- what the medium is seen to store -----------------------------------------------------------------
+    # -- scans of the medium ------------------------------------------------------------------------------
 
     def begin_scan(self) -> ScanGuard | None:
-        """From now on note what changes: the caller is about to look at the medium. None: not now."""
+        """The caller is about to scan the medium: note changed keys. None while everything is being deleted."""
         if self.clearing:
             return None
         self._scans.append(ScanGuard())
@@ -286,7 +286,7 @@ class TierIndex:
         return True
 
     def adopt(self, found: Sequence[Listed]) -> bool:
-        """Index chunks that a listing found, oldest use first; what exceeds the capacity is deleted.
+        """Index chunks that a listing found, oldest use first; chunks beyond the capacity are deleted.
 
         False: everything was cleared since the listing began, and it has to end.
         """
@@ -296,7 +296,7 @@ class TierIndex:
         for item in found:
             self._unseen.pop(item.key, None)
             self._trust(item.key)
-            # A time in the future says nothing about a use, and must not hide those of other chunks.
+            # A time in the future is no use, and must not hide the uses of other chunks.
             used = item.last_used if item.last_used <= now else 0.0
             self._newest = max(self._newest, used)
             if item.key in self._sizes and used > self._last_used:
@@ -307,7 +307,7 @@ class TierIndex:
         return True
 
     def _adopt(self, item: Listed) -> None:
-        # Even what has no bytes: it is found damaged when it is read, and can be stored again.
+        # Empty chunks, too: a read finds them damaged, and then they can be stored again.
         nbytes = max(item.nbytes, 1)
         evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
         if evicted is None:

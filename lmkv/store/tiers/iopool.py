@@ -159,9 +159,9 @@ class IOPool:
             return self._idle.wait_for(lambda: not self._pending, timeout)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Finish what waits, at most `timeout` seconds, then end the threads. Idempotent.
+        """Finish the waiting jobs, for at most `timeout` seconds, then end the threads. Idempotent.
 
-        False when a job hangs: its daemon thread is left behind, and what waited is dropped.
+        False when a job hangs: its daemon thread is left behind, and waiting jobs are dropped.
         """
         deadline = time.monotonic() + timeout
         self.drain(timeout)

@@ -1,7 +1,7 @@
 """A lower tier as the store sees it: its index, its counters, and I/O on its backend that never raises.
 
-Methods without `@locked` run on I/O threads: they take the lock to plan and to note what came of it, and
-never hold it while the backend works.
+Methods without `@locked` run on I/O threads: they take the lock to plan and to note the outcome, and never hold it
+while the backend works.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class LowerTier:
 
     @property
     def usable(self) -> bool:
-        """Whether what it stores can be read now."""
+        """Whether its chunks can be read now."""
         return self._reads.usable and not self._closed
 
     @property
     def writable(self) -> bool:
-        """Whether what is written to it now may arrive."""
+        """Whether a write may succeed now."""
         return self.usable and self._writes.usable
 
     @locked
@@ -273,8 +273,8 @@ class LowerTier:
     def _make_room(self, victims: Victims, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written | None:
         """Delete the victims, and more where others fill the medium, too; or say why nothing can be written.
 
-        A writer that reserves bytes beyond the capacity first frees as many. So all processes together keep
-        to it, although some of what one frees may have been deleted by another before.
+        A writer that reserves bytes beyond the capacity first frees as many, not counting chunks that another
+        process has deleted before. So all processes together keep to the capacity.
         """
         owed = self._reserve_bytes(cost)
         freed = self._reclaim(victims, cost)
@@ -328,7 +328,7 @@ class LowerTier:
     # -- deleting -----------------------------------------------------------------------------------------
 
     def reclaim(self) -> None:
-        """Delete the tombstones' bytes. What cannot be deleted stays a tombstone for the next write."""
+        """Delete the tombstones' bytes. A chunk that cannot be deleted stays a tombstone for the next write."""
         with self._lock:
             victims = self.index.take_tombstones()
         if victims:
@@ -362,7 +362,7 @@ class LowerTier:
         return attempt(run, failed)
 
     def _reclaim(self, victims: Victims, replaced_by: int = 0) -> int:
-        """Delete what the index gave out; the bytes that this freed. Raises whatever the backend does."""
+        """Delete chunks that the index gave out; returns how many bytes that freed. Raises the backend's exceptions."""
         ok = False
         try:
             freed = self._delete(victims)

@@ -1,4 +1,4 @@
-"""Who is told when a chunk comes into a tier, or goes."""
+"""Observers of a store, which are notified when a chunk enters or leaves a tier."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lmkv.protocols import ChunkKey
 
 
 class StoreObserver(Protocol):
-    """Is told which chunks a tier serves from now on, and which no longer: evicted, deleted or lost.
+    """Notified of chunks that a tier serves from now on, and no longer: evicted, deleted or lost.
 
-    Called under the store's lock, on whichever thread changes an index. It takes note, in constant time: it
-    neither waits nor calls back nor raises. A lower tier's keys of more than 32 bytes are other namespaces'.
+    Called under the store's lock, on any thread that changes an index. A method takes constant time, and must not
+    wait, call the store or raise. Keys of more than 32 bytes in a lower tier belong to other namespaces.
     """
 
     def stored(self, tier: str, key: ChunkKey) -> None: ...

@@ -1,4 +1,4 @@
-"""Finds the chunk that begins with the most of the tokens with which a prompt goes on."""
+"""Finds the chunk that shares the longest run of tokens with the rest of a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PrefixIndex:
     """Chunks by their origin (see `KeyChain.origin`) and their tokens, as bytes. Not thread-safe."""
 
     _chunks: dict[bytes, list[tuple[bytes, ChunkKey]]] = field(init=False, factory=dict, repr=False)
-    """By origin, in the order of their tokens: of all, a neighbour has the longest prefix in common."""
+    """For each origin, sorted by tokens, so that a neighbour has the longest common prefix."""
 
     def add(self, origin: bytes, tokens: bytes, key: ChunkKey) -> None:
         insort(self._chunks.setdefault(origin, []), (tokens, key))

@@ -1,7 +1,7 @@
-"""The primary tier: which chunk is in which slot, who refers to it, and what may be evicted.
+"""Host memory as a tier: which chunk is in which slot, how many refer to it, and which may be evicted.
 
 Entries: absent -> WRITING (reserved) or LOADING (promoted) -> READY -> absent; docs/concurrency.md has the
-table. Nothing here locks, waits, copies or calls back: the store calls it all under its own lock.
+table. Nothing here locks, waits, copies or calls back: the store calls it under its own lock.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _WRITING, _LOADING, _READY = State.WRITING, State.LOADING, State.READY
 
 
 @runtime_checkable
-class HostBackend(Protocol):
-    """A backend whose chunks lie in slots of host memory that one store may take over."""
+class HostMemory(Protocol):
+    """A backend of the first tier: one store takes its slots over."""
 
     def take_slab(self) -> Slab: ...
 
@@ -46,10 +46,10 @@ class PrimaryTier:
         spans: Callable[[int], Sequence[slice]] | None = None,
         observers: Sequence[StoreObserver] = (),
     ) -> None:
-        if not isinstance(tier.backend, HostBackend):
-            raise UsageError(f"the primary tier must be in host memory; {tier.name!r} has no slab")
+        if not isinstance(tier.backend, HostMemory):
+            raise UsageError(f"the first tier must be host memory, a CPUPinnedBackend; {tier.name!r} has no slab")
         if tier.admission is not None:
-            raise UsageError("the primary tier admits every chunk: give the admission to a lower tier")
+            raise UsageError("host memory admits every chunk: give the admission to a lower tier")
         self.name = tier.name
         self.backend = tier.backend
         self.slab = tier.backend.take_slab()
@@ -117,7 +117,7 @@ class PrimaryTier:
     ) -> Entry:
         """A new entry, whose only reference is that of the writer or the load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
-        if isinstance(key, TailKey):
+        if type(key) is TailKey:
             self.tails.add(entry)
         self.referenced += 1
         if state is _WRITING:
@@ -127,7 +127,7 @@ class PrimaryTier:
         return entry
 
     def mark_ready(self, entry: Entry) -> None:
-        """Its bytes are complete. What filled it still refers to it."""
+        """Its bytes are complete. The writer or load that filled it still refers to it."""
         if not entry.removed:
             if entry.state is _WRITING:
                 self.writing -= 1
@@ -151,7 +151,7 @@ class PrimaryTier:
             self.loading -= 1
         else:
             self._note_removed(entry)
-        if isinstance(entry.key, TailKey):
+        if type(entry.key) is TailKey:
             self.tails.discard(entry.key)
         if entry.in_policy:
             self.policy.discard(entry.key)
@@ -187,7 +187,7 @@ class PrimaryTier:
     # -- eviction -----------------------------------------------------------------------------------------
 
     def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
-        """What the policy evicts for so many slots, perhaps nothing; the caller removes or flushes it."""
+        """Entries that the policy evicts for so many slots, or none; the caller removes or flushes them."""
         evicted = self.policy.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
         for entry in entries:

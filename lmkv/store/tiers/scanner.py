@@ -1,8 +1,8 @@
-"""Keeps the index of a tier that persists true to its backend, on a thread of its own.
+"""Keeps the index of a persistent tier equal to its backend's content, on a thread of its own.
 
-Listed once at start, while what is known already is served; and again and again where other processes write
-and delete too, so that their chunks are found and vanished ones are not promised. What a shared backend cannot
-list is forgotten after an interval or two, and asked for again when a request wants it.
+A tier is listed at the start; chunks that are indexed already are served meanwhile. A tier that other processes
+change is listed again and again, to find their chunks and to forget deleted ones. Chunks of a shared backend that
+cannot list are forgotten after one or two intervals, and asked for again when a request wants them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INTERVAL = 10.0
-"""Seconds from one listing of a shared tier to the next, give or take a fifth, so that of several processes
-
-one comes first and the others find done what it has evicted."""
+"""Seconds between listings of a shared tier, with 20 % jitter so that processes do not evict in lockstep."""
 
 _SHARE = 0.01
-"""Most of the time that goes into listings, however long one takes."""
+"""Largest share of the time that goes into listings, however long one takes."""
 
 _BATCH_KEYS = 64
 """Chunks that are indexed under one hold of the lock: some 0.1 ms."""
@@ -52,7 +50,7 @@ class TierScanner:
     def stop(self, timeout: float) -> None:
         """End the thread, waiting at most `timeout` seconds for a listing under way. Idempotent."""
         self._stop.set()
-        # Nobody waits for it any more.
+        # Wake everybody who waits for the listing.
         self.listed.set()
         self._thread.join(timeout)
 
@@ -67,7 +65,7 @@ class TierScanner:
                 if not again:
                     return
             before, took = took, time.monotonic() - started
-            # One that was slow by chance, as the first often is, says nothing of the next.
+            # The shorter of two: a single slow listing, often the first, must not delay the next for minutes.
             self._stop.wait(max(self._interval * random.uniform(0.8, 1.2), min(before, took) / _SHARE))
 
     def _failed(self, error: Exception) -> bool:

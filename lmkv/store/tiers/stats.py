@@ -28,18 +28,18 @@ class TierCounters:
     dropped: int = 0
     """Writes that were refused because too many waited."""
     prefetched: int = 0
-    """Chunks that a prefetch brought into the primary tier; `prefetch_hits` of them were leased since then, and
-    `prefetch_expired` were removed without."""
+    """Chunks that a prefetch brought into host memory: `prefetch_hits` of them were leased later, `prefetch_expired`
+    were removed without a lease."""
     prefetch_hits: int = 0
     prefetch_expired: int = 0
 
 
 @frozen(kw_only=True)
 class TierStats(TierCounters):
-    """A tier at one moment: what it holds, of how much, and its totals so far.
+    """A tier at one moment: its content, its capacity, and its totals so far.
 
     `breaker`: "open" while the tier keeps failing and counts as empty, "half-open" when it is about to be
-    tried again. `write_breaker`: the same for writes alone, while what is stored is still served.
+    tried again. `write_breaker`: the same for writes alone, while stored chunks are still served.
     """
 
     name: str
@@ -54,8 +54,8 @@ class TierStats(TierCounters):
 class StoreStats:
     """A `TieredStore` at one moment.
 
-    `leased`: referenced slots, whoever refers to them, pins among them. `pinned`: pinned chunks. `writing`
-    and `loading`: slots that are being filled. `pending_io`: jobs that wait or run.
+    `leased`: slots with any reference, pins included. `pinned`: pinned chunks. `writing` and `loading`: slots that
+    are being filled. `pending_io`: jobs that wait or run.
     """
 
     tiers: tuple[TierStats, ...]

@@ -1,7 +1,7 @@
 """Tails, the chunks after a prompt's last whole chunk: which are in host memory, and where their bytes are.
 
 A tail fills only a part of its slot. So a share of the slots is theirs at most, and lower tiers get just the
-filled part. A key is a tail's if it is a `TailKey`.
+filled part. A key is a tail if `type(key) is TailKey`, which is asked of every chunk and twice as fast as isinstance.
 """
 
 from __future__ import annotations
@@ -64,23 +64,23 @@ class Payloads:
 
     def nbytes(self, key: ChunkKey) -> int:
         """Bytes of the chunk in a lower tier."""
-        if not isinstance(key, TailKey):
+        if type(key) is not TailKey:
             return self.slot_bytes
         return sum(span.stop - span.start for span in self.spans(key.tokens))
 
     def gather(self, key: ChunkKey, slot: memoryview) -> memoryview:
         """The payload in a slot: the slot's own memory, or a copy of a tail's parts."""
-        if not isinstance(key, TailKey):
+        if type(key) is not TailKey:
             return slot
         return memoryview(b"".join(slot[span] for span in self.spans(key.tokens)))
 
     def buffer(self, key: ChunkKey, slot: memoryview) -> memoryview:
         """Memory to read a payload into, for `scatter`: the slot itself, or a buffer for a tail's parts."""
-        return memoryview(bytearray(self.nbytes(key))) if isinstance(key, TailKey) else slot
+        return memoryview(bytearray(self.nbytes(key))) if type(key) is TailKey else slot
 
     def scatter(self, key: ChunkKey, payload: memoryview, slot: memoryview) -> None:
         """Put a payload in its place in the slot."""
-        if isinstance(key, TailKey):
+        if type(key) is TailKey:
             at = 0
             for span in self.spans(key.tokens):
                 slot[span] = payload[at : at + span.stop - span.start]
