@@ -67,8 +67,8 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
         yield _disk_tier(config, config.local_disk, namespace, key)
     names: Counter[str] = Counter()
     for url in (*config.remote_url, *config.remote_urls):
-        kind = url.kind
-        names[kind] += 1
+        store_kind = url.store_kind
+        names[store_kind] += 1
         backend = plugins.make(
             url.place,
             f"remote_url {url}",
@@ -81,7 +81,7 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
             ttl=config.remote_ttl or None,
             timeout=config.remote_timeout,
             chunk_tokens=namespace.chunk_size,
-            name=kind if names[kind] == 1 else f"{kind}-{names[kind]}",
+            name=store_kind if names[store_kind] == 1 else f"{store_kind}-{names[store_kind]}",
             authentication_key=key,
         )
         # How many bytes it takes, and what it evicts, is the store's own business.

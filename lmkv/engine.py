@@ -22,7 +22,7 @@ from lmkv.chunks.hashing import Tokens, chunk_keys, token_bytes
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
-from lmkv.errors import ClosedError, UsageError, shown
+from lmkv.errors import ClosedError, UsageError, short_repr
 from lmkv.memory.copier import ChunkCopy, Copier, Run, block_ids
 from lmkv.memory.copiers import make_copier
 from lmkv.memory.layerwise import LayerReader, LayerWriter
@@ -183,7 +183,7 @@ class Engine:
         """
         config = Config.load() if config is None else config
         if not isinstance(config, Config):
-            raise UsageError(f"config must be a Config, as Config.load(...) makes one, not {shown(config)}")
+            raise UsageError(f"config must be a Config, as Config.load(...) makes one, not {short_repr(config)}")
         try:
             tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
         except TypeError:
@@ -379,7 +379,7 @@ class Engine:
 
     def _first_chunk(self, skip_tokens: Any, keys: Sequence[ChunkKey]) -> int:
         if isinstance(skip_tokens, bool) or not isinstance(skip_tokens, int) or skip_tokens < 0:
-            raise UsageError(f"skip_tokens must be an int of at least 0, not {shown(skip_tokens)}")
+            raise UsageError(f"skip_tokens must be an int of at least 0, not {short_repr(skip_tokens)}")
         return min(skip_tokens // self.chunk_size, len(keys))
 
     def _block_copies(self, lease: Lease, blocks: list[int], first: int) -> list[ChunkCopy]:
@@ -523,7 +523,7 @@ class Engine:
 
 def _positive(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} must be a positive int, not {shown(value)}")
+        raise UsageError(f"{name} must be a positive int, not {short_repr(value)}")
     return value
 
 
@@ -535,13 +535,13 @@ def _check_variant(given: object) -> None:
         texts = (*(lora or ("", "")), *tags, *tags.values(), "" if salt is None else salt)
         if len(lora or "ab") == 2 and all(isinstance(text, str) for text in texts):
             return
-    raise UsageError(f"variant must be a Variant of a str, a pair of them and a mapping of them, not {shown(given)}")
+    raise UsageError(f"variant must be a Variant of a str, a pair of strs and a mapping, not {short_repr(given)}")
 
 
 def _seconds(value: Any, name: str) -> float:
     """As a float that every clock can add: more than thirty years are as good as for ever."""
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
-        raise UsageError(f"{name} must be a number of seconds, not {shown(value)}")
+        raise UsageError(f"{name} must be a number of seconds, not {short_repr(value)}")
     try:
         return max(min(float(value), _FOREVER), -_FOREVER)
     except OverflowError:  # an int of hundreds of digits

@@ -20,10 +20,10 @@ SECRET = re.compile(r"(?i)passw|pass\b|pwd|pw\b|secret|token|key|credential|sign
 """In the names of options whose values are shown nowhere."""
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """The text without the passwords of the URLs in it.
 
-    >>> masked("redis://cache:secret@host:6379/0?ssl_password=other&db=1")
+    >>> mask_secrets("redis://cache:secret@host:6379/0?ssl_password=other&db=1")
     'redis://cache:***@host:6379/0?ssl_password=***&db=1'
     """
     return _IN_QUERY.sub(_masked_option, _masked_users(text))
@@ -53,7 +53,7 @@ def _masked_option(found: re.Match[str]) -> str:
 
 def _masked_repr(x: str, level: int) -> str:
     """Of a string at any depth, without the passwords in it."""
-    return reprlib.Repr.repr_str(_SHORT, masked(x), level)
+    return reprlib.Repr.repr_str(_SHORT, mask_secrets(x), level)
 
 
 _SHORT = reprlib.Repr()
@@ -61,12 +61,12 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 80, 80, 
 _SHORT.repr_str = _masked_repr  # type: ignore[method-assign]
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value in a message: its repr in a line at most, however large the value is or bad its repr.
 
     Without passwords in URLs.
 
-    >>> print(shown("a" * 100), shown([[["deep"]]]))
+    >>> print(short_repr("a" * 100), short_repr([[["deep"]]]))
     'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' [[[...]]]
     """
     try:
@@ -76,10 +76,10 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
-def told(error: BaseException) -> str:
+def safe_repr(error: BaseException) -> str:
     """Its repr, however bad it is.
 
-    >>> told(ValueError("no"))
+    >>> safe_repr(ValueError("no"))
     "ValueError('no')"
     """
     try:

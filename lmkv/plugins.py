@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from lmkv.errors import ConfigError, masked, told
+from lmkv.errors import ConfigError, mask_secrets, safe_repr
 
 BACKENDS: Final = "lmkv.backends"
 POLICIES: Final = "lmkv.policies"
@@ -45,7 +45,7 @@ def load(place: str, wanted_by: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{wanted_by}: {place} cannot be loaded: {told(error)}") from error
+        raise ConfigError(f"{wanted_by}: {place} cannot be loaded: {safe_repr(error)}") from error
 
 
 def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any) -> Any:
@@ -60,7 +60,7 @@ def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any
         raise
     except Exception as error:  # noqa: BLE001
         # What it says, and where it was raised, may have the password of a URL.
-        raise ConfigError(f"{wanted_by}: {place} cannot be made: {masked(told(error))}") from None
+        raise ConfigError(f"{wanted_by}: {place} cannot be made: {mask_secrets(safe_repr(error))}") from None
     if not isinstance(made, kind):
         raise ConfigError(f"{wanted_by}: {place} has not all methods of lmkv.protocols.{kind.__name__}")
     return made

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lmkv import Config, Engine, Variant
-from lmkv.errors import BackendUnavailable, ClosedError, UsageError, shown
+from lmkv.errors import BackendUnavailable, ClosedError, UsageError, short_repr
 from lmkv.protocols import Backend
 from lmkv.store.tiers.iopool import Job, Priority
 from tests.forked import Child
@@ -219,7 +219,7 @@ def test_seconds_that_are_no_number_are_refused(engine: Engine, seconds: Any) ->
             engine.pin(range(CHUNK), ttl=seconds)
 
 
-@pytest.mark.parametrize("seconds", [float("inf"), HUGE, 1e300, np.float32(60), -1], ids=shown)
+@pytest.mark.parametrize("seconds", [float("inf"), HUGE, 1e300, np.float32(60), -1], ids=short_repr)
 def test_any_number_of_seconds_will_do(tmp_path: Path, seconds: Any) -> None:
     with open_engine(paged(), tmp_path) as engine:
         assert engine.store(range(CHUNK), range(4), wait=LIMIT) == CHUNK

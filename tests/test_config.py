@@ -18,7 +18,7 @@ from attrs.exceptions import FrozenInstanceError
 from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.config import GIB, Config, Setting, lmcache
 from lmkv.config.remote_url import RemoteURL
-from lmkv.errors import ConfigError, masked, shown
+from lmkv.errors import ConfigError, mask_secrets, short_repr
 from lmkv.policies import FIFO, make_admission, make_policy
 
 DEFAULTS: dict[str, object] = {
@@ -240,7 +240,7 @@ def test_a_bad_value_is_refused_with_key_value_and_source(key: str, bad: Any) ->
     for arguments, source in (({key: bad}, "keyword"), ({"extra": {key: bad}}, "kv_connector_extra_config")):
         with pytest.raises(ConfigError) as caught:
             load(**arguments)
-        assert str(caught.value).startswith(f"{source}: {key} = {shown(bad)} must ")
+        assert str(caught.value).startswith(f"{source}: {key} = {short_repr(bad)} must ")
     with pytest.raises(ConfigError, match=key):
         Config(**{key: bad})
 
@@ -667,7 +667,7 @@ def test_a_password_that_is_no_yaml_is_not_shown(tmp_path: Path, value: str) -> 
 
 def test_masking_takes_time_by_the_length_alone() -> None:
     texts = {f"{size}": "://a" * size + " a://b:c?a=%3A%2F%2F" * size for size in (1_000, 20_000)}
-    times = interleaved({size: partial(masked, text) for size, text in texts.items()}, 3, clock=time.thread_time)
+    times = interleaved({size: partial(mask_secrets, text) for size, text in texts.items()}, 3, clock=time.thread_time)
     assert median_ratio(times, "20000", "1000") < 200, "20 times as long; squared it is 400"
 
 

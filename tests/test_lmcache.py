@@ -13,7 +13,7 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.config import lmcache, read_yaml
-from lmkv.errors import ConfigError, shown
+from lmkv.errors import ConfigError, short_repr
 from tests.test_config import ALIASES
 
 HERE = Path(__file__).parent
@@ -288,7 +288,7 @@ def test_an_engine_logs_what_there_is_to_say(caplog: pytest.LogCaptureFixture) -
         ("extra_config", 5),
         ("extra_config", {"use_odirect": "perhaps"}),
     ],
-    ids=shown,
+    ids=short_repr,
 )
 def test_a_bad_value_is_one_short_error_by_its_source(key: str, bad: object) -> None:
     with pytest.raises(ConfigError, match=r"^kv_connector_extra_config: ") as caught:

@@ -39,13 +39,13 @@ class _Calls(ABC, Generic[Answer]):
     def _limit(self, body: Mapping[str, Any] | None) -> float:
         return self._timeout + float((body or {}).get("wait", 0.0))
 
-    def lookup(self, prompt: PromptLike, **apart: Any) -> Answer:
+    def lookup(self, prompt: PromptLike, **scope: Any) -> Answer:
         """`total_tokens`, `hit_tokens` and the `sources` that have them."""
-        return self.send("POST", "/v1/lookup", _body(prompt, apart))
+        return self.send("POST", "/v1/lookup", _body(prompt, scope))
 
-    def prefetch(self, prompt: PromptLike, *, wait: float = 0.0, **apart: Any) -> Answer:
+    def prefetch(self, prompt: PromptLike, *, wait: float = 0.0, **scope: Any) -> Answer:
         """`id`, `done`, `found_tokens` and `ready_tokens`, after `wait` seconds at most."""
-        return self.send("POST", "/v1/prefetch", {**_body(prompt, apart), "wait": wait})
+        return self.send("POST", "/v1/prefetch", {**_body(prompt, scope), "wait": wait})
 
     def prefetched(self, name: str) -> Answer:
         """How far the prefetch with this `id` is."""
@@ -55,19 +55,19 @@ class _Calls(ABC, Generic[Answer]):
         """Stop the prefetch with this `id`."""
         return self.send("DELETE", f"/v1/prefetch/{quote(name, safe='')}")
 
-    def pin(self, prompt: PromptLike, *, seconds: float | None = None, **apart: Any) -> Answer:
+    def pin(self, prompt: PromptLike, *, seconds: float | None = None, **scope: Any) -> Answer:
         """`pinned_tokens`, and for how many `seconds`."""
-        return self.send("POST", "/v1/pin", {**_body(prompt, apart), "seconds": seconds})
+        return self.send("POST", "/v1/pin", {**_body(prompt, scope), "seconds": seconds})
 
-    def unpin(self, prompt: PromptLike, **apart: Any) -> Answer:
+    def unpin(self, prompt: PromptLike, **scope: Any) -> Answer:
         """`unpinned_chunks`."""
-        return self.send("POST", "/v1/unpin", _body(prompt, apart))
+        return self.send("POST", "/v1/unpin", _body(prompt, scope))
 
-    def clear(self, prompt: PromptLike | None = None, *, namespace: str | None = None, **apart: Any) -> Answer:
+    def clear(self, prompt: PromptLike | None = None, *, namespace: str | None = None, **scope: Any) -> Answer:
         """`deleted_chunks`: a prompt's, or of the `namespace` that begins so; without either all there are."""
         what: dict[str, Any] = {} if namespace is None else {"namespace": namespace}
         asked = what or {"everything": True} if prompt is None else _body(prompt, what)
-        return self.send("POST", "/v1/clear", {**asked, **apart})
+        return self.send("POST", "/v1/clear", {**asked, **scope})
 
     def stats(self) -> Answer:
         """The counters of the tiers."""
@@ -163,11 +163,11 @@ def _headers(token: str | None) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
-def _body(prompt: PromptLike, apart: Mapping[str, Any]) -> dict[str, Any]:
+def _body(prompt: PromptLike, scope: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(prompt, str):
-        return {"text": prompt, **apart}
+        return {"text": prompt, **scope}
     kind = "messages" if prompt and isinstance(prompt[0], Mapping) else "tokens"
-    return {kind: list(prompt), **apart}
+    return {kind: list(prompt), **scope}
 
 
 def _answer(response: httpx.Response) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`Connection`: the bounds that hold for every caller, before a token has been seen."""
+"""`BoundedConnection`: the bounds that hold for every caller, before a token has been seen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmkv.agent.guard import ADMITTED
 REQUEST_SECONDS = 10.0
 """From a connection, or the answer before, until a request is there, its body included."""
 
-_MOST_CONNECTIONS = 128
+_MAX_CONNECTIONS = 128
 _SHARE_OF_FILES = 8
 """One in so many of the files that this process may open."""
 _HEADER_STEP = 512
@@ -26,13 +26,13 @@ _errors = logging.getLogger("lmkv.agent.errors")
 _errors.setLevel(logging.ERROR)
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """At a time: few beside the files that the engine may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_CONNECTIONS if files < 0 else min(_MOST_CONNECTIONS, files // _SHARE_OF_FILES)
+    return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // _SHARE_OF_FILES)
 
 
-class Connection(H11Protocol):
+class BoundedConnection(H11Protocol):
     """HTTP as uvicorn speaks it. h11 bounds a request's line and headers; here are the bounds of time and number.
 
     A stranger is who has not shown the token yet, by `Guard`. When there are too many connections, the stranger that
@@ -48,8 +48,9 @@ class Connection(H11Protocol):
         self.logger = _errors
         self._since = time.monotonic()
         self._await_request()
-        here = [each for each in self.connections if isinstance(each, Connection) and not each.transport.is_closing()]
-        if len(here) > most_connections():
+        here = [each for each in self.connections if isinstance(each, BoundedConnection)]
+        here = [each for each in here if not each.transport.is_closing()]
+        if len(here) > max_connections():
             first = min((each for each in here if each.is_stranger()), key=lambda each: each._since, default=self)
             first.transport.abort()
 

@@ -12,12 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _TOKEN_BYTES = 32
-_LEAST, _MOST = 1 << 20, 8 << 20
+_MIN_BYTES, _MAX_BYTES = 1 << 20, 8 << 20
 
 
-def most_bytes(longest: int) -> int:
+def max_body_bytes(longest: int) -> int:
     """Of a body, by tokens of the longest prompt. While it is parsed, the interpreter does nothing else."""
-    return min(max(_LEAST, _TOKEN_BYTES * longest), _MOST)
+    return min(max(_MIN_BYTES, _TOKEN_BYTES * longest), _MAX_BYTES)
 
 
 PROTECTED = "/v1/"

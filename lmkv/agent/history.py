@@ -27,7 +27,7 @@ class History:
             with suppress(LmkvError):
                 stats = await self._stats()
                 # A total without one of several engines would look like a fall, and later like a rise.
-                if not any("away" in engine for engine in stats.get("engines", ())):
+                if not any("unavailable" in engine for engine in stats.get("engines", ())):
                     self._samples.append(_sample(stats))
             await asyncio.sleep(self._interval)
 

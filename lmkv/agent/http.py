@@ -26,22 +26,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.concurrency import run_in_threadpool
 from uvicorn import Config, Server
 
-from lmkv.agent.connection import REQUEST_SECONDS, Connection, most_connections
-from lmkv.agent.engines import Call, EngineError, Engines, merged, merged_requests, merged_stats
-from lmkv.agent.guard import Guard, as_json, most_bytes, refused
+from lmkv.agent.connection import REQUEST_SECONDS, BoundedConnection, max_connections
+from lmkv.agent.guard import Guard, as_json, max_body_bytes, refused
 from lmkv.agent.history import History
 from lmkv.agent.pace import paced_loop
 from lmkv.agent.page import PAGE, PAGE_HEADERS
+from lmkv.agent.peers import Call, PeerError, Peers, answering, merged, merged_requests, merged_stats
 from lmkv.agent.reference import HEADERS, reference
 from lmkv.agent.service import CacheService, Prompt
-from lmkv.errors import ConfigError, LmkvError, UsageError, shown
+from lmkv.errors import ConfigError, LmkvError, UsageError, short_repr
 
 logger = logging.getLogger("lmkv.agent")
 
 _BEARER = HTTPBearer(auto_error=False)
 _UNIX = "unix:"
 _END_LIMIT = 5.0
-_MOST_FIELDS = 256
+_MAX_FIELDS = 256
 
 
 class PromptBody(BaseModel):
@@ -66,8 +66,8 @@ class PromptBody(BaseModel):
     def few_fields(cls, given: Any) -> Any:
         """Before each of a million is found wrong, which takes many seconds, as it would with lists."""
         for fields in (given, given.get("tags")) if isinstance(given, dict) else ():
-            if isinstance(fields, dict) and len(fields) > _MOST_FIELDS:
-                raise ValueError(f"there are more than {_MOST_FIELDS} fields or tags")
+            if isinstance(fields, dict) and len(fields) > _MAX_FIELDS:
+                raise ValueError(f"there are more than {_MAX_FIELDS} fields or tags")
         return given
 
     def prompt(self) -> Prompt:
@@ -106,13 +106,13 @@ class EngineBody(BaseModel):
 
 
 def application(
-    service: CacheService, token: str | None, engines: Engines | None = None, longest: int = 1 << 18
+    service: CacheService, token: str | None, peers: Peers | None = None, longest: int = 1 << 18
 ) -> FastAPI:
     """The routes. With a token each request must have it: `Authorization: Bearer ...`. The page needs none.
 
     `longest`: tokens of the longest prompt, which bounds what is read.
     """
-    engines = engines or Engines()
+    peers = peers or Peers()
 
     def authorized(given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> None:
         # The guard has looked before; this also says in the OpenAPI document that calls want a token.
@@ -120,32 +120,32 @@ def application(
             raise HTTPException(401, "the header Authorization: Bearer TOKEN is missing or wrong")
 
     async def stats_of_all() -> dict[str, Any]:
-        return merged_stats(await engines.ask(service.stats, "GET", "/v1/stats"))
+        return merged_stats(await peers.ask(service.stats, "GET", "/v1/stats"))
 
     history = History(stats_of_all)
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(each) for each in (history.run(), engines.announce())]
+        tasks = [asyncio.create_task(each) for each in (history.run(), peers.announce())]
         yield
         for task in tasks:
             task.cancel()
-        await engines.close()
+        await peers.close()
 
     # FastAPI's own pages of the API load their scripts from elsewhere.
     pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
     app = FastAPI(title="lmkv", summary="The KV cache of an engine", lifespan=running, redirect_slashes=False, **pages)
     app.add_exception_handler(LmkvError, _as_answer)
     app.add_exception_handler(RequestValidationError, refused)
-    app.add_middleware(Guard, token=token, most=most_bytes(longest))
+    app.add_middleware(Guard, token=token, most=max_body_bytes(longest))
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(authorized)])
 
     async def each(call: Call, path: str, body: PromptBody) -> dict[str, Any]:
         fields = body.model_dump(exclude_defaults=True)
-        return merged(await engines.ask(call, "POST", path, fields))
+        return merged(await peers.ask(call, "POST", path, fields))
 
     async def prefetches(call: Callable[[], dict[str, Any] | None], method: str, name: str) -> dict[str, Any]:
-        found = await engines.ask(call, method, f"/v1/prefetch/{quote(name, safe='')}")
+        found = await peers.ask(call, method, f"/v1/prefetch/{quote(name, safe='')}")
         if not found:
             raise HTTPException(404, f"there is no prefetch {name}, or its time is over")
         return merged(found)
@@ -214,14 +214,17 @@ def application(
     @v1.get("/requests")
     async def requests(limit: Annotated[int, Query(ge=1)] = 200) -> dict[str, Any]:
         """What the last requests, 200 at most, have found and missed, newest first."""
-        return merged_requests(await engines.ask(service.requests, "GET", "/v1/requests"), limit)
+        return merged_requests(await peers.ask(service.requests, "GET", "/v1/requests"), limit)
 
     @v1.get("/explain/{request:path}")
     async def explain(request: str) -> dict[str, Any]:
         """Why a request was not loaded from the cache, or not all of it. Several prompts or answers have `parts`."""
-        found = await engines.ask(lambda: service.explain(request), "GET", f"/v1/explain/{quote(request, safe='')}")
-        here = [(number, answer) for number, answer in found.items() if "away" not in answer]
-        parts = [{"engine": number, **part} for number, answer in here for part in answer.pop("parts", [answer])]
+        found = await peers.ask(lambda: service.explain(request), "GET", f"/v1/explain/{quote(request, safe='')}")
+        parts = [
+            {"engine": number, **part}
+            for number, answer in answering(found).items()
+            for part in answer.pop("parts", [answer])
+        ]
         if not parts:
             raise HTTPException(404, f"request {request} is not among the last ones that were scheduled")
         return {**parts[0], "parts": parts} if len(parts) > 1 else parts[0]
@@ -229,7 +232,7 @@ def application(
     @v1.post("/engines", include_in_schema=False)
     async def announced(body: EngineBody) -> dict[str, Any]:
         """Another engine of this server is there."""
-        engines.announced(body.engine)
+        peers.announced(body.engine)
         return {}
 
     @app.get("/", include_in_schema=False)
@@ -245,7 +248,7 @@ def application(
 
 
 async def _as_answer(_: Request, error: Exception) -> Response:
-    status = error.status if isinstance(error, EngineError) else 400 if isinstance(error, UsageError) else 503
+    status = error.status if isinstance(error, PeerError) else 400 if isinstance(error, UsageError) else 503
     return as_json(str(error), status)
 
 
@@ -283,7 +286,7 @@ class Address:
                 literal = f"[{host}]" if ":" in host else host
                 return bound, f"http://{literal}:{bound.getsockname()[1]}"
         raise ConfigError(
-            f"agent_listen = {shown(self.text)} must be an address of this machine alone, 127.0.0.1:8377, or unix:/path"
+            f"agent_listen = {short_repr(self.text)} must be a loopback address such as 127.0.0.1:8377, or unix:/path"
         )
 
 
@@ -310,13 +313,13 @@ def _unix_socket(path: str) -> socket.socket:
 def _server_config(app: FastAPI) -> Config:
     return Config(
         app,
-        http=Connection,
+        http=BoundedConnection,
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        backlog=most_connections(),
+        backlog=max_connections(),
         timeout_keep_alive=int(REQUEST_SECONDS),
         timeout_graceful_shutdown=1,
     )

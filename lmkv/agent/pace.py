@@ -10,7 +10,7 @@ _SHARE = 0.1
 """Of one core. What callers send costs the engine a tenth of its speed at most, however much it is."""
 _SAVED = 0.5
 """Seconds of that core which a loop that was idle may take at once."""
-_LONGEST_PAUSE = 1.0
+_MAX_PAUSE = 1.0
 """Seconds, so that the loop can be ended."""
 
 
@@ -28,7 +28,7 @@ class _PacedSelector(selectors.DefaultSelector):
         self._allowance = min(self._allowance + earned, _SAVED)
         self._computed, self._time = computed, now
         if self._allowance < 0:
-            time.sleep(min(-self._allowance / _SHARE, _LONGEST_PAUSE))
+            time.sleep(min(-self._allowance / _SHARE, _MAX_PAUSE))
         return super().select(timeout)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from attrs import asdict, field, frozen
 from cachetools import TTLCache
 
-from lmkv.agent.explain import explained
+from lmkv.agent.explanation import explained
 from lmkv.chunks.hashing import TailKey
 from lmkv.errors import LmkvError, UsageError
 from lmkv.protocols import ChunkKey
@@ -20,7 +20,7 @@ from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 from lmkv.store.tiers.iopool import Priority
 
-_MOST_PREFETCHES = 4096
+_MAX_PREFETCHES = 4096
 _OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
 """vLLM's own id: before the caller's the number of the answer, where `n` asks for several; after it the number of the
 prompt, where a call may have several, and eight letters."""
@@ -149,7 +149,7 @@ class CacheService:
         self._longest = longest
         # Not thread-safe by itself.
         self._lock = threading.Lock()
-        self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MOST_PREFETCHES, pin_ttl)
+        self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MAX_PREFETCHES, pin_ttl)
 
     def __repr__(self) -> str:
         return f"<CacheService of {self._store!r}>"

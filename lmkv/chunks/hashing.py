@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from operator import index
 from typing import Any, Final, Literal, Protocol, Self
 
-from lmkv.errors import UsageError, shown
+from lmkv.errors import UsageError, short_repr
 
 KEY_BYTES: Final = 32
 """Bytes of a chunk key, of a namespace's digest and of a root, all of which are SHA-256 digests."""
@@ -55,7 +55,7 @@ class KeyChain:
 
     def __init__(self, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None) -> None:
         if chunk_size < 1:
-            raise UsageError(f"chunk_size must be positive, not {shown(chunk_size)}")
+            raise UsageError(f"chunk_size must be positive, not {short_repr(chunk_size)}")
         self.root = _checked_digest(root, "root")
         self.keys: list[bytes] = []
         self._chunk_size = chunk_size
@@ -143,7 +143,7 @@ def token_bytes(tokens: Tokens) -> bytes:
 
 def _checked_digest(digest: object, name: str) -> bytes:
     if not isinstance(digest, bytes) or len(digest) != KEY_BYTES:
-        raise UsageError(f"{name} must be {KEY_BYTES} bytes, not {shown(digest)}")
+        raise UsageError(f"{name} must be {KEY_BYTES} bytes, not {short_repr(digest)}")
     return digest
 
 
@@ -175,7 +175,7 @@ def _native_uint32(tokens: Tokens, start: int, stop: int) -> array[int]:
         try:
             return _from_ndarray(tokens[start:stop], start)
         except RuntimeError as error:  # of torch: a sparse tensor, or one without memory
-            raise UsageError(f"tokens cannot be read: {shown(str(error))}") from None
+            raise UsageError(f"tokens cannot be read: {short_repr(str(error))}") from None
     if start == 0 and isinstance(tokens, (list, tuple)):
         # Slicing a long list would cost a tenth of hashing it. A bad token past `stop` must not matter.
         try:
@@ -222,5 +222,5 @@ def _bad_token(tokens: Iterable[object], start: int) -> UsageError:
                 continue
         except TypeError:
             pass
-        return UsageError(f"token {shown(token)} at position {position} is not an unsigned 32-bit integer")
+        return UsageError(f"token {short_repr(token)} at position {position} is not an unsigned 32-bit integer")
     return UsageError("tokens cannot be read as integers")

@@ -15,7 +15,7 @@ from typing import Any
 
 from attrs import Attribute, asdict, field, frozen
 
-from lmkv.errors import UsageError, shown
+from lmkv.errors import UsageError, short_repr
 
 FORMAT_VERSION = 1
 """Version of the keys: raised whenever the same tokens and description get other keys than before."""
@@ -35,7 +35,7 @@ def canonical(value: object) -> bytes:
         case None:
             tag, content = b"n", b""
         case bool():
-            raise UsageError(f"a key cannot be made of {shown(value)}")
+            raise UsageError(f"a key cannot be made of {short_repr(value)}")
         case int():
             tag, content = b"i", b"%d" % value
         case str():
@@ -49,23 +49,23 @@ def canonical(value: object) -> bytes:
             items = sorted(canonical(key) + canonical(item) for key, item in value.items())
             tag, content = b"m", b"".join(items)
         case _:
-            raise UsageError(f"a key cannot be made of {shown(value)}")
+            raise UsageError(f"a key cannot be made of {short_repr(value)}")
     return tag + len(content).to_bytes(8, "little") + content
 
 
 def _text(_: object, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, str):
-        raise UsageError(f"{attribute.name} must be a str, not {shown(value)}")
+        raise UsageError(f"{attribute.name} must be a str, not {short_repr(value)}")
 
 
 def _count(_: object, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{attribute.name} must be a positive int, not {shown(value)}")
+        raise UsageError(f"{attribute.name} must be a positive int, not {short_repr(value)}")
 
 
 def _pairs_of_text(_: object, attribute: Attribute[Any], value: tuple[tuple[object, object], ...]) -> None:
     if not all(isinstance(text, str) for pair in value for text in pair):
-        raise UsageError(f"{attribute.name} must map str to str, not {shown(dict(value))}")
+        raise UsageError(f"{attribute.name} must map str to str, not {short_repr(dict(value))}")
 
 
 def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

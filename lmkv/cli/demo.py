@@ -21,15 +21,15 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from lmkv.cli.measure.engines import CONNECTOR
+from lmkv.cli.checkpoint import whole_heads
 from lmkv.cli.measure.hit import PROMPTS, Measurement, Plan, Progress, measure_hit
 from lmkv.cli.measure.probe import try_remote
 from lmkv.cli.measure.process import ChildFailedError
 from lmkv.cli.measure.remote import measure_remote
 from lmkv.cli.measure.restart import measure_restart
 from lmkv.cli.measure.small_model import SmallModel
-from lmkv.cli.model import whole_heads
-from lmkv.errors import LmkvError, UsageError, masked
+from lmkv.cli.measure.vllm_engines import CONNECTOR
+from lmkv.errors import LmkvError, UsageError, mask_secrets
 
 
 class Medium(StrEnum):
@@ -120,7 +120,7 @@ def answers(tier: Medium, url: str) -> None:
         try_remote(url)
     except LmkvError as error:
         start = f"start one with: {STARTS[tier]}; or give its --url. See docs/remote.md"
-        raise UsageError(f"{masked(url)} cannot be used: {error}\n{start}") from error
+        raise UsageError(f"{mask_secrets(url)} cannot be used: {error}\n{start}") from error
 
 
 @contextmanager

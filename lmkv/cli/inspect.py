@@ -96,12 +96,12 @@ def clear(
         raise typer.BadParameter("a prompt's chunks and a --namespace are two things to clear")
     if path is None:
         prompt = server.prompt_of(text, tokens) if text or tokens else None
-        apart = server.apart_from(cache_salt, tag, engine)
+        scope = server.scope_of(cache_salt, tag, engine)
         if prompt is None and not yes:
             whose = f"namespace {namespace} at {url}" if namespace else f"{url} from every tier"
             ask(f"Delete all chunks of {whose}?")
         with server.client_of(url, token_file) as client:
-            answer = client.clear(prompt, namespace=namespace or None, **apart)
+            answer = client.clear(prompt, namespace=namespace or None, **scope)
         server.show(answer, lambda one: f"deleted {one['deleted_chunks']:,} chunks", as_json=as_json)
         return
     chunks = {one.digest: one.chunks for one in found_in(path, namespace)}

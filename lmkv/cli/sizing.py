@@ -115,9 +115,9 @@ def _layers(text: Settings) -> Iterator[Layer]:
     names = {name for name, value in text.items() if name.startswith(NOT_CACHED) and value}
     if strange := sorted({*kinds[:count]} - KINDS | names):
         raise ValueError(f"lmkv does not cache this model, or cannot tell its size: it has {', '.join(strange)}")
-    apart = text.get("per_layer_config") or {}
+    per_layer = text.get("per_layer_config") or {}
     for number, kind in enumerate(kinds[:count]):
-        yield _layer({**text, **apart.get(str(number), {})}, kind)
+        yield _layer({**text, **per_layer.get(str(number), {})}, kind)
 
 
 def _layer(text: Settings, kind: str) -> Layer:

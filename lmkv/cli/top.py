@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmkv.cli.inspect import duration
-from lmkv.cli.server import TokenFile, away, client_of
+from lmkv.cli.server import TokenFile, client_of, unavailable
 from lmkv.config import GIB
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def look(client: Client) -> dict[str, Any]:
 
 
 def watch(console: Console, client: Client, seen: dict[str, Any], interval: float) -> None:
-    """Until Ctrl+C, or until the server is away."""
+    """Until Ctrl+C, or until the server is unavailable."""
     with Live(picture(seen, room(console, seen)), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
@@ -100,7 +100,7 @@ def sparkline(samples: list[dict[str, Any]]) -> str:
 
 
 def _level(hit: int, asked: int) -> str:
-    # Negative where an engine was away.
+    # Negative where an engine was unavailable.
     return _LEVELS[min(7, 8 * hit // asked)] if asked > 0 and 0 <= hit <= asked else " "
 
 
@@ -138,8 +138,8 @@ def size(nbytes: int) -> str:
 def engines(found: list[dict[str, Any]]) -> Table:
     made = table("engine", "host memory", "", "hit rate", right=("hit rate",))
     for engine in found:
-        if away(engine):
-            made.add_row(str(engine["engine"]), Text(away(engine), "red"))
+        if unavailable(engine):
+            made.add_row(str(engine["engine"]), Text(unavailable(engine), "red"))
         else:
             host, rate = engine["tiers"][0], percent(engine["hit_tokens"], engine["lookup_tokens"])
             made.add_row(str(engine["engine"]), bar(host), in_use(host), rate)

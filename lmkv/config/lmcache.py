@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
-from lmkv.errors import ConfigError, shown
+from lmkv.errors import ConfigError, short_repr
 
 EXTRA: Final = "kv_connector_extra_config"
 VARIABLE: Final = "environment "
@@ -37,7 +37,7 @@ BOOLEANS: Final = {
 }
 
 _OFF: Final = NOTHING | {"[]", "{}"}
-_AT_MOST: Final = 20
+_MAX_NAMES: Final = 20
 """Names in one message."""
 
 _Read = Callable[[Path], Mapping[Any, object]]
@@ -45,7 +45,7 @@ _Given = dict[Any, tuple[object, str]]
 
 
 @frozen(kw_only=True)
-class Entry:
+class KnownSetting:
     """One key of LMCache's, as lmcache.toml says. `kind`: mapped, refused or without_effect."""
 
     key: str
@@ -68,16 +68,16 @@ class Entry:
     def convert(self, value: object, source: str) -> tuple[str, object, str]:
         """lmkv's name and value, and where they come from."""
         if self.several and isinstance(value, str) and "," in value:
-            raise ConfigError(f"{source}: {self.key} = {shown(value)} names several: {self.several}")
-        told = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
-        return self.setting, self._value(value, source), told
+            raise ConfigError(f"{source}: {self.key} = {short_repr(value)} names several: {self.several}")
+        where = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
+        return self.setting, self._value(value, source), where
 
     def _value(self, value: object, source: str) -> object:
         if not self.values:
             return value
         truth = BOOLEANS.get(_word(value))
         if truth is None:
-            raise ConfigError(f"{source}: {self.key} = {shown(value)} must be one of {'/'.join(BOOLEANS)}")
+            raise ConfigError(f"{source}: {self.key} = {short_repr(value)} must be one of {'/'.join(BOOLEANS)}")
         return self.values[str(truth).lower()]
 
 
@@ -94,11 +94,11 @@ class Translation:
 
     def remarks(self) -> list[tuple[int, str]]:
         """What to tell the user, with the level."""
-        told = [
+        remarks = [
             (logging.INFO, "settings of LMCache without effect here", self.without_effect),
             (logging.WARNING, "unknown settings of LMCache, ignored", self.unknown),
         ]
-        return [(level, f"{text}: {listed(names)}") for level, text, names in told if names]
+        return [(level, f"{text}: {join_names(names)}") for level, text, names in remarks if names]
 
     def check(self) -> None:
         """Raise ConfigError when something is refused. Without the values: a URL may have a password in it."""
@@ -108,12 +108,12 @@ class Translation:
 
 
 @functools.cache
-def table() -> Mapping[str, Entry]:
+def table() -> Mapping[str, KnownSetting]:
     """Everything that lmkv knows of LMCache's settings, by key."""
     groups = tomllib.loads((files("lmkv.config") / "lmcache.toml").read_text("utf-8"))
-    entries = [Entry(key=key, kind="mapped", **row) for key, row in groups.pop("mapped").items()]
+    entries = [KnownSetting(key=key, kind="mapped", **row) for key, row in groups.pop("mapped").items()]
     for kind, rows in groups.items():
-        entries += [Entry(kind=kind, key=key, **row) for row in rows for key in row.pop("keys")]
+        entries += [KnownSetting(kind=kind, key=key, **row) for row in rows for key in row.pop("keys")]
     return MappingProxyType({entry.key: entry for entry in entries})
 
 
@@ -141,7 +141,7 @@ def translate(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) 
             result.refused.append((key, source))
         else:
             result.settings.append(entry.convert(value, source))
-    result.unknown = [f"{shown(key)} ({source})" for key, (_, source) in given.items() if key not in table()]
+    result.unknown = [f"{short_repr(key)} ({source})" for key, (_, source) in given.items() if key not in table()]
     return result
 
 
@@ -169,7 +169,7 @@ def _flat(found: _Given) -> _Given:
             inner = ()
     if not isinstance(inner, dict | None):
         raise ConfigError(f"{source}: extra_config must be a mapping, in the environment as JSON")
-    keys = {key if isinstance(key, str) else shown(key): value for key, value in (inner or {}).items()}
+    keys = {key if isinstance(key, str) else short_repr(key): value for key, value in (inner or {}).items()}
     return found | {f"extra_config.{key}": (value, source) for key, value in keys.items()}
 
 
@@ -178,9 +178,9 @@ def _key(variable: str) -> str:
 
 
 def _word(value: object) -> str:
-    return shown(value).strip("' ").lower()
+    return short_repr(value).strip("' ").lower()
 
 
-def listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _AT_MOST} more" if len(names) > _AT_MOST else ""
-    return ", ".join(names[:_AT_MOST]) + more
+def join_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

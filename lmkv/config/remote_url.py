@@ -7,7 +7,7 @@ from typing import Final
 from attrs import field, frozen
 
 from lmkv import plugins
-from lmkv.errors import ConfigError, masked
+from lmkv.errors import ConfigError, mask_secrets
 
 SCHEMES: Final = {
     **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "redis"),
@@ -47,10 +47,10 @@ class RemoteURL:
     redis://cache:***@host
     """
 
-    text: str = field(repr=lambda text: repr(masked(text)))
+    text: str = field(repr=lambda text: repr(mask_secrets(text)))
 
     def __str__(self) -> str:
-        return masked(self.text)
+        return mask_secrets(self.text)
 
     @property
     def scheme(self) -> str:
@@ -59,7 +59,7 @@ class RemoteURL:
         return scheme if plugins.is_place(scheme) else scheme.lower()
 
     @property
-    def kind(self) -> str:
+    def store_kind(self) -> str:
         """What a store of this scheme is called in logs and statistics."""
         return SCHEMES.get(self.scheme, self.scheme.rpartition(":")[2].lower())
 
@@ -67,7 +67,7 @@ class RemoteURL:
     def place(self) -> str:
         """What opens it, as `package.module:Class`. Raises ConfigError for an unknown scheme."""
         if self.scheme in SCHEMES:
-            return f"lmkv.backends.remote.{self.kind}:open_url"
+            return f"lmkv.backends.remote.{self.store_kind}:open_url"
         if plugins.is_place(self.scheme):
             return self.scheme
         found = plugins.installed(plugins.BACKENDS).get(self.scheme)

@@ -21,7 +21,7 @@ from attrs import Attribute, field, fields, frozen
 from lmkv.config import lmcache
 from lmkv.config.lmcache import BOOLEANS, EXTRA, NOTHING, SERVICE_LINK, VARIABLE
 from lmkv.config.remote_url import RemoteURL, Secret, schemes
-from lmkv.errors import SECRET, ConfigError, shown
+from lmkv.errors import SECRET, ConfigError, short_repr
 from lmkv.plugins import is_place
 from lmkv.policies import ADMISSIONS, POLICIES, policy_names
 
@@ -224,8 +224,8 @@ def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
     try:
         return _Parsed(attribute.metadata["parse"](value))
     except ValueError as error:
-        told = "'***'" if attribute.metadata["parse"] is _secret else shown(value)
-        raise ConfigError(f"{source}: {attribute.name} = {told} {error}") from None
+        visible = "'***'" if attribute.metadata["parse"] is _secret else short_repr(value)
+        raise ConfigError(f"{source}: {attribute.name} = {visible} {error}") from None
 
 
 @frozen
@@ -385,7 +385,7 @@ class Config:
         self._check_folder("shared_memory", "max_shared_memory_size")
         self._check_folder("local_disk", "max_local_disk_size")
         if self.shared_memory and self.local_disk and _nested(self.shared_memory, self.local_disk):
-            other = f"shared_memory = {shown(self.shared_memory)} (by: {self.source('shared_memory')})"
+            other = f"shared_memory = {short_repr(self.shared_memory)} (by: {self.source('shared_memory')})"
             reason = "are one folder, or one is within the other: each would delete the other's chunks; name two apart"
             self._refuse("local_disk", f"and {other} {reason}")
         for name in ("remote_password", "agent_token", "authentication_key"):
@@ -417,7 +417,7 @@ class Config:
         settings = list(_settings(overrides, file, env, extra))
         theirs = lmcache.named(env, extra)
         if not theirs or settings or file:
-            ignored = f"settings of lmkv's own are given, so LMCache's are not read: {lmcache.listed(theirs)}"
+            ignored = f"settings of lmkv's own are given, so LMCache's are not read: {lmcache.join_names(theirs)}"
             return cls.of(settings, [(logging.WARNING, ignored)] if theirs else [])
         translation = lmcache.translate(env, extra, read_yaml)
         translation.check()
@@ -526,7 +526,7 @@ class Config:
             self._refuse(capacity, f"needs {folder}, the folder to use")
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
-        raise ConfigError(f"{self.source(name)}: {name} = {shown(getattr(self, name))} {reason}")
+        raise ConfigError(f"{self.source(name)}: {name} = {short_repr(getattr(self, name))} {reason}")
 
 
 def _nested(one: str, other: str) -> bool:
@@ -620,7 +620,7 @@ def read_yaml(path: Path) -> dict[Any, object]:
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
                 name, line = (key.tag, key.value), key.start_mark.line + 1
                 if name in lines:
-                    raise yaml.YAMLError(f"{shown(key.value)} is given twice, in lines {lines[name]} and {line}")
+                    raise yaml.YAMLError(f"{short_repr(key.value)} is given twice, in lines {lines[name]} and {line}")
                 lines[name] = line
             return super().construct_mapping(node, deep)
 
@@ -656,8 +656,8 @@ def _yaml_reason(error: Exception) -> str:
 def _known(key: Any, value: object, source: str) -> Attribute[Any]:
     if key in _OPTIONS:
         return _OPTIONS[key]
-    told = "'***'" if isinstance(key, str) and SECRET.search(key[:100]) else shown(value)
-    raise ConfigError(f"{source}: unknown key {shown(key)} = {told}{_hint(key)}")
+    visible = "'***'" if isinstance(key, str) and SECRET.search(key[:100]) else short_repr(value)
+    raise ConfigError(f"{source}: unknown key {short_repr(key)} = {visible}{_hint(key)}")
 
 
 def _hint(key: object) -> str:

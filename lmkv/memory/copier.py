@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from lmkv.errors import UsageError, shown
+from lmkv.errors import UsageError, short_repr
 
 if TYPE_CHECKING:
     from lmkv.chunks.layout import KVLayout
@@ -106,7 +106,7 @@ def block_ids(blocks: object) -> list[int]:
         # A tensor without memory or layout, or a class.
         ids = None
     if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray)):
-        raise UsageError(f"block ids must be a sequence of integers, not {shown(blocks)}")
+        raise UsageError(f"block ids must be a sequence of integers, not {short_repr(blocks)}")
     return list(ids) if {int}.issuperset(map(type, ids)) else list(map(_block_id, ids))
 
 
@@ -115,7 +115,7 @@ def _block_id(value: Any) -> int:
     found = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(found, int) and not isinstance(found, bool):
         return found
-    raise UsageError(f"a block id must be an integer, not {shown(value)}")
+    raise UsageError(f"a block id must be an integer, not {short_repr(value)}")
 
 
 def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mapping[int, int]) -> None:
@@ -130,7 +130,7 @@ def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mappin
     for group, limit in num_blocks.items():
         ids = block_ids(list(chain.from_iterable(copy.runs[group].blocks for copy in copies)))
         if ids and (min(ids) < 0 or max(ids) >= limit):
-            found = f"{shown(min(ids))}..{shown(max(ids))}"
+            found = f"{short_repr(min(ids))}..{short_repr(max(ids))}"
             raise UsageError(f"block ids {found} do not exist: there are {limit} blocks")
 
 

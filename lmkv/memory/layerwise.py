@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from lmkv.errors import UsageError, shown
+from lmkv.errors import UsageError, short_repr
 from lmkv.memory.copier import DONE, ChunkCopy, Copier, Event
 
 Guard = Callable[[], AbstractContextManager[object]]
@@ -24,7 +24,7 @@ class _Layers:
 
     def check(self, layer: object) -> None:
         if not isinstance(layer, int) or not 0 <= layer < self.num_layers:
-            raise UsageError(f"there is no layer {shown(layer)}: there are {self.num_layers}")
+            raise UsageError(f"there is no layer {short_repr(layer)}: there are {self.num_layers}")
 
     def upto(self, layer: int) -> None:
         while self.done <= layer:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lmkv.chunks.layout import KVLayout, LayerPages
-from lmkv.errors import UsageError, shown
+from lmkv.errors import UsageError, short_repr
 
 
 def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
@@ -50,7 +50,7 @@ def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
 def planes(tensor: Any, block_axis: int) -> list[torch.Tensor]:
     """The parts of a layer's tensor whose first axis is the block: `[2, block, ...]` has two of them."""
     if block_axis not in (0, 1):
-        raise UsageError(f"block_axis {shown(block_axis)} is not supported: blocks must be the first or second axis")
+        raise UsageError(f"block_axis must be the first or second axis, not {short_repr(block_axis)}")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() <= block_axis or not tensor.numel():
         raise UsageError(f"a KV tensor must have blocks along axis {block_axis}, not be {_described(tensor)}")
     return list(tensor.unbind(0)) if block_axis else [tensor]
@@ -136,7 +136,7 @@ class PagedMemory:
         layers = []
         for row, group in zip(self.rows, self.groups, strict=True):
             if chunk_size % block_sizes[group]:
-                size = shown(block_sizes[group])
+                size = short_repr(block_sizes[group])
                 raise UsageError(f"chunk_size {chunk_size} is not a multiple of the block size {size}")
             layers.append(LayerPages(row.shape[1], chunk_size // block_sizes[group], group))
         return KVLayout(chunk_size, tuple(layers), num_ranks)

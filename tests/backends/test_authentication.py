@@ -26,7 +26,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks import codec
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import FormatError
-from lmkv.chunks.format import Checks, ChunkFormat
+from lmkv.chunks.format import ChunkFormat, SegmentDigests
 from lmkv.errors import ConfigError, CorruptChunkError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk, ChunkKey
@@ -287,7 +287,7 @@ CHUNK = Chunk(bytes(32), memoryview(bytes(range(256)) * 40), b"p" * 32, bytes(64
 
 def blob_of(chunk_format: ChunkFormat, chunk: Chunk) -> bytes:
     packed = memoryview(bytearray(chunk_format.header_bytes(len(chunk.payload))))
-    checks = Checks(chunk.key, chunk_format)
+    checks = SegmentDigests(chunk.key, chunk_format)
     checks.add(chunk.payload)
     chunk_format.pack(packed, checks, len(chunk.payload), chunk.parent, chunk.tokens)
     return bytes(packed) + bytes(chunk.payload)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 LIST_BATCH = 1024
 _REFUSED = {ENOSPC, EDQUOT, EROFS, EFBIG}
-_MOST_UNREADABLE = 4096
+_MAX_UNREADABLE = 4096
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -259,7 +259,7 @@ class LocalDiskBackend:
         except (FileNotFoundError, NotADirectoryError):
             return MISS
         except OSError as error:
-            if len(self._unreadable) < _MOST_UNREADABLE:
+            if len(self._unreadable) < _MAX_UNREADABLE:
                 self._unreadable.add(key)
             return Read.failed(self._translated(error, "read", key))
 

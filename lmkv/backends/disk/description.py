@@ -16,7 +16,7 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.errors import UsageError
 
 NAME = "namespace.json"
-_LARGEST = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 def describe(root: str, namespace: Namespace) -> None:
@@ -48,7 +48,7 @@ def description(path: str) -> Namespace | None:
 
 def _fields(folder: ChunkFolder) -> dict[str, Any]:
     with folder.entered() as here, here.opened(NAME, os.O_RDONLY) as fd:
-        fields = json.loads(os.read(fd, _LARGEST))
+        fields = json.loads(os.read(fd, _MAX_BYTES))
     if not isinstance(fields, dict):
         raise TypeError(f"{NAME} has no JSON object")
     return fields

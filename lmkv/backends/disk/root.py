@@ -22,7 +22,7 @@ from lmkv.backends.disk.fileio import Folder, closed_in_children, temporary
 
 logger = logging.getLogger(__name__)
 
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -83,7 +83,7 @@ class Root:
                 self._check_owner(here, status, above)
             if stat.S_ISLNK(status.st_mode):
                 links += 1
-                if links > _MOST_LINKS:
+                if links > _MAX_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), self.path)
                 target = os.readlink(here)
                 names += target.split("/")[::-1]

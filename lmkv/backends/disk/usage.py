@@ -19,7 +19,7 @@ from lmkv.backends.disk.root import Root
 
 NAME = ".lmkv-use"
 _NUMBERS = struct.Struct("<QQ")
-_MOST = (1 << 64) - 1
+_MAX_COUNT = (1 << 64) - 1
 _PATIENCE = 0.2
 """Seconds to wait for the lock."""
 _PAUSE = 0.001
@@ -95,4 +95,4 @@ def _read(fd: int) -> tuple[int, int]:
 
 
 def _write(fd: int, used: int, reserved: int) -> None:
-    os.pwrite(fd, _NUMBERS.pack(min(used, _MOST), reserved & _MOST), 0)
+    os.pwrite(fd, _NUMBERS.pack(min(used, _MAX_COUNT), reserved & _MAX_COUNT), 0)

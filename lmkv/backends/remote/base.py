@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 from urllib.parse import SplitResult, urlsplit
 
-from lmkv.backends.remote.blobs import Blobs, WrongLengthError
+from lmkv.backends.remote.value_codec import ValueCodec, WrongLengthError
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.format import ChunkFormat
@@ -19,16 +19,16 @@ from lmkv.errors import (
     ConfigError,
     CorruptChunkError,
     UsageError,
-    masked,
+    mask_secrets,
 )
 from lmkv.outcomes import HIT, MISS, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
 
-SLOWEST = 16 << 20
+MIN_BYTES_PER_SECOND = 16 << 20
 """Bytes per second: a value that moves more slowly is given up."""
 
 
-def split(url: str) -> SplitResult:
+def split_url(url: str) -> SplitResult:
     """The parts of a URL. Raises ConfigError, without what it cannot read, which may be of a password."""
     try:
         parts = urlsplit(url)
@@ -38,7 +38,7 @@ def split(url: str) -> SplitResult:
             raise ValueError
     except ValueError:
         reason = "it has no host and port that can be; in a password / is %2F, ? is %3F, # is %23"
-        raise ConfigError(f"{masked(url)}: {reason}") from None
+        raise ConfigError(f"{mask_secrets(url)}: {reason}") from None
     return parts
 
 
@@ -79,19 +79,19 @@ class RemoteBackend(ABC):
     ...         return [name in self.values for name in names]
     ...     def _get(self, key, name, into):
     ...         if name in self.values:
-    ...             self.blobs.unpack(key, memoryview(self.values[name]), into)
+    ...             self.codec.unpack(key, memoryview(self.values[name]), into)
     ...         return name in self.values
     ...     def _put(self, name, chunk):
     ...         if name in self.values:
     ...             return PRESENT
-    ...         self.values[name] = bytes(self.blobs.header_of(chunk)) + bytes(chunk.payload)
+    ...         self.values[name] = bytes(self.codec.header_of(chunk)) + bytes(chunk.payload)
     ...         return STORED
     ...     def _remove(self, names):
     ...         for name in names:
     ...             self.values.pop(name, None)
     ...     def _disconnect(self):
     ...         pass
-    ...     def _is_away(self, error):
+    ...     def _is_unavailable(self, error):
     ...         return isinstance(error, OSError)
     >>> backend = DictBackend(bytes(32), prefix="lmkv:", chunk_tokens=512, name="dict")
     >>> backend.write([Chunk(bytes(32), memoryview(b"payload"))])
@@ -112,7 +112,7 @@ class RemoteBackend(ABC):
         self.name = name
         self.prefix = prefix
         authenticator = Authenticator.of(authentication_key)
-        self.blobs = Blobs(ChunkFormat(namespace, token_room=chunk_tokens, authenticator=authenticator))
+        self.codec = ValueCodec(ChunkFormat(namespace, token_room=chunk_tokens, authenticator=authenticator))
         self._root = f"{prefix}{namespace.hex()}"
         self._closed = False
 
@@ -124,7 +124,7 @@ class RemoteBackend(ABC):
 
     def stored_bytes(self, payload_bytes: int) -> int:
         """Length of the value of such a payload."""
-        return self.blobs.blob_bytes(payload_bytes)
+        return self.codec.value_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Whether there is a value of each key's name. Its bytes are verified when they are read."""
@@ -181,20 +181,20 @@ class RemoteBackend(ABC):
             raise ClosedError(f"backend {self.name!r} is closed")
 
     def _translated(self, error: Exception, action: str, key: ChunkKey = b"") -> BackendError:
-        kind = BackendUnavailable if self._is_away(error) else BackendError
+        kind = BackendUnavailable if self._is_unavailable(error) else BackendError
         translated = kind(self.name, action, key.hex(), self._reason(error))
         translated.__cause__ = error
         return translated
 
     def _reason(self, error: Exception) -> str:
-        """What an error of the engine says, without secrets."""
+        """What an error of the store says, without secrets."""
         return f"{type(error).__name__}: {error}"
 
-    # -- of the engine ------------------------------------------------------------------------------------
+    # -- requests to the store --------------------------------------------------------------------------------
 
     @abstractmethod
     def _exist(self, names: Sequence[str]) -> list[bool]:
-        """Whether there is a value of each name, in as few round trips as the engine allows."""
+        """Whether there is a value of each name, in as few round trips as the store allows."""
 
     @abstractmethod
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
@@ -213,5 +213,5 @@ class RemoteBackend(ABC):
         """Let go of every connection."""
 
     @abstractmethod
-    def _is_away(self, error: Exception) -> bool:
-        """Whether the engine does not answer, or not to us, rather than one value being at fault."""
+    def _is_unavailable(self, error: Exception) -> bool:
+        """Whether the store as a whole fails: it does not answer, or refuses us."""

@@ -2,7 +2,7 @@
 
 python -m lmkv.backends.remote.child MODULE CONNECTION MEMORY [MEMORY ...]
 
-`MODULE` has an `Engine`, made with the memories and with options, which come first; its methods are the calls. All
+`MODULE` has a `StoreClient`, made with the memories and with options, which come first; its methods are the calls. All
 but it are file descriptors. Messages are JSON.
 """
 
@@ -25,7 +25,7 @@ ROOM, SLAB = 0, 1
 """Which memory: that between the two processes, and that of the parent's chunks, if there is any."""
 Part = tuple[int, int, int]
 """Bytes of a value: in which memory, at what offset, and how many."""
-LARGEST_MESSAGE = 1 << 17
+MAX_MESSAGE_BYTES = 1 << 17
 """Bytes, so that it fits into a socket's buffer."""
 
 _LEAVING = 4.0
@@ -43,20 +43,20 @@ class Memory:
         return len(self.view)
 
 
-def answer(engine: Any, message: bytes) -> tuple[str, Any]:
+def answer(client: Any, message: bytes) -> tuple[str, Any]:
     try:
         action, *arguments = json.loads(message)
-        return "done", getattr(engine, action)(*arguments)
+        return "done", getattr(client, action)(*arguments)
     except Exception as error:
-        return "away" if isinstance(error, OSError) else "failed", f"{type(error).__name__}: {error}"[:1000]
+        return "unavailable" if isinstance(error, OSError) else "failed", f"{type(error).__name__}: {error}"[:1000]
 
 
-def serve(connection: socket, engine: Any) -> None:
+def serve(connection: socket, client: Any) -> None:
     with suppress(OSError):
         connection.send(json.dumps(("done", None)).encode())
-        while message := connection.recv(LARGEST_MESSAGE):
-            connection.send(json.dumps(answer(engine, message)).encode())
-    engine.close()
+        while message := connection.recv(MAX_MESSAGE_BYTES):
+            connection.send(json.dumps(answer(client, message)).encode())
+    client.close()
 
 
 def end_with(connection: int, seconds: float) -> None:
@@ -73,9 +73,9 @@ def main(module: str, descriptor: str, *memories: str) -> None:
     seconds = _LEAVING if len(memories) <= SLAB else 0.0
     threading.Thread(target=end_with, args=(int(descriptor), seconds), daemon=True).start()
     connection = socket(fileno=int(descriptor))
-    options = json.loads(connection.recv(LARGEST_MESSAGE))
-    engine = import_module(module).Engine([Memory(int(memory)) for memory in memories], **options)
-    serve(connection, engine)
+    options = json.loads(connection.recv(MAX_MESSAGE_BYTES))
+    client = import_module(module).StoreClient([Memory(int(memory)) for memory in memories], **options)
+    serve(connection, client)
     # C++ destructors of a client whose store is away may hang.
     os._exit(0)
 

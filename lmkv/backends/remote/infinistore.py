@@ -20,8 +20,8 @@ from typing import Any, ClassVar, TypeVar
 
 from attrs import frozen
 
-from lmkv.backends.remote.addressed import AddressedBackend
-from lmkv.backends.remote.base import SLOWEST, batches
+from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, batches
+from lmkv.backends.remote.host_port import HostPortBackend
 from lmkv.backends.remote.infinistore_protocol import Connection
 from lmkv.chunks.codec import FormatError
 from lmkv.outcomes import PRESENT, STORED, Written
@@ -32,15 +32,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _SUFFIX_BYTES = 8
-_MOST_ENTRY_BYTES = 16 << 20
-_AT_ONCE = 500
+_MAX_ENTRY_BYTES = 16 << 20
+_BATCH_NAMES = 500
 """Names in one round trip."""
-_MOMENT = 0.001
+_GRACE_SECONDS = 0.001
 """Seconds for a value that came too late."""
-_MOST_IDLE = 32
+_MAX_IDLE = 32
 
 
-class InfiniStoreBackend(AddressedBackend):
+class InfiniStoreBackend(HostPortBackend):
     """An InfiniStore server as a backend, over TCP.
 
     Parameters
@@ -87,7 +87,7 @@ class InfiniStoreBackend(AddressedBackend):
 
     def _set_up(self, options: dict[str, Any]) -> None:
         if options.get("device"):
-            logger.warning("lmkv: %s: device is not used: lmkv speaks TCP with InfiniStore", self._shown)
+            logger.warning("lmkv: %s: device is not used: lmkv speaks TCP with InfiniStore", self._safe_url)
         self._address = (options["host"], options["port"])
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -95,12 +95,12 @@ class InfiniStoreBackend(AddressedBackend):
         self._pid = os.getpid()
         self._written, self._writing = threading.Condition(), set[str]()
 
-    # -- of the engine ------------------------------------------------------------------------------------
+    # -- requests to the store --------------------------------------------------------------------------------
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         def exist(connection: Connection) -> list[bool]:
             found: list[bool] = []
-            for batch in batches(names, _AT_ONCE):
+            for batch in batches(names, _BATCH_NAMES):
                 connection.ask(batch)
                 found += connection.found(len(batch))
             return found
@@ -114,7 +114,7 @@ class InfiniStoreBackend(AddressedBackend):
         entry = self._call(lambda connection: self._entry(connection, name))
         if entry is None:
             return False
-        header = self.blobs.parsed(key, entry.header, len(into))
+        header = self.codec.parsed(key, entry.header, len(into))
         if header.header_bytes != len(entry.header):
             raise FormatError(f"its header has {len(entry.header)} bytes, {header.header_bytes} by itself")
 
@@ -124,7 +124,7 @@ class InfiniStoreBackend(AddressedBackend):
                 return False
             if nbytes != len(into):
                 raise FormatError(f"its payload has {nbytes} bytes, {len(into)} by its header")
-            self.blobs.receive_payload(header, connection.fill, into)
+            self.codec.receive_payload(header, connection.fill, into)
             return True
 
         found = self._call(get, len(into))
@@ -137,14 +137,14 @@ class InfiniStoreBackend(AddressedBackend):
         nbytes = connection.get(name)
         if nbytes is None:
             return None
-        if not _SUFFIX_BYTES < nbytes <= _MOST_ENTRY_BYTES:
+        if not _SUFFIX_BYTES < nbytes <= _MAX_ENTRY_BYTES:
             raise FormatError(f"it has {nbytes} bytes")
         value = memoryview(bytearray(nbytes))
         connection.fill(value)
         return _Entry(f"{name}/{value[:_SUFFIX_BYTES].hex()}", value[_SUFFIX_BYTES:])
 
     def _put(self, name: str, chunk: Chunk) -> Written:
-        limit = self._timeout + len(chunk.payload) / SLOWEST
+        limit = self._timeout + len(chunk.payload) / MIN_BYTES_PER_SECOND
         with self._written:
             if not self._written.wait_for(lambda: name not in self._writing, limit):
                 return Written.rejected("another thread still writes it")
@@ -159,7 +159,7 @@ class InfiniStoreBackend(AddressedBackend):
     def _put_alone(self, connection: Connection, name: str, chunk: Chunk) -> Written:
         connection.ask([name])
         # While the server looks.
-        header = self.blobs.header_of(chunk)
+        header = self.codec.header_of(chunk)
         if connection.found(1) == [True]:
             return PRESENT
         suffix = memoryview(os.urandom(_SUFFIX_BYTES))
@@ -168,7 +168,7 @@ class InfiniStoreBackend(AddressedBackend):
 
     def _remove(self, names: Sequence[str]) -> None:
         there = [name for name, found in zip(names, self._exist(names), strict=True) if found]
-        for batch in batches(there, _AT_ONCE):
+        for batch in batches(there, _BATCH_NAMES):
             self._delete([each for name in batch for each in (name, self._payload_name(name)) if each])
 
     def _delete(self, names: Sequence[str]) -> None:
@@ -185,7 +185,7 @@ class InfiniStoreBackend(AddressedBackend):
 
     def _call(self, work: Callable[[Connection], T], moving: int = 0) -> T:
         """`work` with a connection; once more with a new one where the server had closed it."""
-        deadline = time.monotonic() + self._timeout + moving / SLOWEST
+        deadline = time.monotonic() + self._timeout + moving / MIN_BYTES_PER_SECOND
         if connection := self._taken():
             with suppress(ConnectionError):
                 return self._do(work, connection, deadline)
@@ -215,7 +215,7 @@ class InfiniStoreBackend(AddressedBackend):
         if os.getpid() != self._pid:
             raise ConnectionError("it is another process's")
         if late := self._pick(lambda each: each.is_behind):
-            late.deadline = time.monotonic() + _MOMENT
+            late.deadline = time.monotonic() + _GRACE_SECONDS
             self._release(late)
         return self._pick(lambda each: each.in_step and each.value_ended_at < self._answered_at)
 
@@ -231,7 +231,7 @@ class InfiniStoreBackend(AddressedBackend):
         connection.skip_value()
         with self._lock:
             usable = connection.in_step or connection.is_behind
-            if usable and not self._closed and len(self._idle) < _MOST_IDLE:
+            if usable and not self._closed and len(self._idle) < _MAX_IDLE:
                 self._idle.append(connection)
                 return
         connection.close()

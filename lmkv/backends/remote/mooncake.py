@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from lmkv.backends.remote.child import Memory, Part
-from lmkv.backends.remote.incoming import drop_incoming
-from lmkv.backends.remote.isolated import START_LIMIT, Client, IsolatedBackend
+from lmkv.backends.remote.firewall import drop_inbound
+from lmkv.backends.remote.subprocess_backend import START_LIMIT, ClientProcess, SubprocessBackend
 
 _NO_ROOM, _INVALID, _EXISTS, _NOT_MOVED = -200, -600, -705, -800
 _ABSENT = (-703, -704)
@@ -22,7 +22,7 @@ _PINNED_PER_SECOND = 1 << 30
 """Bytes, at least, that RDMA registers."""
 
 
-class MooncakeBackend(IsolatedBackend):
+class MooncakeBackend(SubprocessBackend):
     """A Mooncake store, by its master, as a backend.
 
     Parameters
@@ -59,7 +59,7 @@ class MooncakeBackend(IsolatedBackend):
     half a minute when the master does not answer, and a read from a host that does not answer takes as long. A
     store's shared slab is registered with it: values move from and to its slots without a copy. A read that fails
     ends its process, so that nothing arrives in a slot that is another chunk's by then. Mooncake lets whoever reaches
-    its port read and write registered memory: over TCP nobody does (`lmkv.backends.remote.incoming`); over RDMA the
+    its port read and write registered memory: over TCP nobody does (`lmkv.backends.remote.firewall`); over RDMA the
     slab is not registered where there is an `authentication_key`, which says that not everybody there is trusted.
 
     Examples
@@ -80,13 +80,13 @@ class MooncakeBackend(IsolatedBackend):
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
         # TCP only notes where registered memory is.
         self._pins = options.get("protocol", "tcp") != "tcp"
-        if self._pins and self.blobs.format.authenticator is not None:
+        if self._pins and self.codec.format.authenticator is not None:
             self._zero_copy = 0
         nbytes = options.pop("global_segment_size", 0)
         nbytes = options.pop("segment_size", nbytes)
         # In a process that no slow call ends: its chunks would end with it.
         with_segment = {**options, "segment_size": nbytes}
-        self._segment = Client(self._engine, with_segment, START_LIMIT) if nbytes else None
+        self._segment = ClientProcess(self._module, with_segment, START_LIMIT) if nbytes else None
         self._pool, self._lock = ThreadPoolExecutor(1, "lmkv-mooncake"), threading.Lock()
         self._connecting: Future[None] | None = None
         return options
@@ -94,7 +94,7 @@ class MooncakeBackend(IsolatedBackend):
     def _seconds_to_register(self, nbytes: int) -> float:
         return nbytes / _PINNED_PER_SECOND if self._pins else 0.0
 
-    def _client(self, name: str) -> Client:
+    def _client(self, name: str) -> ClientProcess:
         if self._segment is not None and not self._segment.connected:
             # In another thread, which has more time for it than this call.
             with self._lock:
@@ -113,7 +113,7 @@ class MooncakeBackend(IsolatedBackend):
 open_url = MooncakeBackend
 
 
-class Engine:
+class StoreClient:
     """Mooncake's client, in a process of its own."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Engine:
         host, port = self._master
         _checked(store.setup(local, *self._options, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"), "setup")
         if self._alone:
-            drop_incoming()
+            drop_inbound()
         for memory in self._memories:
             asked = f"register_buffer of {len(memory)} bytes, less of them with zero_copy=0,"
             _checked(store.register_buffer(memory.address, len(memory)), asked)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend, split
+from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, split_url
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import ConfigError, masked
+from lmkv.errors import ConfigError, mask_secrets
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
@@ -36,9 +36,9 @@ _STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
 }
 """Scheme -> class of obstore, and what it calls a user's name and password."""
 
-_AT_ONCE = 32
+_MAX_REQUESTS = 32
 """Requests under way for one call of `contains` or `delete`."""
-_LISTED = 1000
+_BATCH_NAMES = 1000
 _NO_SPACE = ("(os error 28)", "(os error 122)")
 
 
@@ -107,10 +107,10 @@ class ObjectStoreBackend(RemoteBackend):
         )
         # As obstore has it in a listing.
         self._root = self._root.lstrip("/")
-        self._shown = masked(url)
+        self._safe_url = mask_secrets(url)
         if ttl:
-            raise ConfigError(f"{self._shown}: no ttl here; a lifecycle rule of the bucket expires its objects")
-        parts = split(url)
+            raise ConfigError(f"{self._safe_url}: no ttl here; a lifecycle rule of the bucket expires its objects")
+        parts = split_url(url)
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         self._mode = "overwrite" if options.get("conditional_put") == "disabled" else "create"
         self._timeout = timeout
@@ -121,17 +121,17 @@ class ObjectStoreBackend(RemoteBackend):
             # Nothing is sent: this tells whether the prefix can be part of a name.
             obstore.list(self._store, self._root)
         except (exceptions.BaseError, ValueError, OSError) as error:
-            raise ConfigError(f"{self._shown}: {_said(error)}") from None
-        self._threads = ThreadPoolExecutor(_AT_ONCE, "lmkv-objects")
+            raise ConfigError(f"{self._safe_url}: {_said(error)}") from None
+        self._threads = ThreadPoolExecutor(_MAX_REQUESTS, "lmkv-objects")
 
     def __repr__(self) -> str:
-        return f"<ObjectStoreBackend {self.name!r}: {self._shown}>"
+        return f"<ObjectStoreBackend {self.name!r}: {self._safe_url}>"
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """What is stored in this namespace, in batches, in no order."""
         self._check_open()
         try:
-            for batch in obstore.list(self._store, self._root, chunk_size=_LISTED):
+            for batch in obstore.list(self._store, self._root, chunk_size=_BATCH_NAMES):
                 yield [Listed(key, each["size"]) for each in batch if (key := self._key_of(each["path"]))]
         except (exceptions.BaseError, OSError) as error:
             raise self._translated(error, "list") from error
@@ -143,13 +143,13 @@ class ObjectStoreBackend(RemoteBackend):
 
     def _store_for(self, nbytes: int) -> Any:
         """obstore's store, whose requests have time for so many bytes."""
-        more = -(-nbytes // SLOWEST)
+        more = -(-nbytes // MIN_BYTES_PER_SECOND)
         if more not in self._stores:
             # Two threads may both make it, and either will do.
             self._stores[more] = self._open(self._timeout + more)
         return self._stores[more]
 
-    # -- of the engine ------------------------------------------------------------------------------------
+    # -- requests to the store --------------------------------------------------------------------------------
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         return list(self._threads.map(self._exists, names))
@@ -166,15 +166,15 @@ class ObjectStoreBackend(RemoteBackend):
             found = obstore.get(self._store_for(len(into)), name)
         except FileNotFoundError:
             return False
-        if found.meta["size"] != self.blobs.blob_bytes(len(into)):
+        if found.meta["size"] != self.codec.value_bytes(len(into)):
             self._refuse(key, found, len(into))
-        self.blobs.unpack(key, memoryview(found.bytes()), into)
+        self.codec.unpack(key, memoryview(found.bytes()), into)
         return True
 
     def _refuse(self, key: ChunkKey, found: Any, expected: int) -> None:
         """Say what is wrong with a value of another length, by its beginning: it may be anything."""
-        start = next(found.stream(min_chunk_size=self.blobs.header_bytes(expected)), b"")
-        header = self.blobs.parsed(key, memoryview(start), expected)
+        start = next(found.stream(min_chunk_size=self.codec.header_bytes(expected)), b"")
+        header = self.codec.parsed(key, memoryview(start), expected)
         raise FormatError(f"it has {found.meta['size']} bytes, {header.header_bytes + expected} by its header")
 
     def _put(self, name: str, chunk: Chunk) -> Written:
@@ -183,7 +183,7 @@ class ObjectStoreBackend(RemoteBackend):
             return PRESENT
         try:
             store = self._store_for(len(chunk.payload))
-            value = [self.blobs.header_of(chunk), chunk.payload]
+            value = [self.codec.header_of(chunk), chunk.payload]
             obstore.put(store, name, value, mode=self._mode, use_multipart=False)
         except exceptions.AlreadyExistsError:
             return PRESENT
@@ -208,9 +208,9 @@ class ObjectStoreBackend(RemoteBackend):
     def _disconnect(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _is_away(self, error: Exception) -> bool:
-        away = (exceptions.GenericError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-        return isinstance(error, (*away, OSError))
+    def _is_unavailable(self, error: Exception) -> bool:
+        unreachable = (exceptions.GenericError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+        return isinstance(error, (*unreachable, OSError))
 
     def _reason(self, error: Exception) -> str:
         return f"{type(error).__name__}: {_said(error)}"
@@ -221,7 +221,7 @@ open_url = ObjectStoreBackend
 
 def _said(error: Exception) -> str:
     # What follows a blank line is for those who work on obstore.
-    return masked(str(error).partition("\n\n")[0])
+    return mask_secrets(str(error).partition("\n\n")[0])
 
 
 def _opened(

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import parse_qs
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend, batches, split
+from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, batches, split_url
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import ConfigError, masked
+from lmkv.errors import ConfigError, mask_secrets
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
@@ -44,9 +44,9 @@ _SCHEMES = {
 }
 _FIXED = {"protocol", "decode_responses", "encoding"}
 """Options of redis-py that would change what names or answers look like."""
-_AT_ONCE = 1000
+_BATCH_NAMES = 1000
 """Names in one round trip."""
-_LONGEST_LINE = 1024
+_MAX_LINE_BYTES = 1024
 _PIECE = 1 << 20
 """Bytes to send with one deadline."""
 _REDIRECTIONS = 4
@@ -113,11 +113,11 @@ class RedisBackend(RemoteBackend):
         super().__init__(
             namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
         )
-        parts = split(url)
+        parts = split_url(url)
         self._url = _SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
-        self._shown = masked(url)
+        self._safe_url = mask_secrets(url)
         if fixed := _FIXED & parse_qs(parts.query).keys():
-            raise ConfigError(f"{self._shown}: {', '.join(sorted(fixed))} cannot be chosen")
+            raise ConfigError(f"{self._safe_url}: {', '.join(sorted(fixed))} cannot be chosen")
         self._is_cluster = parts.scheme.endswith("cluster")
         self._timeout = timeout
         self._expiry = [b"EX", str(ttl).encode()] if ttl else []
@@ -138,13 +138,13 @@ class RedisBackend(RemoteBackend):
             # Connected to nobody: this tells whether all options are known, which a cluster's client would not.
             pool.connection_class(**pool.connection_kwargs)
         except (ValueError, TypeError, AttributeError, exceptions.RedisError) as error:
-            raise ConfigError(f"{self._shown}: {error}") from None
+            raise ConfigError(f"{self._safe_url}: {error}") from None
         if self._is_cluster and pool.connection_kwargs.get("db"):
-            raise ConfigError(f"{self._shown}: a cluster has database 0 only")
+            raise ConfigError(f"{self._safe_url}: a cluster has database 0 only")
         self._client: Redis | RedisCluster | None = None if self._is_cluster else client
 
     def __repr__(self) -> str:
-        return f"<RedisBackend {self.name!r}: {self._shown}>"
+        return f"<RedisBackend {self.name!r}: {self._safe_url}>"
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """What is stored in this namespace, in batches, in no order."""
@@ -158,10 +158,10 @@ class RedisBackend(RemoteBackend):
         batch: list[str] = []
         # Other names may be there, too.
         of_chunk = re.compile(rf"{re.escape(self._root)}/[0-9a-f]{{{2 * KEY_BYTES}}}")
-        for found in self._connected().scan_iter(match=f"{_escaped(self._root)}/*", count=_AT_ONCE):
+        for found in self._connected().scan_iter(match=f"{_escaped(self._root)}/*", count=_BATCH_NAMES):
             if of_chunk.fullmatch(name := found.decode("utf-8", "replace")):
                 batch.append(name)
-            if len(batch) == _AT_ONCE:
+            if len(batch) == _BATCH_NAMES:
                 yield self._sized(batch)
                 batch = []
         if batch:
@@ -173,7 +173,7 @@ class RedisBackend(RemoteBackend):
         known = {name: size for name, size in zip(names, sizes, strict=True) if isinstance(size, int) and size}
         return [Listed(bytes.fromhex(name[-2 * KEY_BYTES :]), size) for name, size in known.items()]
 
-    # -- of the engine ------------------------------------------------------------------------------------
+    # -- requests to the store --------------------------------------------------------------------------------
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         answers = self._for_each(names, lambda pipeline, name: pipeline.exists(name))
@@ -190,7 +190,7 @@ class RedisBackend(RemoteBackend):
     def _for_each(self, names: Sequence[str], command: Callable[[Any, str], object]) -> list[Any]:
         """The answers, or errors, to a command about each name."""
         answers: list[Any] = []
-        for batch in batches(names, _AT_ONCE):
+        for batch in batches(names, _BATCH_NAMES):
             client: Any = self._connected()
             pipeline = client.pipeline() if self._is_cluster else client.pipeline(transaction=False)
             with pipeline:
@@ -205,7 +205,7 @@ class RedisBackend(RemoteBackend):
             reply = _Reply(connection, self._timeout)
             nbytes = reply.length()
             if nbytes is not None:
-                self.blobs.receive(key, nbytes, reply.fill, into)
+                self.codec.receive(key, nbytes, reply.fill, into)
                 reply.end()
             return nbytes is not None
 
@@ -225,7 +225,7 @@ class RedisBackend(RemoteBackend):
             # Asked first: a value that is there need not be sent.
             if self._routed(name, exists):
                 return PRESENT
-            command = self._set_command(name.encode(), self.blobs.header_of(chunk), chunk.payload)
+            command = self._set_command(name.encode(), self.codec.header_of(chunk), chunk.payload)
             return self._routed(name, put)
         except exceptions.OutOfMemoryError as error:
             return Written.rejected(str(error))
@@ -242,8 +242,8 @@ class RedisBackend(RemoteBackend):
         pieces = (payload[at : at + _PIECE] for at in range(0, len(payload), _PIECE))
         return [start, header, *pieces, end]
 
-    def _is_away(self, error: Exception) -> bool:
-        away = (
+    def _is_unavailable(self, error: Exception) -> bool:
+        unreachable = (
             exceptions.ConnectionError,
             exceptions.TimeoutError,
             exceptions.ClusterDownError,
@@ -251,7 +251,7 @@ class RedisBackend(RemoteBackend):
             exceptions.ReadOnlyError,
             exceptions.RedisClusterException,
         )
-        return isinstance(error, (*away, OSError))
+        return isinstance(error, (*unreachable, OSError))
 
     # -- connections --------------------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class _Reply:
         while not line.endswith(b"\r\n"):
             # A byte at a time: what follows belongs to the value.
             byte = self._socket.recv(1)
-            if not byte or len(line) > _LONGEST_LINE:
+            if not byte or len(line) > _MAX_LINE_BYTES:
                 raise exceptions.ConnectionError("the connection was closed within an answer")
             line += byte
         kind, text = line[:1], line[1:-2].decode("utf-8", "replace")
@@ -356,7 +356,7 @@ class _Reply:
             raise exceptions.InvalidResponse(f"{text!r} instead of a value")
         if text == "-1":
             return None
-        self._deadline += int(text) / SLOWEST
+        self._deadline += int(text) / MIN_BYTES_PER_SECOND
         return int(text)
 
     def fill(self, view: memoryview) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
-from lmkv.cli.measure.engines import CONNECTOR, Answer, EngineProcess, EngineSpec, fastest
 from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.measure.vllm_engines import CONNECTOR, Answer, EngineProcess, EngineSpec, fastest
 
 CHUNK_TOKENS = 256
 ANSWER_TOKENS = 16

@@ -8,7 +8,6 @@ from typing import Any
 
 from attrs import evolve
 
-from lmkv.cli.measure.engines import Answer
 from lmkv.cli.measure.hit import (
     CHUNK_TOKENS,
     KV_ROOM,
@@ -22,6 +21,7 @@ from lmkv.cli.measure.hit import (
     warm_up,
 )
 from lmkv.cli.measure.probe import try_folder
+from lmkv.cli.measure.vllm_engines import Answer
 from lmkv.errors import NoSpaceError
 
 WRITE_TIMEOUT = 120.0

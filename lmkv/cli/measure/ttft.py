@@ -8,8 +8,15 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from lmkv.cli.measure.engines import SEVERAL_PROCESSES, Answer, EngineProcess, engine_specs, fastest, wait_until_written
 from lmkv.cli.measure.report import Comparison
+from lmkv.cli.measure.vllm_engines import (
+    SEVERAL_PROCESSES,
+    Answer,
+    EngineProcess,
+    engine_specs,
+    fastest,
+    wait_until_written,
+)
 
 REPEATS = 15
 PAUSE = 0.25

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from attrs import define, field
 
-from lmkv.errors import told
+from lmkv.errors import safe_repr
 from lmkv.store.tiers.locking import locked
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         # A panic of a library in Rust, for one, is no Exception.
-        return failed(RuntimeError(told(error)))
+        return failed(RuntimeError(safe_repr(error)))
 
 
 @define(eq=False)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from lmkv.errors import told
+from lmkv.errors import safe_repr
 from lmkv.protocols import ListsKeys, Shared, SharesRoom
 from lmkv.store.tiers.iopool import attempt
 from lmkv.store.tiers.secondary import Secondary
@@ -75,7 +75,7 @@ class TierScanner:
             self._tier.index.end_listing()
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
-        logger.log(level, "lmkv: tier %r could not be listed, it is tried again: %s", self._tier.name, told(error))
+        logger.log(level, "lmkv: tier %r could not be listed, it is tried again: %s", self._tier.name, safe_repr(error))
         return False
 
     def _list(self) -> bool:

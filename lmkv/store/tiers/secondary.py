@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 import attrs
 
-from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError, told
+from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError, NoSpaceError, safe_repr
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
 from lmkv.protocols import Admission, Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
 from lmkv.store.tiers.breaker import Breaker
@@ -92,7 +92,7 @@ class Secondary:
 
     def _admits(self, admission: Admission, key: ChunkKey) -> bool:
         def failed(error: Exception) -> bool:
-            logger.warning("lmkv: tier %r: its admission failed: %s", self.name, told(error))
+            logger.warning("lmkv: tier %r: its admission failed: %s", self.name, safe_repr(error))
             return False
 
         return attempt(lambda: admission.admit(key), failed)
@@ -413,6 +413,6 @@ def _checked(result: object, kind: type[T]) -> T:
 def _as_backend_error(name: str, action: str, key: ChunkKey, error: Exception) -> BackendError:
     if isinstance(error, BackendError):
         return error
-    translated = BackendError(name, action, key.hex(), told(error))
+    translated = BackendError(name, action, key.hex(), safe_repr(error))
     translated.__cause__ = error
     return translated

@@ -20,9 +20,9 @@ from lmkv.errors import BackendUnavailable
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
-from tests.backends.remote.isolated_suite import InSlab, IsolatedSuite, process_of
 from tests.backends.remote.own_network import MOONCAKE, Mooncake, mooncake_servers
 from tests.backends.remote.server_suite import GIVEN_UP, NAMESPACE, PRESENT, STORED
+from tests.backends.remote.subprocess_suite import InSlab, SubprocessSuite, process_of
 from tests.kit import LIMIT, eventually
 
 
@@ -32,7 +32,7 @@ def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
         yield servers
 
 
-class TestMooncakeSuite(IsolatedSuite):
+class TestMooncakeSuite(SubprocessSuite):
     kind = MooncakeBackend
     url = f"mooncake://localhost:{MOONCAKE}/"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from attrs import frozen
 
 from lmkv.chunks.codec import FormatError, Header
-from lmkv.chunks.format import Checks, ChunkFormat
+from lmkv.chunks.format import ChunkFormat, SegmentDigests
 from lmkv.protocols import Chunk, ChunkKey
 
 Fill = Callable[[memoryview], None]
@@ -34,7 +34,7 @@ def filler(value: memoryview) -> Fill:
 
 
 @frozen
-class Blobs:
+class ValueCodec:
     """Makes and checks the values of one namespace."""
 
     format: ChunkFormat
@@ -42,7 +42,7 @@ class Blobs:
     def header_bytes(self, payload_bytes: int) -> int:
         return self.format.header_bytes(payload_bytes)
 
-    def blob_bytes(self, payload_bytes: int) -> int:
+    def value_bytes(self, payload_bytes: int) -> int:
         """Length of the whole value."""
         return self.header_bytes(payload_bytes) + payload_bytes
 
@@ -50,9 +50,9 @@ class Blobs:
         """What comes before the chunk's payload."""
         payload = chunk.payload
         packed = memoryview(bytearray(self.header_bytes(len(payload))))
-        checks = Checks(chunk.key, self.format)
-        checks.add(payload)
-        self.format.pack(packed, checks, len(payload), chunk.parent, chunk.tokens)
+        digests = SegmentDigests(chunk.key, self.format)
+        digests.add(payload)
+        self.format.pack(packed, digests, len(payload), chunk.parent, chunk.tokens)
         return packed
 
     def parsed(self, key: ChunkKey, data: memoryview, expected: int) -> Header:

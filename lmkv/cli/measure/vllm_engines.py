@@ -1,6 +1,6 @@
 """vLLM engines to measure: what one is made of, and a child process for each that answers prompts.
 
-`python -m lmkv.cli.measure.engines FOLDER` is such a process. vLLM is imported there only.
+`python -m lmkv.cli.measure.vllm_engines FOLDER` is such a process. vLLM is imported there only.
 """
 
 from __future__ import annotations

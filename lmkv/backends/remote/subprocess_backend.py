@@ -1,4 +1,4 @@
-"""`IsolatedBackend`: a store whose client is C++ that may hang, crash or hold the GIL.
+"""`SubprocessBackend`: a store whose client is C++ that may hang, crash or hold the GIL.
 
 So the client runs in processes of its own (`child`), each with memory that both sides map, the slab among it. A call
 that takes too long, or a read that fails, ends with its process, which cannot write anywhere afterwards; the next call
@@ -23,10 +23,10 @@ from socket import AF_UNIX, SOCK_SEQPACKET, socketpair
 from typing import Any, ClassVar
 from zlib import crc32
 
-from lmkv.backends.remote.addressed import AddressedBackend
-from lmkv.backends.remote.base import SLOWEST, batches
-from lmkv.backends.remote.blobs import Fill, filler
-from lmkv.backends.remote.child import LARGEST_MESSAGE, ROOM, SLAB, Part
+from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, batches
+from lmkv.backends.remote.child import MAX_MESSAGE_BYTES, ROOM, SLAB, Part
+from lmkv.backends.remote.host_port import HostPortBackend
+from lmkv.backends.remote.value_codec import Fill, filler
 from lmkv.chunks.codec import FormatError
 from lmkv.errors import ConfigError, UsageError
 from lmkv.outcomes import PRESENT, STORED, Written
@@ -36,11 +36,11 @@ START_LIMIT = 10.0
 """Seconds for a process to start and to import its client."""
 
 _END_LIMIT = 5.0
-_SMALLEST = 16 << 20
-_LARGEST = 1 << 30
+_MIN_ROOM_BYTES = 16 << 20
+_MAX_ROOM_BYTES = 1 << 30
 
 
-class IsolatedBackend(AddressedBackend):
+class SubprocessBackend(HostPortBackend):
     """A store behind a C++ client. A subclass says which; it knows the options `clients` and `zero_copy`.
 
     Reads and writes of a name go to the same process, one after the other: it asks for a name and stores its value,
@@ -54,18 +54,18 @@ class IsolatedBackend(AddressedBackend):
     """What installs it."""
 
     def _set_up(self, options: dict[str, Any]) -> None:
-        self._engine = type(self).__module__
+        self._module = type(self).__module__
         clients = options.pop("clients", 2)
         if clients < 1:
-            raise ConfigError(f"{self._shown}: clients must be 1 at least")
+            raise ConfigError(f"{self._safe_url}: clients must be 1 at least")
         if find_spec(self.module) is None:
-            raise ConfigError(f"{self._shown} needs {self.module}: {self.install}")
+            raise ConfigError(f"{self._safe_url} needs {self.module}: {self.install}")
         self._zero_copy = options.pop("zero_copy", 1)
         options = self._prepared(options)
-        self._clients = [Client(self._engine, options, self._timeout) for _ in range(clients)]
+        self._clients = [ClientProcess(self._module, options, self._timeout) for _ in range(clients)]
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Those of the URL as the engine takes them."""
+        """Those of the URL as the store takes them."""
         return options
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
@@ -78,27 +78,27 @@ class IsolatedBackend(AddressedBackend):
         """What the first call of a process may take beyond the timeout."""
         return 0.0
 
-    # -- of the engine ------------------------------------------------------------------------------------
+    # -- requests to the store --------------------------------------------------------------------------------
 
-    def _client(self, name: str) -> Client:
+    def _client(self, name: str) -> ClientProcess:
         return self._clients[crc32(name.encode()) % len(self._clients)]
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
-        asked = batches(names, _at_once(names))
+        asked = batches(names, _batch_size(names))
         return [found for batch in asked for found in self._client(batch[0]).ask("exist", batch)]
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
-        with self._client(name).value(name, self.blobs.header_bytes(len(into)), into) as value:
+        with self._client(name).value(name, self.codec.header_bytes(len(into)), into) as value:
             if value is not None:
-                self.blobs.receive(key, *value, into)
+                self.codec.receive(key, *value, into)
             return value is not None
 
     def _put(self, name: str, chunk: Chunk) -> Written:
-        answer = self._client(name).put(name, self.blobs.header_of(chunk), chunk.payload)
+        answer = self._client(name).put(name, self.codec.header_of(chunk), chunk.payload)
         return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(answer)
 
     def _remove(self, names: Sequence[str]) -> None:
-        for batch in batches(names, _at_once(names)):
+        for batch in batches(names, _batch_size(names)):
             self._client(batch[0]).ask("remove", batch)
 
     def _disconnect(self) -> None:
@@ -106,12 +106,12 @@ class IsolatedBackend(AddressedBackend):
             client.close()
 
 
-def _at_once(names: Sequence[str]) -> int:
+def _batch_size(names: Sequence[str]) -> int:
     """How many names, which are alike, a message has room for."""
-    return max(1, (LARGEST_MESSAGE - 1000) // (len(json.dumps(names[0])) + 2)) if names else 1
+    return max(1, (MAX_MESSAGE_BYTES - 1000) // (len(json.dumps(names[0])) + 2)) if names else 1
 
 
-class Client:
+class ClientProcess:
     """A process with a client in it, which does one call at a time, and what it moves values through.
 
     Raises
@@ -122,10 +122,10 @@ class Client:
         The call failed.
     """
 
-    def __init__(self, engine: str, options: Mapping[str, Any], timeout: float) -> None:
-        self._engine, self._options, self._timeout = engine, options, timeout
+    def __init__(self, module: str, options: Mapping[str, Any], timeout: float) -> None:
+        self._module, self._options, self._timeout = module, options, timeout
         self._lock = threading.Lock()
-        self._room = _SMALLEST
+        self._room = _MIN_ROOM_BYTES
         self._slab = -1, 0, 0
         self._first_timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
@@ -218,7 +218,7 @@ class Client:
 
     @contextmanager
     def _running(self, room: int = 0, moving: int = 0) -> Iterator[None]:
-        timeout = self._timeout + max(self._room, moving) / SLOWEST
+        timeout = self._timeout + max(self._room, moving) / MIN_BYTES_PER_SECOND
         if not self._lock.acquire(timeout=timeout):
             raise TimeoutError(f"calls before this one take more than {timeout} s")
         try:
@@ -233,7 +233,7 @@ class Client:
             self._lock.release()
 
     def _make_room(self, nbytes: int) -> None:
-        if nbytes > _LARGEST:
+        if nbytes > _MAX_ROOM_BYTES:
             raise FormatError(f"it has {nbytes} bytes")
         self._end()
         self._room = 1 << (nbytes - 1).bit_length()
@@ -252,7 +252,7 @@ class Client:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "lmkv.backends.remote.child"),
-                    *(self._engine, str(far.fileno()), *map(str, shared)),
+                    *(self._module, str(far.fileno()), *map(str, shared)),
                 ],
                 pass_fds=(far.fileno(), *shared),
                 env=_environment(),
@@ -269,7 +269,7 @@ class Client:
 
     def _ask(self, action: str, *arguments: Any, moving: int = 0) -> Any:
         timeout = self._timeout if self._connected else self._first_timeout
-        answer = self._exchange([action, *arguments], timeout + moving / SLOWEST)
+        answer = self._exchange([action, *arguments], timeout + moving / MIN_BYTES_PER_SECOND)
         self._connected = True
         return answer
 
@@ -278,7 +278,7 @@ class Client:
         try:
             self._connection.settimeout(timeout)
             self._connection.send(json.dumps(question).encode())
-            message = self._connection.recv(LARGEST_MESSAGE)
+            message = self._connection.recv(MAX_MESSAGE_BYTES)
             if not message:
                 raise EOFError
             kind, answer = json.loads(message)
@@ -290,7 +290,7 @@ class Client:
             if not isinstance(error, EOFError | OSError):
                 raise
             raise ConnectionError(f"the client's process ended with {code}") from error
-        if kind == "away":
+        if kind == "unavailable":
             raise ConnectionError(answer)
         if kind == "failed":
             raise RuntimeError(answer)
@@ -309,7 +309,7 @@ class Client:
         return process.wait()
 
 
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+_clients: weakref.WeakSet[ClientProcess] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

@@ -23,8 +23,8 @@ from lmkv.protocols import Chunk, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
 from tests.backends.remote.folder_store import UNREADABLE, FolderBackend, NoClientBackend
-from tests.backends.remote.isolated_suite import InSlab, ProcessSuite, process_of
 from tests.backends.remote.server_suite import NAMESPACE, STORED, assert_unavailable
+from tests.backends.remote.subprocess_suite import InSlab, ProcessSuite, process_of
 from tests.kit import LIMIT, eventually
 
 
@@ -245,18 +245,18 @@ def test_a_living_fork_keeps_no_process_from_leaving(tmp_path: Path) -> None:
 def test_whoever_is_connected_to_a_client_is_dropped_and_all_who_come_later() -> None:
     program = """if True:
         import os, socket
-        from lmkv.backends.remote.incoming import drop_incoming
+        from lmkv.backends.remote.firewall import drop_inbound
         listener = socket.create_server(("127.0.0.1", 0))
         ends = [socket.create_connection(listener.getsockname())]
         accepted = [listener.accept()[0]]
         ends.append(socket.create_connection(listener.getsockname()))
         before = len(os.listdir("/proc/self/fd"))
         try:
-            drop_incoming()
+            drop_inbound()
         except ConnectionError as error:
             print(error)
         accepted.append(listener.accept()[0])
-        drop_incoming()
+        drop_inbound()
         assert len(os.listdir("/proc/self/fd")) == before + 1
         for end in ends:
             end.send(b"hello")

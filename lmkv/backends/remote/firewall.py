@@ -1,4 +1,4 @@
-"""`drop_incoming`: nobody reaches a process whose client listens without being asked to."""
+"""`drop_inbound`: nobody reaches a process whose client listens without being asked to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIMIT = 1.0
 """Seconds for the client to accept who came before."""
 
 
-def drop_incoming() -> None:
+def drop_inbound() -> None:
     """Have the kernel drop what others send to the ports on which this process listens.
 
     Its client does not notice: connections that it makes itself are as before. Raises ConnectionError when somebody
