@@ -39,7 +39,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "chunks": frozenset({"errors"}),
     "plugins": frozenset({"errors"}),
     "policies": frozenset({"errors", "protocols", "plugins"}),
-    "config": frozenset({"errors", "policies", "plugins"}),
+    "config": frozenset({"errors", "policies", "plugins", "chunks"}),
     "memory": frozenset({"errors", "chunks"}),
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
     "store.tiers": STORE - {"store"},
@@ -76,13 +76,13 @@ BUDGET = {
     "store.tiers": 1164,
     "store": 1071,
     "backends": 374,
-    "backends.disk": 945,
-    "backends.remote": 1394,
-    "build": 98,
+    "backends.disk": 937,
+    "backends.remote": 1352,
+    "build": 95,
     "engine": 347,
     "registry": 24,
     "": 50,
-    "agent": 886,
+    "agent": 883,
     "vllm": 1541,
     "vllm.requests": 251,
     "vllm.observe": 524,
@@ -90,7 +90,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12361
+WHOLE = 12305
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from attrs import frozen
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -97,12 +97,6 @@ class ClearBody(PromptBody):
 
     everything: bool = False
     namespace: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{1,64}$")
-
-
-class EngineBody(BaseModel):
-    """The number of an engine of this server."""
-
-    engine: int
 
 
 def application(
@@ -220,19 +214,15 @@ def application(
     async def explain(request: str) -> dict[str, Any]:
         """Why a request was not loaded from the cache, or not all of it. Several prompts or answers have `parts`."""
         found = await peers.ask(lambda: service.explain(request), "GET", f"/v1/explain/{quote(request, safe='')}")
-        parts = [
-            {"engine": number, **part}
-            for number, answer in answering(found).items()
-            for part in answer.pop("parts", [answer])
-        ]
+        parts = [{"engine": n, **part} for n, one in answering(found).items() for part in one.pop("parts", [one])]
         if not parts:
             raise HTTPException(404, f"request {request} is not among the last ones that were scheduled")
         return {**parts[0], "parts": parts} if len(parts) > 1 else parts[0]
 
     @v1.post("/engines", include_in_schema=False)
-    async def announced(body: EngineBody) -> dict[str, Any]:
-        """Another engine of this server is there."""
-        peers.announced(body.engine)
+    async def announced(engine: Annotated[int, Body(embed=True)]) -> dict[str, Any]:
+        """Another engine of this server announces itself by its number."""
+        peers.announced(engine)
         return {}
 
     @app.get("/", include_in_schema=False)

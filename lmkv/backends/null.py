@@ -10,8 +10,6 @@ from lmkv.errors import ClosedError
 from lmkv.outcomes import MISS, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
 
-_REJECTED = Written.rejected("null")
-
 
 @define(eq=False)
 class NullBackend:
@@ -52,7 +50,7 @@ class NullBackend:
 
     def write(self, chunks: Sequence[Chunk]) -> list[Written]:
         self._check_open()
-        return [_REJECTED] * len(chunks)
+        return [Written.rejected("null")] * len(chunks)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         self._check_open()

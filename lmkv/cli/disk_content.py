@@ -30,7 +30,7 @@ _TOKEN_BYTES = 4
 
 @frozen
 class Content:
-    """A namespace's folder, and the chunks in it, least recently used first. `set_aside`: damaged files."""
+    """A namespace's folder, and the chunks in it, least recently used first. `set_aside`: entries of `quarantine/`."""
 
     root: Path
     digest: bytes

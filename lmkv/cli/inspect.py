@@ -196,7 +196,7 @@ def show(found: list[Content], totals: list[Totals]) -> None:
     console.print(table)
     for one in found:
         if one.set_aside:
-            console.print(Text(f"{one.digest.hex()[:_SHOWN_DIGITS]}: {one.set_aside} damaged files were set aside"))
+            console.print(Text(f"{one.digest.hex()[:_SHOWN_DIGITS]}: {one.set_aside} entries in quarantine/"))
 
 
 def ages(uses: list[float]) -> str:

@@ -11,8 +11,7 @@ from lmkv.errors import ConfigError, mask_secrets
 
 SCHEMES: Final = {
     **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "redis"),
-    **dict.fromkeys(("redis+cluster", "rediss+cluster", "redis-cluster"), "redis"),
-    **dict.fromkeys(("valkey+cluster", "valkeys+cluster"), "redis"),
+    **dict.fromkeys(("redis+cluster", "rediss+cluster", "redis-cluster", "valkey+cluster", "valkeys+cluster"), "redis"),
     **dict.fromkeys(("s3", "gs", "az", "file"), "objects"),
     **dict.fromkeys(("mooncake", "mooncakestore"), "mooncake"),
     "infinistore": "infinistore",

@@ -40,7 +40,6 @@ class ChunkFolder:
 
     root: Root
     namespace: bytes = field(repr=bytes.hex)
-    keep_corrupt: int = 0
 
     @property
     def path(self) -> str:
@@ -79,25 +78,24 @@ class ChunkFolder:
         """Create the folder of a chunk of this namespace. Raises `OSError`."""
         self.make(self._names_of(key)[1])
 
-    def quarantine(self, folder: Folder, name: str) -> None:
-        """Move a damaged file to `quarantine/`, where the newest `keep_corrupt` are kept, or remove it.
+    def discard(self, folder: Folder, name: str) -> None:
+        """Remove a damaged file, or move whatever cannot be removed, such as a folder, to `quarantine/`.
 
-        A rename works for anything that is there, also for a folder or a link. Raises `OSError` when it stays there.
+        Raises `OSError` when neither works.
         """
         try:
-            self.make(QUARANTINE)
-            with self.entered(QUARANTINE) as away:
-                os.rename(name, f"{name}.{secrets.token_hex(4)}", src_dir_fd=folder.fd, dst_dir_fd=away.fd)
-                with contextlib.suppress(OSError):
-                    _keep_newest(away, self.keep_corrupt)
-        except OSError:
             folder.unlink(name)
+        except OSError:
+            self.make(QUARANTINE)
+            with self.entered(QUARANTINE) as quarantine:
+                moved = f"{name}.{secrets.token_hex(4)}"
+                os.rename(name, moved, src_dir_fd=folder.fd, dst_dir_fd=quarantine.fd)
 
     def scan_others(self) -> Iterator[Listed]:
         """`scan` of the root's other namespaces whose chunks may be deleted; their keys begin with the namespace."""
         for namespace in namespaces(self.root):
             if namespace != self.namespace:
-                other = ChunkFolder(self.root, namespace, self.keep_corrupt)
+                other = ChunkFolder(self.root, namespace)
                 with _left_out_if_forbidden(other.path):
                     for found in other.scan(to_evict=True):
                         yield evolve(found, key=namespace + found.key)
@@ -132,7 +130,7 @@ class ChunkFolder:
                     yield Listed(key, status.st_size, status.st_mtime)
                     continue
                 with contextlib.suppress(OSError):
-                    self.quarantine(folder, entry.name)
+                    self.discard(folder, entry.name)
 
 
 def namespaces(root: Root) -> list[bytes]:
@@ -182,12 +180,5 @@ def _digest_of(digits: str) -> bytes | None:
 def _remove_if_stale(folder: Folder, name: str) -> None:
     """Remove a temporary file whose writer has ended."""
     if name.startswith(".") and name.endswith(TEMPORARY_SUFFIX) and is_abandoned(folder, name):
-        with contextlib.suppress(OSError):
-            folder.unlink(name)
-
-
-def _keep_newest(folder: Folder, count: int) -> None:
-    found = [(entry.stat(follow_symlinks=False).st_ctime, entry.name) for entry in folder.entries()]
-    for _, name in sorted(found, reverse=True)[count:]:
         with contextlib.suppress(OSError):
             folder.unlink(name)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 from urllib.parse import SplitResult, urlsplit
 
-from lmkv.backends.remote.value_codec import ValueCodec, WrongLengthError
+from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
+from lmkv.backends.remote.value_codec import ValueCodec
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.format import ChunkFormat
@@ -52,16 +53,12 @@ class RemoteBackend(ABC):
 
     Parameters
     ----------
+    url
+        Where the store is. A subclass reads it; here it is shown, without passwords, by `repr`.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable. Other namespaces have other names.
-    prefix
-        Every name begins with it, as access rules may demand.
-    chunk_tokens
-        Most token ids that a value records.
-    name
-        What logs and statistics call the tier.
-    authentication_key
-        32 random bytes or more: only values that were written with them are served.
+    options
+        The settings that all remote backends share.
 
     Notes
     -----
@@ -93,7 +90,7 @@ class RemoteBackend(ABC):
     ...         pass
     ...     def _is_unavailable(self, error):
     ...         return isinstance(error, OSError)
-    >>> backend = DictBackend(bytes(32), prefix="lmkv:", chunk_tokens=512, name="dict")
+    >>> backend = DictBackend("dict://", bytes(32), RemoteOptions(name="dict"))
     >>> backend.write([Chunk(bytes(32), memoryview(b"payload"))])
     [Written(status=<WriteStatus.STORED: 'stored'>, reason='', error=None)]
     >>> into = memoryview(bytearray(7))
@@ -103,18 +100,20 @@ class RemoteBackend(ABC):
 
     shared: ClassVar[bool] = True
 
-    def __init__(
-        self, namespace: bytes, *, prefix: str, chunk_tokens: int, name: str, authentication_key: bytes | None = None
-    ) -> None:
+    def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:
         if len(namespace) != KEY_BYTES:
             raise ConfigError(f"namespace must have {KEY_BYTES} bytes, not {len(namespace)}")
         self.namespace = namespace
-        self.name = name
-        self.prefix = prefix
-        authenticator = Authenticator.of(authentication_key)
-        self.codec = ValueCodec(ChunkFormat(namespace, token_room=chunk_tokens, authenticator=authenticator))
-        self._root = f"{prefix}{namespace.hex()}"
+        self.options = options
+        self.name = options.name or type(self).__module__.rpartition(".")[2]
+        authenticator = Authenticator.of(options.authentication_key)
+        self.codec = ValueCodec(ChunkFormat(namespace, token_room=options.chunk_tokens, authenticator=authenticator))
+        self._safe_url = mask_secrets(url)
+        self._root = f"{options.prefix}{namespace.hex()}"
         self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: {self._safe_url}>"
 
     def name_of(self, key: ChunkKey) -> str:
         """The name of a chunk's value. Raises UsageError for what is no key."""
@@ -143,8 +142,8 @@ class RemoteBackend(ABC):
         name = self.name_of(key)
         try:
             return HIT if self._get(key, name, into) else MISS
-        except (FormatError, WrongLengthError) as error:
-            # One of another length, too, would fail for ever: a value that is there is not written again.
+        except FormatError as error:
+            # Corrupt, so that it is deleted: as long as it is there, its chunk is not written again.
             return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
         except Exception as error:
             return Read.failed(self._translated(error, "read", key))

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
 from lmkv.backends.remote.base import RemoteBackend, split_url
-from lmkv.errors import ConfigError, mask_secrets
+from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
+from lmkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -20,38 +21,14 @@ class HostPortBackend(RemoteBackend):
     known: ClassVar[Mapping[str, type[str] | type[int]]]
     """Options in the URL's query."""
 
-    def __init__(
-        self,
-        url: str,
-        namespace: bytes,
-        *,
-        username: str | None = None,
-        password: str | None = None,
-        prefix: str = "lmkv:",
-        ttl: int | None = None,
-        timeout: float = 1.0,
-        chunk_tokens: int = 512,
-        name: str = "",
-        authentication_key: bytes | None = None,
-    ) -> None:
-        super().__init__(
-            namespace,
-            prefix=prefix,
-            chunk_tokens=chunk_tokens,
-            name=name or type(self).__module__.rpartition(".")[2],
-            authentication_key=authentication_key,
-        )
-        self._safe_url = mask_secrets(url)
-        self._timeout = timeout
-        self._set_up(self._options(url))
-        ignored = [what for what, value in (("user", username), ("password", password), ("ttl", ttl)) if value]
+    def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:
+        super().__init__(url, namespace, options)
+        self._set_up(self._parse_url(url))
+        ignored = [name for name in ("username", "password", "ttl") if getattr(options, name)]
         if ignored:
-            logger.warning("lmkv: %s has no %s: what is given is not used", self._safe_url, ", ".join(ignored))
+            logger.warning("lmkv: %s ignores %s, which it does not support", self._safe_url, ", ".join(ignored))
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}: {self._safe_url}>"
-
-    def _options(self, url: str) -> dict[str, Any]:
+    def _parse_url(self, url: str) -> dict[str, Any]:
         """Host, port and what the query has."""
         parts = split_url(url)
         given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}

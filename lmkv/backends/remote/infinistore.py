@@ -49,18 +49,8 @@ class InfiniStoreBackend(HostPortBackend):
         `infinistore://host:port/`. LMCache's `?device=mlx5_0` is read and not used: there is no RDMA here.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
-    username, password, ttl
-        Not used: InfiniStore has none of them.
-    prefix
-        Of every name.
-    timeout
-        Seconds for each call; one that moves a value has a second more for each 16 MiB.
-    chunk_tokens
-        Most token ids that a value records.
-    name
-        What logs and statistics call the tier.
-    authentication_key
-        32 random bytes or more: only values that were written with them are served.
+    options
+        The settings that all remote backends share. InfiniStore has no `username`, `password` and `ttl`.
 
     Raises
     ------
@@ -144,7 +134,7 @@ class InfiniStoreBackend(HostPortBackend):
         return _Entry(f"{name}/{value[:_SUFFIX_BYTES].hex()}", value[_SUFFIX_BYTES:])
 
     def _put(self, name: str, chunk: Chunk) -> Written:
-        limit = self._timeout + len(chunk.payload) / MIN_BYTES_PER_SECOND
+        limit = self.options.timeout + len(chunk.payload) / MIN_BYTES_PER_SECOND
         with self._written:
             if not self._written.wait_for(lambda: name not in self._writing, limit):
                 return Written.rejected("another thread still writes it")
@@ -185,7 +175,7 @@ class InfiniStoreBackend(HostPortBackend):
 
     def _call(self, work: Callable[[Connection], T], moving: int = 0) -> T:
         """`work` with a connection; once more with a new one where the server had closed it."""
-        deadline = time.monotonic() + self._timeout + moving / MIN_BYTES_PER_SECOND
+        deadline = time.monotonic() + self.options.timeout + moving / MIN_BYTES_PER_SECOND
         if connection := self._taken():
             with suppress(ConnectionError):
                 return self._do(work, connection, deadline)

@@ -35,18 +35,8 @@ class MooncakeBackend(SubprocessBackend):
         processes with a client each (2), and `zero_copy` (1; 0: the slab is not registered).
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
-    username, password, ttl
-        Not used: Mooncake has none of them.
-    prefix
-        Of every name.
-    timeout
-        Seconds for each call; one that moves a value has a second more for each 16 MiB.
-    chunk_tokens
-        Most token ids that a value records.
-    name
-        What logs and statistics call the tier.
-    authentication_key
-        32 random bytes or more: only values that were written with them are served.
+    options
+        The settings that all remote backends share. Mooncake has no `username`, `password` and `ttl`.
 
     Raises
     ------
@@ -100,7 +90,7 @@ class MooncakeBackend(SubprocessBackend):
             with self._lock:
                 if self._connecting is None or self._connecting.done():
                     self._connecting = self._pool.submit(self._segment.ask, "connect")
-            self._connecting.result(self._timeout)
+            self._connecting.result(self.options.timeout)
         return super()._client(name)
 
     def _disconnect(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote
 
 from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, split_url
+from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError, mask_secrets
@@ -53,22 +54,11 @@ class ObjectStoreBackend(RemoteBackend):
         certificates of a private authority.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
-    username, password
-        Access key id and secret access key of S3, account name and account key of Azure, where the URL has none.
-        Without them obstore's environment variables apply (`AWS_ACCESS_KEY_ID`, ...), then the machine's identity.
-    prefix
-        Of every name, as an access rule may demand.
-    ttl
-        Refused: in object stores a lifecycle rule of the bucket expires objects.
-    timeout
-        Seconds for each request; one with a value has a second more for each 16 MiB. A request that fails sooner is
-        repeated once, if that is safe.
-    chunk_tokens
-        Most token ids that a value records.
-    name
-        What logs and statistics call the tier.
-    authentication_key
-        32 random bytes or more: only values that were written with them are served.
+    options
+        The settings that all remote backends share. `username` and `password` are access key id and secret access key
+        of S3, account name and account key of Azure; without them obstore's environment variables apply
+        (`AWS_ACCESS_KEY_ID`, ...), then the machine's identity. A `ttl` is refused: a lifecycle rule of the bucket
+        expires objects. A request that fails before its `timeout` is repeated once, if that is safe.
 
     Raises
     ------
@@ -88,34 +78,17 @@ class ObjectStoreBackend(RemoteBackend):
     <ObjectStoreBackend 'objects': s3://cache/models?region=eu-west-1&session_token=***>
     """
 
-    def __init__(
-        self,
-        url: str,
-        namespace: bytes,
-        *,
-        username: str | None = None,
-        password: str | None = None,
-        prefix: str = "lmkv:",
-        ttl: int | None = None,
-        timeout: float = 10.0,
-        chunk_tokens: int = 512,
-        name: str = "objects",
-        authentication_key: bytes | None = None,
-    ) -> None:
-        super().__init__(
-            namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
-        )
+    def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:
+        super().__init__(url, namespace, options)
         # As obstore has it in a listing.
         self._root = self._root.lstrip("/")
-        self._safe_url = mask_secrets(url)
-        if ttl:
+        if options.ttl:
             raise ConfigError(f"{self._safe_url}: no ttl here; a lifecycle rule of the bucket expires its objects")
         parts = split_url(url)
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        self._mode = "overwrite" if options.get("conditional_put") == "disabled" else "create"
-        self._timeout = timeout
+        given = dict(parse_qsl(parts.query, keep_blank_values=True))
+        self._mode = "overwrite" if given.get("conditional_put") == "disabled" else "create"
         self._stores: dict[int, Any] = {}
-        self._open = partial(_opened, parts, options, username, password)
+        self._open = partial(_opened, parts, given, options.username, options.password)
         try:
             self._store = self._store_for(0)
             # Nothing is sent: this tells whether the prefix can be part of a name.
@@ -123,9 +96,6 @@ class ObjectStoreBackend(RemoteBackend):
         except (exceptions.BaseError, ValueError, OSError) as error:
             raise ConfigError(f"{self._safe_url}: {_said(error)}") from None
         self._threads = ThreadPoolExecutor(_MAX_REQUESTS, "lmkv-objects")
-
-    def __repr__(self) -> str:
-        return f"<ObjectStoreBackend {self.name!r}: {self._safe_url}>"
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """What is stored in this namespace, in batches, in no order."""
@@ -146,7 +116,7 @@ class ObjectStoreBackend(RemoteBackend):
         more = -(-nbytes // MIN_BYTES_PER_SECOND)
         if more not in self._stores:
             # Two threads may both make it, and either will do.
-            self._stores[more] = self._open(self._timeout + more)
+            self._stores[more] = self._open(self.options.timeout + more)
         return self._stores[more]
 
     # -- requests to the store --------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import parse_qs
 
 from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, batches, split_url
+from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import ConfigError, mask_secrets
+from lmkv.errors import ConfigError
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
@@ -63,21 +64,8 @@ class RedisBackend(RemoteBackend):
         `valkey` in place of `redis`. Further options of redis-py in its query: `?ssl_ca_certs=/path/ca.pem`.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
-    username, password
-        Used where the URL has none.
-    prefix
-        Of every name, as an access rule may demand (`~lmkv:*`).
-    ttl
-        Seconds after which the server drops a value that was not written again; None: as it evicts.
-    timeout
-        Seconds to wait for a connection or an answer; a value has a second more for each 16 MiB. A command that
-        is safe to repeat is repeated once.
-    chunk_tokens
-        Most token ids that a value records.
-    name
-        What logs and statistics call the tier.
-    authentication_key
-        32 random bytes or more: only values that were written with them are served.
+    options
+        The settings that all remote backends share. A command that is safe to repeat is repeated once.
 
     Raises
     ------
@@ -96,44 +84,27 @@ class RedisBackend(RemoteBackend):
     <RedisBackend 'redis': redis://cache:***@localhost:6379/0>
     """
 
-    def __init__(
-        self,
-        url: str,
-        namespace: bytes,
-        *,
-        username: str | None = None,
-        password: str | None = None,
-        prefix: str = "lmkv:",
-        ttl: int | None = None,
-        timeout: float = 1.0,
-        chunk_tokens: int = 512,
-        name: str = "redis",
-        authentication_key: bytes | None = None,
-    ) -> None:
-        super().__init__(
-            namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
-        )
+    def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:
+        super().__init__(url, namespace, options)
         parts = split_url(url)
         self._url = _SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
-        self._safe_url = mask_secrets(url)
         if fixed := _FIXED & parse_qs(parts.query).keys():
             raise ConfigError(f"{self._safe_url}: {', '.join(sorted(fixed))} cannot be chosen")
         self._is_cluster = parts.scheme.endswith("cluster")
-        self._timeout = timeout
-        self._expiry = [b"EX", str(ttl).encode()] if ttl else []
+        self._expiry = [b"EX", str(options.ttl).encode()] if options.ttl else []
         backoff = ExponentialWithJitterBackoff(base=0.01, cap=0.1)
         self._retry = Retry(backoff, 1, supported_errors=(exceptions.ConnectionError,))
-        self._options: dict[str, Any] = {
-            "socket_timeout": timeout,
-            "socket_connect_timeout": timeout,
+        self._client_options: dict[str, Any] = {
+            "socket_timeout": options.timeout,
+            "socket_connect_timeout": options.timeout,
             "retry": self._retry,
             "protocol": 2,
-            **({"username": username} if username and not parts.username else {}),
-            **({"password": password} if password and not parts.password else {}),
+            **({"username": options.username} if options.username and not parts.username else {}),
+            **({"password": options.password} if options.password and not parts.password else {}),
         }
         self._connecting = threading.Lock()
         try:
-            client = Redis.from_url(self._url, **self._options)
+            client = Redis.from_url(self._url, **self._client_options)
             pool = client.connection_pool
             # Connected to nobody: this tells whether all options are known, which a cluster's client would not.
             pool.connection_class(**pool.connection_kwargs)
@@ -142,9 +113,6 @@ class RedisBackend(RemoteBackend):
         if self._is_cluster and pool.connection_kwargs.get("db"):
             raise ConfigError(f"{self._safe_url}: a cluster has database 0 only")
         self._client: Redis | RedisCluster | None = None if self._is_cluster else client
-
-    def __repr__(self) -> str:
-        return f"<RedisBackend {self.name!r}: {self._safe_url}>"
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """What is stored in this namespace, in batches, in no order."""
@@ -202,7 +170,7 @@ class RedisBackend(RemoteBackend):
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
         def get(connection: Any) -> bool:
             connection.send_command("GET", name)
-            reply = _Reply(connection, self._timeout)
+            reply = _Reply(connection, self.options.timeout)
             nbytes = reply.length()
             if nbytes is not None:
                 self.codec.receive(key, nbytes, reply.fill, into)
@@ -259,7 +227,7 @@ class RedisBackend(RemoteBackend):
         # A cluster's client asks for its nodes when it is made.
         with self._connecting:
             if self._client is None:
-                self._client = RedisCluster.from_url(self._url, **self._options)
+                self._client = RedisCluster.from_url(self._url, **self._client_options)
             return self._client
 
     def _disconnect(self) -> None:

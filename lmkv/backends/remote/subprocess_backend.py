@@ -62,7 +62,7 @@ class SubprocessBackend(HostPortBackend):
             raise ConfigError(f"{self._safe_url} needs {self.module}: {self.install}")
         self._zero_copy = options.pop("zero_copy", 1)
         options = self._prepared(options)
-        self._clients = [ClientProcess(self._module, options, self._timeout) for _ in range(clients)]
+        self._clients = [ClientProcess(self._module, options, self.options.timeout) for _ in range(clients)]
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
         """Those of the URL as the store takes them."""

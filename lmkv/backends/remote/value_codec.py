@@ -18,10 +18,6 @@ Fill = Callable[[memoryview], None]
 """Reads on in a value: fills a buffer with the bytes that follow."""
 
 
-class WrongLengthError(Exception):
-    """The value is sound, but its payload has another length than the caller expects."""
-
-
 def filler(value: memoryview) -> Fill:
     """Reads on in `value`: fills what it is given with the bytes that follow, as far as there are any."""
 
@@ -58,11 +54,11 @@ class ValueCodec:
     def parsed(self, key: ChunkKey, data: memoryview, expected: int) -> Header:
         """The header at the start of `data`, which is the chunk's and of a payload of `expected` bytes.
 
-        Raises `FormatError` for anything but a value of this chunk, and `WrongLengthError`.
+        Raises `FormatError` for anything else, and for a payload of another length.
         """
         header = self.format.parse(key, data)
         if header.payload_bytes != expected:
-            raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the buffer {expected}")
+            raise FormatError(f"its payload has {header.payload_bytes} bytes, the buffer {expected}")
         return header
 
     def receive(self, key: ChunkKey, nbytes: int, fill: Fill, into: memoryview) -> None:
