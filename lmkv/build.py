@@ -1,4 +1,4 @@
-"""From a `Config` to the store it describes."""
+"""Builds the store that a `Config` describes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_store(
         logger.log(level, "lmkv: %s", remark)
     # The client of a remote store may have a process of its own.
     shared = shared or bool(config.remote_url + config.remote_urls)
-    # Whoever copies has the pages mapped: each rank those of its own part.
+    # Each rank maps the pages of its own part before it copies.
     host = CPUPinnedBackend(
         config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines
     )
@@ -46,14 +46,14 @@ def build_store(
         list(_lower_tiers(config, namespace, config.authentication_bytes)),
         io_threads=config.disk_io_threads,
         prefetch_share=config.prefetch_share,
-        # Without a CPU tier the slots are mere staging.
+        # Without a CPU tier chunks only pass through the slots.
         retain=config.local_cpu,
         spans=layout.spans,
     )
 
 
 def stored_namespace(namespace: Namespace, key: bytes | None) -> Namespace:
-    """That of lower tiers. Engines with different keys, or with and without one, have different ones."""
+    """The namespace of lower tiers, which depends on the authentication key."""
     if key is None:
         return namespace
     return evolve(namespace, extra={**dict(namespace.extra), "authentication": Authenticator(key).identifier})
@@ -81,12 +81,12 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
             authentication_key=key,
         )
         backend = plugins.make(url.place, f"remote_url {url}", Backend, url.text, namespace.digest, options)
-        # How many bytes it takes, and what it evicts, is the store's own business.
+        # No capacity: the remote store bounds and evicts by itself.
         yield Tier(backend, make_policy(config.cache_policy))
 
 
 def _shared_memory_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None) -> Tier:
-    """Files in memory: what bypasses a page cache, syncs, or leaves free space on a disk is of no use there."""
+    """Files in memory, so without O_DIRECT, syncs and a reserve of free space."""
     backend = LocalDiskBackend(
         folder,
         namespace.digest,

@@ -15,7 +15,7 @@ PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class _Calls(ABC, Generic[Answer]):
-    """The calls, whose answers a subclass waits for or awaits. `timeout`: seconds, besides what a prefetch waits."""
+    """Every call of the service. A subclass waits for its answer or awaits it. `timeout`: seconds, besides a `wait`."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0) -> None:
         self._url = url
@@ -24,7 +24,7 @@ class _Calls(ABC, Generic[Answer]):
         self._base: dict[str, Any] = {
             "base_url": "http://engine" if self._socket else url,
             "headers": _headers(token),
-            # No proxy, nor another's password, for what is on this machine.
+            # A service on this machine needs no proxy from the environment, nor credentials from ~/.netrc.
             "trust_env": url.startswith("https:"),
         }
 
@@ -65,8 +65,8 @@ class _Calls(ABC, Generic[Answer]):
 
     def clear(self, prompt: PromptLike | None = None, *, namespace: str | None = None, **scope: Any) -> Answer:
         """`deleted_chunks`: a prompt's, or of the `namespace` that begins so; without either all there are."""
-        what: dict[str, Any] = {} if namespace is None else {"namespace": namespace}
-        asked = what or {"everything": True} if prompt is None else _body(prompt, what)
+        fields: dict[str, Any] = {} if namespace is None else {"namespace": namespace}
+        asked = fields or {"everything": True} if prompt is None else _body(prompt, fields)
         return self.send("POST", "/v1/clear", {**asked, **scope})
 
     def stats(self) -> Answer:
@@ -74,7 +74,7 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", "/v1/stats")
 
     def requests(self) -> Answer:
-        """What the last `requests` have found and missed, newest first."""
+        """Reports of the last requests, newest first, under `requests`."""
         return self.send("GET", "/v1/requests")
 
     def explain(self, request: str) -> Answer:
@@ -82,11 +82,11 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", f"/v1/explain/{quote(request, safe='')}")
 
     def history(self) -> Answer:
-        """What the tiers had, and what requests found, over the last hour."""
+        """Samples of the counters over the last hour."""
         return self.send("GET", "/v1/history")
 
     def announce(self, engine: int) -> Answer:
-        """By an engine to the first one of its server."""
+        """Announce another engine to the first one of its server."""
         return self.send("POST", "/v1/engines", {"engine": engine})
 
 
@@ -96,11 +96,11 @@ class Client(_Calls[dict[str, Any]]):
     Parameters
     ----------
     url : str
-        As the engine's log says: `http://127.0.0.1:8377` or `unix:/path`.
+        The address in the engine's log: `http://127.0.0.1:8377` or `unix:/path`.
     token : str, optional
         The engine's `agent_token`.
     timeout : float
-        Seconds for an answer, besides what a prefetch waits.
+        Seconds for an answer, besides the `wait` of a prefetch.
 
     Raises
     ------

@@ -45,9 +45,9 @@ _MAX_FIELDS = 256
 
 
 class PromptBody(BaseModel):
-    """A prompt: one of `text`, `messages` and `tokens`. `engine`: one of several, by number; all unless it is given.
+    """A prompt: one of `text`, `messages` and `tokens`. `engine`: number of the only engine to ask.
 
-    `tools`, `chat_template_kwargs`: of the chat, as its request will have them.
+    `tools`, `chat_template_kwargs`: the same as in the request of the chat.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -64,7 +64,7 @@ class PromptBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def few_fields(cls, given: Any) -> Any:
-        """Before each of a million is found wrong, which takes many seconds, as it would with lists."""
+        """Reject a million fields before pydantic validates every one of them, which takes many seconds."""
         for fields in (given, given.get("tags")) if isinstance(given, dict) else ():
             if isinstance(fields, dict) and len(fields) > _MAX_FIELDS:
                 raise ValueError(f"there are more than {_MAX_FIELDS} fields or tags")
@@ -80,20 +80,20 @@ class PromptBody(BaseModel):
 
 
 class PrefetchBody(PromptBody):
-    """`wait`: seconds to wait for the end of it. `id`: what to call it; drawn unless it is given."""
+    """`wait`: seconds to wait for its end. `id`: a name for it; random unless it is given."""
 
     id: str | None = Field(default=None, pattern=r"^[\w-]{1,64}$")
     wait: float = Field(default=0.0, ge=0, le=60)
 
 
 class PinBody(PromptBody):
-    """`seconds`: how long; the engine's `pin_ttl` unless it is given."""
+    """`seconds`: how long the pin lasts; the engine's `pin_ttl` unless it is given."""
 
     seconds: float | None = Field(default=None, gt=0, le=86_400)
 
 
 class ClearBody(PromptBody):
-    """A prompt, or everything, or a `namespace` by its first digits, of those that `lmkv inspect` shows."""
+    """A prompt, or `everything`, or a `namespace` by its first digits, as `lmkv inspect` shows them."""
 
     everything: bool = False
     namespace: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{1,64}$")
@@ -104,12 +104,12 @@ def application(
 ) -> FastAPI:
     """The routes. With a token each request must have it: `Authorization: Bearer ...`. The page needs none.
 
-    `longest`: tokens of the longest prompt, which bounds what is read.
+    `longest`: tokens of the longest prompt, which bounds the size of a body.
     """
     peers = peers or Peers()
 
     def authorized(given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> None:
-        # The guard has looked before; this also says in the OpenAPI document that calls want a token.
+        # The guard has checked already. This declares the token in the OpenAPI document.
         if token is not None and not hmac.compare_digest((given.credentials if given else "").encode(), token.encode()):
             raise HTTPException(401, "the header Authorization: Bearer TOKEN is missing or wrong")
 
@@ -126,7 +126,7 @@ def application(
             task.cancel()
         await peers.close()
 
-    # FastAPI's own pages of the API load their scripts from elsewhere.
+    # FastAPI's own documentation pages load scripts from other servers.
     pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
     app = FastAPI(title="lmkv", summary="The KV cache of an engine", lifespan=running, redirect_slashes=False, **pages)
     app.add_exception_handler(LmkvError, _as_answer)
@@ -197,17 +197,17 @@ def application(
 
     @v1.get("/stats")
     async def stats() -> dict[str, Any]:
-        """The counters of the tiers, and what requests looked up and found."""
+        """Counters of the tiers, and tokens that requests looked up and found."""
         return await stats_of_all()
 
     @v1.get("/history")
     async def samples() -> dict[str, Any]:
-        """What the tiers had, and what requests found, over the last hour."""
+        """Samples of the counters over the last hour."""
         return history.snapshot()
 
     @v1.get("/requests")
     async def requests(limit: Annotated[int, Query(ge=1)] = 200) -> dict[str, Any]:
-        """What the last requests, 200 at most, have found and missed, newest first."""
+        """Reports of the last requests, 200 at most, newest first: found and missed tokens."""
         return merged_requests(await peers.ask(service.requests, "GET", "/v1/requests"), limit)
 
     @v1.get("/explain/{request:path}")
@@ -250,11 +250,11 @@ class Address:
 
     @property
     def url(self) -> str:
-        """As clients give it."""
+        """The address in the form that clients take."""
         return self.text if self.text.startswith(_UNIX) else f"http://{self.text}"
 
     def of_engine(self, number: int) -> Address:
-        """Of one of several engines of a server: each has the next port, or a socket of its own."""
+        """Address of one of a server's engines: the next port for each, or a socket of its own."""
         if not number:
             return self
         host, _, port = self.text.rpartition(":")
@@ -263,7 +263,7 @@ class Address:
 
     def bind(self) -> tuple[socket.socket, str]:
         """`(socket, URL)`. Raises ConfigError for other addresses, OSError where it cannot be bound."""
-        # Without a path it would be an abstract socket, which is open to all users.
+        # An empty path would be an abstract socket, which every user may open.
         if self.text.startswith(f"{_UNIX}/") and "\0" not in self.text:
             return _unix_socket(self.text.removeprefix(_UNIX)), self.text
         host, _, port = self.text.rpartition(":")
@@ -282,17 +282,17 @@ class Address:
 
 def _unix_socket(path: str) -> socket.socket:
     with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
-        # One that is too busy to accept does not answer either.
+        # A server that is too busy to accept connections does not answer either.
         probe.settimeout(1)
         if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
-            # Of a server that has ended.
+            # The server of this socket has ended.
             os.unlink(path)
     bound = socket.socket(socket.AF_UNIX)
     try:
         bound.bind(path)
-        # Its user's alone before anybody can connect, which takes a `listen`. An umask would be every thread's.
+        # Nobody can connect before `listen`, so the mode is right in time. An umask would change it for all threads.
         os.chmod(path, 0o600)
-        # Before its thread runs: who connects by then waits instead of being refused, as at a port.
+        # Listen before the thread runs, so that early callers wait instead of being refused, as at a port.
         bound.listen()
     except OSError:
         bound.close()
@@ -316,7 +316,7 @@ def _server_config(app: FastAPI) -> Config:
 
 
 class AgentServer:
-    """Serves an application in a thread of its own, until `close`. `url`: where."""
+    """Serves an application at `url`, in a thread of its own, until `close`."""
 
     def __init__(self, make: Callable[[], FastAPI], address: Address) -> None:
         self._socket, self.url = address.bind()
@@ -338,7 +338,7 @@ class AgentServer:
     def close(self) -> None:
         """End it, within seconds. Idempotent."""
         with suppress(OSError):
-            # While it is open no other file has its number. Another server's socket may be there by now.
+            # The path may be another server's socket by now. While ours is open, no other file has its inode.
             if self._file and os.path.samestat(self._file, os.stat(path := self.url.removeprefix(_UNIX))):
                 os.unlink(path)
         self._file = None

@@ -1,4 +1,4 @@
-"""One service for all engines of a server on this node: the first engine's asks the others, and adds up."""
+"""`Peers`: the first engine's service asks the other engines of its server, and adds up their answers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lmkv.errors import LmkvError
 
 Answer = dict[str, Any]
 Call = Callable[[], Answer | None] | Callable[[], Awaitable[Answer]]
-"""It runs in a thread, of which there are few, unless it is a coroutine function, as what waits for long should be."""
+"""A plain function runs in one of a few threads, so a call that waits for long should be a coroutine function."""
 Url = Callable[[int], str]
 
 _RETRY, _AGAIN = 1.0, 10.0
 _MAX_ENGINES = 1024
 _REFUSED = (400, 422)
-"""What the caller has to mend."""
+"""Status codes of mistakes that the caller has to correct."""
 
 
 class PeerError(LmkvError):
-    """An engine cannot be asked, or does not do it. `status`: of HTTP."""
+    """An engine does not exist, does not answer, or refuses. `status`: the HTTP status to answer with."""
 
     def __init__(self, reason: str, status: int = 503) -> None:
         super().__init__(reason)
@@ -34,9 +34,9 @@ class PeerError(LmkvError):
 
 
 class Peers:
-    """The engines of one server, by number. Those after the first announce themselves to it, again and again.
+    """The engines of one server, by number. All but the first announce themselves to it, again and again.
 
-    `url`: of an engine's service by its number; `number`: this one's. Called on the service's event loop only.
+    `number`: this engine's. `url`: gives the URL of an engine's service. Called on the service's event loop only.
     """
 
     def __init__(self, number: int = 0, url: Url | None = None, token: str | None = None) -> None:
@@ -49,12 +49,12 @@ class Peers:
         return f"<Peers: {self.number} and {len(self._others)} others>"
 
     def announced(self, number: int) -> None:
-        """Another engine answers from now on."""
+        """Note that another engine answers from now on."""
         if self._url is not None and 0 < number < _MAX_ENGINES and number not in (self.number, *self._others):
             self._others[number] = AsyncClient(self._url(number), self._token)
 
     async def announce(self) -> None:
-        """Tell the first engine that this one is there; for ever, as that one may have started again."""
+        """Announce this engine to the first one for ever, because that one may restart."""
         if self._url is None or not self.number:
             return
         async with AsyncClient(self._url(0), self._token) as first:
@@ -66,9 +66,9 @@ class Peers:
                     await asyncio.sleep(_RETRY)
 
     async def ask(self, call: Call, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[int, Answer]:
-        """Each engine's answer: `call()` is this one's. Engines that answer 404 are omitted; others give `unavailable`.
+        """Answers by engine; `call()` gives this one's. Engines that answer 404 are omitted; others give `unavailable`.
 
-        With an `engine` in the body it alone is asked. Raises PeerError when that one is unavailable, or there is none.
+        An `engine` in the body is asked alone. Raises PeerError when it does not exist or does not answer.
         """
         body = dict(body or {})
         wanted = body.pop("engine", None)
@@ -93,7 +93,7 @@ class Peers:
                 raise PeerError(_detail(error.response), status) from None
             return None if status == 404 else {"unavailable": str(error)}
         except (httpx.HTTPError, ValueError) as error:
-            # ValueError: what was asked, or is answered, is no JSON.
+            # ValueError: the body or the answer is no JSON.
             return {"unavailable": f"{type(error).__name__}: {error}"}
 
     async def close(self) -> None:
@@ -121,7 +121,7 @@ def answering(answers: Mapping[int, Answer]) -> dict[int, Answer]:
 
 
 def merged(answers: Mapping[int, Answer]) -> Answer:
-    """Of one engine its answer; of several the best one, with totals where they add up, and `engines`: each one's."""
+    """The only answer, or the best of several with summed totals and each answer in `engines`."""
     here = answering(answers)
     if len(answers) == 1 and here:
         return next(iter(here.values()))
@@ -136,7 +136,7 @@ def merged(answers: Mapping[int, Answer]) -> Answer:
 
 
 def merged_stats(answers: Mapping[int, Answer]) -> Answer:
-    """Tiers by name. Each engine has host memory of its own; what is below it all engines of a node share."""
+    """Counters of all engines. Host memory is summed; the lower tiers are shared, so their size counts once."""
     whole = merged(answers)
     if "engines" not in whole:
         return whole
@@ -162,7 +162,7 @@ def _merged_value(name: str, values: list[Any], *, first: bool) -> Any:
 
 
 def merged_requests(answers: Mapping[int, Answer], most: int) -> Answer:
-    """The newest of all, each with its `engine`."""
+    """The `most` newest reports of all engines, each with its `engine`."""
     here = answering(answers)
     requests = [{"engine": number, **each} for number, answer in here.items() for each in answer["requests"]]
     requests.sort(key=lambda each: each["time"], reverse=True)

@@ -1,4 +1,4 @@
-"""The page at `/docs`: the calls and their fields, from the OpenAPI document. No script, and nothing from elsewhere."""
+"""The page at `/docs`: calls and their fields from the OpenAPI document, without scripts or other servers."""
 
 from __future__ import annotations
 

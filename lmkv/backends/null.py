@@ -1,4 +1,4 @@
-"""`NullBackend`: stores nothing, to measure what the rest costs and as the smallest example."""
+"""`NullBackend`: stores nothing. It measures the overhead of a store, and is the smallest example."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class NullBackend:
     Parameters
     ----------
     name
-        What logs and statistics call the tier.
+        Name of the tier in logs and statistics.
 
     Raises
     ------
     ClosedError
-        By every verb after `close`.
+        Every verb raises it after `close`.
 
     Notes
     -----

@@ -110,9 +110,9 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
     return freed
 
 
-def least_recently_used(found: list[Content], before: float, max_body_bytes: float) -> dict[bytes, list[Listed]]:
-    """The chunks that were last used `before`, and as many more as leave `max_body_bytes`, by namespace."""
-    excess = sum(content.nbytes for content in found) - max_body_bytes
+def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
+    """The chunks that were last used `before`, and as many more as leave `max_bytes`, by namespace."""
+    excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}
     by_use = sorted(((chunk, one.digest) for one in found for chunk in one.chunks), key=lambda pair: pair[0].last_used)
     for chunk, digest in by_use:

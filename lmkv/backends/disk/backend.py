@@ -62,9 +62,9 @@ class LocalDiskBackend:
         writing is up to twice as fast. "data": its bytes are on the medium before the file gets its name.
         "full": so is the name. Checksums detect damage in any case.
     direct
-        O_DIRECT, which saves the page cache a copy of what host memory has anyway. "auto" uses it where it
+        O_DIRECT, so that the page cache holds no second copy of host memory. "auto" uses it where it
         works, "on" requires it, "off" uses the page cache. Memory that is not aligned to pages always goes
-        through the page cache. `direct_io` says what is in use.
+        through the page cache. `direct_io` says whether O_DIRECT is in use.
     min_free
         Bytes of the file system to leave free: a chunk that would take them is REJECTED.
     segment_bytes
@@ -75,9 +75,9 @@ class LocalDiskBackend:
         Whether the store should look for chunks of other processes again and again.
     authentication_key
         32 random bytes or more: only chunks that were written with them are served, whoever else may write to
-        the folder. Give other keys other namespaces: one's chunks are damaged ones to the other.
+        the folder. Use another namespace for each key: chunks of another key count as damaged.
     name
-        What logs and statistics call the tier.
+        Name of the tier in logs and statistics.
     clock
         Monotonic seconds, for the age of the remembered free space.
 
@@ -216,7 +216,7 @@ class LocalDiskBackend:
         self._usage.release_bytes(nbytes)
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """What is there by names and sizes alone, least recently used first (to the minute).
+        """List chunks by name and size alone, least recently used first (to the minute).
 
         Sets aside files of impossible sizes and deletes stale temporary files. Raises `BackendError`.
         """
@@ -302,8 +302,7 @@ class LocalDiskBackend:
     def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
         """Size of the chunk's file when it cannot be read, 0 when there is none; None when it is stored there.
 
-        What is no file of this chunk is set aside. So is one of another length: a key's chunks all have one, and
-        reads would fail for ever.
+        A file that is not this chunk's is removed. So is one of another length, because its reads would fail for ever.
         """
         try:
             stored = self._files.header(folder, name, chunk.key).payload_bytes == len(chunk.payload)
@@ -327,7 +326,7 @@ class LocalDiskBackend:
 
     def _is_there(self, folder: Folder, key: ChunkKey) -> bool:
         try:
-            # By two names at once: what a link in place of the inner folder leads to is asked for, and never read.
+            # One stat of a path of two names: it may follow a link in place of the inner folder, but reads nothing.
             return codec.plausible_file_bytes(folder.stat(self._folder.name_of(key)).st_size)
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -381,7 +380,7 @@ def _oldest_use(found: Listed) -> tuple[float, float]:
 
 
 def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
-    """Whether the file itself is wrong: its bytes are, or it is no file. Any other error may pass."""
+    """Whether the file itself is wrong, or no regular file. Other errors may pass by themselves."""
     if not isinstance(error, OSError):
         return True
     try:

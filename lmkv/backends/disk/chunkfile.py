@@ -122,7 +122,7 @@ class ChunkFiles:
     def _fill(self, fd: int, offset: int, into: memoryview, *before: memoryview) -> None:
         """Fill `before`, then `into`, from `offset` on.
 
-        What `into` has beyond whole pages is read by way of scratch memory: O_DIRECT reads whole pages.
+        The end of `into` beyond whole pages goes through scratch memory, because O_DIRECT reads whole pages.
         """
         rest = len(into) % PAGE
         whole = len(into) - rest
@@ -149,7 +149,7 @@ class ChunkFiles:
         with folder.opened(name, os.O_RDONLY | self._direct_flag(misalignment)) as fd:
             status = _regular(fd)
             yield fd, status
-            # A time in the future is as wrong as an old one.
+            # A time in the future needs an update as much as an old one.
             if abs(time.time() - status.st_mtime) > TOUCH_EVERY:
                 with contextlib.suppress(OSError):
                     os.utime(fd)

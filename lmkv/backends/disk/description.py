@@ -1,4 +1,4 @@
-"""What a namespace is of: a small file in its folder, for people and for tools. lmkv itself does not need it."""
+"""A small file that describes a namespace in its folder, for people and tools. lmkv itself does not need it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 16
 def describe(root: str, namespace: Namespace) -> None:
     """Write the description of a namespace into its folder, unless there is one.
 
-    A medium that cannot take it is no reason not to store chunks: nothing is raised.
+    Raises nothing, because a medium that cannot take it may still take chunks.
     """
     fields = {**asdict(namespace, recurse=False), "extra": dict(namespace.extra)}
     text = json.dumps(fields, indent=1, ensure_ascii=True) + "\n"
@@ -34,12 +34,12 @@ def describe(root: str, namespace: Namespace) -> None:
 
 
 def description(path: str) -> Namespace | None:
-    """The namespace that a folder is of, None when its file does not say so."""
+    """The namespace of a folder; None when its file is missing or does not match."""
     root, digits = os.path.split(path)
     try:
         folder = ChunkFolder(Root.checked(root), bytes.fromhex(digits))
         namespace = Namespace(**_fields(folder))
-        # Whoever may write to the folder would write to the terminals of those who look at it.
+        # Other users' terminals show it: escape sequences must not get there.
         plain = (namespace.model + namespace.dtype).isprintable()
         return namespace if plain and namespace.digest == folder.namespace else None
     except (OSError, ValueError, TypeError, UsageError, RecursionError):

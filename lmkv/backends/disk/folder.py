@@ -34,7 +34,7 @@ class ChunkFolder:
     """`<root>/<namespace>/<first byte of the key>/<key>.kv1`, all in lower-case hexadecimal.
 
     Names consist of digests, which can neither collide nor point outside the folder. The root belongs to the
-    operator and is not created again when it was removed; what is below belongs to lmkv, for its user only, or
+    operator and is not created again when it was removed; everything below belongs to lmkv, for its user only, or
     for the group that the root is shared with (`Folder.for_group`).
     """
 
@@ -54,7 +54,7 @@ class ChunkFolder:
         return namespace.hex(), key[:1].hex(), key.hex() + SUFFIX
 
     def name_of(self, key: ChunkKey) -> str:
-        """Of a chunk of this namespace, from its folder on."""
+        """Path of a chunk, relative to the folder of this namespace."""
         return "/".join(self._names_of(key)[1:])
 
     @contextlib.contextmanager
@@ -134,7 +134,7 @@ class ChunkFolder:
 
 
 def namespaces(root: Root) -> list[bytes]:
-    """Digests of those that have a folder below a root. Raises `OSError`."""
+    """Digests of the namespaces below a root. Raises `OSError`."""
     with _absent_if_removed(), root.entered() as folder:
         names = [entry.name for entry in folder.entries() if entry.is_dir(follow_symlinks=False)]
         return [digest for name in names if (digest := _digest_of(name))]
@@ -143,14 +143,14 @@ def namespaces(root: Root) -> list[bytes]:
 
 @contextlib.contextmanager
 def _absent_if_removed() -> Iterator[None]:
-    """A folder that is not there, or no folder, is one without chunks."""
+    """Treat a missing folder, or a file in its place, as an empty folder."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         yield
 
 
 @contextlib.contextmanager
 def _left_out_if_forbidden(path: str) -> Iterator[None]:
-    """Other namespaces may belong to other users, and must not keep the own one from being listed."""
+    """Skip namespaces of other users, so that this one is listed all the same."""
     try:
         yield
     except PermissionError as error:

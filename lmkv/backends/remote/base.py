@@ -1,4 +1,4 @@
-"""`RemoteBackend`: what backends over a network have in common. A subclass moves the bytes of one value."""
+"""`RemoteBackend`: base of backends over a network. A subclass moves the bytes of one value."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from lmkv.outcomes import HIT, MISS, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
 
 MIN_BYTES_PER_SECOND = 16 << 20
-"""Bytes per second: a value that moves more slowly is given up."""
+"""Slowest transfer of a value, in bytes per second, before it is given up."""
 
 
 def split_url(url: str) -> SplitResult:
-    """The parts of a URL. Raises ConfigError, without what it cannot read, which may be of a password."""
+    """The parts of a URL. The ConfigError never quotes the unparsable part, which may contain a password."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -38,18 +38,18 @@ def split_url(url: str) -> SplitResult:
         if unread or any(map(str.isspace, parts.netloc)):
             raise ValueError
     except ValueError:
-        reason = "it has no host and port that can be; in a password / is %2F, ? is %3F, # is %23"
+        reason = "its host or port is invalid; in a password / is %2F, ? is %3F, # is %23"
         raise ConfigError(f"{mask_secrets(url)}: {reason}") from None
     return parts
 
 
 def batches(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    """As many names at a time as one round trip takes."""
+    """Names in batches of `size`, one for each round trip."""
     return (names[at : at + size] for at in range(0, len(names), size))
 
 
 class RemoteBackend(ABC):
-    """Values by name in a store that other processes and machines use, too.
+    """Base of a backend that keeps values by name in a store shared with other processes and machines.
 
     Parameters
     ----------
@@ -62,10 +62,9 @@ class RemoteBackend(ABC):
 
     Notes
     -----
-    The store's content is shared: the index of a tier over it is asked again after a while. Whatever goes
-    wrong with one value is that key's outcome; `contains` and `delete`, which have none, raise a
-    `BackendError`. No lock is held during I/O. Values that are not the chunk they should be are FAILED with a
-    `CorruptChunkError`: nothing in them is used, and nothing is unpickled.
+    Other processes change the store, so a tier lists it again after a while. A failure of one value is that key's
+    outcome; `contains` and `delete` raise a `BackendError`. No lock is held during I/O. A value that is not the
+    chunk of its name is FAILED with a `CorruptChunkError`: nothing in it is used, and nothing is unpickled.
 
     Examples
     --------
@@ -116,7 +115,7 @@ class RemoteBackend(ABC):
         return f"<{type(self).__name__} {self.name!r}: {self._safe_url}>"
 
     def name_of(self, key: ChunkKey) -> str:
-        """The name of a chunk's value. Raises UsageError for what is no key."""
+        """The name of a chunk's value. Raises UsageError for a key of another length."""
         if len(key) != KEY_BYTES:
             raise UsageError(f"a chunk key must have {KEY_BYTES} bytes, not {len(key)}")
         return f"{self._root}/{key.hex()}"
@@ -186,7 +185,7 @@ class RemoteBackend(ABC):
         return translated
 
     def _reason(self, error: Exception) -> str:
-        """What an error of the store says, without secrets."""
+        """Text of a store's error, without secrets."""
         return f"{type(error).__name__}: {error}"
 
     # -- requests to the store --------------------------------------------------------------------------------

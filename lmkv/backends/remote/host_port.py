@@ -1,4 +1,4 @@
-"""`HostPortBackend`: a store at a host and a port, which has no users, no passwords and no expiry."""
+"""`HostPortBackend`: base of stores at a host and a port, without users, passwords and expiry."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class HostPortBackend(RemoteBackend):
-    """A store by its host and port. A subclass says which options its URL may have, and speaks with it."""
+    """A store at a host and a port. A subclass names the options of its URL and talks to the store."""
 
     known: ClassVar[Mapping[str, type[str] | type[int]]]
-    """Options in the URL's query."""
+    """Options that the URL's query may have, with their types."""
 
     def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:
         super().__init__(url, namespace, options)
@@ -29,7 +29,7 @@ class HostPortBackend(RemoteBackend):
             logger.warning("lmkv: %s ignores %s, which it does not support", self._safe_url, ", ".join(ignored))
 
     def _parse_url(self, url: str) -> dict[str, Any]:
-        """Host, port and what the query has."""
+        """Host, port and options of the query."""
         parts = split_url(url)
         given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
         if unknown := sorted(given.keys() - self.known.keys()):
@@ -46,7 +46,7 @@ class HostPortBackend(RemoteBackend):
 
     @abstractmethod
     def _set_up(self, options: dict[str, Any]) -> None:
-        """Make ready for calls, with the options of the URL. Nothing is connected."""
+        """Prepare for calls with the options of the URL, without connecting."""
 
     def _is_unavailable(self, error: Exception) -> bool:
         return isinstance(error, OSError)

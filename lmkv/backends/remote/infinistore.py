@@ -1,11 +1,11 @@
 """`InfiniStoreBackend`: chunks as values of an InfiniStore server, over TCP.
 
-It speaks the server's protocol itself: InfiniStore's client waits for ever for a value that is not there and crashes
+It implements the server's protocol, because InfiniStore's own client waits for ever for a missing value and crashes
 with its server. Bytes go from the caller's memory to the socket and from the socket into the caller's memory.
 
-A chunk is two values: its payload, under a name that nobody else writes, then an entry under the chunk's own name,
-which has the other name and the header. For the server says that a value is there as soon as it begins to come, and
-ends when somebody asks for it, or deletes it, before it is complete: nobody must know of it earlier.
+A chunk is two values: its payload under a random name, then an entry under the chunk's own name, with that random name
+and the header. The server reports a value as soon as its first byte arrives, and crashes when it is read or deleted
+before its last one. So nobody may know the payload's name before the payload is complete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_ENTRY_BYTES = 16 << 20
 _BATCH_NAMES = 500
 """Names in one round trip."""
 _GRACE_SECONDS = 0.001
-"""Seconds for a value that came too late."""
+"""Seconds to wait for the rest of a late value."""
 _MAX_IDLE = 32
 
 
@@ -55,13 +55,13 @@ class InfiniStoreBackend(HostPortBackend):
     Raises
     ------
     ConfigError
-        The URL has no port, or an option that is none.
+        The URL has no port, or an unknown option.
 
     Notes
     -----
     Nothing is connected before the first call. Any number of threads may call, each with a connection of its own
-    for as long. A put replaces what is there, so a name is asked for before it: engines that store a chunk at the
-    same moment both do, the same bytes.
+    for as long. A put replaces an existing value, so a name is looked up first. Two engines that store a chunk at the
+    same moment both write it, with the same bytes.
 
     Examples
     --------
@@ -119,7 +119,7 @@ class InfiniStoreBackend(HostPortBackend):
 
         found = self._call(get, len(into))
         if not found:
-            # Evicted: an entry without a payload would keep the chunk from being stored again.
+            # The payload was evicted. Its entry would keep the chunk from being stored again.
             self._delete([name])
         return found
 
@@ -148,7 +148,7 @@ class InfiniStoreBackend(HostPortBackend):
 
     def _put_alone(self, connection: Connection, name: str, chunk: Chunk) -> Written:
         connection.ask([name])
-        # While the server looks.
+        # Computed while the server looks up the name.
         header = self.codec.header_of(chunk)
         if connection.found(1) == [True]:
             return PRESENT
@@ -165,7 +165,7 @@ class InfiniStoreBackend(HostPortBackend):
         self._call(lambda connection: connection.delete(names))
 
     def _payload_name(self, name: str) -> str:
-        """Empty for what is no entry."""
+        """Name of an entry's payload; empty if the value is no entry."""
         with suppress(FormatError):
             entry = self._call(lambda connection: self._entry(connection, name))
             return entry.payload_name if entry else ""
@@ -174,7 +174,7 @@ class InfiniStoreBackend(HostPortBackend):
     # -- connections --------------------------------------------------------------------------------------
 
     def _call(self, work: Callable[[Connection], T], moving: int = 0) -> T:
-        """`work` with a connection; once more with a new one where the server had closed it."""
+        """Do `work` with a connection, and again with a new one if the server had closed the first."""
         deadline = time.monotonic() + self.options.timeout + moving / MIN_BYTES_PER_SECOND
         if connection := self._taken():
             with suppress(ConnectionError):
@@ -190,17 +190,17 @@ class InfiniStoreBackend(HostPortBackend):
             return done
         except BaseException as error:
             if not isinstance(error, Exception):
-                # A signal's: it may have come between bytes and their being counted.
+                # A signal may have interrupted the count of received bytes.
                 connection.in_step = connection.is_behind = False
             raise
         finally:
             self._release(connection)
 
     def _taken(self) -> Connection | None:
-        """One that the server is ready for.
+        """An idle connection that the server is ready for.
 
-        It takes whatever comes over a connection before it has noted that a value is sent for the same request again,
-        without end. It has one thread: once it has answered a later request of another connection, it has noted that.
+        The server repeats its last answer for ever if a request arrives too early after a value. It has one thread, so
+        once it has answered a later request of another connection, it is ready again.
         """
         if os.getpid() != self._pid:
             raise ConnectionError("it is another process's")
@@ -210,7 +210,7 @@ class InfiniStoreBackend(HostPortBackend):
         return self._pick(lambda each: each.in_step and each.value_ended_at < self._answered_at)
 
     def _pick(self, fits: Callable[[Connection], bool]) -> Connection | None:
-        """The one that was used last: its window is open."""
+        """The most recently used connection that fits, because its TCP window is open."""
         with self._lock:
             found = next(filter(fits, reversed(self._idle)), None)
             if found is not None:

@@ -15,11 +15,11 @@ from lmkv.backends.remote.subprocess_backend import START_LIMIT, ClientProcess, 
 
 _NO_ROOM, _INVALID, _EXISTS, _NOT_MOVED = -200, -600, -705, -800
 _ABSENT = (-703, -704)
-"""Not complete, which it becomes or not, and unknown."""
+"""Codes of a value that is incomplete or unknown."""
 _AWAY = (-900, -901)
 CONNECT_LIMIT = 0.8
 _PINNED_PER_SECOND = 1 << 30
-"""Bytes, at least, that RDMA registers."""
+"""Slowest registration of memory with RDMA, in bytes per second."""
 
 
 class MooncakeBackend(SubprocessBackend):
@@ -41,16 +41,16 @@ class MooncakeBackend(SubprocessBackend):
     Raises
     ------
     ConfigError
-        mooncake-transfer-engine is not installed, or the URL has no port or an option that is none.
+        mooncake-transfer-engine is not installed, or the URL has no port or an unknown option.
 
     Notes
     -----
-    Nothing is connected before the first call. The client lives in processes of its own: `setup` holds the GIL for
-    half a minute when the master does not answer, and a read from a host that does not answer takes as long. A
-    store's shared slab is registered with it: values move from and to its slots without a copy. A read that fails
-    ends its process, so that nothing arrives in a slot that is another chunk's by then. Mooncake lets whoever reaches
-    its port read and write registered memory: over TCP nobody does (`lmkv.backends.remote.firewall`); over RDMA the
-    slab is not registered where there is an `authentication_key`, which says that not everybody there is trusted.
+    Nothing is connected before the first call. The client runs in processes of its own, because `setup` holds the GIL
+    for half a minute when the master does not answer, and a read from a dead host takes as long. The store's slab is
+    registered, so values move from and to its slots without a copy. A failed read ends its process, so that nothing
+    arrives in a slot that is another chunk's by then. Anybody who reaches Mooncake's port can read and write registered
+    memory. Over TCP `lmkv.backends.remote.firewall` drops all callers; over RDMA the slab is not registered if there is
+    an `authentication_key`, because then others on the network are not trusted.
 
     Examples
     --------
@@ -68,13 +68,13 @@ class MooncakeBackend(SubprocessBackend):
     }
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
-        # TCP only notes where registered memory is.
+        # Over TCP registration pins no memory and takes no time.
         self._pins = options.get("protocol", "tcp") != "tcp"
         if self._pins and self.codec.format.authenticator is not None:
             self._zero_copy = 0
         nbytes = options.pop("global_segment_size", 0)
         nbytes = options.pop("segment_size", nbytes)
-        # In a process that no slow call ends: its chunks would end with it.
+        # A process of its own: a slow call must not end it, because its chunks would be lost.
         with_segment = {**options, "segment_size": nbytes}
         self._segment = ClientProcess(self._module, with_segment, START_LIMIT) if nbytes else None
         self._pool, self._lock = ThreadPoolExecutor(1, "lmkv-mooncake"), threading.Lock()
@@ -86,7 +86,7 @@ class MooncakeBackend(SubprocessBackend):
 
     def _client(self, name: str) -> ClientProcess:
         if self._segment is not None and not self._segment.connected:
-            # In another thread, which has more time for it than this call.
+            # Connect in another thread, which may take longer than this call.
             with self._lock:
                 if self._connecting is None or self._connecting.done():
                     self._connecting = self._pool.submit(self._segment.ask, "connect")
@@ -104,7 +104,7 @@ open_url = MooncakeBackend
 
 
 class StoreClient:
-    """Mooncake's client, in a process of its own."""
+    """Mooncake's client, in the child process."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class StoreClient:
         self._memories, self._make = memories, MooncakeDistributedStore
         self._master, self._local = (host, port), local_hostname
         self._segment_size = segment_size
-        # It asks others, who have no business with its memory; RDMA's handshake goes both ways.
+        # Without a segment nobody needs to reach this process over TCP; RDMA's handshake goes both ways.
         self._alone = protocol == "tcp" and not segment_size
         self._options = (metadata_server, segment_size, local_buffer_size, protocol, device_name)
         self._store: Any = None
@@ -132,7 +132,7 @@ class StoreClient:
     def connect(self) -> None:
         if self._store is not None:
             return
-        # Asked first: `setup` takes seconds to find out that nobody listens.
+        # Probe the master, because `setup` takes seconds to notice that nobody listens.
         with socket.create_connection(self._master, CONNECT_LIMIT) as probe:
             local = self._local or probe.getsockname()[0]
         store = self._make()
@@ -150,7 +150,7 @@ class StoreClient:
         return [bool(_checked(found, "is_exist")) for found in self._store.batch_is_exist(names)]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
-        """Bytes of the value, which is in these parts if it is as long as they are; None when there is none."""
+        """Length of the value, which fills these parts if the length fits; None when it does not exist."""
         self.connect()
         addresses, sizes = self._located(parts)
         (code,) = self._store.batch_get_into_multi_buffers([name], [addresses], [sizes])
@@ -166,8 +166,8 @@ class StoreClient:
     def put(self, name: str, parts: Sequence[Part]) -> str:
         """Store these parts as one value.
 
-        A plain put says that it succeeded where the name is there, even if another client is only writing it, or
-        ended while it wrote; a session says so when it begins.
+        A plain put reports success if the name exists, even if another client has not finished it. A session fails when
+        it begins.
         """
         self.connect()
         addresses, sizes = self._located(parts)
@@ -186,14 +186,14 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete them, whoever reads them: readers verify what they read."""
+        """Delete values, also while others read them: readers verify every byte."""
         self.connect()
         for code in self._store.batch_remove(names, True):
             if code not in _ABSENT:
                 _checked(code, "remove")
 
     def close(self) -> None:
-        # Or the master believes for ten seconds that the segment's values are there.
+        # Otherwise the master offers the segment's values for ten more seconds.
         if self._store is not None and self._segment_size:
             self._store.close()
 

@@ -1,6 +1,6 @@
 """`ObjectStoreBackend`: chunks as objects of S3, Google Cloud Storage or Azure, or as files of a folder.
 
-obstore signs, connects and retries. A header and its payload are sent from where they are, without joining them.
+obstore signs, connects and retries. A header and its payload are sent without joining them in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     "gs": (GCSStore, ()),
     "az": (AzureStore, ("account_name", "account_key")),
 }
-"""Scheme -> class of obstore, and what it calls a user's name and password."""
+"""Scheme -> class of obstore, and its options for a name and a password."""
 
 _MAX_REQUESTS = 32
 """Requests under way for one call of `contains` or `delete`."""
@@ -63,14 +63,14 @@ class ObjectStoreBackend(RemoteBackend):
     Raises
     ------
     ConfigError
-        A URL or an option that obstore does not understand, or a `ttl`.
+        The URL or an option is invalid, or there is a `ttl`.
 
     Notes
     -----
     Nothing is connected before the first call. Any number of threads may call. A value is sent in one request, which
-    a store does completely or not at all, and only where there is none (`If-None-Match`): the first one stays. A store
-    that does not look at this condition keeps the last of several that are written at the same moment; for one that
-    refuses it, add `conditional_put=disabled`. Keys, tokens and signatures are in no repr and no message.
+    a store does completely or not at all, and only if the name is free (`If-None-Match`). A store that ignores this
+    condition keeps the last of several concurrent writes; for one that refuses it, add `conditional_put=disabled`.
+    Keys, tokens and signatures are in no repr and no message.
 
     Examples
     --------
@@ -80,7 +80,7 @@ class ObjectStoreBackend(RemoteBackend):
 
     def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:
         super().__init__(url, namespace, options)
-        # As obstore has it in a listing.
+        # Listings of obstore have no leading slash.
         self._root = self._root.lstrip("/")
         if options.ttl:
             raise ConfigError(f"{self._safe_url}: no ttl here; a lifecycle rule of the bucket expires its objects")
@@ -91,14 +91,14 @@ class ObjectStoreBackend(RemoteBackend):
         self._open = partial(_opened, parts, given, options.username, options.password)
         try:
             self._store = self._store_for(0)
-            # Nothing is sent: this tells whether the prefix can be part of a name.
+            # Sends nothing, but checks that the prefix can be part of a name.
             obstore.list(self._store, self._root)
         except (exceptions.BaseError, ValueError, OSError) as error:
             raise ConfigError(f"{self._safe_url}: {_said(error)}") from None
         self._threads = ThreadPoolExecutor(_MAX_REQUESTS, "lmkv-objects")
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """What is stored in this namespace, in batches, in no order."""
+        """List the chunks of this namespace in batches, in no order."""
         self._check_open()
         try:
             for batch in obstore.list(self._store, self._root, chunk_size=_BATCH_NAMES):
@@ -107,15 +107,15 @@ class ObjectStoreBackend(RemoteBackend):
             raise self._translated(error, "list") from error
 
     def _key_of(self, path: str) -> ChunkKey | None:
-        """Other objects may be there, too."""
+        """The key in a path; None for other objects."""
         found = re.fullmatch(rf"{re.escape(self._root)}/([0-9a-f]{{{2 * KEY_BYTES}}})", path)
         return bytes.fromhex(found[1]) if found else None
 
     def _store_for(self, nbytes: int) -> Any:
-        """obstore's store, whose requests have time for so many bytes."""
+        """A store of obstore whose timeout suits a value of so many bytes."""
         more = -(-nbytes // MIN_BYTES_PER_SECOND)
         if more not in self._stores:
-            # Two threads may both make it, and either will do.
+            # Two threads may both make one; either will do.
             self._stores[more] = self._open(self.options.timeout + more)
         return self._stores[more]
 
@@ -142,13 +142,13 @@ class ObjectStoreBackend(RemoteBackend):
         return True
 
     def _refuse(self, key: ChunkKey, found: Any, expected: int) -> None:
-        """Say what is wrong with a value of another length, by its beginning: it may be anything."""
+        """Raise the error of a value of another length. Its size is unbounded, so only its beginning is read."""
         start = next(found.stream(min_chunk_size=self.codec.header_bytes(expected)), b"")
         header = self.codec.parsed(key, memoryview(start), expected)
         raise FormatError(f"it has {found.meta['size']} bytes, {header.header_bytes + expected} by its header")
 
     def _put(self, name: str, chunk: Chunk) -> Written:
-        # Asked first: a value that is there need not be sent.
+        # Look it up first, so that an existing value is not sent.
         if self._exists(name):
             return PRESENT
         try:
@@ -168,7 +168,7 @@ class ObjectStoreBackend(RemoteBackend):
         try:
             obstore.delete(self._store, names)
         except FileNotFoundError:
-            # All but S3 complain of absent values, and may have stopped at the first.
+            # Stores other than S3 fail at the first missing value: delete one by one.
             list(self._threads.map(self._remove_one, names))
 
     def _remove_one(self, name: str) -> None:
@@ -190,14 +190,14 @@ open_url = ObjectStoreBackend
 
 
 def _said(error: Exception) -> str:
-    # What follows a blank line is for those who work on obstore.
+    # After a blank line come internals of obstore.
     return mask_secrets(str(error).partition("\n\n")[0])
 
 
 def _opened(
     parts: SplitResult, options: dict[str, str], username: str | None, password: str | None, timeout: float
 ) -> Any:
-    """obstore's store at a URL, without asking anybody."""
+    """The store of obstore for a URL; connects to nothing."""
     bucket = parts.netloc.rpartition("@")[2]
     if parts.scheme == "file":
         if bucket not in ("", "localhost") or options or parts.fragment:
@@ -213,7 +213,7 @@ def _opened(
     authorities = options.get("ssl_ca_certs")
     options = {name: value for name, value in options.items() if name != "ssl_ca_certs"}
     places = [options[name] for name in ("endpoint", "base_url") if name in options]
-    # obstore panics over what can be no URL.
+    # obstore panics on an invalid URL.
     if not all(re.fullmatch(r"https?://[^/@]+(/[^@]*)?", place) for place in places):
         raise ValueError("an endpoint must be http://host:port or https://host:port, without a password")
     if any(char.isspace() for value in options.values() for char in value):

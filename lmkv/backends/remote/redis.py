@@ -1,7 +1,7 @@
 """`RedisBackend`: chunks as values of Redis or Valkey, one server or a cluster.
 
-redis-py connects, authenticates, routes and retries. The bytes of a value go past its parser, from the
-caller's memory to the socket and from the socket into the caller's memory.
+redis-py connects, authenticates, routes and retries. The bytes of a value bypass its parser: they go from the caller's
+memory to the socket and from the socket into the caller's memory.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _SCHEMES = {
     "valkeys+cluster": "rediss",
 }
 _FIXED = {"protocol", "decode_responses", "encoding"}
-"""Options of redis-py that would change what names or answers look like."""
+"""Options of redis-py that would change names or answers."""
 _BATCH_NAMES = 1000
 """Names in one round trip."""
 _MAX_LINE_BYTES = 1024
 _PIECE = 1 << 20
-"""Bytes to send with one deadline."""
+"""Bytes that are sent with one deadline."""
 _REDIRECTIONS = 4
 
 
@@ -70,13 +70,13 @@ class RedisBackend(RemoteBackend):
     Raises
     ------
     ConfigError
-        The URL or one of its options is none that redis-py understands.
+        redis-py does not understand the URL or one of its options.
 
     Notes
     -----
-    Nothing is connected before the first call. Any number of threads may call, each with a connection from
-    redis-py's pool. A server that is full and evicts nothing (`noeviction`) REJECTS a write; `allkeys-lru` is
-    the policy to use. Passwords are in no repr and no message.
+    Nothing is connected before the first call. Any number of threads may call, each with a connection from redis-py's
+    pool. A full server REJECTS a write unless it evicts: use the policy `allkeys-lru`. Passwords are in no repr and no
+    message.
 
     Examples
     --------
@@ -106,7 +106,7 @@ class RedisBackend(RemoteBackend):
         try:
             client = Redis.from_url(self._url, **self._client_options)
             pool = client.connection_pool
-            # Connected to nobody: this tells whether all options are known, which a cluster's client would not.
+            # Connects to nothing, but checks all options; a cluster's client would not.
             pool.connection_class(**pool.connection_kwargs)
         except (ValueError, TypeError, AttributeError, exceptions.RedisError) as error:
             raise ConfigError(f"{self._safe_url}: {error}") from None
@@ -115,7 +115,7 @@ class RedisBackend(RemoteBackend):
         self._client: Redis | RedisCluster | None = None if self._is_cluster else client
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """What is stored in this namespace, in batches, in no order."""
+        """List the chunks of this namespace in batches, in no order."""
         self._check_open()
         try:
             yield from self._list()
@@ -124,7 +124,7 @@ class RedisBackend(RemoteBackend):
 
     def _list(self) -> Iterator[list[Listed]]:
         batch: list[str] = []
-        # Other names may be there, too.
+        # The store may have other names below this prefix.
         of_chunk = re.compile(rf"{re.escape(self._root)}/[0-9a-f]{{{2 * KEY_BYTES}}}")
         for found in self._connected().scan_iter(match=f"{_escaped(self._root)}/*", count=_BATCH_NAMES):
             if of_chunk.fullmatch(name := found.decode("utf-8", "replace")):
@@ -137,7 +137,7 @@ class RedisBackend(RemoteBackend):
 
     def _sized(self, names: Sequence[str]) -> list[Listed]:
         sizes = self._for_each(names, lambda pipeline, name: pipeline.strlen(name))
-        # SCAN may give a name twice, and what is no string has no length.
+        # SCAN may give a name twice; a value that is no string gives an error instead of a length.
         known = {name: size for name, size in zip(names, sizes, strict=True) if isinstance(size, int) and size}
         return [Listed(bytes.fromhex(name[-2 * KEY_BYTES :]), size) for name, size in known.items()]
 
@@ -156,7 +156,7 @@ class RedisBackend(RemoteBackend):
                 raise answer
 
     def _for_each(self, names: Sequence[str], command: Callable[[Any, str], object]) -> list[Any]:
-        """The answers, or errors, to a command about each name."""
+        """The answer or error of one command for each name."""
         answers: list[Any] = []
         for batch in batches(names, _BATCH_NAMES):
             client: Any = self._connected()
@@ -190,7 +190,7 @@ class RedisBackend(RemoteBackend):
             return STORED if connection.read_response() else PRESENT
 
         try:
-            # Asked first: a value that is there need not be sent.
+            # Look it up first, so that an existing value is not sent.
             if self._routed(name, exists):
                 return PRESENT
             command = self._set_command(name.encode(), self.codec.header_of(chunk), chunk.payload)
@@ -224,7 +224,7 @@ class RedisBackend(RemoteBackend):
     # -- connections --------------------------------------------------------------------------------------
 
     def _connected(self) -> Redis | RedisCluster:
-        # A cluster's client asks for its nodes when it is made.
+        # Made at the first call, because a cluster's client asks for its nodes when it is made.
         with self._connecting:
             if self._client is None:
                 self._client = RedisCluster.from_url(self._url, **self._client_options)
@@ -234,16 +234,16 @@ class RedisBackend(RemoteBackend):
         with self._connecting:
             client, self._client = self._client, None
         if isinstance(client, RedisCluster):
-            # Its own `close` leaves them to the garbage collector.
+            # Its own `close` leaves the connections to the garbage collector.
             for node in client.get_nodes():
                 self._pool_at(client, node).disconnect()
         if client is not None:
             client.close()
 
     def _routed(self, name: str, work: Callable[[Any], T]) -> T:
-        """`work` with a connection to the server that has the name, wherever a cluster sends it.
+        """Do `work` with a connection to the server that has the name; follows a cluster's redirections.
 
-        It is one command: ASKING holds for no more.
+        `work` is one command, because ASKING holds for one only.
         """
         client = self._connected()
         pool, asking = self._pool_of(client, name), False
@@ -251,12 +251,12 @@ class RedisBackend(RemoteBackend):
             try:
                 return self._with_connection(pool, work, asking)
             except exceptions.AskError as error:
-                # MovedError is one, too.
+                # MovedError derives from AskError.
                 asking = not isinstance(error, exceptions.MovedError)
                 pool = self._redirected(cast(RedisCluster, client), error)
             except (exceptions.ConnectionError, exceptions.TimeoutError):
                 if isinstance(client, RedisCluster):
-                    # A replica may have taken over.
+                    # A replica may have replaced the node.
                     pool.disconnect(inuse_connections=False)
                     client.nodes_manager.initialize()
                 raise
@@ -265,9 +265,9 @@ class RedisBackend(RemoteBackend):
     def _redirected(self, client: RedisCluster, error: Any) -> Any:
         manager: Any = client.nodes_manager
         if isinstance(error, exceptions.MovedError):
-            # The second is what older versions of redis-py have.
+            # Older versions of redis-py have the second method.
             (getattr(manager, "move_slot", None) or manager.update_moved_exception)(error)
-        # A node to which a cluster moves its first slot is not known yet.
+        # The target may be a node that the client does not know yet.
         node = ClusterNode(error.host, error.port)
         return self._pool_at(client, manager.nodes_cache.setdefault(node.name, node))
 
@@ -287,9 +287,9 @@ class RedisBackend(RemoteBackend):
                 connection.read_response()
             return work(connection)
         except exceptions.ResponseError:
-            raise  # an answer, read to its end
+            raise  # the answer was read to its end
         except BaseException:
-            # The rest of an answer may still come.
+            # The rest of an answer may still arrive on this connection.
             connection.disconnect()
             raise
         finally:
@@ -300,7 +300,7 @@ open_url = RedisBackend
 
 
 class _Reply:
-    """The answer to a GET, read past redis-py's parser, which has nothing buffered between commands."""
+    """The answer to a GET, read directly from the socket: redis-py's parser buffers nothing between commands."""
 
     def __init__(self, connection: Any, timeout: float) -> None:
         self._connection = connection
@@ -308,10 +308,10 @@ class _Reply:
         self._deadline = time.monotonic() + timeout
 
     def length(self) -> int | None:
-        """Of the value; None when there is none. Raises what the server answers instead."""
+        """Length of the value; None when it does not exist. Raises the error that the server answers."""
         line = bytearray()
         while not line.endswith(b"\r\n"):
-            # A byte at a time: what follows belongs to the value.
+            # One byte at a time, because the bytes after the line belong to the value.
             byte = self._socket.recv(1)
             if not byte or len(line) > _MAX_LINE_BYTES:
                 raise exceptions.ConnectionError("the connection was closed within an answer")
@@ -328,7 +328,7 @@ class _Reply:
         return int(text)
 
     def fill(self, view: memoryview) -> None:
-        """Read exactly as many bytes."""
+        """Fill `view` with the next bytes."""
         while len(view):
             if time.monotonic() > self._deadline:
                 raise exceptions.TimeoutError("the value took too long")
@@ -338,10 +338,10 @@ class _Reply:
             view = view[received:]
 
     def end(self) -> None:
-        """Read what follows a value."""
+        """Read the line break after the value."""
         self.fill(memoryview(bytearray(2)))
 
 
 def _escaped(text: str) -> str:
-    """A pattern of Redis that matches the text alone."""
+    """A pattern of Redis that matches exactly this text."""
     return "".join(f"\\{char}" if char in "*?[]\\^-" else char for char in text)

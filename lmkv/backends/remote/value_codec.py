@@ -1,7 +1,7 @@
 """A chunk as one value of a remote store: the header of a chunk's file, then the payload, without padding.
 
-The header names the namespace and the key, and has the checksums of the payload, so that a value that
-somebody else has put under the key, or a torn one, is found to be none.
+The header has the namespace, the key and the checksums of the payload, so that a torn value, or a foreign one under
+the key, is detected.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lmkv.chunks.format import ChunkFormat, SegmentDigests
 from lmkv.protocols import Chunk, ChunkKey
 
 Fill = Callable[[memoryview], None]
-"""Reads on in a value: fills a buffer with the bytes that follow."""
+"""Fills a buffer with the next bytes of a value."""
 
 
 def filler(value: memoryview) -> Fill:
-    """Reads on in `value`: fills what it is given with the bytes that follow, as far as there are any."""
+    """A function that fills buffers with the next bytes of `value`, as far as there are any."""
 
     def fill(part: memoryview) -> None:
         nonlocal value
@@ -43,7 +43,7 @@ class ValueCodec:
         return self.header_bytes(payload_bytes) + payload_bytes
 
     def header_of(self, chunk: Chunk) -> memoryview:
-        """What comes before the chunk's payload."""
+        """The header of a chunk's value."""
         payload = chunk.payload
         packed = memoryview(bytearray(self.header_bytes(len(payload))))
         digests = SegmentDigests(chunk.key, self.format)
@@ -52,9 +52,9 @@ class ValueCodec:
         return packed
 
     def parsed(self, key: ChunkKey, data: memoryview, expected: int) -> Header:
-        """The header at the start of `data`, which is the chunk's and of a payload of `expected` bytes.
+        """The header at the start of `data`, checked against the key and a payload of `expected` bytes.
 
-        Raises `FormatError` for anything else, and for a payload of another length.
+        Raises `FormatError`.
         """
         header = self.format.parse(key, data)
         if header.payload_bytes != expected:
@@ -76,7 +76,7 @@ class ValueCodec:
         for index, at in enumerate(range(0, len(into), header.segment_bytes)):
             segment = into[at : at + header.segment_bytes]
             fill(segment)
-            # While its bytes are still in the processor's cache, and while more of them arrive.
+            # Verify now, while the bytes are in the processor's cache and more of them arrive.
             self.format.verify(header, segment, index)
 
     def unpack(self, key: ChunkKey, value: memoryview, into: memoryview) -> None:
