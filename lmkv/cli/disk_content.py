@@ -1,4 +1,4 @@
-"""What a folder of chunks has, read from its names and headers, and the deletion of some of it."""
+"""Reads the content of a folder of chunks from names and headers, and deletes chunks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Content:
 
 @define
 class Totals:
-    """What the headers of a namespace's chunks add up to. `damaged`: files that cannot be served, and why."""
+    """Totals over the headers of a namespace's chunks. `damaged`: files that cannot be served -> reason."""
 
     tokens: int = 0
     damaged: dict[str, str] = field(factory=dict)
@@ -89,7 +89,7 @@ def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -
 
 
 def _verify(folder: Folder, name: str, header: Header) -> None:
-    """Check every checksum. Not as a reader does, whose reads count as uses. Raises what a reader raises."""
+    """Check every checksum, without counting as a use. Raises the errors of a read."""
     size = header.segment_bytes
     with folder.opened(name, os.O_RDONLY) as fd:
         for segment, at in enumerate(range(0, header.payload_bytes, size)):
@@ -111,7 +111,7 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
 
 
 def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
-    """The chunks that were last used `before`, and as many more as leave `max_bytes`, by namespace."""
+    """Chunks by namespace that were last used `before`, and more of the oldest until `max_bytes` are left."""
     excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}
     by_use = sorted(((chunk, one.digest) for one in found for chunk in one.chunks), key=lambda pair: pair[0].last_used)

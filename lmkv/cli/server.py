@@ -1,4 +1,4 @@
-"""`lmkv lookup`, `prefetch`, `pin` and `unpin`: what the agent API of a running server does, as commands."""
+"""`lmkv lookup`, `prefetch`, `pin` and `unpin`: the agent API of a running server as commands."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def _common(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """What all commands about a prompt have."""
+    """Parameters of all commands about a prompt."""
 
 
 def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[..., None]:
-    """A command with the options of `_common` besides its own, of `command(client, prompt, scope, **own)`."""
+    """Make a command of `command(client, prompt, scope, **own)` that also has the options of `_common`."""
 
     @functools.wraps(command)
     def run(text: str, tokens: str, url: str, token_file: Path | None, as_json: bool, **rest: Any) -> None:
@@ -66,7 +66,7 @@ def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[...
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[3:]
     common = inspect.signature(_common, eval_str=True).parameters.values()
-    # As typer reads it.
+    # typer reads the options from the signature.
     run.__signature__ = inspect.Signature([*common, *own])  # type: ignore[attr-defined]
     run.__annotations__ = {}
     return run
@@ -113,7 +113,7 @@ def unpin(client: Any, prompt: Prompt, scope: Answer) -> tuple[Answer, Words]:
     return client.unpin(prompt, **scope), lambda one: f"{one['unpinned_chunks']:,} chunks are unpinned"
 
 
-# -- the parts of them --------------------------------------------------------------------------------------
+# -- shared by them -----------------------------------------------------------------------------------------
 
 
 def prompt_of(text: str, tokens: str) -> Prompt:
@@ -130,7 +130,7 @@ def prompt_of(text: str, tokens: str) -> Prompt:
 
 
 def scope_of(cache_salt: str | None, tags: list[str] | None, engine: int | None) -> Answer:
-    """What decides, besides its text, whose the prompt is; and who is asked."""
+    """The fields that limit a call: salt and tags of the prompt, and the engine to ask."""
     pairs = [tag.partition("=") for tag in tags or ()]
     if not all(separator for _, separator, _ in pairs):
         raise typer.BadParameter("a tag is given as NAME=VALUE", param_hint="--tag")
@@ -140,7 +140,7 @@ def scope_of(cache_salt: str | None, tags: list[str] | None, engine: int | None)
 
 @contextmanager
 def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
-    """A client of the server; what goes wrong ends the command with one line."""
+    """A client of the server. An error ends the command with one line."""
     try:
         import httpx
 
@@ -157,13 +157,13 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
         reason = str(error) or type(error).__name__
         fail(f"{url} does not answer ({reason}): is agent_listen set, or is it another --url?")
     except UnicodeEncodeError:
-        fail("the prompt, or what else was given with it, is no text in UTF-8")
+        fail("the prompt or one of its options is no text in UTF-8")
     except ValueError:
         fail(f"{url} is something else than lmkv's agent API: give that with --url")
 
 
 def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
-    """`(URL, token)`: as given, or as the server's own settings have them where this command finds them, too."""
+    """`(URL, token)`: the given ones, or those of the server's settings, if this command finds them."""
     try:
         token = token_file.read_text().partition("\n")[0].strip() if token_file else None
         if not url or token is None:
@@ -190,7 +190,7 @@ def fail(reason: object) -> NoReturn:
 
 
 def show(answer: Answer, words: Words, *, as_json: bool) -> None:
-    """A line, or one for each of several engines."""
+    """Print one line for each engine."""
     if as_json:
         typer.echo(json.dumps(answer))
     elif "engines" not in answer:

@@ -1,4 +1,4 @@
-"""`lmkv top`: what a running server has and finds, again and again."""
+"""`lmkv top`: watches the tiers and requests of a running server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BINS = 24
 _BESIDE = 8
-"""Lines of a terminal that requests do not get, besides those of tiers and engines."""
+"""Lines of the terminal for headings and borders."""
 
 
 def top(
@@ -34,7 +34,7 @@ def top(
     token_file: TokenFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="One look, as one JSON object.")] = False,
 ) -> None:
-    """Watch a running server's tiers and requests; one look where the output is no terminal. Ends with Ctrl+C."""
+    """Watch a running server's tiers and requests until Ctrl+C; print them once if the output is no terminal."""
     console = Console(highlight=False)
     with client_of(url, token_file) as client:
         seen = look(client)
@@ -51,7 +51,7 @@ def look(client: Client) -> dict[str, Any]:
 
 
 def watch(console: Console, client: Client, seen: dict[str, Any], interval: float) -> None:
-    """Until Ctrl+C, or until the server is unavailable."""
+    """Refresh until Ctrl+C, or until the server does not answer."""
     with Live(picture(seen, room(console, seen)), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
@@ -63,7 +63,7 @@ def watch(console: Console, client: Client, seen: dict[str, Any], interval: floa
 
 
 def room(console: Console, seen: dict[str, Any]) -> int:
-    """How many requests there is room for."""
+    """Number of requests that fit the terminal."""
     stats = seen["stats"]
     return max(1, console.height - _BESIDE - len(stats["tiers"]) - len(stats.get("engines", ())))
 
@@ -157,7 +157,7 @@ def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
 
 
 def shortened(request: str, width: int = 20) -> str:
-    """The beginnings and the ends of ids differ. Clients choose them: nothing of them is for the terminal."""
+    """A shortened id. Clients choose ids, so control characters must not reach the terminal."""
     request = "".join(each if each.isprintable() else "?" for each in request)
     return request if len(request) <= width else f"{request[: width - 9]}…{request[-8:]}"
 

@@ -22,7 +22,7 @@ _FILE_URL: Final = re.compile(r"(?i:file):(//(localhost)?(?=/))?(?P<path>/(?!/).
 _OTHER_URL: Final = re.compile(r"(?i)file:|[a-z][a-z0-9+.-]*://")
 
 _WHOLE_NUMBER: Final = re.compile(r"\s*[-+]?[0-9]+\s*")
-"""Without the underscores that Python takes for readable, and others for a mistake."""
+"""No underscores, which Python accepts and other readers do not."""
 
 
 def boolean(value: object) -> bool:
@@ -89,7 +89,7 @@ def one_of(*names: str) -> Parse:
 
 
 def plugin_name(names: Callable[[], Iterable[str]]) -> Parse:
-    """One of the names that there are by then, or `package.module:Class`."""
+    """One of `names()` at the time of parsing, or `package.module:Class`."""
 
     def parse(value: object) -> object:
         if isinstance(value, str) and is_place(value.strip()):
@@ -120,7 +120,7 @@ def path(value: object) -> str | None:
     path = os.path.normpath(os.path.expanduser(text))
     if "\0" in text or path.strip("/") == "":
         raise ValueError("must be a path or file:///path, and not that of everything")
-    # As it was given: a folder of the name of nothing.
+    # Keep ./none as a folder, so that it is not read as unset later.
     return os.path.join(os.curdir, path) if is_nothing(path) else path
 
 
@@ -147,7 +147,7 @@ def secret(value: object) -> Secret | None:
     if value is None or (isinstance(value, str) and is_nothing(value)):
         return None
     if not isinstance(value, str):
-        # YAML has read 1.50 as 1.5 by now, and no as a boolean.
+        # YAML has read yes or no as a boolean.
         raise ValueError("must be a text: in YAML, in quotes")
     try:
         value.encode()

@@ -114,7 +114,7 @@ class Config:
     """
 
     chunk_size: int = _option(
-        256, integer(1, 1 << 20), "What is stored and loaded as one; a multiple of vLLM's block size", "tokens"
+        256, integer(1, 1 << 20), "Tokens that are stored and loaded as one; a multiple of vLLM's block size", "tokens"
     )
     local_cpu: bool = _option(True, boolean, "Keep chunks in host memory after they were stored or loaded")
     max_local_cpu_size: float = _option(
@@ -141,7 +141,7 @@ class Config:
     disk_sync: Literal["none", "data", "full"] = _option(
         "none",
         one_of("none", "data", "full"),
-        "What survives a power cut: none: nothing is promised; data: a file's bytes are flushed before it "
+        "Which writes survive a power cut: none: perhaps none; data: a file's bytes are flushed before it "
         "is published; full: its folder entry too",
     )
     disk_min_free: float = _option(
@@ -173,7 +173,7 @@ class Config:
     remote_username: str | None = _option(None, optional_text, "Name to give to remote stores whose URL has none")
     remote_password: Secret | None = _option(None, secret, "Password to that name; nothing shows it")
     remote_password_file: str | None = _option(None, path, "File that has the password in its first line")
-    remote_prefix: str = _option("lmkv:", text, "What names in remote stores begin with")
+    remote_prefix: str = _option("lmkv:", text, "Prefix of all names in remote stores")
     remote_ttl: int = _option(0, integer(0), "How long a remote store keeps a chunk; 0: as it evicts", "s")
     remote_timeout: float = _option(
         1.0, number(0, above=True), "How long to wait for a remote store's connection or answer", "s"
@@ -195,7 +195,7 @@ class Config:
         "s",
     )
     load_or_recompute: bool = _option(
-        True, boolean, "Recompute what is measured to load slower than it computes; off: always load"
+        True, boolean, "Recompute tokens that load slower than they compute, as measured; off: always load"
     )
     load_mode: Literal["auto", "sync", "async"] = _option(
         "auto",
@@ -216,12 +216,14 @@ class Config:
     agent_listen: str | None = _option(
         None, optional_text, "Where the agent API listens: 127.0.0.1:8377, or unix:/path; nowhere unless it is set"
     )
-    agent_token: Secret | None = _option(None, secret, "What callers of the agent API must have; nothing shows it")
+    agent_token: Secret | None = _option(
+        None, secret, "Token that callers of the agent API must send; nothing shows it"
+    )
     agent_token_file: str | None = _option(None, path, "File that has the token in its first line")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
-    """Where values came from, by name; `load` fills it in."""
+    """Sources of values, by name; `load` fills it in."""
     remarks: tuple[tuple[int, str], ...] = field(default=(), eq=False, repr=False)
-    """What to log about the sources, with its level; `load` fills it in."""
+    """Log lines about the sources, with their levels; `load` fills it in."""
 
     def __attrs_post_init__(self) -> None:
         self._check_folder("shared_memory", "max_shared_memory_size")
@@ -297,12 +299,12 @@ class Config:
 
     @property
     def password(self) -> str | None:
-        """To remote stores, from the setting or its file. Raises ConfigError when that cannot be read."""
+        """Password to remote stores, from the setting or its file. Raises ConfigError if that cannot be read."""
         return self._secret("remote_password")
 
     @property
     def token(self) -> str | None:
-        """Of the agent API, from the setting or its file. Raises ConfigError when that cannot be read or sent."""
+        """Token of the agent API, from the setting or its file. Raises ConfigError if it cannot be read or sent."""
         token = self._secret("agent_token")
         if token is not None and not re.fullmatch("[!-~]+", token):
             self._refuse("agent_token_file" if self.agent_token_file else "agent_token", "must be ASCII without blanks")
@@ -310,7 +312,7 @@ class Config:
 
     @property
     def authentication_bytes(self) -> bytes | None:
-        """Of what is written to lower tiers, from the setting or its file. Raises ConfigError when it is no key."""
+        """Key of chunks in lower tiers, from the setting or its file. Raises ConfigError if it is invalid."""
         if self.authentication_key_file is None:
             return self.authentication_key.value.encode() if self.authentication_key else None
         content = self._content("authentication_key_file")
@@ -329,7 +331,7 @@ class Config:
             lines = self._content(f"{name}_file").decode().splitlines()
         except UnicodeError:
             self._refuse(f"{name}_file", "is no text")
-        # Nothing at all would be as good as no token.
+        # An empty token would protect nothing.
         return lines[0] if lines and lines[0] else self._refuse(f"{name}_file", "has an empty first line")
 
     def _content(self, name: str) -> bytes:
@@ -370,7 +372,7 @@ class Config:
 
 
 def _readable(value: object) -> object:
-    """As people read it, without passwords."""
+    """A value for people to read, without passwords."""
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or None
     return str(value) if isinstance(value, Secret) else value

@@ -1,4 +1,4 @@
-"""What the disk tier keeps: real vLLM is killed with SIGKILL, started again, and asked the same prompts."""
+"""Measures hits after a crash: real vLLM is killed with SIGKILL, started again, and asked the same prompts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run_and_kill(plan: Plan, folder: Path, disk: Path, say: Progress) -> tuple[l
 
 
 def wait_for_files(disk: Path, wanted: int, say: Progress) -> None:
-    """Wait until so many chunks are on disk, WRITE_TIMEOUT seconds at most. What is missing is a miss."""
+    """Wait until so many chunks are on disk, WRITE_TIMEOUT seconds at most. A missing chunk is a miss."""
     say(f"waiting for {wanted} chunks to be on disk")
     deadline = time.monotonic() + WRITE_TIMEOUT
     while (found := sum(1 for _ in disk.rglob(FILES))) < wanted:

@@ -20,7 +20,7 @@ from lmkv.cli.measure.vllm_engines import (
 
 REPEATS = 15
 PAUSE = 0.25
-"""Seconds between repetitions: what disturbs one need not disturb the next one."""
+"""Seconds between repetitions, so that one disturbance does not hit two of them."""
 OWN = "vllm prefix cache"
 NAMES = (OWN, "lmkv ram", "lmkv disk")
 COMPUTED = "computed"
@@ -32,7 +32,7 @@ def measure_ttft(
 ) -> Comparison:
     """One engine after the other, as vLLM runs by default.
 
-    They do not share what disturbs them, which only ever adds: the best of `REPEATS` repetitions counts.
+    The best of `REPEATS` repetitions counts, because disturbances only add.
     """
     cold: dict[str, float] = {}
     warm: dict[str, list[Answer]] = {}
