@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from lmkv.cli.measure.engines import CONNECTOR, CONNECTOR_MODULE, ENVIRONMENT, ONE_PROCESS, VOCABULARY
 from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.measure.vllm_engines import CONNECTOR, CONNECTOR_MODULE, ENVIRONMENT, ONE_PROCESS, VOCABULARY
 
 if TYPE_CHECKING:
     import torch

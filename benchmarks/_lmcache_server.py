@@ -12,8 +12,8 @@ from urllib.request import urlopen
 
 from attrs import evolve
 
-from lmkv.cli.measure.engines import EngineSpec
 from lmkv.cli.measure.process import END_TIMEOUT, end
+from lmkv.cli.measure.vllm_engines import EngineSpec
 
 ROUTES = {"LMCache": "auto", "LMCache, shared memory": "lmcache_driven"}
 """By engine, who moves the bytes: `auto` is vLLM's worker, which pickles them, where there is no GPU."""

@@ -31,9 +31,9 @@ from transformers import AutoTokenizer
 from benchmarks._lmcache_server import free_ports
 from benchmarks._timing import Row, arguments_of, finish
 from benchmarks.outage import Server
-from lmkv.cli.measure.engines import ENVIRONMENT
 from lmkv.cli.measure.process import end
 from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.measure.vllm_engines import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "agent_prefetch.py"

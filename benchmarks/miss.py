@@ -35,8 +35,8 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from benchmarks._timing import Row, arguments_of, finish, turns
-from lmkv.cli.measure.engines import ONE_PROCESS, engine_specs, leave, open_engine
 from lmkv.cli.measure.process import ChildProcess, Questions
+from lmkv.cli.measure.vllm_engines import ONE_PROCESS, engine_specs, leave, open_engine
 
 TARGET, METRICS_TARGET = 0.01, 0.002
 OFF, ON = "nothing", "lmkv ram"

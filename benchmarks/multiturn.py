@@ -30,10 +30,10 @@ from typing import Any
 from attrs import frozen
 
 from benchmarks._timing import Row, arguments_of, finish, machine
-from lmkv.cli.measure.engines import ONE_PROCESS, VOCABULARY, EngineSpec, leave, open_engine
 from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.report import Comparison, draw
 from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.measure.vllm_engines import ONE_PROCESS, VOCABULARY, EngineSpec, leave, open_engine
 
 QUESTION, ANSWER = 400, 24
 """Tokens that a turn adds to a conversation."""

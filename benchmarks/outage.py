@@ -32,9 +32,9 @@ from attrs import define, field
 
 from benchmarks._lmcache_server import free_ports
 from benchmarks._timing import Row, arguments_of, finish, percentile
-from lmkv.cli.measure.engines import ONE_PROCESS, VOCABULARY, EngineSpec, leave, open_engine
 from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.measure.vllm_engines import ONE_PROCESS, VOCABULARY, EngineSpec, leave, open_engine
 
 USERS, PROMPTS, TOKENS, ANSWER = 2, 12, 1000, 2
 PHASES = ("there", "killed", "back", "stopped", "back again")

@@ -34,6 +34,7 @@ from attrs import frozen
 
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.remote.base import RemoteBackend
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.config.remote_url import SCHEMES, RemoteURL
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import ReadStatus, WriteStatus
@@ -161,10 +162,8 @@ def main() -> int:
 
 def measure(url: str, rounds: int) -> Iterator[Row]:
     engine = SCHEMES[RemoteURL(url).scheme]
-    options = {"username": None, "password": None, "prefix": "lmkv-bench:", "ttl": None, "timeout": 30.0}
-    backend: RemoteBackend = import_module(f"lmkv.backends.remote.{engine}").open_url(
-        url, os.urandom(32), chunk_tokens=256, name=engine, **options
-    )
+    options = RemoteOptions(prefix="lmkv-bench:", timeout=30.0, chunk_tokens=256)
+    backend: RemoteBackend = import_module(f"lmkv.backends.remote.{engine}").open_url(url, os.urandom(32), options)
     client = CLIENTS[engine](url)
     slab = Slab(VALUE, (AT_ONCE + 1) * VALUE, shared=True)
     if isinstance(backend, RegistersMemory):

@@ -25,8 +25,8 @@ from contextlib import ExitStack, closing
 
 from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
 from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
-from lmkv.cli.measure.engines import ONE_PROCESS, SEVERAL_PROCESSES, EngineProcess, EngineSpec, engine_specs
 from lmkv.cli.measure.ttft import OWN, first_time, send
+from lmkv.cli.measure.vllm_engines import ONE_PROCESS, SEVERAL_PROCESSES, EngineProcess, EngineSpec, engine_specs
 
 WITHIN_TARGET, BETWEEN_TARGET = 1.05, 1.10
 WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", "lmkv disk"

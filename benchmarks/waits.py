@@ -31,8 +31,8 @@ from attrs import define, field
 from benchmarks._lmcache_server import free_ports
 from benchmarks._timing import Row, arguments_of, finish, turns
 from benchmarks.outage import Server
-from lmkv.cli.measure.engines import Answer, EngineProcess, EngineSpec
 from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.measure.vllm_engines import Answer, EngineProcess, EngineSpec
 
 MODELS = {"fast model": SmallModel(layers=4, hidden=256), "slow model": SmallModel(layers=12, hidden=1024)}
 STORES = {"fast store": 0.0, "normal store": 1 / 3, "slow store": 3.0, "store that hangs": math.inf}

@@ -12,6 +12,7 @@ from lmkv import plugins
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.description import describe
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
@@ -67,24 +68,20 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
         yield _disk_tier(config, config.local_disk, namespace, key)
     names: Counter[str] = Counter()
     for url in (*config.remote_url, *config.remote_urls):
-        kind = url.kind
-        names[kind] += 1
-        backend = plugins.make(
-            url.place,
-            f"remote_url {url}",
-            Backend,
-            url.text,
-            namespace.digest,
+        names[url.store_kind] += 1
+        number = names[url.store_kind]
+        options = RemoteOptions(
             username=config.remote_username,
             password=config.password,
             prefix=config.remote_prefix,
             ttl=config.remote_ttl or None,
             timeout=config.remote_timeout,
             chunk_tokens=namespace.chunk_size,
-            name=kind if names[kind] == 1 else f"{kind}-{names[kind]}",
+            name=url.store_kind if number == 1 else f"{url.store_kind}-{number}",
             authentication_key=key,
         )
-        # How many bytes it takes, and what it evicts, is the store's own business.
+        backend = plugins.make(url.place, f"remote_url {url}", Backend, url.text, namespace.digest, options)
+        # No capacity: the remote store bounds and evicts by itself.
         yield Tier(backend, make_policy(config.cache_policy))
 
 

@@ -11,13 +11,13 @@ import reprlib
 from urllib.parse import unquote
 
 _BEFORE_URL = re.compile(r"(?i)(?<=[\s,;'\"=(\[])(?=[a-z][a-z0-9+.-]*://)")
-# Or a word with both a colon and an @: a URL whose scheme is forgotten or misspelt.
+# Also a word with a colon and an @, which may be a URL with a forgotten or misspelt scheme.
 _SCHEME = re.compile(
     r"(?i)://|\b(?:rediss?|valkeys?|infinistore|mooncake|mooncakestore|s3):/?|(?<!\S)(?=['\"]?[^\s:]*:(?!//)\S*@)"
 )
 _IN_QUERY = re.compile(r"([?&])([^=&#]*)=([^&]*)")
 SECRET = re.compile(r"(?i)passw|pass\b|pwd|pw\b|secret|token|key|credential|signature|proxy|\bsig")
-"""In the names of options whose values are shown nowhere."""
+"""Matches names of options whose values are never shown."""
 
 
 def mask_secrets(text: str) -> str:
@@ -34,7 +34,7 @@ def _masked_users(text: str) -> str:
 
 
 def _masked_user(text: str) -> str:
-    """Of one URL, up to its last @: a user and a password in which : / ? # @ are not encoded are some, too."""
+    """Mask one URL up to its last @, because users forget to encode : / ? # @ in a password."""
     if not (scheme := _SCHEME.search(text)):
         return text
     user, colon, rest = text[scheme.end() :].partition(":")
@@ -52,7 +52,7 @@ def _masked_option(found: re.Match[str]) -> str:
 
 
 def _masked_repr(x: str, level: int) -> str:
-    """Of a string at any depth, without the passwords in it."""
+    """The repr of a string at any depth, without passwords."""
     return reprlib.Repr.repr_str(_SHORT, mask_secrets(x), level)
 
 
@@ -62,9 +62,7 @@ _SHORT.repr_str = _masked_repr  # type: ignore[method-assign]
 
 
 def short_repr(value: object) -> str:
-    """A value in a message: its repr in a line at most, however large the value is or bad its repr.
-
-    Without passwords in URLs.
+    """The repr of a value for a message: at most a line long, and without passwords in URLs. Never raises.
 
     >>> print(short_repr("a" * 100), short_repr([[["deep"]]]))
     'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' [[[...]]]
@@ -72,12 +70,12 @@ def short_repr(value: object) -> str:
     try:
         return _SHORT.repr(value)
     except (ValueError, RecursionError, RuntimeError, TypeError):
-        # An int of 5,000 digits has no repr; neither has an object of a user's that is broken.
+        # An int of 5,000 digits has no repr; a user's object may have a broken one.
         return f"a {type(value).__name__}"
 
 
 def safe_repr(error: BaseException) -> str:
-    """Its repr, however bad it is.
+    """The repr of an error; its type if the repr raises.
 
     >>> safe_repr(ValueError("no"))
     "ValueError('no')"
@@ -120,11 +118,11 @@ class BackendError(LmkvError):
 
 
 class CorruptChunkError(BackendError):
-    """The bytes of a chunk are not those that were stored. The chunk is quarantined and counts as a miss."""
+    """The bytes of a chunk are not those that were stored. The chunk is removed and counts as a miss."""
 
 
 class NoSpaceError(BackendError):
-    """The medium is full or refuses writes. Stores are rejected; what is there is still served."""
+    """The medium is full or refuses writes. Stores are rejected; existing chunks are still served."""
 
 
 class BackendUnavailable(BackendError):

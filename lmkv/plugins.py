@@ -30,14 +30,14 @@ def is_place(text: str) -> bool:
 
 
 def installed(group: str) -> Mapping[str, str]:
-    """What installed packages have in an entry point group: name -> `package.module:Class`."""
+    """Entries of installed packages in an entry point group: name -> `package.module:Class`."""
     return {found.name: found.value for found in entry_points(group=group)}
 
 
 def load(place: str, wanted_by: str) -> Any:
     """The object at `package.module:Class`.
 
-    Raises ConfigError, which names the place and the setting that it is `wanted_by`, whatever its import raises.
+    Raises ConfigError for any error of the import; it names the place and the setting, `wanted_by`.
     """
     module, _, name = place.partition(":")
     try:
@@ -49,9 +49,9 @@ def load(place: str, wanted_by: str) -> Any:
 
 
 def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any) -> Any:
-    """A new object of the class at `package.module:Class`, or of what a function there returns.
+    """A new object of the class at `package.module:Class`, or the result of calling a function there.
 
-    Raises ConfigError, likewise, when it cannot be made or has not the methods of the protocol `kind`.
+    Raises ConfigError when it cannot be made or lacks methods of the protocol `kind`.
     """
     found = load(place, wanted_by)
     try:
@@ -59,7 +59,7 @@ def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001
-        # What it says, and where it was raised, may have the password of a URL.
+        # Its message and its traceback may have the password of a URL.
         raise ConfigError(f"{wanted_by}: {place} cannot be made: {mask_secrets(safe_repr(error))}") from None
     if not isinstance(made, kind):
         raise ConfigError(f"{wanted_by}: {place} has not all methods of lmkv.protocols.{kind.__name__}")

@@ -39,7 +39,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "chunks": frozenset({"errors"}),
     "plugins": frozenset({"errors"}),
     "policies": frozenset({"errors", "protocols", "plugins"}),
-    "config": frozenset({"errors", "policies", "plugins"}),
+    "config": frozenset({"errors", "policies", "plugins", "chunks"}),
     "memory": frozenset({"errors", "chunks"}),
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
     "store.tiers": STORE - {"store"},
@@ -71,18 +71,18 @@ BUDGET = {
     "chunks": 508,
     "plugins": 33,
     "policies": 167,
-    "config": 670,
+    "config": 672,
     "memory": 1113,
     "store.tiers": 1190,
     "store": 1047,
     "backends": 375,
-    "backends.disk": 945,
-    "backends.remote": 1394,
-    "build": 98,
+    "backends.disk": 937,
+    "backends.remote": 1352,
+    "build": 95,
     "engine": 463,
     "registry": 24,
     "": 60,
-    "agent": 886,
+    "agent": 882,
     "vllm": 1562,
     "vllm.requests": 247,
     "vllm.observe": 524,
@@ -90,7 +90,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12499
+WHOLE = 12444
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

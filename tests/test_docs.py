@@ -217,7 +217,7 @@ def test_every_request_option_is_explained() -> None:
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::([\w:]+)`")
 
 
-@pytest.mark.parametrize("page", ["evidence/vllm.md", "remote.md", "evidence/documents.md"])
+@pytest.mark.parametrize("page", ["evidence/vllm.md", "evidence/remote.md", "evidence/documents.md"])
 def test_every_test_that_proves_a_row_exists(page: str) -> None:
     named = NAMED_TEST.findall((ROOT / "docs" / page).read_text())
     missing = [

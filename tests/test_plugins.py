@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmkv import plugins
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.build import build_store
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
@@ -88,7 +89,7 @@ class TestStore(BackendSuite):
         from sqlite_store import SQLiteStore  # type: ignore[import-not-found]
 
         url = f"sqlite://{folder / 'kv.sqlite'}"
-        return SQLiteStore(url, bytes(32), timeout=5.0, prefix="lmkv:", chunk_tokens=512, name="sqlite")
+        return SQLiteStore(url, bytes(32), RemoteOptions(timeout=5.0))
 
 
 @pytest.mark.parametrize("scheme", ["sqlite", "sqlite_store:SQLiteStore"])
@@ -125,10 +126,11 @@ def test_another_key_or_a_flipped_bit_is_not_served(tmp_path: Path) -> None:
 
     from sqlite_store import SQLiteStore
 
-    path, common = tmp_path / "kv.sqlite", {"timeout": 5.0, "prefix": "", "chunk_tokens": 512, "name": "sqlite"}
+    path = tmp_path / "kv.sqlite"
+    common: dict[str, Any] = {"timeout": 5.0, "prefix": ""}
     key, into = chain("a", 1)[0], memoryview(bytearray(7))
-    plain = SQLiteStore(f"sqlite://{path}", bytes(32), **common)
-    keyed = SQLiteStore(f"sqlite://{path}", bytes(32), **common, authentication_key=b"k" * 32)
+    plain = SQLiteStore(f"sqlite://{path}", bytes(32), RemoteOptions(**common))
+    keyed = SQLiteStore(f"sqlite://{path}", bytes(32), RemoteOptions(**common, authentication_key=b"k" * 32))
     plain.write([Chunk(key, memoryview(b"payload"))])
     assert plain.read([(key, into)])[0].status is ReadStatus.HIT
     assert keyed.read([(key, into)])[0].status is ReadStatus.FAILED

@@ -15,7 +15,7 @@ PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class _Calls(ABC, Generic[Answer]):
-    """The calls, whose answers a subclass waits for or awaits. `timeout`: seconds, besides what a prefetch waits."""
+    """Every call of the service. A subclass waits for its answer or awaits it. `timeout`: seconds, besides a `wait`."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0) -> None:
         self._url = url
@@ -24,7 +24,7 @@ class _Calls(ABC, Generic[Answer]):
         self._base: dict[str, Any] = {
             "base_url": "http://engine" if self._socket else url,
             "headers": _headers(token),
-            # No proxy, nor another's password, for what is on this machine.
+            # A service on this machine needs no proxy from the environment, nor credentials from ~/.netrc.
             "trust_env": url.startswith("https:"),
         }
 
@@ -39,13 +39,13 @@ class _Calls(ABC, Generic[Answer]):
     def _limit(self, body: Mapping[str, Any] | None) -> float:
         return self._timeout + float((body or {}).get("wait", 0.0))
 
-    def lookup(self, prompt: PromptLike, **apart: Any) -> Answer:
+    def lookup(self, prompt: PromptLike, **scope: Any) -> Answer:
         """`total_tokens`, `hit_tokens` and the `sources` that have them."""
-        return self.send("POST", "/v1/lookup", _body(prompt, apart))
+        return self.send("POST", "/v1/lookup", _body(prompt, scope))
 
-    def prefetch(self, prompt: PromptLike, *, wait: float = 0.0, **apart: Any) -> Answer:
+    def prefetch(self, prompt: PromptLike, *, wait: float = 0.0, **scope: Any) -> Answer:
         """`id`, `done`, `found_tokens` and `ready_tokens`, after `wait` seconds at most."""
-        return self.send("POST", "/v1/prefetch", {**_body(prompt, apart), "wait": wait})
+        return self.send("POST", "/v1/prefetch", {**_body(prompt, scope), "wait": wait})
 
     def prefetched(self, name: str) -> Answer:
         """How far the prefetch with this `id` is."""
@@ -55,26 +55,26 @@ class _Calls(ABC, Generic[Answer]):
         """Stop the prefetch with this `id`."""
         return self.send("DELETE", f"/v1/prefetch/{quote(name, safe='')}")
 
-    def pin(self, prompt: PromptLike, *, seconds: float | None = None, **apart: Any) -> Answer:
+    def pin(self, prompt: PromptLike, *, seconds: float | None = None, **scope: Any) -> Answer:
         """`pinned_tokens`, and for how many `seconds`."""
-        return self.send("POST", "/v1/pin", {**_body(prompt, apart), "seconds": seconds})
+        return self.send("POST", "/v1/pin", {**_body(prompt, scope), "seconds": seconds})
 
-    def unpin(self, prompt: PromptLike, **apart: Any) -> Answer:
+    def unpin(self, prompt: PromptLike, **scope: Any) -> Answer:
         """`unpinned_chunks`."""
-        return self.send("POST", "/v1/unpin", _body(prompt, apart))
+        return self.send("POST", "/v1/unpin", _body(prompt, scope))
 
-    def clear(self, prompt: PromptLike | None = None, *, namespace: str | None = None, **apart: Any) -> Answer:
+    def clear(self, prompt: PromptLike | None = None, *, namespace: str | None = None, **scope: Any) -> Answer:
         """`deleted_chunks`: a prompt's, or of the `namespace` that begins so; without either all there are."""
-        what: dict[str, Any] = {} if namespace is None else {"namespace": namespace}
-        asked = what or {"everything": True} if prompt is None else _body(prompt, what)
-        return self.send("POST", "/v1/clear", {**asked, **apart})
+        fields: dict[str, Any] = {} if namespace is None else {"namespace": namespace}
+        asked = fields or {"everything": True} if prompt is None else _body(prompt, fields)
+        return self.send("POST", "/v1/clear", {**asked, **scope})
 
     def stats(self) -> Answer:
         """The counters of the tiers."""
         return self.send("GET", "/v1/stats")
 
     def requests(self) -> Answer:
-        """What the last `requests` have found and missed, newest first."""
+        """Reports of the last requests, newest first, under `requests`."""
         return self.send("GET", "/v1/requests")
 
     def explain(self, request: str) -> Answer:
@@ -82,11 +82,11 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", f"/v1/explain/{quote(request, safe='')}")
 
     def history(self) -> Answer:
-        """What the tiers had, and what requests found, over the last hour."""
+        """Samples of the counters over the last hour."""
         return self.send("GET", "/v1/history")
 
     def announce(self, engine: int) -> Answer:
-        """By an engine to the first one of its server."""
+        """Announce another engine to the first one of its server."""
         return self.send("POST", "/v1/engines", {"engine": engine})
 
 
@@ -96,11 +96,11 @@ class Client(_Calls[dict[str, Any]]):
     Parameters
     ----------
     url : str
-        As the engine's log says: `http://127.0.0.1:8377` or `unix:/path`.
+        The address in the engine's log: `http://127.0.0.1:8377` or `unix:/path`.
     token : str, optional
         The engine's `agent_token`.
     timeout : float
-        Seconds for an answer, besides what a prefetch waits.
+        Seconds for an answer, besides the `wait` of a prefetch.
 
     Raises
     ------
@@ -163,11 +163,11 @@ def _headers(token: str | None) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
-def _body(prompt: PromptLike, apart: Mapping[str, Any]) -> dict[str, Any]:
+def _body(prompt: PromptLike, scope: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(prompt, str):
-        return {"text": prompt, **apart}
+        return {"text": prompt, **scope}
     kind = "messages" if prompt and isinstance(prompt[0], Mapping) else "tokens"
-    return {kind: list(prompt), **apart}
+    return {kind: list(prompt), **scope}
 
 
 def _answer(response: httpx.Response) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`Connection`: the bounds that hold for every caller, before a token has been seen."""
+"""`BoundedConnection`: the bounds that hold for every caller, before a token has been seen."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lmkv.agent.guard import ADMITTED
 
 REQUEST_SECONDS = 10.0
-"""From a connection, or the answer before, until a request is there, its body included."""
+"""Limit for a whole request, from the connection or the previous answer on."""
 
-_MOST_CONNECTIONS = 128
+_MAX_CONNECTIONS = 128
 _SHARE_OF_FILES = 8
-"""One in so many of the files that this process may open."""
+"""Connections may take one of so many files that the process may open."""
 _HEADER_STEP = 512
 
-# Without one line for each request that is none.
+# uvicorn logs a warning for each malformed request, with which anybody could fill the log.
 _errors = logging.getLogger("lmkv.agent.errors")
 _errors.setLevel(logging.ERROR)
 
 
-def most_connections() -> int:
-    """At a time: few beside the files that the engine may open."""
+def max_connections() -> int:
+    """Most connections at a time, few beside the files that the engine may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_CONNECTIONS if files < 0 else min(_MOST_CONNECTIONS, files // _SHARE_OF_FILES)
+    return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // _SHARE_OF_FILES)
 
 
-class Connection(H11Protocol):
-    """HTTP as uvicorn speaks it. h11 bounds a request's line and headers; here are the bounds of time and number.
+class BoundedConnection(H11Protocol):
+    """uvicorn's HTTP with limits on time and number. h11 bounds a request's line and headers.
 
-    A stranger is who has not shown the token yet, by `Guard`. When there are too many connections, the stranger that
-    came first gives way. Nothing of a stranger's body is parsed before its header has been judged.
+    A stranger is a caller whose token `Guard` has not accepted yet. When there are too many connections, the oldest
+    stranger is closed. A body is parsed only after the guard has judged its header.
     """
 
     _since = 0.0
@@ -48,8 +48,9 @@ class Connection(H11Protocol):
         self.logger = _errors
         self._since = time.monotonic()
         self._await_request()
-        here = [each for each in self.connections if isinstance(each, Connection) and not each.transport.is_closing()]
-        if len(here) > most_connections():
+        here = [each for each in self.connections if isinstance(each, BoundedConnection)]
+        here = [each for each in here if not each.transport.is_closing()]
+        if len(here) > max_connections():
             first = min((each for each in here if each.is_stranger()), key=lambda each: each._since, default=self)
             first.transport.abort()
 
@@ -65,7 +66,7 @@ class Connection(H11Protocol):
         if self.conn.their_state is not h11.IDLE:
             super().data_received(data)
             return
-        # A header that ends within these bytes may be followed by more chunks of a body than can be parsed in a second.
+        # Small steps, so that the header is judged before a large body behind it is parsed.
         for start in range(0, len(data), _HEADER_STEP):
             super().data_received(data[start : start + _HEADER_STEP])
             if self.conn.their_state is not h11.IDLE:
@@ -73,7 +74,7 @@ class Connection(H11Protocol):
                 return
 
     def _go_on(self, data: bytes) -> None:
-        """After the first step of the application, in which it refuses who may not go on."""
+        """Parse the body, unless the application has refused the request in its first step."""
         if data and not self.transport.is_closing():
             super().data_received(data)
 
@@ -95,7 +96,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        # Where an answer has begun there can be no other one; and the application's would come after this one.
+        # An answer that has begun cannot be replaced. The application must not answer after this one.
         with suppress(h11.LocalProtocolError):
             super().send_400_response(msg)
         if self.scope:

@@ -1,4 +1,4 @@
-"""What stands before the agent API: the token, checked before a byte of a body is read, and a bound on bodies."""
+"""`Guard`: checks the token before a byte of a body is read, and bounds bodies."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fastapi.exceptions import RequestValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _TOKEN_BYTES = 32
-_LEAST, _MOST = 1 << 20, 8 << 20
+_MIN_BYTES, _MAX_BYTES = 1 << 20, 8 << 20
 
 
-def most_bytes(longest: int) -> int:
-    """Of a body, by tokens of the longest prompt. While it is parsed, the interpreter does nothing else."""
-    return min(max(_LEAST, _TOKEN_BYTES * longest), _MOST)
+def max_body_bytes(longest: int) -> int:
+    """Largest body for prompts of up to `longest` tokens. Parsing one blocks the interpreter."""
+    return min(max(_MIN_BYTES, _TOKEN_BYTES * longest), _MAX_BYTES)
 
 
 PROTECTED = "/v1/"
 ADMITTED = "admitted"
-"""In the state of a request that has shown the token, or needs none."""
+"""Key in the state of a request that has shown the token, or needs none."""
 _SHOWN_ERRORS = 3
 
 
@@ -60,7 +60,7 @@ class Guard:
         try:
             await self._app(scope, receive, send_and_note)
         except asyncio.CancelledError:
-            # The server ends; it waits for this answer.
+            # The server is ending, and waits for this answer.
             if begun:
                 raise
             await as_json("the engine is shutting down", 503)(scope, receive, send)
@@ -73,7 +73,7 @@ class Guard:
 
 
 def _closing(send: Send) -> Send:
-    """A connection that is kept is for who has shown the token: another one sends a request and goes."""
+    """Close the connection after the answer: only callers with the token keep theirs."""
 
     async def send_and_close(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -98,12 +98,12 @@ def _bounded(receive: Receive, most: int) -> Receive:
 
 
 def as_json(detail: str, status: int) -> Response:
-    """An answer that says why not. In ASCII: what a caller gave may not be encodable."""
+    """A refusal with its reason, in ASCII, because the caller's text may not be encodable."""
     return Response(json.dumps({"detail": detail}), status, media_type="application/json")
 
 
 async def refused(_: Request, error: Any) -> Response:
-    """What is wrong with which fields; not what was in them, which are prompts and salts."""
+    """Name the wrong fields without their values, which are prompts and salts."""
     assert isinstance(error, RequestValidationError)
     wrong = [f"{'.'.join(map(str, each['loc']))[:80]}: {each['msg']}" for each in error.errors()[:_SHOWN_ERRORS]]
     return as_json("; ".join(wrong), 422)

@@ -1,4 +1,4 @@
-"""`History`: what the tiers had, and what requests found, over the last hour."""
+"""`History`: samples of the counters over the last hour."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class History:
 
     async def run(self) -> None:
         while True:
-            # No engine answers, not even this one: it is about to end.
+            # No engine answers, not even this one, because it is about to end.
             with suppress(LmkvError):
                 stats = await self._stats()
-                # A total without one of several engines would look like a fall, and later like a rise.
-                if not any("away" in engine for engine in stats.get("engines", ())):
+                # A total that lacks an engine would look like a drop.
+                if not any("unavailable" in engine for engine in stats.get("engines", ())):
                     self._samples.append(_sample(stats))
             await asyncio.sleep(self._interval)
 

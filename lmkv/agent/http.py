@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from attrs import frozen
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -26,12 +26,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.concurrency import run_in_threadpool
 from uvicorn import Config, Server
 
-from lmkv.agent.connection import REQUEST_SECONDS, Connection, most_connections
-from lmkv.agent.engines import Call, EngineError, Engines, merged, merged_requests, merged_stats
-from lmkv.agent.guard import Guard, as_json, most_bytes, refused
+from lmkv.agent.connection import REQUEST_SECONDS, BoundedConnection, max_connections
+from lmkv.agent.guard import Guard, as_json, max_body_bytes, refused
 from lmkv.agent.history import History
 from lmkv.agent.pace import paced_loop
 from lmkv.agent.page import PAGE, PAGE_HEADERS
+from lmkv.agent.peers import Call, PeerError, Peers, answering, merged, merged_requests, merged_stats
 from lmkv.agent.reference import HEADERS, reference
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.errors import ConfigError, LmkvError, UsageError, short_repr
@@ -41,13 +41,13 @@ logger = logging.getLogger("lmkv.agent")
 _BEARER = HTTPBearer(auto_error=False)
 _UNIX = "unix:"
 _END_LIMIT = 5.0
-_MOST_FIELDS = 256
+_MAX_FIELDS = 256
 
 
 class PromptBody(BaseModel):
-    """A prompt: one of `text`, `messages` and `tokens`. `engine`: one of several, by number; all unless it is given.
+    """A prompt: one of `text`, `messages` and `tokens`. `engine`: number of the only engine to ask.
 
-    `tools`, `chat_template_kwargs`: of the chat, as its request will have them.
+    `tools`, `chat_template_kwargs`: the same as in the request of the chat.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -64,10 +64,10 @@ class PromptBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def few_fields(cls, given: Any) -> Any:
-        """Before each of a million is found wrong, which takes many seconds, as it would with lists."""
+        """Reject a million fields before pydantic validates every one of them, which takes many seconds."""
         for fields in (given, given.get("tags")) if isinstance(given, dict) else ():
-            if isinstance(fields, dict) and len(fields) > _MOST_FIELDS:
-                raise ValueError(f"there are more than {_MOST_FIELDS} fields or tags")
+            if isinstance(fields, dict) and len(fields) > _MAX_FIELDS:
+                raise ValueError(f"there are more than {_MAX_FIELDS} fields or tags")
         return given
 
     def prompt(self) -> Prompt:
@@ -80,72 +80,66 @@ class PromptBody(BaseModel):
 
 
 class PrefetchBody(PromptBody):
-    """`wait`: seconds to wait for the end of it. `id`: what to call it; drawn unless it is given."""
+    """`wait`: seconds to wait for its end. `id`: a name for it; random unless it is given."""
 
     id: str | None = Field(default=None, pattern=r"^[\w-]{1,64}$")
     wait: float = Field(default=0.0, ge=0, le=60)
 
 
 class PinBody(PromptBody):
-    """`seconds`: how long; the engine's `pin_ttl` unless it is given."""
+    """`seconds`: how long the pin lasts; the engine's `pin_ttl` unless it is given."""
 
     seconds: float | None = Field(default=None, gt=0, le=86_400)
 
 
 class ClearBody(PromptBody):
-    """A prompt, or everything, or a `namespace` by its first digits, of those that `lmkv inspect` shows."""
+    """A prompt, or `everything`, or a `namespace` by its first digits, as `lmkv inspect` shows them."""
 
     everything: bool = False
     namespace: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{1,64}$")
 
 
-class EngineBody(BaseModel):
-    """The number of an engine of this server."""
-
-    engine: int
-
-
 def application(
-    service: CacheService, token: str | None, engines: Engines | None = None, longest: int = 1 << 18
+    service: CacheService, token: str | None, peers: Peers | None = None, longest: int = 1 << 18
 ) -> FastAPI:
     """The routes. With a token each request must have it: `Authorization: Bearer ...`. The page needs none.
 
-    `longest`: tokens of the longest prompt, which bounds what is read.
+    `longest`: tokens of the longest prompt, which bounds the size of a body.
     """
-    engines = engines or Engines()
+    peers = peers or Peers()
 
     def authorized(given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> None:
-        # The guard has looked before; this also says in the OpenAPI document that calls want a token.
+        # The guard has checked already. This declares the token in the OpenAPI document.
         if token is not None and not hmac.compare_digest((given.credentials if given else "").encode(), token.encode()):
             raise HTTPException(401, "the header Authorization: Bearer TOKEN is missing or wrong")
 
     async def stats_of_all() -> dict[str, Any]:
-        return merged_stats(await engines.ask(service.stats, "GET", "/v1/stats"))
+        return merged_stats(await peers.ask(service.stats, "GET", "/v1/stats"))
 
     history = History(stats_of_all)
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(each) for each in (history.run(), engines.announce())]
+        tasks = [asyncio.create_task(each) for each in (history.run(), peers.announce())]
         yield
         for task in tasks:
             task.cancel()
-        await engines.close()
+        await peers.close()
 
-    # FastAPI's own pages of the API load their scripts from elsewhere.
+    # FastAPI's own documentation pages load scripts from other servers.
     pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
     app = FastAPI(title="lmkv", summary="The KV cache of an engine", lifespan=running, redirect_slashes=False, **pages)
     app.add_exception_handler(LmkvError, _as_answer)
     app.add_exception_handler(RequestValidationError, refused)
-    app.add_middleware(Guard, token=token, most=most_bytes(longest))
+    app.add_middleware(Guard, token=token, most=max_body_bytes(longest))
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(authorized)])
 
     async def each(call: Call, path: str, body: PromptBody) -> dict[str, Any]:
         fields = body.model_dump(exclude_defaults=True)
-        return merged(await engines.ask(call, "POST", path, fields))
+        return merged(await peers.ask(call, "POST", path, fields))
 
     async def prefetches(call: Callable[[], dict[str, Any] | None], method: str, name: str) -> dict[str, Any]:
-        found = await engines.ask(call, method, f"/v1/prefetch/{quote(name, safe='')}")
+        found = await peers.ask(call, method, f"/v1/prefetch/{quote(name, safe='')}")
         if not found:
             raise HTTPException(404, f"there is no prefetch {name}, or its time is over")
         return merged(found)
@@ -203,33 +197,32 @@ def application(
 
     @v1.get("/stats")
     async def stats() -> dict[str, Any]:
-        """The counters of the tiers, and what requests looked up and found."""
+        """Counters of the tiers, and tokens that requests looked up and found."""
         return await stats_of_all()
 
     @v1.get("/history")
     async def samples() -> dict[str, Any]:
-        """What the tiers had, and what requests found, over the last hour."""
+        """Samples of the counters over the last hour."""
         return history.snapshot()
 
     @v1.get("/requests")
     async def requests(limit: Annotated[int, Query(ge=1)] = 200) -> dict[str, Any]:
-        """What the last requests, 200 at most, have found and missed, newest first."""
-        return merged_requests(await engines.ask(service.requests, "GET", "/v1/requests"), limit)
+        """Reports of the last requests, 200 at most, newest first: found and missed tokens."""
+        return merged_requests(await peers.ask(service.requests, "GET", "/v1/requests"), limit)
 
     @v1.get("/explain/{request:path}")
     async def explain(request: str) -> dict[str, Any]:
         """Why a request was not loaded from the cache, or not all of it. Several prompts or answers have `parts`."""
-        found = await engines.ask(lambda: service.explain(request), "GET", f"/v1/explain/{quote(request, safe='')}")
-        here = [(number, answer) for number, answer in found.items() if "away" not in answer]
-        parts = [{"engine": number, **part} for number, answer in here for part in answer.pop("parts", [answer])]
+        found = await peers.ask(lambda: service.explain(request), "GET", f"/v1/explain/{quote(request, safe='')}")
+        parts = [{"engine": n, **part} for n, one in answering(found).items() for part in one.pop("parts", [one])]
         if not parts:
             raise HTTPException(404, f"request {request} is not among the last ones that were scheduled")
         return {**parts[0], "parts": parts} if len(parts) > 1 else parts[0]
 
     @v1.post("/engines", include_in_schema=False)
-    async def announced(body: EngineBody) -> dict[str, Any]:
-        """Another engine of this server is there."""
-        engines.announced(body.engine)
+    async def announced(engine: Annotated[int, Body(embed=True)]) -> dict[str, Any]:
+        """Another engine of this server announces itself by its number."""
+        peers.announced(engine)
         return {}
 
     @app.get("/", include_in_schema=False)
@@ -245,7 +238,7 @@ def application(
 
 
 async def _as_answer(_: Request, error: Exception) -> Response:
-    status = error.status if isinstance(error, EngineError) else 400 if isinstance(error, UsageError) else 503
+    status = error.status if isinstance(error, PeerError) else 400 if isinstance(error, UsageError) else 503
     return as_json(str(error), status)
 
 
@@ -257,11 +250,11 @@ class Address:
 
     @property
     def url(self) -> str:
-        """As clients give it."""
+        """The address in the form that clients take."""
         return self.text if self.text.startswith(_UNIX) else f"http://{self.text}"
 
     def of_engine(self, number: int) -> Address:
-        """Of one of several engines of a server: each has the next port, or a socket of its own."""
+        """Address of one of a server's engines: the next port for each, or a socket of its own."""
         if not number:
             return self
         host, _, port = self.text.rpartition(":")
@@ -270,7 +263,7 @@ class Address:
 
     def bind(self) -> tuple[socket.socket, str]:
         """`(socket, URL)`. Raises ConfigError for other addresses, OSError where it cannot be bound."""
-        # Without a path it would be an abstract socket, which is open to all users.
+        # An empty path would be an abstract socket, which every user may open.
         if self.text.startswith(f"{_UNIX}/") and "\0" not in self.text:
             return _unix_socket(self.text.removeprefix(_UNIX)), self.text
         host, _, port = self.text.rpartition(":")
@@ -283,24 +276,23 @@ class Address:
                 literal = f"[{host}]" if ":" in host else host
                 return bound, f"http://{literal}:{bound.getsockname()[1]}"
         raise ConfigError(
-            f"agent_listen = {short_repr(self.text)} must be an address of this machine alone, 127.0.0.1:8377, or "
-            "unix:/path"
+            f"agent_listen = {short_repr(self.text)} must be a loopback address such as 127.0.0.1:8377, or unix:/path"
         )
 
 
 def _unix_socket(path: str) -> socket.socket:
     with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
-        # One that is too busy to accept does not answer either.
+        # A server that is too busy to accept connections does not answer either.
         probe.settimeout(1)
         if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
-            # Of a server that has ended.
+            # The server of this socket has ended.
             os.unlink(path)
     bound = socket.socket(socket.AF_UNIX)
     try:
         bound.bind(path)
-        # Its user's alone before anybody can connect, which takes a `listen`. An umask would be every thread's.
+        # Nobody can connect before `listen`, so the mode is right in time. An umask would change it for all threads.
         os.chmod(path, 0o600)
-        # Before its thread runs: who connects by then waits instead of being refused, as at a port.
+        # Listen before the thread runs, so that early callers wait instead of being refused, as at a port.
         bound.listen()
     except OSError:
         bound.close()
@@ -311,20 +303,20 @@ def _unix_socket(path: str) -> socket.socket:
 def _server_config(app: FastAPI) -> Config:
     return Config(
         app,
-        http=Connection,
+        http=BoundedConnection,
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        backlog=most_connections(),
+        backlog=max_connections(),
         timeout_keep_alive=int(REQUEST_SECONDS),
         timeout_graceful_shutdown=1,
     )
 
 
 class AgentServer:
-    """Serves an application in a thread of its own, until `close`. `url`: where."""
+    """Serves an application at `url`, in a thread of its own, until `close`."""
 
     def __init__(self, make: Callable[[], FastAPI], address: Address) -> None:
         self._socket, self.url = address.bind()
@@ -346,7 +338,7 @@ class AgentServer:
     def close(self) -> None:
         """End it, within seconds. Idempotent."""
         with suppress(OSError):
-            # While it is open no other file has its number. Another server's socket may be there by now.
+            # The path may be another server's socket by now. While ours is open, no other file has its inode.
             if self._file and os.path.samestat(self._file, os.stat(path := self.url.removeprefix(_UNIX))):
                 os.unlink(path)
         self._file = None

@@ -7,11 +7,11 @@ import selectors
 import time
 
 _SHARE = 0.1
-"""Of one core. What callers send costs the engine a tenth of its speed at most, however much it is."""
+"""Share of one core. Callers can slow the engine by a tenth at most."""
 _SAVED = 0.5
-"""Seconds of that core which a loop that was idle may take at once."""
-_LONGEST_PAUSE = 1.0
-"""Seconds, so that the loop can be ended."""
+"""Seconds of a core that a loop may save up while it is idle."""
+_MAX_PAUSE = 1.0
+"""Longest pause in seconds, so that the loop can end."""
 
 
 class _PacedSelector(selectors.DefaultSelector):
@@ -28,10 +28,10 @@ class _PacedSelector(selectors.DefaultSelector):
         self._allowance = min(self._allowance + earned, _SAVED)
         self._computed, self._time = computed, now
         if self._allowance < 0:
-            time.sleep(min(-self._allowance / _SHARE, _LONGEST_PAUSE))
+            time.sleep(min(-self._allowance / _SHARE, _MAX_PAUSE))
         return super().select(timeout)
 
 
 def paced_loop() -> asyncio.AbstractEventLoop:
-    """To be called in the thread that runs it."""
+    """Make the loop. Call it in the thread that runs the loop."""
     return asyncio.SelectorEventLoop(_PacedSelector())

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from base64 import b64encode
 from importlib.resources import files
 
 PAGE = files("lmkv.agent").joinpath("page.html").read_text(encoding="utf-8")
 
 
-def _hash_of(element: str) -> str:
-    found = re.search(f"<{element}>(.*?)</{element}>", PAGE, re.DOTALL)
-    assert found is not None
-    return f"'sha256-{b64encode(hashlib.sha256(found[1].encode()).digest()).decode()}'"
+def source_of(text: str) -> str:
+    """A script or a style as a source of a Content-Security-Policy: by its hash."""
+    return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _source_of(element: str) -> str:
+    return source_of(PAGE.partition(f"<{element}>")[2].partition(f"</{element}>")[0])
 
 
 PAGE_HEADERS = {
     "Content-Security-Policy": (
-        f"default-src 'none'; script-src {_hash_of('script')}; style-src {_hash_of('style')}; connect-src 'self'; "
+        f"default-src 'none'; script-src {_source_of('script')}; style-src {_source_of('style')}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Cache-Control": "no-cache",

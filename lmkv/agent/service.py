@@ -1,4 +1,4 @@
-"""What the agent API does, without HTTP: each call is about the chunks of one prompt, found by its tokens."""
+"""`CacheService`: the calls of the agent API without HTTP. Each concerns the chunks of one prompt."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any, NamedTuple
 from attrs import asdict, field, frozen
 from cachetools import TTLCache
 
-from lmkv.agent.explain import explained
+from lmkv.agent.explanation import explained
 from lmkv.chunks.hashing import TailKey
 from lmkv.errors import LmkvError, UsageError
 from lmkv.protocols import ChunkKey
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 
-_MOST_PREFETCHES = 4096
+_MAX_PREFETCHES = 4096
 _OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
-"""vLLM's own id: before the caller's the number of the answer, where `n` asks for several; after it the number of the
-prompt, where a call may have several, and eight letters."""
+"""vLLM's id of a request: the number of the answer if `n` asks for several, the caller's id, the number of the prompt
+if a call may have several, and eight hexadecimal digits."""
 _SHARED_LOOKUP_LIMIT = 1.0
 """Seconds that a lookup waits for shared tiers."""
 
 
 @frozen
 class Prompt:
-    """A prompt, as text, as the messages of a chat, or as token ids; exactly one of them.
+    """A prompt: exactly one of text, the messages of a chat, and token ids.
 
-    `cache_salt`, `tags`: as the request that will follow has them: it shares with equal ones only. `template`: what the
-    chat's template is given besides messages, such as `tools`.
+    `cache_salt`, `tags`: the same as in the request that will follow, which hits chunks with equal ones only.
+    `template`: arguments of the chat's template besides the messages, such as `tools`.
     """
 
     text: str | None = None
@@ -44,7 +44,7 @@ class Prompt:
 
 
 Tokenize = Callable[[str | Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
-"""The token ids of a text, or of a chat's messages, without the beginning of an answer, and of `Prompt.template`."""
+"""Token ids of a text, or of a chat's messages with `Prompt.template`, without the beginning of an answer."""
 
 KeysOf = Callable[[Sequence[int], str | None, Mapping[str, str]], list[ChunkKey]]
 """The keys of a prompt's chunks, by tokens, cache salt and tags."""
@@ -54,11 +54,11 @@ Requests = Callable[[], Mapping[str, Any]]
 
 
 ClearNamespace = Callable[[str], int]
-"""Deletes the chunks of the namespace that begins with these digits; how many."""
+"""Deletes the chunks of the namespace that begins with these digits; returns their number."""
 
 
 Deleted = Callable[[Sequence[ChunkKey] | None], None]
-"""Is told which chunks a caller has deleted; None for all."""
+"""Receives the keys that a caller has deleted; None for all."""
 
 
 def _no_requests() -> Mapping[str, Any]:
@@ -90,18 +90,18 @@ class CacheService:
     pin_ttl : float
         Seconds that pins and prefetches last unless they say so themselves.
     requests : callable, optional
-        What the engine's requests have found.
+        Gives the reports of the engine's requests.
     clear_namespace : callable, optional
-        How a namespace of the engine's folder is deleted.
+        Deletes a namespace of the engine's folder.
     deleted : callable, optional
-        Who is told of chunks that were deleted here.
+        Receives the keys of deleted chunks.
     longest : int, optional
         Tokens of the longest prompt that the engine takes.
 
     Raises
     ------
     UsageError
-        By each call, for a prompt that is none, or longer than `longest`.
+        Each call raises it for an invalid prompt, or one longer than `longest`.
 
     Notes
     -----
@@ -148,7 +148,7 @@ class CacheService:
         self._longest = longest
         # Not thread-safe by itself.
         self._lock = threading.Lock()
-        self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MOST_PREFETCHES, pin_ttl)
+        self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MAX_PREFETCHES, pin_ttl)
 
     def __repr__(self) -> str:
         return f"<CacheService of {self._store!r}>"
@@ -156,7 +156,7 @@ class CacheService:
     def lookup(self, prompt: Prompt) -> dict[str, Any]:
         """How many leading tokens a request with this prompt would not compute, and which tiers have them.
 
-        As a request does, it counts all but the last token at most, which is always computed.
+        The last token never counts, because a request always computes it.
         """
         tokens, keys = self._read(prompt)
         shared_lookup = self._store.look_up_shared(keys)
@@ -176,8 +176,8 @@ class CacheService:
     def prefetch(self, prompt: Prompt, name: str) -> tuple[Callable[[], dict[str, Any]], Future[None]]:
         """Load a prompt's chunks into host memory, and keep them there for a while, under this name.
 
-        Returns how far it is, to be called, and what is cancelled at its end: it is done or cancelled, or another one
-        took its place.
+        Returns a function that gives its progress, and a future that is cancelled when it ends: done, cancelled, or
+        replaced by another one of the same name.
         """
         _, keys = self._read(prompt)
         promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, look_up_shared=True)
@@ -187,13 +187,13 @@ class CacheService:
         return lambda: self._state(name, prefetch), prefetch.ended
 
     def prefetched(self, name: str) -> dict[str, Any] | None:
-        """How far a prefetch is; None when there is none of this name, or its time is over."""
+        """Progress of a prefetch; None when the name is unknown or has expired."""
         with self._lock:
             prefetch = self._prefetches.get(name)
         return None if prefetch is None else self._state(name, prefetch)
 
     def cancel(self, name: str, instead: _Prefetch | None = None) -> bool:
-        """Read no more for a prefetch, and keep its chunks no longer than any others; whether there was one."""
+        """Stop a prefetch and release its chunks; returns whether it existed."""
         with self._lock:
             prefetch = self._prefetches.pop(name, None)
             if instead is not None:
@@ -215,7 +215,7 @@ class CacheService:
         return {"unpinned_chunks": self._store.unpin(keys)}
 
     def clear(self, prompt: Prompt | None = None) -> dict[str, Any]:
-        """Delete everything, or a prompt's chunks, from every tier; what others begin alike goes with them."""
+        """Delete everything, or a prompt's chunks, from every tier, also where other prompts share them."""
         keys = None if prompt is None else self._read(prompt)[1]
         count = self._store.clear() if keys is None else self._store.delete(keys)
         self._deleted(keys)
@@ -228,13 +228,13 @@ class CacheService:
         return {"deleted_chunks": self._clear_namespace(beginning)}
 
     def stats(self) -> dict[str, Any]:
-        """The store's counters, by tier, and what requests looked up and found."""
+        """The store's counters by tier, and tokens that requests looked up and found."""
         found = self._requests()
         totals = {name: found[name] for name in ("lookup_tokens", "hit_tokens")}
         return {"time": time.time(), **asdict(self._store.stats()), **totals}
 
     def requests(self) -> dict[str, Any]:
-        """What the last requests have found and missed, newest first."""
+        """Reports of the last requests, newest first."""
         return dict(self._requests())
 
     def explain(self, request: str) -> dict[str, Any] | None:
@@ -247,7 +247,7 @@ class CacheService:
         parts: dict[tuple[int, int], dict[str, Any]] = {}
         for each in reversed(self._requests()["requests"]):
             if found := ids.fullmatch(each["request"]):
-                # The newest of those that have one id.
+                # Of reports with the same id the newest wins.
                 parts[int(found[2] or 0), int(found[1] or 0)] = each
         reports = [explained(parts[place]) for place in sorted(parts)]
         return {**reports[0], "parts": reports} if len(reports) > 1 else next(iter(reports), None)
@@ -268,7 +268,7 @@ class CacheService:
         except LmkvError:
             raise
         except Exception as error:
-            # Tokenizers and templates raise whatever they please about what they do not understand.
+            # Tokenizers and templates may raise any exception.
             raise UsageError(f"the tokenizer does not take this prompt: {type(error).__name__}") from error
 
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lmkv.backends.remote.infinistore import InfiniStoreBackend as InfiniStoreBackend
     from lmkv.backends.remote.mooncake import MooncakeBackend as MooncakeBackend
     from lmkv.backends.remote.objects import ObjectStoreBackend as ObjectStoreBackend
+    from lmkv.backends.remote.options import RemoteOptions as RemoteOptions
     from lmkv.backends.remote.redis import RedisBackend as RedisBackend
     from lmkv.backends.wrapper import WrapperBackend as WrapperBackend
 
@@ -30,6 +31,7 @@ _HOMES = {
     "ObjectStoreBackend": "remote.objects",
     "RedisBackend": "remote.redis",
     "RemoteBackend": "remote.base",
+    "RemoteOptions": "remote.options",
     "WrapperBackend": "wrapper",
 }
 

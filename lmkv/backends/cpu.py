@@ -112,8 +112,7 @@ class CPUPinnedBackend:
             return MISS
         slot, nbytes = found
         if nbytes != len(into):
-            reason = f"it has {nbytes} bytes, the buffer has {len(into)}"
-            return Read.failed(BackendError(self.name, "read", key.hex(), reason))
+            return Read.failed(BackendError(self.name, "read", key.hex(), f"it has {nbytes} bytes, not {len(into)}"))
         into[:] = self._slab.view(slot, len(into))
         return HIT
 

@@ -107,7 +107,7 @@ class AsyncFileBackend:
                 await file.flush()
                 # Otherwise a power failure could leave the name, and not the bytes.
                 await asyncio.to_thread(os.fdatasync, file.fileno())
-            # A hard link, because a rename would replace what another writer of this key has published.
+            # A hard link, because a rename would replace the file of another writer of this key.
             await aiofiles.os.link(unfinished, self._path(chunk.key))
         except FileExistsError:
             return PRESENT

@@ -1,4 +1,4 @@
-"""`NullBackend`: stores nothing, to measure what the rest costs and as the smallest example."""
+"""`NullBackend`: stores nothing. It measures the overhead of a store, and is the smallest example."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from lmkv.errors import ClosedError
 from lmkv.outcomes import MISS, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
 
-_REJECTED = Written.rejected("null")
-
 
 @define(eq=False)
 class NullBackend:
@@ -20,12 +18,12 @@ class NullBackend:
     Parameters
     ----------
     name
-        What logs and statistics call the tier.
+        Name of the tier in logs and statistics.
 
     Raises
     ------
     ClosedError
-        By every verb after `close`.
+        Every verb raises it after `close`.
 
     Notes
     -----
@@ -52,7 +50,7 @@ class NullBackend:
 
     def write(self, chunks: Sequence[Chunk]) -> list[Written]:
         self._check_open()
-        return [_REJECTED] * len(chunks)
+        return [Written.rejected("null")] * len(chunks)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         self._check_open()

@@ -28,19 +28,19 @@ class ChunkFormat:
         authenticated = self.authenticator is not None
         return codec.header_bytes(payload_bytes, self.segment_bytes, self.token_room, authenticated=authenticated)
 
-    def pack(self, into: memoryview, checks: Checks, payload_bytes: int, parent: bytes, ids: bytes) -> None:
+    def pack(self, into: memoryview, digests: SegmentDigests, payload_bytes: int, parent: bytes, ids: bytes) -> None:
         """Write a header over all of `into`. More token `ids` than there is room for are not recorded."""
         header = Header(
             namespace=self.namespace,
-            key=checks.key,
+            key=digests.key,
             payload_bytes=payload_bytes,
-            checksums=checks.checksums,
+            checksums=digests.checksums,
             segment_bytes=self.segment_bytes,
             header_bytes=len(into),
             parent=parent,
             tokens=ids if len(ids) <= 4 * self.token_room else b"",
-            salt=checks.salt,
-            tags=checks.tags,
+            salt=digests.salt,
+            tags=digests.tags,
         )
         codec.pack_header(header, into, self.authenticator)
 
@@ -57,7 +57,7 @@ class ChunkFormat:
 
 
 @define
-class Checks:
+class SegmentDigests:
     """What a payload will be verified by, one for each write: `add` its segments, in their order."""
 
     key: bytes

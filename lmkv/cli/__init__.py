@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the `lmkv` command, or say what to install when its dependencies are missing."""
+    """Run the `lmkv` command, or name the extra to install when its dependencies are missing."""
     try:
         from lmkv.cli.app import app
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lmkv import __version__
-from lmkv.cli import bench, config, demo, doctor, inspect, model, server, top
+from lmkv.cli import bench, checkpoint, config, demo, doctor, inspect, server, top
 
 app = typer.Typer(
     name="lmkv",
@@ -28,7 +28,7 @@ app.command("lookup")(server.lookup)
 app.command("prefetch")(server.prefetch)
 app.command("pin")(server.pin)
 app.command("unpin")(server.unpin)
-app.command("model")(model.model)
+app.command("model")(checkpoint.model)
 
 
 @app.command("version")

@@ -1,4 +1,4 @@
-"""`lmkv config`: what is set and by whom, whether a file can be used, and lmkv's file for one of LMCache's."""
+"""`lmkv config`: shows settings with their sources, checks a file, and converts LMCache's file."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ app = typer.Typer(no_args_is_help=True, help="Show, check and convert settings, 
 
 
 Content = Mapping[Any, object]
-"""Of a YAML file."""
+"""Content of a YAML file."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 
 def fail(reason: object, *, as_json: bool = False) -> NoReturn:
-    """Exit code 1, and why: on standard error, or as JSON."""
+    """Print the reason on standard error or as JSON, and exit with code 1."""
     if as_json:
         typer.echo(json.dumps({"ok": False, "problems": str(reason).splitlines()}))
     else:
@@ -56,7 +56,7 @@ def show(
 
 
 def show_table(settings: list[Setting], remarks: list[str]) -> None:
-    """As `Text`: a str would be read as markup."""
+    """A table of settings. A `Text` is not read as markup, as a str would be."""
     table = Table("setting", "value", "source", header_style="bold")
     for setting in settings:
         unit = setting.unit if setting.unit.isalpha() else ""
@@ -72,7 +72,7 @@ def show_table(settings: list[Setting], remarks: list[str]) -> None:
 def check(
     file: Annotated[Path, typer.Argument(help="A YAML file, lmkv's or LMCache's.")], as_json: AsJson = False
 ) -> None:
-    """Check a file: exit code 1, and what is wrong, where it cannot be used."""
+    """Check a file. If it cannot be used, print the reason and exit with code 1."""
     try:
         content = read_yaml(file)
         theirs = is_lmcache(content)
@@ -99,12 +99,12 @@ def of_lmcache(file: Path, content: Content) -> Config:
 
 
 def translated(file: Path, content: Content) -> Translation:
-    # A pipe is empty when it is read again.
+    # The content is passed on, because a pipe can be read only once.
     return lmcache.translate({lmcache.ENV_FILE: str(file)}, {}, lambda _: content)
 
 
 def is_lmcache(content: Content) -> bool:
-    """Whether a file's content is LMCache's. One that names only what both have counts as lmkv's."""
+    """Whether a file's content is LMCache's. A file of settings that both have counts as lmkv's."""
     keys, ours, theirs = set(content), own_keys(), {*lmcache.table(), "extra_config"}
     return bool(keys & (theirs - ours)) and not keys & (ours - theirs)
 
@@ -115,9 +115,9 @@ def own_keys() -> set[str]:
 
 @app.command("migrate")
 def migrate(file: Annotated[Path, typer.Argument(help="LMCache's YAML file.")], as_json: AsJson = False) -> None:
-    """Print lmkv's YAML for a file of LMCache's, with comments on what was left out.
+    """Print lmkv's YAML for a file of LMCache's, with a comment on each setting that is left out.
 
-    Exit code 1 where that changes what is served, or where KV is.
+    Exit code 1 if a left-out setting changes which KV is served, or where it is stored.
     """
     try:
         content = read_yaml(file)

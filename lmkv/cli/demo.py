@@ -21,14 +21,14 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from lmkv.cli.measure.engines import CONNECTOR
+from lmkv.cli.checkpoint import whole_heads
 from lmkv.cli.measure.hit import PROMPTS, Measurement, Plan, Progress, measure_hit
 from lmkv.cli.measure.probe import try_remote
 from lmkv.cli.measure.process import ChildFailedError
 from lmkv.cli.measure.remote import measure_remote
 from lmkv.cli.measure.restart import measure_restart
 from lmkv.cli.measure.small_model import SmallModel
-from lmkv.cli.model import whole_heads
+from lmkv.cli.measure.vllm_engines import CONNECTOR
 from lmkv.errors import LmkvError, UsageError, mask_secrets
 
 
@@ -51,7 +51,7 @@ LOCAL = {
     Medium.MOONCAKE: "mooncake://localhost:50051",
     Medium.INFINISTORE: "infinistore://localhost:22345",
 }
-"""Where a remote store is unless its URL is given."""
+"""Default URL of each remote store."""
 
 STARTS = {
     Medium.REDIS: 'redis-server --save "" --appendonly no',
@@ -61,7 +61,7 @@ STARTS = {
     Medium.MOONCAKE: "mooncake_master --rpc_port=50051 --default_kv_lease_ttl=5000 (and a mooncake_client)",
     Medium.INFINISTORE: "infinistore --service-port 22345 --manage-port 18080 --prealloc-size 8",
 }
-"""What starts one there."""
+"""Command that starts a local store of each kind."""
 
 
 def demo(
@@ -76,7 +76,7 @@ def demo(
         ),
     ] = Medium.RAM,
     url: Annotated[
-        str | None, typer.Option(help="Of the remote store.", envvar="LMKV_REMOTE_URL", show_default="on localhost")
+        str | None, typer.Option(help="URL of the remote store.", envvar="LMKV_REMOTE_URL", show_default="on localhost")
     ] = None,
     disk: Annotated[
         Path | None,
@@ -115,7 +115,7 @@ def run(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, keep: b
 
 
 def answers(tier: Medium, url: str) -> None:
-    """Raise LmkvError within seconds, and say what to do, where the store does not work: vLLM takes minutes."""
+    """Test the store first, because vLLM takes minutes to start. Raises LmkvError with the remedy."""
     try:
         try_remote(url)
     except LmkvError as error:
@@ -159,7 +159,7 @@ def show(measured: Measurement) -> None:
     console = Console()
     console.print(table)
     if not measured.hit_as_expected:
-        console.print("[red]A repeated prompt hit less than what its first request stored.")
+        console.print("[red]A repeated prompt hit fewer tokens than its first request stored.")
     if not measured.outputs_equal:
         console.print("[red]A warm output differs from its cold one.")
 

@@ -1,4 +1,4 @@
-"""What a folder of chunks has, read from its names and headers, and the deletion of some of it."""
+"""Reads the content of a folder of chunks from names and headers, and deletes chunks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TOKEN_BYTES = 4
 
 @frozen
 class Content:
-    """A namespace's folder, and the chunks in it, least recently used first. `set_aside`: damaged files."""
+    """A namespace's folder, and the chunks in it, least recently used first. `set_aside`: entries of `quarantine/`."""
 
     root: Path
     digest: bytes
@@ -45,7 +45,7 @@ class Content:
 
 @define
 class Totals:
-    """What the headers of a namespace's chunks add up to. `damaged`: files that cannot be served, and why."""
+    """Totals over the headers of a namespace's chunks. `damaged`: files that cannot be served -> reason."""
 
     tokens: int = 0
     damaged: dict[str, str] = field(factory=dict)
@@ -89,7 +89,7 @@ def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -
 
 
 def _verify(folder: Folder, name: str, header: Header) -> None:
-    """Check every checksum. Not as a reader does, whose reads count as uses. Raises what a reader raises."""
+    """Check every checksum, without counting as a use. Raises the errors of a read."""
     size = header.segment_bytes
     with folder.opened(name, os.O_RDONLY) as fd:
         for segment, at in enumerate(range(0, header.payload_bytes, size)):
@@ -110,9 +110,9 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
     return freed
 
 
-def least_recently_used(found: list[Content], before: float, most_bytes: float) -> dict[bytes, list[Listed]]:
-    """The chunks that were last used `before`, and as many more as leave `most_bytes`, by namespace."""
-    excess = sum(content.nbytes for content in found) - most_bytes
+def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
+    """Chunks by namespace that were last used `before`, and more of the oldest until `max_bytes` are left."""
+    excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}
     by_use = sorted(((chunk, one.digest) for one in found for chunk in one.chunks), key=lambda pair: pair[0].last_used)
     for chunk, digest in by_use:

@@ -1,4 +1,4 @@
-"""`lmkv doctor`: what is configured, what this machine offers, and what will not work."""
+"""`lmkv doctor`: shows the configuration, the limits of this machine, and problems."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @frozen
 class Finding:
-    """One fact. `problem`: why something will not work, and what to do; empty when nothing is wrong."""
+    """One fact. `problem`: why something will not work, with the remedy; empty if it works."""
 
     area: str
     name: str
@@ -56,7 +56,7 @@ def doctor(
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As for vLLM; with --model.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
 ) -> None:
-    """Show the effective configuration, what this machine offers, and what will not work (exit code 1)."""
+    """Show the effective configuration, the limits of this machine, and problems (exit code 1)."""
     logging.getLogger("lmkv").setLevel(logging.ERROR)
     size = size_of(model, kv_cache_dtype, tensor_parallel_size) if model else None
     findings = list(examine(os.environ, json_object(extra), size))
@@ -119,7 +119,7 @@ def examine_configuration(config: Config) -> Iterator[Finding]:
 
 
 def examine_secrets(config: Config) -> Iterator[Finding]:
-    """Whether those that are in files can be read, and which key chunks are authenticated with."""
+    """Whether secrets in files can be read, and the identifier of the authentication key."""
     for name in ("password", "token"):
         try:
             getattr(config, name)
@@ -151,7 +151,7 @@ def examine_memory(config: Config) -> Iterator[Finding]:
 
 
 def examine_shared_memory(config: Config) -> Iterator[Finding]:
-    """Store a chunk in the folder, and read it back; what it is on."""
+    """Store a chunk in the folder, read it back, and name the medium."""
     folder = config.shared_memory
     if folder is None:
         return
@@ -198,7 +198,7 @@ def examine_disk(config: Config) -> Iterator[Finding]:
 
 
 def examine_model(size: KVSize) -> Iterator[Finding]:
-    """What the KV of a token takes."""
+    """Bytes of the KV of a token."""
     yield Finding("model", "attention", size.attention, note=f"{size.layers} layers with KV of their own")
     ranks = "" if size.parts == 1 else f", {size.rank_bytes:,} of each of {size.parts} ranks"
     yield Finding("model", "one token", f"{size.token_bytes:,} bytes", note=f"in {size.dtype}{ranks}")
@@ -229,15 +229,15 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
 
 def examine_plugins() -> Iterator[Finding]:
     """Backends and policies that other packages have installed, and whether they can be loaded."""
-    for group, what in ((plugins.BACKENDS, "backend"), (plugins.POLICIES, "policy")):
+    for group, kind in ((plugins.BACKENDS, "backend"), (plugins.POLICIES, "policy")):
         for name, place in plugins.installed(group).items():
             shown = f"{name}://" if group == plugins.BACKENDS else name
             try:
-                plugins.load(place, f"the {what} {name!r} in the entry points {group}")
+                plugins.load(place, f"the {kind} {name!r} in the entry points {group}")
             except ConfigError as error:
-                yield Finding("plug-ins", what, shown, note=place, problem=str(error))
+                yield Finding("plug-ins", kind, shown, note=place, problem=str(error))
             else:
-                yield Finding("plug-ins", what, shown, note=place)
+                yield Finding("plug-ins", kind, shown, note=place)
 
 
 def examine_versions() -> Iterator[Finding]:
@@ -299,7 +299,7 @@ def gibibytes(nbytes: int) -> str:
 
 
 def show(findings: list[Finding], problems: list[str]) -> None:
-    """Print a list by area, and the problems. As `Text`: a str would be read as markup."""
+    """Print a list by area, and the problems. A `Text` is not read as markup, as a str would be."""
     console = Console(highlight=False)
     names = max((len(found.name) for found in findings), default=0)
     for area, group in groupby(findings, key=lambda found: found.area):
@@ -316,7 +316,7 @@ def show(findings: list[Finding], problems: list[str]) -> None:
 
 
 def values_and_notes(findings: list[Finding], room: int) -> Iterator[tuple[Text, Text]]:
-    """Names, and values with their notes: in a column beside them, or below where that would break words."""
+    """Names and values, with notes beside them, or below if a column would break words."""
     beside = [found for found in findings if len(found.value) + 2 + len(found.note) <= room]
     width = max((len(found.value) for found in beside), default=0)
     for found in findings:

@@ -1,4 +1,4 @@
-"""`lmkv inspect`, `lmkv prune` and `lmkv clear`: what a folder of chunks has, and how to have less in it.
+"""`lmkv inspect`, `lmkv prune` and `lmkv clear`: show and delete the chunks of a folder.
 
 Engines may use the folder meanwhile: a chunk that is deleted under them is a miss.
 """
@@ -44,7 +44,7 @@ def inspect(
     namespace: Which = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what a folder has: models, chunks, tokens, bytes, ages. Exit code 1 if a chunk is damaged."""
+    """Show the content of a folder: models, chunks, tokens, bytes, ages. Exit code 1 if a chunk is damaged."""
     found = found_in(path, namespace)
     with progress("verifying" if verify else "reading", sum(len(one.chunks) for one in found)) as advance:
         totals = [add_up(one, advance, payloads=verify) for one in found]
@@ -96,12 +96,12 @@ def clear(
         raise typer.BadParameter("a prompt's chunks and a --namespace are two things to clear")
     if path is None:
         prompt = server.prompt_of(text, tokens) if text or tokens else None
-        apart = server.apart_from(cache_salt, tag, engine)
+        scope = server.scope_of(cache_salt, tag, engine)
         if prompt is None and not yes:
             whose = f"namespace {namespace} at {url}" if namespace else f"{url} from every tier"
             ask(f"Delete all chunks of {whose}?")
         with server.client_of(url, token_file) as client:
-            answer = client.clear(prompt, namespace=namespace or None, **apart)
+            answer = client.clear(prompt, namespace=namespace or None, **scope)
         server.show(answer, lambda one: f"deleted {one['deleted_chunks']:,} chunks", as_json=as_json)
         return
     chunks = {one.digest: one.chunks for one in found_in(path, namespace)}
@@ -112,14 +112,14 @@ def clear(
 
 
 def ask(question: str) -> None:
-    """On standard error: standard output is what somebody reads. Ends the command unless the answer is yes."""
+    """Ask on standard error, because standard output may be piped. Ends the command unless the answer is yes."""
     typer.echo(f"{question} [y/N]: ", nl=False, err=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise typer.Abort
 
 
 def found_in(path: Path, namespace: str) -> list[Content]:
-    """Ends the command where nothing of lmkv's is, or nothing may be read."""
+    """End the command if the folder has nothing of lmkv or cannot be read."""
     try:
         found = list(contents(path, namespace))
     except OSError as error:
@@ -137,11 +137,11 @@ def seconds_of(duration: str) -> float:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Any]:
+def progress(title: str, total: int) -> Iterator[Any]:
     """A bar on a terminal, nothing elsewhere."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)
 
 
@@ -175,7 +175,7 @@ def as_dict(content: Content, totals: Totals) -> dict[str, object]:
 
 
 def show(found: list[Content], totals: list[Totals]) -> None:
-    """A table as narrow as its content: names of models are folded. As `Text`: a str would be read as markup."""
+    """A table as narrow as its content, with long names of models folded. A `Text` is not read as markup."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("namespace", "model", "dtype", "chunks", "tokens", "GiB", "last used"):
         right = name in ("chunks", "tokens", "GiB", "last used")
@@ -196,11 +196,11 @@ def show(found: list[Content], totals: list[Totals]) -> None:
     console.print(table)
     for one in found:
         if one.set_aside:
-            console.print(Text(f"{one.digest.hex()[:_SHOWN_DIGITS]}: {one.set_aside} damaged files were set aside"))
+            console.print(Text(f"{one.digest.hex()[:_SHOWN_DIGITS]}: {one.set_aside} entries in quarantine/"))
 
 
 def ages(uses: list[float]) -> str:
-    """From the latest to the oldest use."""
+    """The range of ages, from the latest to the oldest use."""
     if not uses:
         return ""
     now = time.time()

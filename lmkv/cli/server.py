@@ -1,4 +1,4 @@
-"""`lmkv lookup`, `prefetch`, `pin` and `unpin`: what the agent API of a running server does, as commands."""
+"""`lmkv lookup`, `prefetch`, `pin` and `unpin`: the agent API of a running server as commands."""
 
 from __future__ import annotations
 
@@ -50,32 +50,32 @@ def _common(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """What all commands about a prompt have."""
+    """Parameters of all commands about a prompt."""
 
 
 def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[..., None]:
-    """A command with the options of `_common` besides its own, of `command(client, prompt, apart, **own)`."""
+    """Make a command of `command(client, prompt, scope, **own)` that also has the options of `_common`."""
 
     @functools.wraps(command)
     def run(text: str, tokens: str, url: str, token_file: Path | None, as_json: bool, **rest: Any) -> None:
         prompt = prompt_of(text, tokens)
-        apart = apart_from(rest.pop("cache_salt"), rest.pop("tag"), rest.pop("engine"))
+        scope = scope_of(rest.pop("cache_salt"), rest.pop("tag"), rest.pop("engine"))
         with client_of(url, token_file) as client:
-            answer, words = command(client, prompt, apart, **rest)
+            answer, words = command(client, prompt, scope, **rest)
         show(answer, words, as_json=as_json)
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[3:]
     common = inspect.signature(_common, eval_str=True).parameters.values()
-    # As typer reads it.
+    # typer reads the options from the signature.
     run.__signature__ = inspect.Signature([*common, *own])  # type: ignore[attr-defined]
     run.__annotations__ = {}
     return run
 
 
 @about_a_prompt
-def lookup(client: Any, prompt: Prompt, apart: Answer) -> tuple[Answer, Words]:
+def lookup(client: Any, prompt: Prompt, scope: Answer) -> tuple[Answer, Words]:
     """Show how much of a prompt a running server would not compute, and which tiers have it."""
-    return client.lookup(prompt, **apart), _looked_up
+    return client.lookup(prompt, **scope), _looked_up
 
 
 def _looked_up(found: Answer) -> str:
@@ -87,9 +87,9 @@ Wait = Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait for th
 
 
 @about_a_prompt
-def prefetch(client: Any, prompt: Prompt, apart: Answer, wait: Wait = 10.0) -> tuple[Answer, Words]:
+def prefetch(client: Any, prompt: Prompt, scope: Answer, wait: Wait = 10.0) -> tuple[Answer, Words]:
     """Load a prompt's chunks into a running server's host memory, ahead of its request."""
-    return client.prefetch(prompt, wait=wait, **apart), _prefetched
+    return client.prefetch(prompt, wait=wait, **scope), _prefetched
 
 
 def _prefetched(state: Answer) -> str:
@@ -101,19 +101,19 @@ Seconds = Annotated[float | None, typer.Option(min=1, max=86_400, help="How long
 
 
 @about_a_prompt
-def pin(client: Any, prompt: Prompt, apart: Answer, seconds: Seconds = None) -> tuple[Answer, Words]:
+def pin(client: Any, prompt: Prompt, scope: Answer, seconds: Seconds = None) -> tuple[Answer, Words]:
     """Keep a prompt's chunks in a running server's host memory for a while."""
-    answer = client.pin(prompt, seconds=seconds, **apart)
+    answer = client.pin(prompt, seconds=seconds, **scope)
     return answer, lambda one: f"{one['pinned_tokens']:,} tokens are pinned for {one['seconds']:g} s"
 
 
 @about_a_prompt
-def unpin(client: Any, prompt: Prompt, apart: Answer) -> tuple[Answer, Words]:
+def unpin(client: Any, prompt: Prompt, scope: Answer) -> tuple[Answer, Words]:
     """End the pins of a prompt's chunks."""
-    return client.unpin(prompt, **apart), lambda one: f"{one['unpinned_chunks']:,} chunks are unpinned"
+    return client.unpin(prompt, **scope), lambda one: f"{one['unpinned_chunks']:,} chunks are unpinned"
 
 
-# -- the parts of them --------------------------------------------------------------------------------------
+# -- shared by them -----------------------------------------------------------------------------------------
 
 
 def prompt_of(text: str, tokens: str) -> Prompt:
@@ -129,8 +129,8 @@ def prompt_of(text: str, tokens: str) -> Prompt:
     return sys.stdin.read()
 
 
-def apart_from(cache_salt: str | None, tags: list[str] | None, engine: int | None) -> Answer:
-    """What decides, besides its text, whose the prompt is; and who is asked."""
+def scope_of(cache_salt: str | None, tags: list[str] | None, engine: int | None) -> Answer:
+    """The fields that limit a call: salt and tags of the prompt, and the engine to ask."""
     pairs = [tag.partition("=") for tag in tags or ()]
     if not all(separator for _, separator, _ in pairs):
         raise typer.BadParameter("a tag is given as NAME=VALUE", param_hint="--tag")
@@ -140,7 +140,7 @@ def apart_from(cache_salt: str | None, tags: list[str] | None, engine: int | Non
 
 @contextmanager
 def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
-    """A client of the server; what goes wrong ends the command with one line."""
+    """A client of the server. An error ends the command with one line."""
     try:
         import httpx
 
@@ -157,13 +157,13 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
         reason = str(error) or type(error).__name__
         fail(f"{url} does not answer ({reason}): is agent_listen set, or is it another --url?")
     except UnicodeEncodeError:
-        fail("the prompt, or what else was given with it, is no text in UTF-8")
+        fail("the prompt or one of its options is no text in UTF-8")
     except ValueError:
         fail(f"{url} is something else than lmkv's agent API: give that with --url")
 
 
 def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
-    """`(URL, token)`: as given, or as the server's own settings have them where this command finds them, too."""
+    """`(URL, token)`: the given ones, or those of the server's settings, if this command finds them."""
     try:
         token = token_file.read_text().partition("\n")[0].strip() if token_file else None
         if not url or token is None:
@@ -190,14 +190,14 @@ def fail(reason: object) -> NoReturn:
 
 
 def show(answer: Answer, words: Words, *, as_json: bool) -> None:
-    """A line, or one for each of several engines."""
+    """Print one line for each engine."""
     if as_json:
         typer.echo(json.dumps(answer))
     elif "engines" not in answer:
         typer.echo(words(answer))
     for each in [] if as_json else answer.get("engines", []):
-        typer.echo(f"engine {each['engine']}: {away(each) or words(each)}")
+        typer.echo(f"engine {each['engine']}: {unavailable(each) or words(each)}")
 
 
-def away(engine: Mapping[str, Any]) -> str:
-    return f"away: {engine['away']}" if "away" in engine else ""
+def unavailable(engine: Mapping[str, Any]) -> str:
+    return f"unavailable: {engine['unavailable']}" if "unavailable" in engine else ""

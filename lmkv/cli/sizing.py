@@ -17,7 +17,7 @@ Settings = Mapping[str, Any]
 
 
 class KVDtype(StrEnum):
-    """vLLM's `--kv-cache-dtype`. `auto`: the model's, as vLLM loads it."""
+    """vLLM's `--kv-cache-dtype`. `auto`: the type in which vLLM loads the model."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -29,9 +29,9 @@ class KVDtype(StrEnum):
 BYTES = {KVDtype.FLOAT32: 4, KVDtype.BFLOAT16: 2, KVDtype.FLOAT16: 2, KVDtype.FP8: 1}
 KINDS = frozenset({"full_attention", "sliding_attention"})
 NOT_CACHED = ("mamba", "ssm_", "linear_num_", "index_topk")
-"""How settings begin of layers that keep a state, or more than keys and values."""
+"""Prefixes of settings of layers that keep a state, or more than keys and values."""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
-"""Where a model for images and text has what a model for text has at the top."""
+"""Sections in which a multimodal model has the settings of its language model."""
 
 
 @frozen
@@ -42,7 +42,7 @@ class Layer:
     values: int
 
     def on_a_rank(self, ranks: int) -> int:
-        """Values that one rank keeps for a token. Of fewer heads than ranks each rank has one."""
+        """Values that one rank keeps for a token. With fewer heads than ranks, each rank has one head."""
         fewer, more = sorted((self.heads, ranks))
         if more % fewer:
             raise ValueError(f"{self.heads} KV heads cannot be split over {ranks} ranks")
@@ -61,7 +61,7 @@ class KVSize:
 
     @property
     def token_bytes(self) -> int:
-        """What lmkv stores of a token, all ranks together."""
+        """Bytes that lmkv stores for a token, all ranks together."""
         return self.rank_bytes * self.parts
 
     def tokens_in(self, nbytes: int) -> int:
@@ -78,7 +78,7 @@ class KVSize:
 
 
 def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSize:
-    """Of the model in a folder, or of a config.json. Raises ValueError, with the reason."""
+    """Read the model in a folder, or a config.json. Raises ValueError with the reason."""
     config = _read(model / "config.json" if model.is_dir() else model)
     try:
         text = next((config[part] for part in TEXT_PARTS if part in config), config)
@@ -91,7 +91,7 @@ def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSiz
             layers=len(layers),
             dtype=kept,
             rank_bytes=sum(layer.on_a_rank(ranks) for layer in layers) * BYTES[kept],
-            # Every rank has the same latent, of which vLLM lets lmkv store one copy.
+            # Every rank has the same latent, so lmkv stores one copy.
             parts=1 if latent else ranks,
         )
     except (KeyError, IndexError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -115,9 +115,9 @@ def _layers(text: Settings) -> Iterator[Layer]:
     names = {name for name, value in text.items() if name.startswith(NOT_CACHED) and value}
     if strange := sorted({*kinds[:count]} - KINDS | names):
         raise ValueError(f"lmkv does not cache this model, or cannot tell its size: it has {', '.join(strange)}")
-    apart = text.get("per_layer_config") or {}
+    per_layer = text.get("per_layer_config") or {}
     for number, kind in enumerate(kinds[:count]):
-        yield _layer({**text, **apart.get(str(number), {})}, kind)
+        yield _layer({**text, **per_layer.get(str(number), {})}, kind)
 
 
 def _layer(text: Settings, kind: str) -> Layer:
@@ -130,7 +130,7 @@ def _layer(text: Settings, kind: str) -> Layer:
 
 
 def _loaded_as(dtype: object) -> KVDtype:
-    """vLLM loads float32, and what does not say what it is, with two bytes per value."""
+    """Bytes per value: vLLM loads float32, and models without a type, with two."""
     name = str(dtype).removeprefix("torch.")
     return KVDtype(name) if name in {KVDtype.FLOAT16, KVDtype.BFLOAT16} else KVDtype.BFLOAT16
 

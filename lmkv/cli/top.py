@@ -1,4 +1,4 @@
-"""`lmkv top`: what a running server has and finds, again and again."""
+"""`lmkv top`: watches the tiers and requests of a running server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmkv.cli.inspect import duration
-from lmkv.cli.server import TokenFile, away, client_of
+from lmkv.cli.server import TokenFile, client_of, unavailable
 from lmkv.config import GIB
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BINS = 24
 _BESIDE = 8
-"""Lines of a terminal that requests do not get, besides those of tiers and engines."""
+"""Lines of the terminal for headings and borders."""
 
 
 def top(
@@ -34,7 +34,7 @@ def top(
     token_file: TokenFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="One look, as one JSON object.")] = False,
 ) -> None:
-    """Watch a running server's tiers and requests; one look where the output is no terminal. Ends with Ctrl+C."""
+    """Watch a running server's tiers and requests until Ctrl+C; print them once if the output is no terminal."""
     console = Console(highlight=False)
     with client_of(url, token_file) as client:
         seen = look(client)
@@ -51,7 +51,7 @@ def look(client: Client) -> dict[str, Any]:
 
 
 def watch(console: Console, client: Client, seen: dict[str, Any], interval: float) -> None:
-    """Until Ctrl+C, or until the server is away."""
+    """Refresh until Ctrl+C, or until the server does not answer."""
     with Live(picture(seen, room(console, seen)), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
@@ -63,7 +63,7 @@ def watch(console: Console, client: Client, seen: dict[str, Any], interval: floa
 
 
 def room(console: Console, seen: dict[str, Any]) -> int:
-    """How many requests there is room for."""
+    """Number of requests that fit the terminal."""
     stats = seen["stats"]
     return max(1, console.height - _BESIDE - len(stats["tiers"]) - len(stats.get("engines", ())))
 
@@ -100,7 +100,7 @@ def sparkline(samples: list[dict[str, Any]]) -> str:
 
 
 def _level(hit: int, asked: int) -> str:
-    # Negative where an engine was away.
+    # Negative where an engine was unavailable.
     return _LEVELS[min(7, 8 * hit // asked)] if asked > 0 and 0 <= hit <= asked else " "
 
 
@@ -138,8 +138,8 @@ def size(nbytes: int) -> str:
 def engines(found: list[dict[str, Any]]) -> Table:
     made = table("engine", "host memory", "", "hit rate", right=("hit rate",))
     for engine in found:
-        if away(engine):
-            made.add_row(str(engine["engine"]), Text(away(engine), "red"))
+        if unavailable(engine):
+            made.add_row(str(engine["engine"]), Text(unavailable(engine), "red"))
         else:
             host, rate = engine["tiers"][0], percent(engine["hit_tokens"], engine["lookup_tokens"])
             made.add_row(str(engine["engine"]), bar(host), in_use(host), rate)
@@ -157,7 +157,7 @@ def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
 
 
 def shortened(request: str, width: int = 20) -> str:
-    """The beginnings and the ends of ids differ. Clients choose them: nothing of them is for the terminal."""
+    """A shortened id. Clients choose ids, so control characters must not reach the terminal."""
     request = "".join(each if each.isprintable() else "?" for each in request)
     return request if len(request) <= width else f"{request[: width - 9]}…{request[-8:]}"
 

@@ -1,3 +1,4 @@
-"""Settings: `Config`, what LMCache's are here, and where remote stores are."""
+"""Settings: `Config`, its sources and parsers, and the translation of LMCache's settings."""
 
-from lmkv.config.settings import GIB as GIB, Config as Config, Setting as Setting, read_yaml as read_yaml
+from lmkv.config.settings import GIB as GIB, Config as Config, Setting as Setting
+from lmkv.config.sources import read_yaml as read_yaml

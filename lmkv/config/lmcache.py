@@ -1,4 +1,4 @@
-"""LMCache's settings as they are: what each of them is here, from the table in lmcache.toml."""
+"""Translates LMCache's settings into lmkv's, by the table in lmcache.toml."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIX: Final = "lmcache."
 ENV_PREFIX: Final = "LMCACHE_"
 ENV_FILE: Final = "LMCACHE_CONFIG_FILE"
 PLAIN: Final = frozenset({"discard_partial_chunks", "skip_last_n_tokens", "lmcache_rpc_port"})
-"""What LMCache reads in `kv_connector_extra_config` without its prefix."""
+"""Keys that LMCache reads in `kv_connector_extra_config` without its prefix."""
 
 # Kubernetes sets such variables in every pod for a service whose name begins with "lmkv" or "lmcache".
 SERVICE_LINK: Final = re.compile(r"(LMKV|LMCACHE)_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
@@ -37,7 +37,7 @@ BOOLEANS: Final = {
 }
 
 _OFF: Final = NOTHING | {"[]", "{}"}
-_AT_MOST: Final = 20
+_MAX_NAMES: Final = 20
 """Names in one message."""
 
 _Read = Callable[[Path], Mapping[Any, object]]
@@ -45,7 +45,7 @@ _Given = dict[Any, tuple[object, str]]
 
 
 @frozen(kw_only=True)
-class Entry:
+class KnownSetting:
     """One key of LMCache's, as lmcache.toml says. `kind`: mapped, refused or without_effect."""
 
     key: str
@@ -66,11 +66,11 @@ class Entry:
         return bool(self.kind == "without_effect" or alone or (can_be_off and _word(value) in _OFF | {self.off}))
 
     def convert(self, value: object, source: str) -> tuple[str, object, str]:
-        """lmkv's name and value, and where they come from."""
+        """lmkv's name and value, and their source."""
         if self.several and isinstance(value, str) and "," in value:
             raise ConfigError(f"{source}: {self.key} = {short_repr(value)} names several: {self.several}")
-        told = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
-        return self.setting, self._value(value, source), told
+        where = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
+        return self.setting, self._value(value, source), where
 
     def _value(self, value: object, source: str) -> object:
         if not self.values:
@@ -83,7 +83,7 @@ class Entry:
 
 @define
 class Translation:
-    """LMCache's settings in lmkv's names, and what could not be translated."""
+    """LMCache's settings in lmkv's names, and those that could not be translated."""
 
     settings: list[tuple[str, object, str]] = field(factory=list)
     """`(key, value, source)`."""
@@ -93,27 +93,27 @@ class Translation:
     """`(key, source)`."""
 
     def remarks(self) -> list[tuple[int, str]]:
-        """What to tell the user, with the level."""
-        told = [
+        """Remarks for the user's log, with their levels."""
+        remarks = [
             (logging.INFO, "settings of LMCache without effect here", self.without_effect),
             (logging.WARNING, "unknown settings of LMCache, ignored", self.unknown),
         ]
-        return [(level, f"{text}: {listed(names)}") for level, text, names in told if names]
+        return [(level, f"{text}: {join_names(names)}") for level, text, names in remarks if names]
 
     def check(self) -> None:
-        """Raise ConfigError when something is refused. Without the values: a URL may have a password in it."""
+        """Raise ConfigError for refused settings, without values, because a URL may have a password in it."""
         reasons = [f"{source}: LMCache's {key} cannot be used: {table()[key].why}" for key, source in self.refused]
         if reasons:
             raise ConfigError("\n".join(reasons))
 
 
 @functools.cache
-def table() -> Mapping[str, Entry]:
-    """Everything that lmkv knows of LMCache's settings, by key."""
+def table() -> Mapping[str, KnownSetting]:
+    """All known settings of LMCache, by key."""
     groups = tomllib.loads((files("lmkv.config") / "lmcache.toml").read_text("utf-8"))
-    entries = [Entry(key=key, kind="mapped", **row) for key, row in groups.pop("mapped").items()]
+    entries = [KnownSetting(key=key, kind="mapped", **row) for key, row in groups.pop("mapped").items()]
     for kind, rows in groups.items():
-        entries += [Entry(kind=kind, key=key, **row) for row in rows for key in row.pop("keys")]
+        entries += [KnownSetting(kind=kind, key=key, **row) for row in rows for key in row.pop("keys")]
     return MappingProxyType({entry.key: entry for entry in entries})
 
 
@@ -123,14 +123,14 @@ def owns(name: object) -> bool:
 
 
 def named(env: Mapping[str, str], extra: Mapping[Any, object]) -> list[str]:
-    """What is given of LMCache's: variables, then keys of the extra configuration."""
+    """Names of LMCache's settings that are given: variables, then keys of the extra configuration."""
     variables = [name for name in sorted(env) if name.startswith(ENV_PREFIX) and (name != ENV_FILE or env[name])]
     known = [name for name in variables if _key(name) in table() or not SERVICE_LINK.fullmatch(name)]
     return known + [name for name in extra if owns(name)]
 
 
 def translate(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) -> Translation:
-    """Everything that is given of LMCache's. `read` gives the content of a YAML file."""
+    """Translate all given settings of LMCache. `read` gives the content of a YAML file."""
     given = _flat(_merged(env, extra, read))
     result = Translation()
     for key, entry in [(key, entry) for key, entry in table().items() if key in given]:
@@ -152,7 +152,7 @@ def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) ->
         if owns(name):
             found[name.removeprefix(PREFIX)] = extra[name], EXTRA
         elif name != ENV_FILE:
-            # As LMCache does with quotes that a shell or a YAML file has left.
+            # LMCache strips quotes that a shell or a YAML file has left.
             found[_key(name)] = env[name].strip("\"'"), f"{VARIABLE}{name}"
     file = env.get(ENV_FILE)
     below = {key: (value, f"file {file}") for key, value in read(Path(file)).items()} if file else {}
@@ -160,7 +160,7 @@ def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) ->
 
 
 def _flat(found: _Given) -> _Given:
-    """The same, with each key of `extra_config` as one of its own."""
+    """The same settings, with each key of `extra_config` as its own setting."""
     inner, source = found.pop("extra_config", (None, ""))
     if isinstance(inner, str):
         try:
@@ -181,6 +181,6 @@ def _word(value: object) -> str:
     return short_repr(value).strip("' ").lower()
 
 
-def listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _AT_MOST} more" if len(names) > _AT_MOST else ""
-    return ", ".join(names[:_AT_MOST]) + more
+def join_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

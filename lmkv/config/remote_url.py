@@ -1,4 +1,4 @@
-"""Where remote stores are, and the passwords to them, which no repr, log line or error message shows."""
+"""URLs and passwords of remote stores. No repr, log line or error message shows a password."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from lmkv.errors import ConfigError, mask_secrets
 
 SCHEMES: Final = {
     **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "redis"),
-    **dict.fromkeys(("redis+cluster", "rediss+cluster", "redis-cluster"), "redis"),
-    **dict.fromkeys(("valkey+cluster", "valkeys+cluster"), "redis"),
+    **dict.fromkeys(("redis+cluster", "rediss+cluster", "redis-cluster", "valkey+cluster", "valkeys+cluster"), "redis"),
     **dict.fromkeys(("s3", "gs", "az", "file"), "objects"),
     **dict.fromkeys(("mooncake", "mooncakestore"), "mooncake"),
     "infinistore": "infinistore",
@@ -54,20 +53,20 @@ class RemoteURL:
 
     @property
     def scheme(self) -> str:
-        """What is before `://`: a scheme in small letters, or `package.module:Class`."""
+        """The part before `://`: a scheme in small letters, or `package.module:Class`."""
         scheme = self.text.partition("://")[0]
         return scheme if plugins.is_place(scheme) else scheme.lower()
 
     @property
-    def kind(self) -> str:
-        """What a store of this scheme is called in logs and statistics."""
+    def store_kind(self) -> str:
+        """Name of stores of this scheme in logs and statistics."""
         return SCHEMES.get(self.scheme, self.scheme.rpartition(":")[2].lower())
 
     @property
     def place(self) -> str:
-        """What opens it, as `package.module:Class`. Raises ConfigError for an unknown scheme."""
+        """The class that opens it, as `package.module:Class`. Raises ConfigError for an unknown scheme."""
         if self.scheme in SCHEMES:
-            return f"lmkv.backends.remote.{self.kind}:open_url"
+            return f"lmkv.backends.remote.{self.store_kind}:open_url"
         if plugins.is_place(self.scheme):
             return self.scheme
         found = plugins.installed(plugins.BACKENDS).get(self.scheme)

@@ -7,195 +7,45 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NoReturn, TypeVar
-from urllib.parse import unquote, urlsplit
 
 from attrs import Attribute, field, fields, frozen
 
+from lmkv.chunks.authentication import MIN_KEY_BYTES
 from lmkv.config import lmcache
-from lmkv.config.lmcache import BOOLEANS, EXTRA, NOTHING, SERVICE_LINK, VARIABLE
-from lmkv.config.remote_url import RemoteURL, Secret, schemes
+from lmkv.config.folders import are_nested
+from lmkv.config.parsers import (
+    Parse,
+    boolean,
+    integer,
+    number,
+    one_of,
+    optional_text,
+    path,
+    plugin_name,
+    secret,
+    text,
+    urls,
+)
+from lmkv.config.remote_url import RemoteURL, Secret
+from lmkv.config.sources import ENV_FILE, KEYWORD, given_settings, read_yaml
 from lmkv.errors import SECRET, ConfigError, short_repr
-from lmkv.plugins import is_place
 from lmkv.policies import ADMISSIONS, POLICIES, policy_names
 
 GIB: Final = 1 << 30
 """Bytes in a GiB, which sizes are given in."""
 
 DEFAULT: Final = "default"
-KEYWORD: Final = "keyword"
-ENV_PREFIX: Final = "LMKV_"
-ENV_FILE: Final = "LMKV_CONFIG_FILE"
-RESERVED_ENV: Final = frozenset({ENV_FILE, "LMKV_LOG_LEVEL", "LMKV_CHECK_LOCKS"})
 
-_FILE_URL: Final = re.compile(r"(?i:file):(//(localhost)?(?=/))?(?P<path>/(?!/).*)")
-_OTHER_URL: Final = re.compile(r"(?i)file:|[a-z][a-z0-9+.-]*://")
-
-MIN_KEY_BYTES: Final = 32
-
-_MAX_FILE_BYTES: Final = 1 << 16
-"""A megabyte of brackets would keep the parser busy for half a minute."""
 _T = TypeVar("_T")
-_Parse = Callable[[object], Any]
-
-_WHOLE_NUMBER: Final = re.compile(r"\s*[-+]?[0-9]+\s*")
-"""Without the underscores that Python takes for readable, and others for a mistake."""
 
 
-def _boolean(value: object) -> bool:
-    word = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
-    if word not in BOOLEANS:
-        raise ValueError(f"must be one of {'/'.join(BOOLEANS)}")
-    return BOOLEANS[word]
-
-
-def is_nothing(value: object) -> bool:
-    """Whether a value of an option that need not be set leaves it unset: none, null, false, no, off, or empty."""
-    return value is None or value is False or (isinstance(value, str) and value.lower() in NOTHING)
-
-
-def _integer(minimum: int, maximum: int = 1 << 40) -> _Parse:
-    def parse(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError("must be a whole number")
-        if isinstance(value, str) and not _WHOLE_NUMBER.fullmatch(value):
-            raise ValueError("must be a whole number, in digits alone")
-        try:
-            number = int(value)
-        except ValueError:
-            raise ValueError("must be a whole number") from None
-        if not minimum <= number <= maximum:
-            raise ValueError(f"must be {f'at least {minimum}' if number < minimum else f'at most {maximum}'}")
-        return number
-
-    return parse
-
-
-def _number(minimum: float, maximum: float = 1e9, *, above: bool = False) -> _Parse:
-    """A finite number from `minimum` (or `above` it) to `maximum`."""
-
-    def parse(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float | str) or "_" in str(value)[:400]:
-            raise ValueError("must be a number")
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            raise ValueError("must be a number") from None
-        if not math.isfinite(number):
-            raise ValueError("must be finite")
-        if number > maximum:
-            raise ValueError(f"must be at most {maximum:g}")
-        if number < minimum or (above and number == minimum):
-            raise ValueError(f"must be {'above' if above else 'at least'} {minimum:g}")
-        return number
-
-    return parse
-
-
-def _one_of(*names: str) -> _Parse:
-    known = {name.lower(): name for name in names}
-
-    def parse(value: object) -> str:
-        # YAML reads a bare on or off as a boolean.
-        word = ("on" if value else "off") if isinstance(value, bool) else value
-        if not isinstance(word, str) or word.strip().lower() not in known:
-            raise ValueError(f"must be one of {', '.join(names)}")
-        return known[word.strip().lower()]
-
-    return parse
-
-
-def _named(names: Callable[[], Iterable[str]]) -> _Parse:
-    """One of the names that there are by then, or `package.module:Class`."""
-
-    def parse(value: object) -> object:
-        if isinstance(value, str) and is_place(value.strip()):
-            return value.strip()
-        try:
-            return _one_of(*names())(value)
-        except ValueError as error:
-            raise ValueError(f"{error}, or package.module:Class") from None
-
-    return parse
-
-
-def _path(value: object) -> str | None:
-    """A plain path from a path or a file URL, or None."""
-    if is_nothing(value):
-        return None
-    if not isinstance(value, str | os.PathLike):
-        raise ValueError("must be a path or file:///path")
-    text = os.fspath(value)
-    if isinstance(text, str) and text != text.strip():
-        raise ValueError("must not begin or end with a blank")
-    if isinstance(text, str) and (url := _FILE_URL.fullmatch(text)):
-        if set("?#") & set(url["path"]):
-            raise ValueError("has a ? or # in its URL: write %3F or %23, or give a plain path")
-        text = unquote(url["path"])
-    elif isinstance(text, bytes) or _OTHER_URL.match(text):
-        raise ValueError("must be a path or file:///path")
-    path = os.path.normpath(os.path.expanduser(text))
-    if "\0" in text or path.strip("/") == "":
-        raise ValueError("must be a path or file:///path, and not that of everything")
-    # As it was given: a folder of the name of nothing.
-    return os.path.join(os.curdir, path) if is_nothing(path) else path
-
-
-def _remote_urls(value: object) -> tuple[RemoteURL, ...]:
-    """From one URL, several with blanks or commas between them, or a list of them."""
-    texts = () if is_nothing(value) else re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):
-        raise ValueError("must be a URL, or a list of them")
-    urls = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
-    if any(url.scheme not in schemes() and not is_place(url.scheme) for url in urls):
-        raise ValueError(f"must begin with package.module:Class, or one of {', '.join(f'{s}://' for s in schemes())}")
-    if not all(url.text.isprintable() and " " not in url.text for url in urls):
-        raise ValueError("must have printable characters alone, and no blanks")
-    if not all(map(_has_a_place, urls)):
-        raise ValueError("must have a host and a port that can be; in a password / is %2F, ? is %3F, # is %23")
-    return tuple(urls)
-
-
-def _has_a_place(url: RemoteURL) -> bool:
-    try:
-        _ = urlsplit(url.text).port
-    except ValueError:  # what it quotes may be of a password
-        return False
-    return True
-
-
-def _secret(value: object) -> Secret | None:
-    if isinstance(value, Secret):
-        return value
-    if value is None or (isinstance(value, str) and is_nothing(value)):
-        return None
-    if not isinstance(value, str):
-        # YAML has read 1.50 as 1.5 by now, and no as a boolean.
-        raise ValueError("must be a text: in YAML, in quotes")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError("must be text in UTF-8") from None
-    return Secret(value)
-
-
-def _word(value: object) -> str | None:
-    return None if is_nothing(value) else _text(value)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str | None):
-        raise ValueError("must be a text")
-    return value or ""
-
-
-def _option(default: _T, parse: _Parse, doc: str, unit: str = "") -> _T:
+def _option(default: _T, parse: Parse, doc: str, unit: str = "") -> _T:
     """A field of `Config`; `parse` takes a value as users write it, and raises ValueError with the reason."""
     option: _T = field(default=default, metadata={"parse": parse, "doc": doc, "unit": unit})
     return option
@@ -216,7 +66,7 @@ class _Parsed:
     value: object
 
 
-def _converter(attribute: Attribute[Any]) -> _Parse:
+def _converter(attribute: Attribute[Any]) -> Parse:
     return lambda value: value.value if isinstance(value, _Parsed) else _parsed(attribute, value, KEYWORD).value
 
 
@@ -224,8 +74,8 @@ def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
     try:
         return _Parsed(attribute.metadata["parse"](value))
     except ValueError as error:
-        told = "'***'" if attribute.metadata["parse"] is _secret else short_repr(value)
-        raise ConfigError(f"{source}: {attribute.name} = {told} {error}") from None
+        visible = "'***'" if attribute.metadata["parse"] is secret else short_repr(value)
+        raise ConfigError(f"{source}: {attribute.name} = {visible} {error}") from None
 
 
 @frozen
@@ -264,127 +114,121 @@ class Config:
     """
 
     chunk_size: int = _option(
-        256, _integer(1, 1 << 20), "What is stored and loaded as one; a multiple of vLLM's block size", "tokens"
+        256, integer(1, 1 << 20), "Tokens that are stored and loaded as one; a multiple of vLLM's block size", "tokens"
     )
-    local_cpu: bool = _option(True, _boolean, "Keep chunks in host memory after they were stored or loaded")
+    local_cpu: bool = _option(True, boolean, "Keep chunks in host memory after they were stored or loaded")
     max_local_cpu_size: float = _option(
-        5.0, _number(0, above=True), "Host memory of the engine on one node, all its ranks together", "GiB"
+        5.0, number(0, above=True), "Host memory of the engine on one node, all its ranks together", "GiB"
     )
     shared_memory: str | None = _option(
         None,
-        _path,
+        path,
         "Folder in memory that the engines of a node share, such as file:///dev/shm/lmkv; none: no such tier",
     )
     max_shared_memory_size: float = _option(
-        0.0, _number(0), "Capacity of that folder, for all engines and models together", "GiB"
+        0.0, number(0), "Capacity of that folder, for all engines and models together", "GiB"
     )
     local_disk: str | None = _option(
-        None, _path, "Folder of the disk tier, as a path or file:///path; none: no disk tier"
+        None, path, "Folder of the disk tier, as a path or file:///path; none: no disk tier"
     )
-    max_local_disk_size: float = _option(0.0, _number(0), "Capacity of the disk tier", "GiB")
+    max_local_disk_size: float = _option(0.0, number(0), "Capacity of the disk tier", "GiB")
     cache_policy: str = _option(
-        "LRU", _named(policy_names), f"Eviction order: {', '.join(POLICIES)}, or package.module:Class of your own"
+        "LRU", plugin_name(policy_names), f"Eviction order: {', '.join(POLICIES)}, or package.module:Class of your own"
     )
-    save_decode_cache: bool = _option(True, _boolean, "Store generated tokens' chunks too")
-    save_unfull_chunk: bool = _option(
-        True, _boolean, "Store and find the tokens after a prompt's last whole chunk, too"
-    )
-    min_retrieve_tokens: int = _option(
-        0, _integer(0), "Do not load a match that saves fewer tokens than this", "tokens"
-    )
+    save_decode_cache: bool = _option(True, boolean, "Store generated tokens' chunks too")
+    save_unfull_chunk: bool = _option(True, boolean, "Store and find the tokens after a prompt's last whole chunk, too")
+    min_retrieve_tokens: int = _option(0, integer(0), "Do not load a match that saves fewer tokens than this", "tokens")
     disk_sync: Literal["none", "data", "full"] = _option(
         "none",
-        _one_of("none", "data", "full"),
-        "What survives a power cut: none: nothing is promised; data: a file's bytes are flushed before it "
+        one_of("none", "data", "full"),
+        "Which writes survive a power cut: none: perhaps none; data: a file's bytes are flushed before it "
         "is published; full: its folder entry too",
     )
     disk_min_free: float = _option(
-        1.0, _number(0), "Free space to leave to other programs on the disk tier's file system", "GiB"
+        1.0, number(0), "Free space to leave to other programs on the disk tier's file system", "GiB"
     )
     disk_io_threads: int = _option(
-        16, _integer(1, 1024), "Threads that read the disk tier; three quarters of them write, too"
+        16, integer(1, 1024), "Threads that read the disk tier; three quarters of them write, too"
     )
     disk_direct: Literal["auto", "on", "off"] = _option(
         "auto",
-        _one_of("auto", "on", "off"),
+        one_of("auto", "on", "off"),
         "Read and write past the page cache (O_DIRECT); auto: where the file system can",
     )
     disk_write: Literal["through", "back"] = _option(
         "through",
-        _one_of("through", "back"),
+        one_of("through", "back"),
         "When a chunk goes to disk: through: as it is stored; back: as it is evicted from host memory",
     )
     disk_admission: str = _option(
         "all",
-        _named(lambda: ADMISSIONS),
+        plugin_name(lambda: ADMISSIONS),
         "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; none; or "
         "package.module:Class of your own",
     )
     remote_url: tuple[RemoteURL, ...] = _option(
-        (),
-        _remote_urls,
-        "Stores that others share, nearest first: redis://[user[:password]@]host[:port][/db] and so on",
+        (), urls, "Stores that others share, nearest first: redis://[user[:password]@]host[:port][/db] and so on"
     )
-    remote_urls: tuple[RemoteURL, ...] = _option((), _remote_urls, "More of them, farther than that of remote_url")
-    remote_username: str | None = _option(None, _word, "Name to give to remote stores whose URL has none")
-    remote_password: Secret | None = _option(None, _secret, "Password to that name; nothing shows it")
-    remote_password_file: str | None = _option(None, _path, "File that has the password in its first line")
-    remote_prefix: str = _option("lmkv:", _text, "What names in remote stores begin with")
-    remote_ttl: int = _option(0, _integer(0), "How long a remote store keeps a chunk; 0: as it evicts", "s")
+    remote_urls: tuple[RemoteURL, ...] = _option((), urls, "More of them, farther than that of remote_url")
+    remote_username: str | None = _option(None, optional_text, "Name to give to remote stores whose URL has none")
+    remote_password: Secret | None = _option(None, secret, "Password to that name; nothing shows it")
+    remote_password_file: str | None = _option(None, path, "File that has the password in its first line")
+    remote_prefix: str = _option("lmkv:", text, "Prefix of all names in remote stores")
+    remote_ttl: int = _option(0, integer(0), "How long a remote store keeps a chunk; 0: as it evicts", "s")
     remote_timeout: float = _option(
-        1.0, _number(0, above=True), "How long to wait for a remote store's connection or answer", "s"
+        1.0, number(0, above=True), "How long to wait for a remote store's connection or answer", "s"
     )
     authentication_key: Secret | None = _option(
-        None,
-        _secret,
-        "Serve only what was written to the lower tiers with this key, 32 bytes or more; nothing shows it",
+        None, secret, "Serve only what was written to the lower tiers with this key, 32 bytes or more; nothing shows it"
     )
     authentication_key_file: str | None = _option(
-        None, _path, "File that is the key, but for a line break at its end: openssl rand -hex 32 > FILE"
+        None, path, "File that is the key, but for a line break at its end: openssl rand -hex 32 > FILE"
     )
     prefetch_share: float = _option(
-        0.5, _number(0, 1), "Most of host memory that prefetches from disk may take at a time", "0..1"
+        0.5, number(0, 1), "Most of host memory that prefetches from disk may take at a time", "0..1"
     )
     prefetch_deadline: float = _option(
         30.0,
-        _number(0),
+        number(0),
         "The longest that a queued request waits for chunks of lower tiers. It waits no longer than computing them "
         "would take",
         "s",
     )
     load_or_recompute: bool = _option(
-        True, _boolean, "Recompute what is measured to load slower than it computes; off: always load"
+        True, boolean, "Recompute tokens that load slower than they compute, as measured; off: always load"
     )
     load_mode: Literal["auto", "sync", "async"] = _option(
         "auto",
-        _one_of("auto", "sync", "async"),
+        one_of("auto", "sync", "async"),
         "Load from host memory within the step that reads it (sync) or between steps (async); auto: within "
         "it unless other requests are delayed for longer than 5 ms. With asynchronous scheduling always between",
     )
     use_layerwise: bool = _option(
-        False, _boolean, "Copy a layer while the others compute; vLLM then cuts its CUDA graphs at each layer"
+        False, boolean, "Copy a layer while the others compute; vLLM then cuts its CUDA graphs at each layer"
     )
     block_major: bool = _option(
-        True, _boolean, "On CUDA devices, ask vLLM to keep all layers of a block in one run of bytes"
+        True, boolean, "On CUDA devices, ask vLLM to keep all layers of a block in one run of bytes"
     )
     device_staging_size: float = _option(
-        1.0, _number(0, above=True), "Memory of each device for stores on their way; a quarter more for loads", "GiB"
+        1.0, number(0, above=True), "Memory of each device for stores on their way; a quarter more for loads", "GiB"
     )
-    pin_ttl: float = _option(300.0, _number(0, above=True), "How long a pin lasts that is not released", "s")
+    pin_ttl: float = _option(300.0, number(0, above=True), "How long a pin lasts that is not released", "s")
     agent_listen: str | None = _option(
-        None, _word, "Where the agent API listens: 127.0.0.1:8377, or unix:/path; nowhere unless it is set"
+        None, optional_text, "Where the agent API listens: 127.0.0.1:8377, or unix:/path; nowhere unless it is set"
     )
-    agent_token: Secret | None = _option(None, _secret, "What callers of the agent API must have; nothing shows it")
-    agent_token_file: str | None = _option(None, _path, "File that has the token in its first line")
+    agent_token: Secret | None = _option(
+        None, secret, "Token that callers of the agent API must send; nothing shows it"
+    )
+    agent_token_file: str | None = _option(None, path, "File that has the token in its first line")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
-    """Where values came from, by name; `load` fills it in."""
+    """Sources of values, by name; `load` fills it in."""
     remarks: tuple[tuple[int, str], ...] = field(default=(), eq=False, repr=False)
-    """What to log about the sources, with its level; `load` fills it in."""
+    """Log lines about the sources, with their levels; `load` fills it in."""
 
     def __attrs_post_init__(self) -> None:
         self._check_folder("shared_memory", "max_shared_memory_size")
         self._check_folder("local_disk", "max_local_disk_size")
-        if self.shared_memory and self.local_disk and _nested(self.shared_memory, self.local_disk):
+        if self.shared_memory and self.local_disk and are_nested(self.shared_memory, self.local_disk):
             other = f"shared_memory = {short_repr(self.shared_memory)} (by: {self.source('shared_memory')})"
             reason = "are one folder, or one is within the other: each would delete the other's chunks; name two apart"
             self._refuse("local_disk", f"and {other} {reason}")
@@ -414,10 +258,10 @@ class Config:
         given, LMCache's are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`.
         """
         extra, file = extra or {}, file or env.get(ENV_FILE)
-        settings = list(_settings(overrides, file, env, extra))
+        settings = list(given_settings(overrides, file, env, extra))
         theirs = lmcache.named(env, extra)
         if not theirs or settings or file:
-            ignored = f"settings of lmkv's own are given, so LMCache's are not read: {lmcache.listed(theirs)}"
+            ignored = f"settings of lmkv's own are given, so LMCache's are not read: {lmcache.join_names(theirs)}"
             return cls.of(settings, [(logging.WARNING, ignored)] if theirs else [])
         translation = lmcache.translate(env, extra, read_yaml)
         translation.check()
@@ -455,12 +299,12 @@ class Config:
 
     @property
     def password(self) -> str | None:
-        """To remote stores, from the setting or its file. Raises ConfigError when that cannot be read."""
+        """Password to remote stores, from the setting or its file. Raises ConfigError if that cannot be read."""
         return self._secret("remote_password")
 
     @property
     def token(self) -> str | None:
-        """Of the agent API, from the setting or its file. Raises ConfigError when that cannot be read or sent."""
+        """Token of the agent API, from the setting or its file. Raises ConfigError if it cannot be read or sent."""
         token = self._secret("agent_token")
         if token is not None and not re.fullmatch("[!-~]+", token):
             self._refuse("agent_token_file" if self.agent_token_file else "agent_token", "must be ASCII without blanks")
@@ -468,7 +312,7 @@ class Config:
 
     @property
     def authentication_bytes(self) -> bytes | None:
-        """Of what is written to lower tiers, from the setting or its file. Raises ConfigError when it is no key."""
+        """Key of chunks in lower tiers, from the setting or its file. Raises ConfigError if it is invalid."""
         if self.authentication_key_file is None:
             return self.authentication_key.value.encode() if self.authentication_key else None
         content = self._content("authentication_key_file")
@@ -487,21 +331,19 @@ class Config:
             lines = self._content(f"{name}_file").decode().splitlines()
         except UnicodeError:
             self._refuse(f"{name}_file", "is no text")
-        # Nothing at all would be as good as no token.
+        # An empty token would protect nothing.
         return lines[0] if lines and lines[0] else self._refuse(f"{name}_file", "has an empty first line")
 
     def _content(self, name: str) -> bytes:
         try:
-            with Path(getattr(self, name)).open("rb") as file:
-                return file.read(_MAX_FILE_BYTES)
+            return Path(getattr(self, name)).read_bytes()
         except OSError as error:
             self._refuse(name, f"cannot be read: {error}")
 
     def source(self, name: str) -> str:
         """Where the value of `name` comes from."""
-        attribute = _OPTIONS[name]
-        given = self.sources.get(name)
-        return given or (DEFAULT if getattr(self, name) == attribute.default else KEYWORD)
+        is_default = getattr(self, name) == _OPTIONS[name].default
+        return self.sources.get(name) or (DEFAULT if is_default else KEYWORD)
 
     def describe(self) -> list[Setting]:
         """All settings in order of definition, for people to read."""
@@ -519,38 +361,18 @@ class Config:
 
     def _check_folder(self, folder: str, capacity: str) -> None:
         """A folder and its capacity are given together."""
-        path, size = getattr(self, folder), getattr(self, capacity)
-        if path is not None and size == 0:
+        given, size = getattr(self, folder), getattr(self, capacity)
+        if given is not None and size == 0:
             self._refuse(capacity, f"must be above 0 when {folder} is set (by: {self.source(folder)})")
-        if path is None and size > 0:
+        if given is None and size > 0:
             self._refuse(capacity, f"needs {folder}, the folder to use")
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
         raise ConfigError(f"{self.source(name)}: {name} = {short_repr(getattr(self, name))} {reason}")
 
 
-def _nested(one: str, other: str) -> bool:
-    """Whether two paths are of one folder or of one within the other, by links and mounts, too."""
-    first, second = map(_identities, (one, other))
-    return first[0] in second or second[0] in first
-
-
-def _identities(path: str) -> list[object]:
-    """Of a folder and of those above it; its path for one that is not there."""
-    real = Path(os.path.realpath(path))
-    return [_identity(place) for place in (real, *real.parents)]
-
-
-def _identity(path: Path) -> object:
-    try:
-        status = path.stat()
-    except OSError:
-        return path
-    return status.st_dev, status.st_ino
-
-
 def _readable(value: object) -> object:
-    """As people read it, without passwords."""
+    """A value for people to read, without passwords."""
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or None
     return str(value) if isinstance(value, Secret) else value
@@ -561,103 +383,11 @@ _OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(
 )
 
 
-def _settings(
-    overrides: Mapping[str, object],
-    file: str | os.PathLike[str] | None,
-    env: Mapping[str, str],
-    extra: Mapping[Any, object],
-) -> Iterator[tuple[Any, object, str]]:
-    """`(key, value, source)` of everything given, weakest source first."""
-    for key, value in overrides.items():
-        yield key, value, KEYWORD
-    if file:
-        for key, value in read_yaml(Path(file)).items():
-            yield key, value, f"file {os.fspath(file)}"
-    for name in sorted(env):
-        if name.startswith(ENV_PREFIX) and name not in RESERVED_ENV and not SERVICE_LINK.fullmatch(name):
-            yield name.removeprefix(ENV_PREFIX).lower(), env[name], f"{VARIABLE}{name}"
-    for name, value in extra.items():
-        if lmcache.owns(name):
-            continue
-        key = name.removeprefix("lmkv.") if isinstance(name, str) else name
-        if key != name and key in extra:
-            raise ConfigError(f"{EXTRA}: both {key!r} and {name!r} are given")
-        yield key, value, EXTRA
-
-
-_NUMBERS: Final = {
-    "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][0-9]*|0x[0-9a-fA-F]+)\Z"),
-    "tag:yaml.org,2002:float": re.compile(
-        r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\Z|[-+]?\.(inf|nan)\Z", re.IGNORECASE
-    ),
-}
-"""What a file's numbers look like."""
-
-
-def read_yaml(path: Path) -> dict[Any, object]:
-    """The mapping in a file. Raises ConfigError for whatever is none."""
-    # Imported here, because only who has a file needs it.
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Without aliases: a few of them, one within the other, are gigabytes. Without keys that are given twice.
-
-        Numbers are those that everybody reads alike: 1:30, 0400 and 1_024 stay texts.
-        """
-
-        yaml_implicit_resolvers = {  # noqa: RUF012
-            first: [each for each in resolvers if each[0] not in _NUMBERS]
-            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise yaml.YAMLError("aliases (*name) are not supported")
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            lines: dict[tuple[str, str], int] = {}
-            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-                name, line = (key.tag, key.value), key.start_mark.line + 1
-                if name in lines:
-                    raise yaml.YAMLError(f"{short_repr(key.value)} is given twice, in lines {lines[name]} and {line}")
-                lines[name] = line
-            return super().construct_mapping(node, deep)
-
-    for tag, pattern in _NUMBERS.items():
-        Loader.add_implicit_resolver(tag, pattern, list("-+0123456789."))
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1)
-        if len(text) > _MAX_FILE_BYTES:
-            raise ConfigError(f"file {path}: is larger than {_MAX_FILE_BYTES} bytes; it is no configuration")
-        content = yaml.load(text.decode("utf-8"), Loader)
-    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"file {path}: {_yaml_reason(error)}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"file {path}: must map keys to values, not be a {type(content).__name__}")
-    return content
-
-
-def _yaml_reason(error: Exception) -> str:
-    """What is wrong, and in which line: not what is there, which may be a password."""
-    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
-    if problem is None or mark is None:
-        return "is nested too deeply" if isinstance(error, RecursionError) else str(error)
-    problem = re.sub(r"(['\"]).{2,}\1", "...", problem)
-    place = f"line {mark.line + 1}, column {mark.column + 1}"
-    return f"{place}: {problem}; a value with : # or a sign before it needs quotes"
-
-
 def _known(key: Any, value: object, source: str) -> Attribute[Any]:
     if key in _OPTIONS:
         return _OPTIONS[key]
-    told = "'***'" if isinstance(key, str) and SECRET.search(key[:100]) else short_repr(value)
-    raise ConfigError(f"{source}: unknown key {short_repr(key)} = {told}{_hint(key)}")
+    visible = "'***'" if isinstance(key, str) and SECRET.search(key[:100]) else short_repr(value)
+    raise ConfigError(f"{source}: unknown key {short_repr(key)} = {visible}{_hint(key)}")
 
 
 def _hint(key: object) -> str:

@@ -30,7 +30,7 @@ class AdmitAll:
 
 
 class AdmitNone:
-    """Admits no chunk: the tier serves what it has.
+    """Admits no chunk: the tier serves its present chunks.
 
     Examples
     --------
@@ -49,7 +49,7 @@ def _positive(_: object, __: object, max_keys: int) -> None:
 
 @define(eq=False, repr=False)
 class SecondTouch:
-    """Admits a chunk when it is offered again: a disk is not written with what is used only once.
+    """Admits a chunk when it is offered again: chunks that are used once do not wear the disk.
 
     Parameters
     ----------

@@ -16,7 +16,7 @@ from lmkv.protocols import ChunkKey
 class PolicyBase(ABC):
     """Base of eviction policies that keep their keys in one queue.
 
-    A subclass says what a use changes in it (`touch`) and where a released key goes (`_requeue`). New keys go
+    A subclass decides how a use reorders it (`touch`) and where a released key goes (`_requeue`). New keys go
     to its end; its front is evicted first.
 
     Raises
@@ -31,7 +31,7 @@ class PolicyBase(ABC):
 
     Examples
     --------
-    >>> class MRU(PolicyBase):  # evicts what was used last
+    >>> class MRU(PolicyBase):  # evicts the chunk that was used last
     ...     def touch(self, keys):
     ...         for key in keys:
     ...             if key in self._queue:

@@ -54,7 +54,7 @@ class BackendSuite:
     Attributes
     ----------
     keeps
-        False for a backend that may drop what it was given.
+        False for a backend that may drop chunks.
     sizes
         Payload lengths in bytes that the backend must take.
 
@@ -70,7 +70,7 @@ class BackendSuite:
     sizes: ClassVar[Sequence[int]] = (1, 100, 4095, 4096, 4097, 16384, 70001)
 
     def make(self, folder: Path) -> Backend:
-        """A backend over `folder`. One that is made after `close` finds what a persistent one has there."""
+        """A backend over `folder`. After `close` a persistent backend is made again over the same content."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -140,7 +140,7 @@ class BackendSuite:
             with pytest.raises(ClosedError):
                 call()
 
-    # -- backends that keep what they are given -----------------------------------------------------------
+    # -- backends that keep their chunks ------------------------------------------------------------------
 
     def test_what_was_written_is_read(self, keeping: Backend) -> None:
         chunks = [chunk_of(nbytes) for nbytes in self.sizes]

@@ -2,7 +2,7 @@
 
 Memory is host memory, and addresses are real. Whatever CUDA could do may happen here, and nothing else:
 
-* what was queued is done as late, and in as wild an order, as streams and events allow, and the copies of one
+* queued work is done as late, and in as wild an order, as streams and events allow, and the copies of one
   call in any order; a stable source may be read at once or when it is the stream's turn;
 * an event that is reached may not be seen to be for a while;
 * a copy that crosses the border of a registration, or mixes registered with other host memory, is refused;
@@ -95,7 +95,7 @@ class SimulatedStream:
         self._device.check()
         while len(self.queue) >= self._device.queue_limit:
             self._device.blocked += 1
-            assert self._device.run(1), "a full stream waits for what can never happen"
+            assert self._device.run(1), "a full stream waits for an event that can never happen"
         self.queue.append(item)
 
     @property
@@ -114,7 +114,7 @@ class SimulatedStream:
 
     def drain(self) -> None:
         while self.queue:
-            assert self._device.run(1), "a stream waits for what can never happen"
+            assert self._device.run(1), "a stream waits for an event that can never happen"
 
 
 class SimulatedDevice:
@@ -140,7 +140,7 @@ class SimulatedDevice:
         self._error = ""
         self._lock = threading.Lock()
 
-    # -- what a program sees that has tensors on the device -------------------------------------------------
+    # -- as a program with tensors on the device sees it -----------------------------------------------------
 
     @property
     def compute(self) -> SimulatedStream:
@@ -243,7 +243,7 @@ class SimulatedDevice:
         self.check()
         assert not any(stream.queue for stream in self.streams), "streams wait for each other for ever"
 
-    # -- what it does ---------------------------------------------------------------------------------------
+    # -- execution ------------------------------------------------------------------------------------------
 
     def _launch(self, stream: Stream, works: list[Callable[[], object]]) -> None:
         """One call, that does several things in any order."""

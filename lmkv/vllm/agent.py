@@ -29,8 +29,8 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
     if config.agent_listen is None:
         return None
     try:
-        from lmkv.agent.engines import Engines
         from lmkv.agent.http import Address, AgentServer, application
+        from lmkv.agent.peers import Peers
         from lmkv.agent.service import CacheService
     except ImportError as error:
         raise ConfigError(f'agent_listen needs fastapi and uvicorn: pip install "lmkv[agent]" ({error})') from error
@@ -57,9 +57,9 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
     token = config.token
     first, number = Address(config.agent_listen), compat.local_engine(vllm_config)
     address = first.of_engine(number)
-    engines = Engines(number, lambda other: first.of_engine(other).url, token)
+    peers = Peers(number, lambda other: first.of_engine(other).url, token)
     try:
-        server = AgentServer(lambda: application(service, token, engines, longest), address)
+        server = AgentServer(lambda: application(service, token, peers, longest), address)
     except OSError as error:
         logger.error("lmkv: the agent API cannot listen at %s: %s; going on without it", address.text, error)
         return None

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lmkv.agent.client import Client
-from lmkv.agent.engines import Engines
 from lmkv.agent.http import Address, AgentServer, application
+from lmkv.agent.peers import Peers
 from lmkv.agent.service import CacheService
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
@@ -96,7 +96,7 @@ def serving(*services: CacheService, token: str | None = TOKEN) -> Iterator[list
 
 
 def _application(service: CacheService, token: str | None, number: int, first: Address) -> Callable[[], Any]:
-    return lambda: application(service, token, Engines(number, lambda other: first.of_engine(other).url, token))
+    return lambda: application(service, token, Peers(number, lambda other: first.of_engine(other).url, token))
 
 
 def engines_of(answer: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:

@@ -18,7 +18,7 @@ import pytest
 import lmkv.agent.connection
 import lmkv.agent.pace
 from lmkv.agent.client import Client
-from lmkv.agent.connection import Connection, most_connections
+from lmkv.agent.connection import BoundedConnection, max_connections
 from lmkv.agent.http import Address, AgentServer, application
 from lmkv.agent.pace import paced_loop
 from lmkv.store.tiered import TieredStore
@@ -56,8 +56,8 @@ def connect(server: AgentServer) -> socket.socket:
     return connection
 
 
-def connections(server: AgentServer) -> list[Connection]:
-    return [each for each in server._server.server_state.connections if isinstance(each, Connection)]
+def connections(server: AgentServer) -> list[BoundedConnection]:
+    return [each for each in server._server.server_state.connections if isinstance(each, BoundedConnection)]
 
 
 def rest(connection: socket.socket) -> bytes:
@@ -171,11 +171,11 @@ def test_connections_are_few_and_strangers_give_way(server: AgentServer, monkeyp
         known.sendall(asked)
         assert one_answer(known).startswith(b"HTTP/1.1 200")
         [own] = connections(server)
-        for _ in range(2 * most_connections()):
+        for _ in range(2 * max_connections()):
             stack.enter_context(connect(server)).sendall(b"GET / HTTP/1.1\r\nX: ")
-        eventually(lambda: len(connections(server)) == most_connections(), "there are as many as there may be")
+        eventually(lambda: len(connections(server)) == max_connections(), "there are as many as there may be")
         # Those of the clients, who are here, too, and the server's.
-        most = files + 3 * most_connections() + 5
+        most = files + 3 * max_connections() + 5
         eventually(lambda: len(os.listdir("/proc/self/fd")) <= most, "the others are closed")
         known.sendall(asked)
         assert one_answer(known).startswith(b"HTTP/1.1 200"), "who has shown the token keeps the connection"
@@ -190,7 +190,7 @@ def test_connections_leave_files_to_the_engine(files: int, most: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, hard) if hard >= 0 else files, hard))
     try:
-        assert most_connections() == most if files <= hard or hard < 0 else most_connections() <= most
+        assert max_connections() == most if files <= hard or hard < 0 else max_connections() <= most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

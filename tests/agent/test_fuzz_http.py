@@ -18,7 +18,7 @@ from attrs import frozen
 from hypothesis import example, given, strategies as st
 from pydantic import ValidationError
 
-from lmkv.agent.guard import most_bytes
+from lmkv.agent.guard import max_body_bytes
 from lmkv.agent.http import Address, AgentServer, PromptBody, application
 from lmkv.agent.service import CacheService
 from lmkv.backends.cpu import CPUPinnedBackend
@@ -214,8 +214,8 @@ def test_a_body_without_end_is_refused(service: CacheService) -> None:
 
 def test_a_body_is_as_large_as_the_longest_prompt_makes_it() -> None:
     """Each token as an id, with what JSON has around it; but never as much as takes long to parse."""
-    assert [most_bytes(longest) for longest in (1, 131_072, 10_000_000)] == [1 << 20, 4 << 20, 8 << 20]
-    assert len(json.dumps({"tokens": [1_000_000] * 131_072})) < most_bytes(131_072)
+    assert [max_body_bytes(longest) for longest in (1, 131_072, 10_000_000)] == [1 << 20, 4 << 20, 8 << 20]
+    assert len(json.dumps({"tokens": [1_000_000] * 131_072})) < max_body_bytes(131_072)
 
 
 @pytest.mark.parametrize(

@@ -400,7 +400,7 @@ class TestAddresses:
         ids=lambda text: repr(text)[:20],
     )
     def test_of_others_are_refused(self, text: str) -> None:
-        with pytest.raises(ConfigError, match="must be an address of this machine alone"):
+        with pytest.raises(ConfigError, match="must be a loopback address"):
             Address(text).bind()
 
     def test_engines_of_a_server_have_one_each(self) -> None:

@@ -23,10 +23,11 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from lmkv import Config, Engine
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.chunks import codec
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import FormatError
-from lmkv.chunks.format import Checks, ChunkFormat
+from lmkv.chunks.format import ChunkFormat, SegmentDigests
 from lmkv.errors import ConfigError, CorruptChunkError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk, ChunkKey
@@ -57,7 +58,7 @@ class TestDiskInPiecesSuite(BackendSuite):
 class TestObjectsSuite(BackendSuite):
     def make(self, folder: Path) -> Backend:
         objects = pytest.importorskip("lmkv.backends.remote.objects", exc_type=ConfigError)
-        backend: Backend = objects.open_url(f"file://{folder}/bucket", NAMESPACE, authentication_key=KEY)
+        backend: Backend = objects.open_url(f"file://{folder}/bucket", NAMESPACE, RemoteOptions(authentication_key=KEY))
         return backend
 
 
@@ -97,7 +98,7 @@ class TestRedisSuite(TestValkeySuite):
 def redis_backend(url: str, key: bytes | None, namespace: bytes = NAMESPACE, **options: Any) -> Any:
     from lmkv.backends.remote.redis import RedisBackend
 
-    return RedisBackend(url, namespace, timeout=LIMIT, authentication_key=key, **options)
+    return RedisBackend(url, namespace, RemoteOptions(timeout=LIMIT, authentication_key=key, **options))
 
 
 # -- forgeries -------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ def objects(tmp_path: Path) -> Medium:
 
     return Medium(
         open=lambda key, namespace=NAMESPACE: module.open_url(
-            f"file://{tmp_path}/bucket", namespace, authentication_key=key
+            f"file://{tmp_path}/bucket", namespace, RemoteOptions(authentication_key=key)
         ),
         get=lambda key: path(key).read_bytes(),
         put=put,
@@ -287,7 +288,7 @@ CHUNK = Chunk(bytes(32), memoryview(bytes(range(256)) * 40), b"p" * 32, bytes(64
 
 def blob_of(chunk_format: ChunkFormat, chunk: Chunk) -> bytes:
     packed = memoryview(bytearray(chunk_format.header_bytes(len(chunk.payload))))
-    checks = Checks(chunk.key, chunk_format)
+    checks = SegmentDigests(chunk.key, chunk_format)
     checks.add(chunk.payload)
     chunk_format.pack(packed, checks, len(chunk.payload), chunk.parent, chunk.tokens)
     return bytes(packed) + bytes(chunk.payload)

@@ -121,9 +121,8 @@ class TestCheck:
             ("chunk_siz: 1\n", "did you mean 'chunk_size'?"),
             ("disk_sync: full\nremote_serde: cachegen\n", "unknown key 'remote_serde'"),
             ("- 1\n", "must map keys to values"),
-            ("x" * (1 << 21), "larger than"),
         ],
-        ids=["refused", "bad value", "unknown", "of both", "no mapping", "large"],
+        ids=["refused", "bad value", "unknown", "of both", "no mapping"],
     )
     def test_what_is_wrong_is_said_and_exit_code_1(self, file: Path, text: str, said: str) -> None:
         file.write_text(text)

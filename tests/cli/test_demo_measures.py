@@ -8,9 +8,9 @@ import pytest
 from attrs import evolve
 
 from lmkv.cli.measure import restart
-from lmkv.cli.measure.engines import Answer
 from lmkv.cli.measure.hit import Measurement, Plan, same_outputs, summarize
 from lmkv.cli.measure.restart import wait_for_files
+from lmkv.cli.measure.vllm_engines import Answer
 
 PLAN = Plan(tokens=1000)
 COLD = Answer(token_ids=(1, 2), ttft_s=2.0, hit_tokens=0, load_gb_s=None, sources={"cpu": 0})

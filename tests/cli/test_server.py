@@ -134,8 +134,8 @@ def test_several_engines_have_a_line_each(store: TieredStore, tmp_path: Path) ->
         assert says("lookup", TEXT, "--url", url).splitlines() == lines
         assert says("lookup", TEXT, "--url", url, "--engine", 1) == "0 of 24 tokens would be loaded"
         servers[1].close()
-        assert "engine 1: away: ConnectError" in run("lookup", TEXT, "--url", url).stdout
-        assert "away" in says("top", url)
+        assert "engine 1: unavailable: ConnectError" in run("lookup", TEXT, "--url", url).stdout
+        assert "unavailable" in says("top", url)
 
 
 def test_top_shows_tiers_once_where_nobody_watches(store: TieredStore, url: str) -> None:

@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with random weights that make outputs depend on every byte of KV; a token per byte of text."""
-    from lmkv.cli.model import SmallModel
+    from lmkv.cli.checkpoint import SmallModel
 
     folder = tmp_path_factory.mktemp("model")
     small = SmallModel(layers=4, hidden=256, max_position=8192)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 LIST_BATCH = 1024
 _REFUSED = {ENOSPC, EDQUOT, EROFS, EFBIG}
-_MOST_UNREADABLE = 4096
+_MAX_UNREADABLE = 4096
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -58,29 +58,26 @@ class LocalDiskBackend:
     namespace
         32 bytes, `Namespace.digest`. Chunks of other namespaces are never served.
     sync
-        What survives once `write` said STORED. With "none" a chunk survives the death of the process, as the
-        kernel has its bytes, but may be lost in a power failure: a cache then recomputes it, where syncing
-        each chunk would cost up to half of the disk's speed. With "data" its bytes are on the medium before
-        the file gets its name, with "full" the name is, too. Checksums detect damage in any case.
+        When a stored chunk survives a power failure. "none": perhaps not, only the death of the process, and
+        writing is up to twice as fast. "data": its bytes are on the medium before the file gets its name.
+        "full": so is the name. Checksums detect damage in any case.
     direct
-        O_DIRECT, which saves the page cache a copy of what host memory has anyway. "auto" uses it where it
+        O_DIRECT, so that the page cache holds no second copy of host memory. "auto" uses it where it
         works, "on" requires it, "off" uses the page cache. Memory that is not aligned to pages always goes
-        through the page cache. `direct_io` says what is in use.
+        through the page cache. `direct_io` says whether O_DIRECT is in use.
     min_free
         Bytes of the file system to leave free: a chunk that would take them is REJECTED.
     segment_bytes
         Payload per checksum: 1 to 4096 pages of 4096 bytes.
     chunk_tokens
         Room for token ids in each file's header. Longer lists are not recorded.
-    keep_corrupt
-        How many damaged files to keep for inspection under `quarantine/`, besides the tier's capacity.
     shared
         Whether the store should look for chunks of other processes again and again.
     authentication_key
         32 random bytes or more: only chunks that were written with them are served, whoever else may write to
-        the folder. Give other keys other namespaces: one's chunks are damaged ones to the other.
+        the folder. Use another namespace for each key: chunks of another key count as damaged.
     name
-        What logs and statistics call the tier.
+        Name of the tier in logs and statistics.
     clock
         Monotonic seconds, for the age of the remembered free space.
 
@@ -93,11 +90,10 @@ class LocalDiskBackend:
 
     Notes
     -----
-    After construction a failure of the medium is a value per key; `contains`, `delete`, `reclaim` and the listings,
-    which have no such values, raise a `BackendError` when they have done what they could. Each call tries anew, so
-    that the backend works as soon as the medium does. Only a file whose bytes are wrong is removed. One that cannot
-    be read stays; it is replaced when its chunk is written again. Any number of threads may call: no lock is taken for
-    I/O but that of the count of bytes, for some microseconds.
+    After construction a failure of the medium is a value per key; `contains`, `delete`, `reclaim` and the listings
+    raise a `BackendError` instead, after they have tried every key. Each call tries the medium anew. Only a file
+    whose bytes are wrong is removed; one that cannot be read is replaced when its chunk is written again. Any number
+    of threads may call: I/O holds no lock but that of the byte count, for some microseconds.
 
     Examples
     --------
@@ -120,7 +116,6 @@ class LocalDiskBackend:
     min_free: int = field(default=0, kw_only=True, validator=validators.ge(0))
     segment_bytes: int = field(default=codec.DEFAULT_SEGMENT_BYTES, kw_only=True)
     chunk_tokens: int = field(default=codec.DEFAULT_TOKEN_ROOM, kw_only=True, validator=validators.ge(0))
-    keep_corrupt: int = field(default=0, kw_only=True, validator=validators.ge(0))
     shared: bool = field(default=False, kw_only=True)
     authentication_key: bytes | None = field(default=None, kw_only=True)
     name: str = field(default="disk", kw_only=True)
@@ -135,7 +130,7 @@ class LocalDiskBackend:
     def __attrs_post_init__(self) -> None:
         _check_settings(self)
         root = self._prepare_root()
-        self._folder = ChunkFolder(root, self.namespace, self.keep_corrupt)
+        self._folder = ChunkFolder(root, self.namespace)
         direct = self._prepare_folder()
         authenticator = Authenticator.of(self.authentication_key)
         chunk_format = ChunkFormat(self.namespace, self.segment_bytes, self.chunk_tokens, authenticator)
@@ -221,7 +216,7 @@ class LocalDiskBackend:
         self._usage.release_bytes(nbytes)
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """What is there by names and sizes alone, least recently used first (to the minute).
+        """List chunks by name and size alone, least recently used first (to the minute).
 
         Sets aside files of impossible sizes and deletes stale temporary files. Raises `BackendError`.
         """
@@ -259,7 +254,7 @@ class LocalDiskBackend:
         except (FileNotFoundError, NotADirectoryError):
             return MISS
         except OSError as error:
-            if len(self._unreadable) < _MOST_UNREADABLE:
+            if len(self._unreadable) < _MAX_UNREADABLE:
                 self._unreadable.add(key)
             return Read.failed(self._translated(error, "read", key))
 
@@ -272,7 +267,7 @@ class LocalDiskBackend:
             if not _is_damage(error, folder, name):
                 raise
             with contextlib.suppress(OSError):
-                self._folder.quarantine(folder, name)
+                self._folder.discard(folder, name)
             return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
         self._unreadable.discard(key)
         return HIT
@@ -307,8 +302,7 @@ class LocalDiskBackend:
     def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
         """Size of the chunk's file when it cannot be read, 0 when there is none; None when it is stored there.
 
-        What is no file of this chunk is set aside. So is one of another length: a key's chunks all have one, and
-        reads would fail for ever.
+        A file that is not this chunk's is removed. So is one of another length, because its reads would fail for ever.
         """
         try:
             stored = self._files.header(folder, name, chunk.key).payload_bytes == len(chunk.payload)
@@ -320,7 +314,7 @@ class LocalDiskBackend:
             stored = not _is_damage(error, folder, name)
         if stored:
             return folder.stat(name).st_size
-        self._folder.quarantine(folder, name)
+        self._folder.discard(folder, name)
         return 0
 
     def _make_place_of(self, key: ChunkKey) -> None:
@@ -332,7 +326,7 @@ class LocalDiskBackend:
 
     def _is_there(self, folder: Folder, key: ChunkKey) -> bool:
         try:
-            # By two names at once: what a link in place of the inner folder leads to is asked for, and never read.
+            # One stat of a path of two names: it may follow a link in place of the inner folder, but reads nothing.
             return codec.plausible_file_bytes(folder.stat(self._folder.name_of(key)).st_size)
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -363,7 +357,7 @@ class LocalDiskBackend:
         return direct
 
     def _translated(self, error: OSError, action: str, key: ChunkKey = b"") -> BackendError:
-        """An error of the operating system as a `BackendError` of the kind that fits."""
+        """The `BackendError` for an error of the operating system."""
         kind = NoSpaceError if getattr(error, "errno", None) in _REFUSED else BackendUnavailable
         translated = kind(self.name, action, key.hex(), str(error))
         translated.__cause__ = error
@@ -386,7 +380,7 @@ def _oldest_use(found: Listed) -> tuple[float, float]:
 
 
 def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
-    """Whether the file itself is wrong: its bytes are, or it is no file. Any other error may pass."""
+    """Whether the file itself is wrong, or no regular file. Other errors may pass by themselves."""
     if not isinstance(error, OSError):
         return True
     try:

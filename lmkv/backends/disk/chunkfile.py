@@ -13,7 +13,7 @@ from attrs import define, field
 from lmkv.backends.disk.fileio import O_DIRECT, Folder, Scratch, address_of, publish, read_fully, temporary, write_fully
 from lmkv.chunks import codec
 from lmkv.chunks.codec import PAGE, FormatError, Header
-from lmkv.chunks.format import Checks, ChunkFormat
+from lmkv.chunks.format import ChunkFormat, SegmentDigests
 from lmkv.chunks.layout import align_up
 from lmkv.protocols import Chunk, ChunkKey
 
@@ -65,23 +65,23 @@ class ChunkFiles:
             _sync_or_remove(folder, name)
 
     def _write_at_once(self, fd: int, chunk: Chunk) -> None:
-        checks = Checks(chunk.key, self.format)
-        checks.add(chunk.payload)
-        write_fully(fd, [self._packed(chunk, checks), *self._padded(chunk.payload)])
+        digests = SegmentDigests(chunk.key, self.format)
+        digests.add(chunk.payload)
+        write_fully(fd, [self._packed(chunk, digests), *self._padded(chunk.payload)])
 
     def _write_in_pieces(self, fd: int, chunk: Chunk) -> None:
         """Write each piece before its checksums are computed, and the header last: no I/O waits for them."""
         begin, step = self.format.header_bytes(len(chunk.payload)), self._piece(self.format.segment_bytes)
-        checks = Checks(chunk.key, self.format)
+        digests = SegmentDigests(chunk.key, self.format)
         for at in range(0, len(chunk.payload), step):
             piece = chunk.payload[at : at + step]
             write_fully(fd, self._padded(piece), begin + at)
-            checks.add(piece)
-        write_fully(fd, [self._packed(chunk, checks)])
+            digests.add(piece)
+        write_fully(fd, [self._packed(chunk, digests)])
 
-    def _packed(self, chunk: Chunk, checks: Checks) -> memoryview:
+    def _packed(self, chunk: Chunk, digests: SegmentDigests) -> memoryview:
         packed = self._scratch.take("header", self.format.header_bytes(len(chunk.payload)))
-        self.format.pack(packed, checks, len(chunk.payload), chunk.parent, chunk.tokens)
+        self.format.pack(packed, digests, len(chunk.payload), chunk.parent, chunk.tokens)
         return packed
 
     def read(self, folder: Folder, name: str, key: ChunkKey, into: memoryview) -> None:
@@ -122,7 +122,7 @@ class ChunkFiles:
     def _fill(self, fd: int, offset: int, into: memoryview, *before: memoryview) -> None:
         """Fill `before`, then `into`, from `offset` on.
 
-        What `into` has beyond whole pages is read by way of scratch memory: O_DIRECT reads whole pages.
+        The end of `into` beyond whole pages goes through scratch memory, because O_DIRECT reads whole pages.
         """
         rest = len(into) % PAGE
         whole = len(into) - rest
@@ -149,7 +149,7 @@ class ChunkFiles:
         with folder.opened(name, os.O_RDONLY | self._direct_flag(misalignment)) as fd:
             status = _regular(fd)
             yield fd, status
-            # A time in the future is as wrong as an old one.
+            # A time in the future needs an update as much as an old one.
             if abs(time.time() - status.st_mtime) > TOUCH_EVERY:
                 with contextlib.suppress(OSError):
                     os.utime(fd)

@@ -1,4 +1,4 @@
-"""What a namespace is of: a small file in its folder, for people and for tools. lmkv itself does not need it."""
+"""A small file that describes a namespace in its folder, for people and tools. lmkv itself does not need it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.errors import UsageError
 
 NAME = "namespace.json"
-_LARGEST = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 def describe(root: str, namespace: Namespace) -> None:
     """Write the description of a namespace into its folder, unless there is one.
 
-    A medium that cannot take it is no reason not to store chunks: nothing is raised.
+    Raises nothing, because a medium that cannot take it may still take chunks.
     """
     fields = {**asdict(namespace, recurse=False), "extra": dict(namespace.extra)}
     text = json.dumps(fields, indent=1, ensure_ascii=True) + "\n"
@@ -34,12 +34,12 @@ def describe(root: str, namespace: Namespace) -> None:
 
 
 def description(path: str) -> Namespace | None:
-    """The namespace that a folder is of, None when its file does not say so."""
+    """The namespace of a folder; None when its file is missing or does not match."""
     root, digits = os.path.split(path)
     try:
         folder = ChunkFolder(Root.checked(root), bytes.fromhex(digits))
         namespace = Namespace(**_fields(folder))
-        # Whoever may write to the folder would write to the terminals of those who look at it.
+        # Other users' terminals show it: escape sequences must not get there.
         plain = (namespace.model + namespace.dtype).isprintable()
         return namespace if plain and namespace.digest == folder.namespace else None
     except (OSError, ValueError, TypeError, UsageError, RecursionError):
@@ -48,7 +48,7 @@ def description(path: str) -> Namespace | None:
 
 def _fields(folder: ChunkFolder) -> dict[str, Any]:
     with folder.entered() as here, here.opened(NAME, os.O_RDONLY) as fd:
-        fields = json.loads(os.read(fd, _LARGEST))
+        fields = json.loads(os.read(fd, _MAX_BYTES))
     if not isinstance(fields, dict):
         raise TypeError(f"{NAME} has no JSON object")
     return fields

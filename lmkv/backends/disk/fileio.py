@@ -1,6 +1,6 @@
 """Complete reads and writes, temporary files with locks, atomic publishing, and free space.
 
-Nothing here depends on what the bytes mean. All functions release the GIL during system calls, and raise
+Nothing here depends on the meaning of the bytes. All functions release the GIL during system calls, and raise
 `OSError` when those fail.
 """
 
@@ -107,7 +107,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 @contextlib.contextmanager
 def closed_in_children(*names: str) -> Iterator[None]:
-    """A forked child closes what of these files or paths of folders a block has open."""
+    """Have a forked child close these files and folders if a block has them open."""
     this = object()
     _open[this] = names
     try:
@@ -118,7 +118,7 @@ def closed_in_children(*names: str) -> Iterator[None]:
 
 @frozen
 class Folder:
-    """An open folder. What is in it is reached by its descriptor, whoever renames folders above it meanwhile.
+    """An open folder. Its entries are reached by its descriptor, so renames of folders above it do not matter.
 
     `path`: for messages. `status`: when it was opened.
     """
@@ -129,7 +129,7 @@ class Folder:
 
     @property
     def for_group(self) -> bool:
-        """Whether its owner gives what is made in it to its group: it is setgid, and only the group may write, too."""
+        """Whether new entries belong to its group: it is setgid and group-writable, and others may not write."""
         wanted = stat.S_ISGID | stat.S_IWGRP
         return self.status.st_mode & (wanted | stat.S_IWOTH) == wanted
 
@@ -140,7 +140,7 @@ class Folder:
         with closed_in_children(name):
             fd = os.open(name, flags, 0o600, dir_fd=self.fd)
             try:
-                # One of several names may be of a file of somebody else's.
+                # A file with several names may be somebody else's.
                 if flags & os.O_CREAT and os.fstat(fd).st_nlink == 1:
                     self._give_to_group(fd, 0o660)
                 yield fd
@@ -161,7 +161,7 @@ class Folder:
                 os.fchmod(fd, mode)
 
     def stat(self, name: str) -> os.stat_result:
-        """Of what has the name, be it a link."""
+        """Status of an entry, without following a link."""
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def has(self, name: str) -> bool:
@@ -175,7 +175,7 @@ class Folder:
         os.unlink(name, dir_fd=self.fd)
 
     def entries(self) -> Iterator[os.DirEntry[str]]:
-        """Their paths are names."""
+        """The entries, whose paths are mere names."""
         with os.scandir(self.fd) as entries:
             yield from entries
 
@@ -217,7 +217,7 @@ def is_abandoned(folder: Folder, name: str) -> bool:
 def publish(folder: Folder, unfinished: str, name: str, *, replace: bool = False) -> None:
     """Give a complete file its final name, atomically. Raises `FileExistsError` when there is such a file.
 
-    `replace`: instead of a file that cannot be read, or may be.
+    `replace`: replace an existing file, which cannot be read.
     """
     here = {"src_dir_fd": folder.fd, "dst_dir_fd": folder.fd}
     if replace or not _link(unfinished, name, here):

@@ -34,13 +34,12 @@ class ChunkFolder:
     """`<root>/<namespace>/<first byte of the key>/<key>.kv1`, all in lower-case hexadecimal.
 
     Names consist of digests, which can neither collide nor point outside the folder. The root belongs to the
-    operator and is not created again when it was removed; what is below belongs to lmkv, for its user only, or
+    operator and is not created again when it was removed; everything below belongs to lmkv, for its user only, or
     for the group that the root is shared with (`Folder.for_group`).
     """
 
     root: Root
     namespace: bytes = field(repr=bytes.hex)
-    keep_corrupt: int = 0
 
     @property
     def path(self) -> str:
@@ -55,7 +54,7 @@ class ChunkFolder:
         return namespace.hex(), key[:1].hex(), key.hex() + SUFFIX
 
     def name_of(self, key: ChunkKey) -> str:
-        """Of a chunk of this namespace, from its folder on."""
+        """Path of a chunk, relative to the folder of this namespace."""
         return "/".join(self._names_of(key)[1:])
 
     @contextlib.contextmanager
@@ -79,25 +78,24 @@ class ChunkFolder:
         """Create the folder of a chunk of this namespace. Raises `OSError`."""
         self.make(self._names_of(key)[1])
 
-    def quarantine(self, folder: Folder, name: str) -> None:
-        """Move a damaged file to `quarantine/`, where the newest `keep_corrupt` are kept, or remove it.
+    def discard(self, folder: Folder, name: str) -> None:
+        """Remove a damaged file, or move whatever cannot be removed, such as a folder, to `quarantine/`.
 
-        A rename works for anything that is there, also for a folder or a link. Raises `OSError` when it stays there.
+        Raises `OSError` when neither works.
         """
         try:
-            self.make(QUARANTINE)
-            with self.entered(QUARANTINE) as away:
-                os.rename(name, f"{name}.{secrets.token_hex(4)}", src_dir_fd=folder.fd, dst_dir_fd=away.fd)
-                with contextlib.suppress(OSError):
-                    _keep_newest(away, self.keep_corrupt)
-        except OSError:
             folder.unlink(name)
+        except OSError:
+            self.make(QUARANTINE)
+            with self.entered(QUARANTINE) as quarantine:
+                moved = f"{name}.{secrets.token_hex(4)}"
+                os.rename(name, moved, src_dir_fd=folder.fd, dst_dir_fd=quarantine.fd)
 
     def scan_others(self) -> Iterator[Listed]:
         """`scan` of the root's other namespaces whose chunks may be deleted; their keys begin with the namespace."""
         for namespace in namespaces(self.root):
             if namespace != self.namespace:
-                other = ChunkFolder(self.root, namespace, self.keep_corrupt)
+                other = ChunkFolder(self.root, namespace)
                 with _left_out_if_forbidden(other.path):
                     for found in other.scan(to_evict=True):
                         yield evolve(found, key=namespace + found.key)
@@ -132,11 +130,11 @@ class ChunkFolder:
                     yield Listed(key, status.st_size, status.st_mtime)
                     continue
                 with contextlib.suppress(OSError):
-                    self.quarantine(folder, entry.name)
+                    self.discard(folder, entry.name)
 
 
 def namespaces(root: Root) -> list[bytes]:
-    """Digests of those that have a folder below a root. Raises `OSError`."""
+    """Digests of the namespaces below a root. Raises `OSError`."""
     with _absent_if_removed(), root.entered() as folder:
         names = [entry.name for entry in folder.entries() if entry.is_dir(follow_symlinks=False)]
         return [digest for name in names if (digest := _digest_of(name))]
@@ -145,14 +143,14 @@ def namespaces(root: Root) -> list[bytes]:
 
 @contextlib.contextmanager
 def _absent_if_removed() -> Iterator[None]:
-    """A folder that is not there, or no folder, is one without chunks."""
+    """Treat a missing folder, or a file in its place, as an empty folder."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         yield
 
 
 @contextlib.contextmanager
 def _left_out_if_forbidden(path: str) -> Iterator[None]:
-    """Other namespaces may belong to other users, and must not keep the own one from being listed."""
+    """Skip namespaces of other users, so that this one is listed all the same."""
     try:
         yield
     except PermissionError as error:
@@ -182,12 +180,5 @@ def _digest_of(digits: str) -> bytes | None:
 def _remove_if_stale(folder: Folder, name: str) -> None:
     """Remove a temporary file whose writer has ended."""
     if name.startswith(".") and name.endswith(TEMPORARY_SUFFIX) and is_abandoned(folder, name):
-        with contextlib.suppress(OSError):
-            folder.unlink(name)
-
-
-def _keep_newest(folder: Folder, count: int) -> None:
-    found = [(entry.stat(follow_symlinks=False).st_ctime, entry.name) for entry in folder.entries()]
-    for _, name in sorted(found, reverse=True)[count:]:
         with contextlib.suppress(OSError):
             folder.unlink(name)

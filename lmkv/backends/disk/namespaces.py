@@ -1,4 +1,4 @@
-"""The namespaces of a folder: which there are, and the end of one."""
+"""Lists the namespaces of a folder, and clears one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmkv.backends.disk.root import Root
 
 
 def digests(root: str | Path, beginning: str = "") -> list[bytes]:
-    """Those that begin with these hexadecimal digits, in order. Raises OSError."""
+    """Digests that begin with these hexadecimal digits, sorted. Raises OSError."""
     return sorted(digest for digest in namespaces(Root.checked(root)) if digest.hex().startswith(beginning.lower()))
 
 

@@ -1,8 +1,8 @@
-"""The root folder: who is trusted in it, and the way to the folders below it.
+"""The root folder: which owners are trusted in it, and how the folders below it are entered.
 
-Others may write to folders above it, as to /dev/shm, and make a folder of its name first. So a folder that
-anybody could have put in its place must belong to this process's user or to root. What lies in a folder that not
-everybody may write to was put there by those whom its owner lets do so: it may belong to anybody.
+In a world-writable folder such as /dev/shm another user may create the root first. So a folder that anybody could
+have created must belong to this process's user or to root. In a folder that only some may write to, the owner has
+chosen them, so entries of any user are trusted.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lmkv.backends.disk.fileio import Folder, closed_in_children, temporary
 
 logger = logging.getLogger(__name__)
 
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class NotTrustedError(PermissionError):
-    """A folder may be somebody else's, or what is in it."""
+    """Another user may have created a folder, or may write to it."""
 
 
 @define
@@ -51,7 +51,7 @@ class Root:
     def checked(cls, path: str | os.PathLike[str]) -> Self:
         """The root folder that is there, by a path that none but trusted users could have changed.
 
-        Raises `NotTrustedError`, which says what to do, and `OSError`.
+        Raises `NotTrustedError`, whose message names the remedy, and `OSError`.
         """
         root = cls(os.path.abspath(os.fspath(path)))
         root._walk()
@@ -61,7 +61,7 @@ class Root:
     @classmethod
     def made(cls, path: str | os.PathLike[str]) -> Self:
         """`checked`, of a folder that is created where missing, with those above it."""
-        # Before anything is made: a link of somebody else's may lead anywhere.
+        # Check before anything is created: a link of another user may lead anywhere.
         with contextlib.suppress(FileNotFoundError):
             cls(os.path.abspath(os.fspath(path)))._walk()
         os.makedirs(path, 0o700, exist_ok=True)
@@ -70,7 +70,7 @@ class Root:
     def _walk(self) -> os.stat_result:
         """The root folder's status.
 
-        Trusts those who own the folders above, and their links, as far as nobody else could have put them there.
+        Trusts the owners of the folders and links on the way, where nobody else could have created them.
         """
         at, above, links = "/", os.stat("/"), 0
         self.trusted.add(above.st_uid)
@@ -83,7 +83,7 @@ class Root:
                 self._check_owner(here, status, above)
             if stat.S_ISLNK(status.st_mode):
                 links += 1
-                if links > _MOST_LINKS:
+                if links > _MAX_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), self.path)
                 target = os.readlink(here)
                 names += target.split("/")[::-1]
@@ -98,7 +98,7 @@ class Root:
     def check_owner(self, name: str, status: os.stat_result, folder: Folder) -> None:
         """Raises `NotTrustedError` when somebody who is not trusted may have put a file into an entered folder.
 
-        Be it by a second name for a file of somebody else's.
+        A second name (hard link) for a file of another user counts, too.
         """
         path = f"{folder.path}/{name}"
         self._check_owner(path, status, folder.status)
@@ -115,7 +115,7 @@ class Root:
         self.trusted.add(status.st_uid)
 
     def _is_mine(self, path: str, status: os.stat_result) -> bool:
-        """Whether its owner is this user by another name, as a file server has one for root or for all."""
+        """Whether its owner is this user under another id, as file servers map root or all users to one."""
         with contextlib.suppress(OSError):
             fd = os.open(path, _FOLDER | os.O_NOFOLLOW)
             try:
@@ -126,7 +126,7 @@ class Root:
 
     @staticmethod
     def _as_shown(folder: Folder) -> os.stat_result:
-        """What the file system makes of the owner and the mode of a file of this user's, that nobody else may use."""
+        """Owner and mode that the file system gives to a private file of this user."""
         with temporary(folder, 0) as (fd, _):
             return os.fstat(fd)
 
@@ -179,4 +179,4 @@ class Root:
 
 @cache
 def _warn_once(path: str) -> None:
-    logger.warning("lmkv: anybody may delete or rename what is in %s: forbid it with chmod +t", path)
+    logger.warning("lmkv: anybody may delete or rename the contents of %s: forbid it with chmod +t", path)

@@ -19,7 +19,7 @@ from lmkv.backends.disk.root import Root
 
 NAME = ".lmkv-use"
 _NUMBERS = struct.Struct("<QQ")
-_MOST = (1 << 64) - 1
+_MAX_COUNT = (1 << 64) - 1
 _PATIENCE = 0.2
 """Seconds to wait for the lock."""
 _PAUSE = 0.001
@@ -50,10 +50,10 @@ class Usage:
         return 0
 
     def set(self, found: int, reserved: int) -> None:
-        """A listing found `found` bytes; `reserved` is what `reserved()` was when it began."""
+        """Set the count to the result of a listing. `reserved`: value of `reserved()` when the listing began."""
         with contextlib.suppress(OSError), self._open(os.O_CREAT) as fd:
             reservations = _read(fd)[1]
-            # What was reserved since then the listing may not have seen: it may be counted twice, not never.
+            # The listing may have missed bytes that were reserved since then. Counting them twice is the safe error.
             _write(fd, found + max(0, reservations - reserved), reservations)
 
     def _change(self, flags: int, use: int, reservations: int = 0) -> int:
@@ -72,7 +72,7 @@ class Usage:
             try:
                 yield fd
             finally:
-                # Not by closing alone: a child that was forked in the meantime may have the file open.
+                # Closing is not enough: a child that was forked meanwhile may have the file open.
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
 
@@ -95,4 +95,4 @@ def _read(fd: int) -> tuple[int, int]:
 
 
 def _write(fd: int, used: int, reserved: int) -> None:
-    os.pwrite(fd, _NUMBERS.pack(min(used, _MOST), reserved & _MOST), 0)
+    os.pwrite(fd, _NUMBERS.pack(min(used, _MAX_COUNT), reserved & _MAX_COUNT), 0)

@@ -1,4 +1,4 @@
-"""`RemoteBackend`: what backends over a network have in common. A subclass moves the bytes of one value."""
+"""`RemoteBackend`: base of backends over a network. A subclass moves the bytes of one value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 from urllib.parse import SplitResult, urlsplit
 
-from lmkv.backends.remote.blobs import Blobs, WrongLengthError
+from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
+from lmkv.backends.remote.value_codec import ValueCodec
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.format import ChunkFormat
@@ -24,12 +25,12 @@ from lmkv.errors import (
 from lmkv.outcomes import HIT, MISS, Read, Written
 from lmkv.protocols import Chunk, ChunkKey
 
-SLOWEST = 16 << 20
-"""Bytes per second: a value that moves more slowly is given up."""
+MIN_BYTES_PER_SECOND = 16 << 20
+"""Slowest transfer of a value, in bytes per second, before it is given up."""
 
 
-def split(url: str) -> SplitResult:
-    """The parts of a URL. Raises ConfigError, without what it cannot read, which may be of a password."""
+def split_url(url: str) -> SplitResult:
+    """The parts of a URL. The ConfigError never quotes the unparsable part, which may contain a password."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -37,38 +38,33 @@ def split(url: str) -> SplitResult:
         if unread or any(map(str.isspace, parts.netloc)):
             raise ValueError
     except ValueError:
-        reason = "it has no host and port that can be; in a password / is %2F, ? is %3F, # is %23"
+        reason = "its host or port is invalid; in a password / is %2F, ? is %3F, # is %23"
         raise ConfigError(f"{mask_secrets(url)}: {reason}") from None
     return parts
 
 
 def batches(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    """As many names at a time as one round trip takes."""
+    """Names in batches of `size`, one for each round trip."""
     return (names[at : at + size] for at in range(0, len(names), size))
 
 
 class RemoteBackend(ABC):
-    """Values by name in a store that other processes and machines use, too.
+    """Base of a backend that keeps values by name in a store shared with other processes and machines.
 
     Parameters
     ----------
+    url
+        Where the store is. A subclass reads it; here it is shown, without passwords, by `repr`.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable. Other namespaces have other names.
-    prefix
-        Every name begins with it, as access rules may demand.
-    chunk_tokens
-        Most token ids that a value records.
-    name
-        What logs and statistics call the tier.
-    authentication_key
-        32 random bytes or more: only values that were written with them are served.
+    options
+        The settings that all remote backends share.
 
     Notes
     -----
-    The store's content is shared: the index of a tier over it is asked again after a while. Whatever goes
-    wrong with one value is that key's outcome; `contains` and `delete`, which have none, raise a
-    `BackendError`. No lock is held during I/O. Values that are not the chunk they should be are FAILED with a
-    `CorruptChunkError`: nothing in them is used, and nothing is unpickled.
+    Other processes change the store, so a tier lists it again after a while. A failure of one value is that key's
+    outcome; `contains` and `delete` raise a `BackendError`. No lock is held during I/O. A value that is not the
+    chunk of its name is FAILED with a `CorruptChunkError`: nothing in it is used, and nothing is unpickled.
 
     Examples
     --------
@@ -79,21 +75,21 @@ class RemoteBackend(ABC):
     ...         return [name in self.values for name in names]
     ...     def _get(self, key, name, into):
     ...         if name in self.values:
-    ...             self.blobs.unpack(key, memoryview(self.values[name]), into)
+    ...             self.codec.unpack(key, memoryview(self.values[name]), into)
     ...         return name in self.values
     ...     def _put(self, name, chunk):
     ...         if name in self.values:
     ...             return PRESENT
-    ...         self.values[name] = bytes(self.blobs.header_of(chunk)) + bytes(chunk.payload)
+    ...         self.values[name] = bytes(self.codec.header_of(chunk)) + bytes(chunk.payload)
     ...         return STORED
     ...     def _remove(self, names):
     ...         for name in names:
     ...             self.values.pop(name, None)
     ...     def _disconnect(self):
     ...         pass
-    ...     def _is_away(self, error):
+    ...     def _is_unavailable(self, error):
     ...         return isinstance(error, OSError)
-    >>> backend = DictBackend(bytes(32), prefix="lmkv:", chunk_tokens=512, name="dict")
+    >>> backend = DictBackend("dict://", bytes(32), RemoteOptions(name="dict"))
     >>> backend.write([Chunk(bytes(32), memoryview(b"payload"))])
     [Written(status=<WriteStatus.STORED: 'stored'>, reason='', error=None)]
     >>> into = memoryview(bytearray(7))
@@ -103,28 +99,30 @@ class RemoteBackend(ABC):
 
     shared: ClassVar[bool] = True
 
-    def __init__(
-        self, namespace: bytes, *, prefix: str, chunk_tokens: int, name: str, authentication_key: bytes | None = None
-    ) -> None:
+    def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:
         if len(namespace) != KEY_BYTES:
             raise ConfigError(f"namespace must have {KEY_BYTES} bytes, not {len(namespace)}")
         self.namespace = namespace
-        self.name = name
-        self.prefix = prefix
-        authenticator = Authenticator.of(authentication_key)
-        self.blobs = Blobs(ChunkFormat(namespace, token_room=chunk_tokens, authenticator=authenticator))
-        self._root = f"{prefix}{namespace.hex()}"
+        self.options = options
+        self.name = options.name or type(self).__module__.rpartition(".")[2]
+        authenticator = Authenticator.of(options.authentication_key)
+        self.codec = ValueCodec(ChunkFormat(namespace, token_room=options.chunk_tokens, authenticator=authenticator))
+        self._safe_url = mask_secrets(url)
+        self._root = f"{options.prefix}{namespace.hex()}"
         self._closed = False
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: {self._safe_url}>"
+
     def name_of(self, key: ChunkKey) -> str:
-        """The name of a chunk's value. Raises UsageError for what is no key."""
+        """The name of a chunk's value. Raises UsageError for a key of another length."""
         if len(key) != KEY_BYTES:
             raise UsageError(f"a chunk key must have {KEY_BYTES} bytes, not {len(key)}")
         return f"{self._root}/{key.hex()}"
 
     def stored_bytes(self, payload_bytes: int) -> int:
         """Length of the value of such a payload."""
-        return self.blobs.blob_bytes(payload_bytes)
+        return self.codec.value_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Whether there is a value of each key's name. Its bytes are verified when they are read."""
@@ -143,8 +141,8 @@ class RemoteBackend(ABC):
         name = self.name_of(key)
         try:
             return HIT if self._get(key, name, into) else MISS
-        except (FormatError, WrongLengthError) as error:
-            # One of another length, too, would fail for ever: a value that is there is not written again.
+        except FormatError as error:
+            # Corrupt, so that it is deleted: as long as it is there, its chunk is not written again.
             return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
         except Exception as error:
             return Read.failed(self._translated(error, "read", key))
@@ -181,20 +179,20 @@ class RemoteBackend(ABC):
             raise ClosedError(f"backend {self.name!r} is closed")
 
     def _translated(self, error: Exception, action: str, key: ChunkKey = b"") -> BackendError:
-        kind = BackendUnavailable if self._is_away(error) else BackendError
+        kind = BackendUnavailable if self._is_unavailable(error) else BackendError
         translated = kind(self.name, action, key.hex(), self._reason(error))
         translated.__cause__ = error
         return translated
 
     def _reason(self, error: Exception) -> str:
-        """What an error of the engine says, without secrets."""
+        """Text of a store's error, without secrets."""
         return f"{type(error).__name__}: {error}"
 
-    # -- of the engine ------------------------------------------------------------------------------------
+    # -- requests to the store --------------------------------------------------------------------------------
 
     @abstractmethod
     def _exist(self, names: Sequence[str]) -> list[bool]:
-        """Whether there is a value of each name, in as few round trips as the engine allows."""
+        """Whether there is a value of each name, in as few round trips as the store allows."""
 
     @abstractmethod
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
@@ -213,5 +211,5 @@ class RemoteBackend(ABC):
         """Let go of every connection."""
 
     @abstractmethod
-    def _is_away(self, error: Exception) -> bool:
-        """Whether the engine does not answer, or not to us, rather than one value being at fault."""
+    def _is_unavailable(self, error: Exception) -> bool:
+        """Whether the store as a whole fails: it does not answer, or refuses us."""

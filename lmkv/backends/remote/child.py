@@ -1,9 +1,9 @@
-"""The other side of `isolated`: a process with the client of a store in it.
+"""The child process of `SubprocessBackend`, in which the client of a store runs.
 
 python -m lmkv.backends.remote.child MODULE CONNECTION MEMORY [MEMORY ...]
 
-`MODULE` has an `Engine`, made with the memories and with options, which come first; its methods are the calls. All
-but it are file descriptors. Messages are JSON.
+`MODULE` has a class `StoreClient`, whose methods are the calls. CONNECTION and MEMORY are file descriptors. Messages
+are JSON; the first one has the options of the client.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from socket import socket
 from typing import Any
 
 ROOM, SLAB = 0, 1
-"""Which memory: that between the two processes, and that of the parent's chunks, if there is any."""
+"""Numbers of the memories: the buffer between the processes, and the parent's slab if it is registered."""
 Part = tuple[int, int, int]
-"""Bytes of a value: in which memory, at what offset, and how many."""
-LARGEST_MESSAGE = 1 << 17
-"""Bytes, so that it fits into a socket's buffer."""
+"""A run of a value's bytes: number of the memory, offset, length."""
+MAX_MESSAGE_BYTES = 1 << 17
+"""Largest message, which fits into a socket's buffer."""
 
 _LEAVING = 4.0
-"""Seconds for the client to leave its store."""
+"""Seconds for the client to disconnect from its store."""
 
 
 class Memory:
-    """What both processes map."""
+    """Memory that both processes map."""
 
     def __init__(self, descriptor: int) -> None:
         self.view = mmap.mmap(descriptor, 0)
@@ -43,24 +43,24 @@ class Memory:
         return len(self.view)
 
 
-def answer(engine: Any, message: bytes) -> tuple[str, Any]:
+def answer(client: Any, message: bytes) -> tuple[str, Any]:
     try:
         action, *arguments = json.loads(message)
-        return "done", getattr(engine, action)(*arguments)
+        return "done", getattr(client, action)(*arguments)
     except Exception as error:
-        return "away" if isinstance(error, OSError) else "failed", f"{type(error).__name__}: {error}"[:1000]
+        return "unavailable" if isinstance(error, OSError) else "failed", f"{type(error).__name__}: {error}"[:1000]
 
 
-def serve(connection: socket, engine: Any) -> None:
+def serve(connection: socket, client: Any) -> None:
     with suppress(OSError):
         connection.send(json.dumps(("done", None)).encode())
-        while message := connection.recv(LARGEST_MESSAGE):
-            connection.send(json.dumps(answer(engine, message)).encode())
-    engine.close()
+        while message := connection.recv(MAX_MESSAGE_BYTES):
+            connection.send(json.dumps(answer(client, message)).encode())
+    client.close()
 
 
 def end_with(connection: int, seconds: float) -> None:
-    """End this process so long after its parent has closed the connection, whatever hangs."""
+    """End this process some seconds after its parent has closed the connection, even if a call hangs."""
     poll = select.poll()
     poll.register(connection, 0)
     poll.poll()
@@ -69,14 +69,14 @@ def end_with(connection: int, seconds: float) -> None:
 
 
 def main(module: str, descriptor: str, *memories: str) -> None:
-    # The slab is another engine's room as soon as its own has ended.
+    # Once the parent has ended, another engine may use the memory of its slab: end at once.
     seconds = _LEAVING if len(memories) <= SLAB else 0.0
     threading.Thread(target=end_with, args=(int(descriptor), seconds), daemon=True).start()
     connection = socket(fileno=int(descriptor))
-    options = json.loads(connection.recv(LARGEST_MESSAGE))
-    engine = import_module(module).Engine([Memory(int(memory)) for memory in memories], **options)
-    serve(connection, engine)
-    # C++ destructors of a client whose store is away may hang.
+    options = json.loads(connection.recv(MAX_MESSAGE_BYTES))
+    client = import_module(module).StoreClient([Memory(int(memory)) for memory in memories], **options)
+    serve(connection, client)
+    # C++ destructors may hang when the store does not answer.
     os._exit(0)
 
 

@@ -1,11 +1,11 @@
 """`InfiniStoreBackend`: chunks as values of an InfiniStore server, over TCP.
 
-It speaks the server's protocol itself: InfiniStore's client waits for ever for a value that is not there and crashes
+It implements the server's protocol, because InfiniStore's own client waits for ever for a missing value and crashes
 with its server. Bytes go from the caller's memory to the socket and from the socket into the caller's memory.
 
-A chunk is two values: its payload, under a name that nobody else writes, then an entry under the chunk's own name,
-which has the other name and the header. For the server says that a value is there as soon as it begins to come, and
-ends when somebody asks for it, or deletes it, before it is complete: nobody must know of it earlier.
+A chunk is two values: its payload under a random name, then an entry under the chunk's own name, with that random name
+and the header. The server reports a value as soon as its first byte arrives, and crashes when it is read or deleted
+before its last one. So nobody may know the payload's name before the payload is complete.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, ClassVar, TypeVar
 
 from attrs import frozen
 
-from lmkv.backends.remote.addressed import AddressedBackend
-from lmkv.backends.remote.base import SLOWEST, batches
+from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, batches
+from lmkv.backends.remote.host_port import HostPortBackend
 from lmkv.backends.remote.infinistore_protocol import Connection
 from lmkv.chunks.codec import FormatError
 from lmkv.outcomes import PRESENT, STORED, Written
@@ -32,15 +32,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _SUFFIX_BYTES = 8
-_MOST_ENTRY_BYTES = 16 << 20
-_AT_ONCE = 500
+_MAX_ENTRY_BYTES = 16 << 20
+_BATCH_NAMES = 500
 """Names in one round trip."""
-_MOMENT = 0.001
-"""Seconds for a value that came too late."""
-_MOST_IDLE = 32
+_GRACE_SECONDS = 0.001
+"""Seconds to wait for the rest of a late value."""
+_MAX_IDLE = 32
 
 
-class InfiniStoreBackend(AddressedBackend):
+class InfiniStoreBackend(HostPortBackend):
     """An InfiniStore server as a backend, over TCP.
 
     Parameters
@@ -49,29 +49,19 @@ class InfiniStoreBackend(AddressedBackend):
         `infinistore://host:port/`. LMCache's `?device=mlx5_0` is read and not used: there is no RDMA here.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
-    username, password, ttl
-        Not used: InfiniStore has none of them.
-    prefix
-        Of every name.
-    timeout
-        Seconds for each call; one that moves a value has a second more for each 16 MiB.
-    chunk_tokens
-        Most token ids that a value records.
-    name
-        What logs and statistics call the tier.
-    authentication_key
-        32 random bytes or more: only values that were written with them are served.
+    options
+        The settings that all remote backends share. InfiniStore has no `username`, `password` and `ttl`.
 
     Raises
     ------
     ConfigError
-        The URL has no port, or an option that is none.
+        The URL has no port, or an unknown option.
 
     Notes
     -----
     Nothing is connected before the first call. Any number of threads may call, each with a connection of its own
-    for as long. A put replaces what is there, so a name is asked for before it: engines that store a chunk at the
-    same moment both do, the same bytes.
+    for as long. A put replaces an existing value, so a name is looked up first. Two engines that store a chunk at the
+    same moment both write it, with the same bytes.
 
     Examples
     --------
@@ -87,7 +77,7 @@ class InfiniStoreBackend(AddressedBackend):
 
     def _set_up(self, options: dict[str, Any]) -> None:
         if options.get("device"):
-            logger.warning("lmkv: %s: device is not used: lmkv speaks TCP with InfiniStore", self._shown)
+            logger.warning("lmkv: %s: device is not used: lmkv speaks TCP with InfiniStore", self._safe_url)
         self._address = (options["host"], options["port"])
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -95,12 +85,12 @@ class InfiniStoreBackend(AddressedBackend):
         self._pid = os.getpid()
         self._written, self._writing = threading.Condition(), set[str]()
 
-    # -- of the engine ------------------------------------------------------------------------------------
+    # -- requests to the store --------------------------------------------------------------------------------
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         def exist(connection: Connection) -> list[bool]:
             found: list[bool] = []
-            for batch in batches(names, _AT_ONCE):
+            for batch in batches(names, _BATCH_NAMES):
                 connection.ask(batch)
                 found += connection.found(len(batch))
             return found
@@ -114,7 +104,7 @@ class InfiniStoreBackend(AddressedBackend):
         entry = self._call(lambda connection: self._entry(connection, name))
         if entry is None:
             return False
-        header = self.blobs.parsed(key, entry.header, len(into))
+        header = self.codec.parsed(key, entry.header, len(into))
         if header.header_bytes != len(entry.header):
             raise FormatError(f"its header has {len(entry.header)} bytes, {header.header_bytes} by itself")
 
@@ -124,12 +114,12 @@ class InfiniStoreBackend(AddressedBackend):
                 return False
             if nbytes != len(into):
                 raise FormatError(f"its payload has {nbytes} bytes, {len(into)} by its header")
-            self.blobs.receive_payload(header, connection.fill, into)
+            self.codec.receive_payload(header, connection.fill, into)
             return True
 
         found = self._call(get, len(into))
         if not found:
-            # Evicted: an entry without a payload would keep the chunk from being stored again.
+            # The payload was evicted. Its entry would keep the chunk from being stored again.
             self._delete([name])
         return found
 
@@ -137,14 +127,14 @@ class InfiniStoreBackend(AddressedBackend):
         nbytes = connection.get(name)
         if nbytes is None:
             return None
-        if not _SUFFIX_BYTES < nbytes <= _MOST_ENTRY_BYTES:
+        if not _SUFFIX_BYTES < nbytes <= _MAX_ENTRY_BYTES:
             raise FormatError(f"it has {nbytes} bytes")
         value = memoryview(bytearray(nbytes))
         connection.fill(value)
         return _Entry(f"{name}/{value[:_SUFFIX_BYTES].hex()}", value[_SUFFIX_BYTES:])
 
     def _put(self, name: str, chunk: Chunk) -> Written:
-        limit = self._timeout + len(chunk.payload) / SLOWEST
+        limit = self.options.timeout + len(chunk.payload) / MIN_BYTES_PER_SECOND
         with self._written:
             if not self._written.wait_for(lambda: name not in self._writing, limit):
                 return Written.rejected("another thread still writes it")
@@ -158,8 +148,8 @@ class InfiniStoreBackend(AddressedBackend):
 
     def _put_alone(self, connection: Connection, name: str, chunk: Chunk) -> Written:
         connection.ask([name])
-        # While the server looks.
-        header = self.blobs.header_of(chunk)
+        # Computed while the server looks up the name.
+        header = self.codec.header_of(chunk)
         if connection.found(1) == [True]:
             return PRESENT
         suffix = memoryview(os.urandom(_SUFFIX_BYTES))
@@ -168,14 +158,14 @@ class InfiniStoreBackend(AddressedBackend):
 
     def _remove(self, names: Sequence[str]) -> None:
         there = [name for name, found in zip(names, self._exist(names), strict=True) if found]
-        for batch in batches(there, _AT_ONCE):
+        for batch in batches(there, _BATCH_NAMES):
             self._delete([each for name in batch for each in (name, self._payload_name(name)) if each])
 
     def _delete(self, names: Sequence[str]) -> None:
         self._call(lambda connection: connection.delete(names))
 
     def _payload_name(self, name: str) -> str:
-        """Empty for what is no entry."""
+        """Name of an entry's payload; empty if the value is no entry."""
         with suppress(FormatError):
             entry = self._call(lambda connection: self._entry(connection, name))
             return entry.payload_name if entry else ""
@@ -184,8 +174,8 @@ class InfiniStoreBackend(AddressedBackend):
     # -- connections --------------------------------------------------------------------------------------
 
     def _call(self, work: Callable[[Connection], T], moving: int = 0) -> T:
-        """`work` with a connection; once more with a new one where the server had closed it."""
-        deadline = time.monotonic() + self._timeout + moving / SLOWEST
+        """Do `work` with a connection, and again with a new one if the server had closed the first."""
+        deadline = time.monotonic() + self.options.timeout + moving / MIN_BYTES_PER_SECOND
         if connection := self._taken():
             with suppress(ConnectionError):
                 return self._do(work, connection, deadline)
@@ -200,27 +190,27 @@ class InfiniStoreBackend(AddressedBackend):
             return done
         except BaseException as error:
             if not isinstance(error, Exception):
-                # A signal's: it may have come between bytes and their being counted.
+                # A signal may have interrupted the count of received bytes.
                 connection.in_step = connection.is_behind = False
             raise
         finally:
             self._release(connection)
 
     def _taken(self) -> Connection | None:
-        """One that the server is ready for.
+        """An idle connection that the server is ready for.
 
-        It takes whatever comes over a connection before it has noted that a value is sent for the same request again,
-        without end. It has one thread: once it has answered a later request of another connection, it has noted that.
+        The server repeats its last answer for ever if a request arrives too early after a value. It has one thread, so
+        once it has answered a later request of another connection, it is ready again.
         """
         if os.getpid() != self._pid:
             raise ConnectionError("it is another process's")
         if late := self._pick(lambda each: each.is_behind):
-            late.deadline = time.monotonic() + _MOMENT
+            late.deadline = time.monotonic() + _GRACE_SECONDS
             self._release(late)
         return self._pick(lambda each: each.in_step and each.value_ended_at < self._answered_at)
 
     def _pick(self, fits: Callable[[Connection], bool]) -> Connection | None:
-        """The one that was used last: its window is open."""
+        """The most recently used connection that fits, because its TCP window is open."""
         with self._lock:
             found = next(filter(fits, reversed(self._idle)), None)
             if found is not None:
@@ -231,7 +221,7 @@ class InfiniStoreBackend(AddressedBackend):
         connection.skip_value()
         with self._lock:
             usable = connection.in_step or connection.is_behind
-            if usable and not self._closed and len(self._idle) < _MOST_IDLE:
+            if usable and not self._closed and len(self._idle) < _MAX_IDLE:
                 self._idle.append(connection)
                 return
         connection.close()

@@ -1,6 +1,6 @@
-"""What an InfiniStore server of release 0.2 understands over TCP: requests, and what it answers.
+"""The TCP protocol of InfiniStore servers of release 0.2: requests and answers.
 
-A request is a header and a body; of a value, a table of FlatBuffers, always with the same fields.
+A request is a header and a body. The body of a request for a value is a FlatBuffers table with fixed fields.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SKIPPED = 1 << 20
 class Connection:
     """Requests and their answers, until `deadline`, for one thread at a time.
 
-    Raises OSError when there is no answer in time, or none of InfiniStore's.
+    Raises OSError when the answer is late or not valid.
     """
 
     def __init__(self, address: tuple[str, int], deadline: float) -> None:
@@ -38,14 +38,14 @@ class Connection:
         self.asked_at = 0.0
         self.value_ended_at = 0.0
         self.in_step = True
-        """Whether the next byte is of the next answer."""
+        """Whether the next byte begins a new answer."""
         self.is_behind = False
-        """Whether a value, or how long it is, still comes."""
+        """Whether the rest of a value, or its length, is still to come."""
         self._left = 0
         self._answer = bytearray()
 
     def ask(self, names: Sequence[str]) -> None:
-        """Which of them there are; `found` has the answers."""
+        """Ask which of these names exist; `found` reads the answers."""
         self._send([b"".join(_request(_EXIST, name.encode()) for name in names)])
 
     def found(self, count: int) -> list[bool]:
@@ -62,7 +62,7 @@ class Connection:
         return self._length()
 
     def _length(self) -> int | None:
-        # What has come of an answer stays there if the rest does not come in time.
+        # A partial answer is kept if the rest does not come in time.
         self._receive_answer(_CODE.size)
         (code,) = _CODE.unpack_from(self._answer)
         _check(code, _OK, _ABSENT)
@@ -79,7 +79,7 @@ class Connection:
             self._answer += some[: self._receive(memoryview(some))]
 
     def fill(self, view: memoryview) -> None:
-        """Read exactly as many bytes of the value."""
+        """Fill `view` with the next bytes of the value."""
         while len(view):
             received = self._receive(view)
             view = view[received:]
@@ -92,7 +92,7 @@ class Connection:
             self.value_ended_at = time.monotonic()
 
     def skip_value(self) -> None:
-        """Read what is left of a value that nobody wants: a server ends when its client leaves in the middle of one."""
+        """Read the rest of an unwanted value, because the server crashes when a client leaves within one."""
         try:
             if self.is_behind and not self._left:
                 self._length()
@@ -104,11 +104,11 @@ class Connection:
             self.is_behind = False
 
     def put(self, values: Sequence[tuple[str, Sequence[memoryview]]]) -> bool:
-        """Whether there was room for these values, of parts each."""
+        """Store values, each given in parts; returns False when the server has no room."""
         parts: list[bytes | memoryview] = []
         for name, value in values:
             parts += [_request(_VALUE, _value_request(name, sum(map(len, value)), _PUT)), *value]
-        # One that is full says so at once, takes the value for requests, and closes the connection.
+        # A full server answers at once, reads the value as requests, and closes the connection.
         with suppress(ConnectionError):
             self._send(parts)
         for _ in values:
@@ -136,7 +136,7 @@ class Connection:
     def _receive(self, view: memoryview) -> int:
         """Read some bytes."""
         self._socket.settimeout(_remaining(self.deadline))
-        # What the server sends next may wait for an acknowledgement, which Linux delays by 40 ms.
+        # The server's next packet may wait for an acknowledgement, which Linux delays by 40 ms.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         if received := self._socket.recv_into(view):
             return received
@@ -174,7 +174,7 @@ def _request(action: bytes, body: bytes) -> bytes:
 
 
 def _value_request(name: str, nbytes: int, action: int) -> bytes:
-    """A table of a name, a length and what to do."""
+    """A table of a name, a length and an action."""
     return _VALUE_TABLE.pack(16, 10, 16, 8, 12, 7, 10, action, 8, nbytes) + _text(name)
 
 
@@ -187,6 +187,6 @@ def _delete_request(names: Sequence[str]) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """A string, which ends with a zero, in whole words."""
+    """A zero-terminated string, padded to whole words."""
     encoded = text.encode()
     return _CODE.pack(len(encoded)) + encoded + bytes(4 - len(encoded) % 4)

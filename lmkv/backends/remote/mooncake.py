@@ -10,19 +10,19 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from lmkv.backends.remote.child import Memory, Part
-from lmkv.backends.remote.incoming import drop_incoming
-from lmkv.backends.remote.isolated import START_LIMIT, Client, IsolatedBackend
+from lmkv.backends.remote.firewall import drop_inbound
+from lmkv.backends.remote.subprocess_backend import START_LIMIT, ClientProcess, SubprocessBackend
 
 _NO_ROOM, _INVALID, _EXISTS, _NOT_MOVED = -200, -600, -705, -800
 _ABSENT = (-703, -704)
-"""Not complete, which it becomes or not, and unknown."""
+"""Codes of a value that is incomplete or unknown."""
 _AWAY = (-900, -901)
 CONNECT_LIMIT = 0.8
 _PINNED_PER_SECOND = 1 << 30
-"""Bytes, at least, that RDMA registers."""
+"""Slowest registration of memory with RDMA, in bytes per second."""
 
 
-class MooncakeBackend(IsolatedBackend):
+class MooncakeBackend(SubprocessBackend):
     """A Mooncake store, by its master, as a backend.
 
     Parameters
@@ -35,32 +35,22 @@ class MooncakeBackend(IsolatedBackend):
         processes with a client each (2), and `zero_copy` (1; 0: the slab is not registered).
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
-    username, password, ttl
-        Not used: Mooncake has none of them.
-    prefix
-        Of every name.
-    timeout
-        Seconds for each call; one that moves a value has a second more for each 16 MiB.
-    chunk_tokens
-        Most token ids that a value records.
-    name
-        What logs and statistics call the tier.
-    authentication_key
-        32 random bytes or more: only values that were written with them are served.
+    options
+        The settings that all remote backends share. Mooncake has no `username`, `password` and `ttl`.
 
     Raises
     ------
     ConfigError
-        mooncake-transfer-engine is not installed, or the URL has no port or an option that is none.
+        mooncake-transfer-engine is not installed, or the URL has no port or an unknown option.
 
     Notes
     -----
-    Nothing is connected before the first call. The client lives in processes of its own: `setup` holds the GIL for
-    half a minute when the master does not answer, and a read from a host that does not answer takes as long. A
-    store's shared slab is registered with it: values move from and to its slots without a copy. A read that fails
-    ends its process, so that nothing arrives in a slot that is another chunk's by then. Mooncake lets whoever reaches
-    its port read and write registered memory: over TCP nobody does (`lmkv.backends.remote.incoming`); over RDMA the
-    slab is not registered where there is an `authentication_key`, which says that not everybody there is trusted.
+    Nothing is connected before the first call. The client runs in processes of its own, because `setup` holds the GIL
+    for half a minute when the master does not answer, and a read from a dead host takes as long. The store's slab is
+    registered, so values move from and to its slots without a copy. A failed read ends its process, so that nothing
+    arrives in a slot that is another chunk's by then. Anybody who reaches Mooncake's port can read and write registered
+    memory. Over TCP `lmkv.backends.remote.firewall` drops all callers; over RDMA the slab is not registered if there is
+    an `authentication_key`, because then others on the network are not trusted.
 
     Examples
     --------
@@ -78,15 +68,15 @@ class MooncakeBackend(IsolatedBackend):
     }
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
-        # TCP only notes where registered memory is.
+        # Over TCP registration pins no memory and takes no time.
         self._pins = options.get("protocol", "tcp") != "tcp"
-        if self._pins and self.blobs.format.authenticator is not None:
+        if self._pins and self.codec.format.authenticator is not None:
             self._zero_copy = 0
         nbytes = options.pop("global_segment_size", 0)
         nbytes = options.pop("segment_size", nbytes)
-        # In a process that no slow call ends: its chunks would end with it.
+        # A process of its own: a slow call must not end it, because its chunks would be lost.
         with_segment = {**options, "segment_size": nbytes}
-        self._segment = Client(self._engine, with_segment, START_LIMIT) if nbytes else None
+        self._segment = ClientProcess(self._module, with_segment, START_LIMIT) if nbytes else None
         self._pool, self._lock = ThreadPoolExecutor(1, "lmkv-mooncake"), threading.Lock()
         self._connecting: Future[None] | None = None
         return options
@@ -94,13 +84,13 @@ class MooncakeBackend(IsolatedBackend):
     def _seconds_to_register(self, nbytes: int) -> float:
         return nbytes / _PINNED_PER_SECOND if self._pins else 0.0
 
-    def _client(self, name: str) -> Client:
+    def _client(self, name: str) -> ClientProcess:
         if self._segment is not None and not self._segment.connected:
-            # In another thread, which has more time for it than this call.
+            # Connect in another thread, which may take longer than this call.
             with self._lock:
                 if self._connecting is None or self._connecting.done():
                     self._connecting = self._pool.submit(self._segment.ask, "connect")
-            self._connecting.result(self._timeout)
+            self._connecting.result(self.options.timeout)
         return super()._client(name)
 
     def _disconnect(self) -> None:
@@ -113,8 +103,8 @@ class MooncakeBackend(IsolatedBackend):
 open_url = MooncakeBackend
 
 
-class Engine:
-    """Mooncake's client, in a process of its own."""
+class StoreClient:
+    """Mooncake's client, in the child process."""
 
     def __init__(
         self,
@@ -134,7 +124,7 @@ class Engine:
         self._memories, self._make = memories, MooncakeDistributedStore
         self._master, self._local = (host, port), local_hostname
         self._segment_size = segment_size
-        # It asks others, who have no business with its memory; RDMA's handshake goes both ways.
+        # Without a segment nobody needs to reach this process over TCP; RDMA's handshake goes both ways.
         self._alone = protocol == "tcp" and not segment_size
         self._options = (metadata_server, segment_size, local_buffer_size, protocol, device_name)
         self._store: Any = None
@@ -142,14 +132,14 @@ class Engine:
     def connect(self) -> None:
         if self._store is not None:
             return
-        # Asked first: `setup` takes seconds to find out that nobody listens.
+        # Probe the master, because `setup` takes seconds to notice that nobody listens.
         with socket.create_connection(self._master, CONNECT_LIMIT) as probe:
             local = self._local or probe.getsockname()[0]
         store = self._make()
         host, port = self._master
         _checked(store.setup(local, *self._options, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"), "setup")
         if self._alone:
-            drop_incoming()
+            drop_inbound()
         for memory in self._memories:
             asked = f"register_buffer of {len(memory)} bytes, less of them with zero_copy=0,"
             _checked(store.register_buffer(memory.address, len(memory)), asked)
@@ -160,7 +150,7 @@ class Engine:
         return [bool(_checked(found, "is_exist")) for found in self._store.batch_is_exist(names)]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
-        """Bytes of the value, which is in these parts if it is as long as they are; None when there is none."""
+        """Length of the value, which fills these parts if the length fits; None when it does not exist."""
         self.connect()
         addresses, sizes = self._located(parts)
         (code,) = self._store.batch_get_into_multi_buffers([name], [addresses], [sizes])
@@ -176,8 +166,8 @@ class Engine:
     def put(self, name: str, parts: Sequence[Part]) -> str:
         """Store these parts as one value.
 
-        A plain put says that it succeeded where the name is there, even if another client is only writing it, or
-        ended while it wrote; a session says so when it begins.
+        A plain put reports success if the name exists, even if another client has not finished it. A session fails when
+        it begins.
         """
         self.connect()
         addresses, sizes = self._located(parts)
@@ -196,14 +186,14 @@ class Engine:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete them, whoever reads them: readers verify what they read."""
+        """Delete values, also while others read them: readers verify every byte."""
         self.connect()
         for code in self._store.batch_remove(names, True):
             if code not in _ABSENT:
                 _checked(code, "remove")
 
     def close(self) -> None:
-        # Or the master believes for ten seconds that the segment's values are there.
+        # Otherwise the master offers the segment's values for ten more seconds.
         if self._store is not None and self._segment_size:
             self._store.close()
 

@@ -1,6 +1,6 @@
 """`ObjectStoreBackend`: chunks as objects of S3, Google Cloud Storage or Azure, or as files of a folder.
 
-obstore signs, connects and retries. A header and its payload are sent from where they are, without joining them.
+obstore signs, connects and retries. A header and its payload are sent without joining them in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend, split
+from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, split_url
+from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError, mask_secrets
@@ -34,11 +35,11 @@ _STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     "gs": (GCSStore, ()),
     "az": (AzureStore, ("account_name", "account_key")),
 }
-"""Scheme -> class of obstore, and what it calls a user's name and password."""
+"""Scheme -> class of obstore, and its options for a name and a password."""
 
-_AT_ONCE = 32
+_MAX_REQUESTS = 32
 """Requests under way for one call of `contains` or `delete`."""
-_LISTED = 1000
+_BATCH_NAMES = 1000
 _NO_SPACE = ("(os error 28)", "(os error 122)")
 
 
@@ -53,34 +54,23 @@ class ObjectStoreBackend(RemoteBackend):
         certificates of a private authority.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
-    username, password
-        Access key id and secret access key of S3, account name and account key of Azure, where the URL has none.
-        Without them obstore's environment variables apply (`AWS_ACCESS_KEY_ID`, ...), then the machine's identity.
-    prefix
-        Of every name, as an access rule may demand.
-    ttl
-        Refused: in object stores a lifecycle rule of the bucket expires objects.
-    timeout
-        Seconds for each request; one with a value has a second more for each 16 MiB. A request that fails sooner is
-        repeated once, if that is safe.
-    chunk_tokens
-        Most token ids that a value records.
-    name
-        What logs and statistics call the tier.
-    authentication_key
-        32 random bytes or more: only values that were written with them are served.
+    options
+        The settings that all remote backends share. `username` and `password` are access key id and secret access key
+        of S3, account name and account key of Azure; without them obstore's environment variables apply
+        (`AWS_ACCESS_KEY_ID`, ...), then the machine's identity. A `ttl` is refused: a lifecycle rule of the bucket
+        expires objects. A request that fails before its `timeout` is repeated once, if that is safe.
 
     Raises
     ------
     ConfigError
-        A URL or an option that obstore does not understand, or a `ttl`.
+        The URL or an option is invalid, or there is a `ttl`.
 
     Notes
     -----
     Nothing is connected before the first call. Any number of threads may call. A value is sent in one request, which
-    a store does completely or not at all, and only where there is none (`If-None-Match`): the first one stays. A store
-    that does not look at this condition keeps the last of several that are written at the same moment; for one that
-    refuses it, add `conditional_put=disabled`. Keys, tokens and signatures are in no repr and no message.
+    a store does completely or not at all, and only if the name is free (`If-None-Match`). A store that ignores this
+    condition keeps the last of several concurrent writes; for one that refuses it, add `conditional_put=disabled`.
+    Keys, tokens and signatures are in no repr and no message.
 
     Examples
     --------
@@ -88,68 +78,48 @@ class ObjectStoreBackend(RemoteBackend):
     <ObjectStoreBackend 'objects': s3://cache/models?region=eu-west-1&session_token=***>
     """
 
-    def __init__(
-        self,
-        url: str,
-        namespace: bytes,
-        *,
-        username: str | None = None,
-        password: str | None = None,
-        prefix: str = "lmkv:",
-        ttl: int | None = None,
-        timeout: float = 10.0,
-        chunk_tokens: int = 512,
-        name: str = "objects",
-        authentication_key: bytes | None = None,
-    ) -> None:
-        super().__init__(
-            namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
-        )
-        # As obstore has it in a listing.
+    def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:
+        super().__init__(url, namespace, options)
+        # Listings of obstore have no leading slash.
         self._root = self._root.lstrip("/")
-        self._shown = mask_secrets(url)
-        if ttl:
-            raise ConfigError(f"{self._shown}: no ttl here; a lifecycle rule of the bucket expires its objects")
-        parts = split(url)
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        self._mode = "overwrite" if options.get("conditional_put") == "disabled" else "create"
-        self._timeout = timeout
+        if options.ttl:
+            raise ConfigError(f"{self._safe_url}: no ttl here; a lifecycle rule of the bucket expires its objects")
+        parts = split_url(url)
+        given = dict(parse_qsl(parts.query, keep_blank_values=True))
+        self._mode = "overwrite" if given.get("conditional_put") == "disabled" else "create"
         self._stores: dict[int, Any] = {}
-        self._open = partial(_opened, parts, options, username, password)
+        self._open = partial(_opened, parts, given, options.username, options.password)
         try:
             self._store = self._store_for(0)
-            # Nothing is sent: this tells whether the prefix can be part of a name.
+            # Sends nothing, but checks that the prefix can be part of a name.
             obstore.list(self._store, self._root)
         except (exceptions.BaseError, ValueError, OSError) as error:
-            raise ConfigError(f"{self._shown}: {_said(error)}") from None
-        self._threads = ThreadPoolExecutor(_AT_ONCE, "lmkv-objects")
-
-    def __repr__(self) -> str:
-        return f"<ObjectStoreBackend {self.name!r}: {self._shown}>"
+            raise ConfigError(f"{self._safe_url}: {_said(error)}") from None
+        self._threads = ThreadPoolExecutor(_MAX_REQUESTS, "lmkv-objects")
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """What is stored in this namespace, in batches, in no order."""
+        """List the chunks of this namespace in batches, in no order."""
         self._check_open()
         try:
-            for batch in obstore.list(self._store, self._root, chunk_size=_LISTED):
+            for batch in obstore.list(self._store, self._root, chunk_size=_BATCH_NAMES):
                 yield [Listed(key, each["size"]) for each in batch if (key := self._key_of(each["path"]))]
         except (exceptions.BaseError, OSError) as error:
             raise self._translated(error, "list") from error
 
     def _key_of(self, path: str) -> ChunkKey | None:
-        """Other objects may be there, too."""
+        """The key in a path; None for other objects."""
         found = re.fullmatch(rf"{re.escape(self._root)}/([0-9a-f]{{{2 * KEY_BYTES}}})", path)
         return bytes.fromhex(found[1]) if found else None
 
     def _store_for(self, nbytes: int) -> Any:
-        """obstore's store, whose requests have time for so many bytes."""
-        more = -(-nbytes // SLOWEST)
+        """A store of obstore whose timeout suits a value of so many bytes."""
+        more = -(-nbytes // MIN_BYTES_PER_SECOND)
         if more not in self._stores:
-            # Two threads may both make it, and either will do.
-            self._stores[more] = self._open(self._timeout + more)
+            # Two threads may both make one; either will do.
+            self._stores[more] = self._open(self.options.timeout + more)
         return self._stores[more]
 
-    # -- of the engine ------------------------------------------------------------------------------------
+    # -- requests to the store --------------------------------------------------------------------------------
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         return list(self._threads.map(self._exists, names))
@@ -166,24 +136,24 @@ class ObjectStoreBackend(RemoteBackend):
             found = obstore.get(self._store_for(len(into)), name)
         except FileNotFoundError:
             return False
-        if found.meta["size"] != self.blobs.blob_bytes(len(into)):
+        if found.meta["size"] != self.codec.value_bytes(len(into)):
             self._refuse(key, found, len(into))
-        self.blobs.unpack(key, memoryview(found.bytes()), into)
+        self.codec.unpack(key, memoryview(found.bytes()), into)
         return True
 
     def _refuse(self, key: ChunkKey, found: Any, expected: int) -> None:
-        """Say what is wrong with a value of another length, by its beginning: it may be anything."""
-        start = next(found.stream(min_chunk_size=self.blobs.header_bytes(expected)), b"")
-        header = self.blobs.parsed(key, memoryview(start), expected)
+        """Raise the error of a value of another length. Its size is unbounded, so only its beginning is read."""
+        start = next(found.stream(min_chunk_size=self.codec.header_bytes(expected)), b"")
+        header = self.codec.parsed(key, memoryview(start), expected)
         raise FormatError(f"it has {found.meta['size']} bytes, {header.header_bytes + expected} by its header")
 
     def _put(self, name: str, chunk: Chunk) -> Written:
-        # Asked first: a value that is there need not be sent.
+        # Look it up first, so that an existing value is not sent.
         if self._exists(name):
             return PRESENT
         try:
             store = self._store_for(len(chunk.payload))
-            value = [self.blobs.header_of(chunk), chunk.payload]
+            value = [self.codec.header_of(chunk), chunk.payload]
             obstore.put(store, name, value, mode=self._mode, use_multipart=False)
         except exceptions.AlreadyExistsError:
             return PRESENT
@@ -198,7 +168,7 @@ class ObjectStoreBackend(RemoteBackend):
         try:
             obstore.delete(self._store, names)
         except FileNotFoundError:
-            # All but S3 complain of absent values, and may have stopped at the first.
+            # Stores other than S3 fail at the first missing value: delete one by one.
             list(self._threads.map(self._remove_one, names))
 
     def _remove_one(self, name: str) -> None:
@@ -208,9 +178,9 @@ class ObjectStoreBackend(RemoteBackend):
     def _disconnect(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _is_away(self, error: Exception) -> bool:
-        away = (exceptions.GenericError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-        return isinstance(error, (*away, OSError))
+    def _is_unavailable(self, error: Exception) -> bool:
+        unreachable = (exceptions.GenericError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+        return isinstance(error, (*unreachable, OSError))
 
     def _reason(self, error: Exception) -> str:
         return f"{type(error).__name__}: {_said(error)}"
@@ -220,14 +190,14 @@ open_url = ObjectStoreBackend
 
 
 def _said(error: Exception) -> str:
-    # What follows a blank line is for those who work on obstore.
+    # After a blank line come internals of obstore.
     return mask_secrets(str(error).partition("\n\n")[0])
 
 
 def _opened(
     parts: SplitResult, options: dict[str, str], username: str | None, password: str | None, timeout: float
 ) -> Any:
-    """obstore's store at a URL, without asking anybody."""
+    """The store of obstore for a URL; connects to nothing."""
     bucket = parts.netloc.rpartition("@")[2]
     if parts.scheme == "file":
         if bucket not in ("", "localhost") or options or parts.fragment:
@@ -243,7 +213,7 @@ def _opened(
     authorities = options.get("ssl_ca_certs")
     options = {name: value for name, value in options.items() if name != "ssl_ca_certs"}
     places = [options[name] for name in ("endpoint", "base_url") if name in options]
-    # obstore panics over what can be no URL.
+    # obstore panics on an invalid URL.
     if not all(re.fullmatch(r"https?://[^/@]+(/[^@]*)?", place) for place in places):
         raise ValueError("an endpoint must be http://host:port or https://host:port, without a password")
     if any(char.isspace() for value in options.values() for char in value):

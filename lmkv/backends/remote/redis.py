@@ -1,7 +1,7 @@
 """`RedisBackend`: chunks as values of Redis or Valkey, one server or a cluster.
 
-redis-py connects, authenticates, routes and retries. The bytes of a value go past its parser, from the
-caller's memory to the socket and from the socket into the caller's memory.
+redis-py connects, authenticates, routes and retries. The bytes of a value bypass its parser: they go from the caller's
+memory to the socket and from the socket into the caller's memory.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import parse_qs
 
-from lmkv.backends.remote.base import SLOWEST, RemoteBackend, batches, split
+from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, batches, split_url
+from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import ConfigError, mask_secrets
+from lmkv.errors import ConfigError
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
@@ -43,12 +44,12 @@ _SCHEMES = {
     "valkeys+cluster": "rediss",
 }
 _FIXED = {"protocol", "decode_responses", "encoding"}
-"""Options of redis-py that would change what names or answers look like."""
-_AT_ONCE = 1000
+"""Options of redis-py that would change names or answers."""
+_BATCH_NAMES = 1000
 """Names in one round trip."""
-_LONGEST_LINE = 1024
+_MAX_LINE_BYTES = 1024
 _PIECE = 1 << 20
-"""Bytes to send with one deadline."""
+"""Bytes that are sent with one deadline."""
 _REDIRECTIONS = 4
 
 
@@ -63,32 +64,19 @@ class RedisBackend(RemoteBackend):
         `valkey` in place of `redis`. Further options of redis-py in its query: `?ssl_ca_certs=/path/ca.pem`.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
-    username, password
-        Used where the URL has none.
-    prefix
-        Of every name, as an access rule may demand (`~lmkv:*`).
-    ttl
-        Seconds after which the server drops a value that was not written again; None: as it evicts.
-    timeout
-        Seconds to wait for a connection or an answer; a value has a second more for each 16 MiB. A command that
-        is safe to repeat is repeated once.
-    chunk_tokens
-        Most token ids that a value records.
-    name
-        What logs and statistics call the tier.
-    authentication_key
-        32 random bytes or more: only values that were written with them are served.
+    options
+        The settings that all remote backends share. A command that is safe to repeat is repeated once.
 
     Raises
     ------
     ConfigError
-        The URL or one of its options is none that redis-py understands.
+        redis-py does not understand the URL or one of its options.
 
     Notes
     -----
-    Nothing is connected before the first call. Any number of threads may call, each with a connection from
-    redis-py's pool. A server that is full and evicts nothing (`noeviction`) REJECTS a write; `allkeys-lru` is
-    the policy to use. Passwords are in no repr and no message.
+    Nothing is connected before the first call. Any number of threads may call, each with a connection from redis-py's
+    pool. A full server REJECTS a write unless it evicts: use the policy `allkeys-lru`. Passwords are in no repr and no
+    message.
 
     Examples
     --------
@@ -96,58 +84,38 @@ class RedisBackend(RemoteBackend):
     <RedisBackend 'redis': redis://cache:***@localhost:6379/0>
     """
 
-    def __init__(
-        self,
-        url: str,
-        namespace: bytes,
-        *,
-        username: str | None = None,
-        password: str | None = None,
-        prefix: str = "lmkv:",
-        ttl: int | None = None,
-        timeout: float = 1.0,
-        chunk_tokens: int = 512,
-        name: str = "redis",
-        authentication_key: bytes | None = None,
-    ) -> None:
-        super().__init__(
-            namespace, prefix=prefix, chunk_tokens=chunk_tokens, name=name, authentication_key=authentication_key
-        )
-        parts = split(url)
+    def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:
+        super().__init__(url, namespace, options)
+        parts = split_url(url)
         self._url = _SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
-        self._shown = mask_secrets(url)
         if fixed := _FIXED & parse_qs(parts.query).keys():
-            raise ConfigError(f"{self._shown}: {', '.join(sorted(fixed))} cannot be chosen")
+            raise ConfigError(f"{self._safe_url}: {', '.join(sorted(fixed))} cannot be chosen")
         self._is_cluster = parts.scheme.endswith("cluster")
-        self._timeout = timeout
-        self._expiry = [b"EX", str(ttl).encode()] if ttl else []
+        self._expiry = [b"EX", str(options.ttl).encode()] if options.ttl else []
         backoff = ExponentialWithJitterBackoff(base=0.01, cap=0.1)
         self._retry = Retry(backoff, 1, supported_errors=(exceptions.ConnectionError,))
-        self._options: dict[str, Any] = {
-            "socket_timeout": timeout,
-            "socket_connect_timeout": timeout,
+        self._client_options: dict[str, Any] = {
+            "socket_timeout": options.timeout,
+            "socket_connect_timeout": options.timeout,
             "retry": self._retry,
             "protocol": 2,
-            **({"username": username} if username and not parts.username else {}),
-            **({"password": password} if password and not parts.password else {}),
+            **({"username": options.username} if options.username and not parts.username else {}),
+            **({"password": options.password} if options.password and not parts.password else {}),
         }
         self._connecting = threading.Lock()
         try:
-            client = Redis.from_url(self._url, **self._options)
+            client = Redis.from_url(self._url, **self._client_options)
             pool = client.connection_pool
-            # Connected to nobody: this tells whether all options are known, which a cluster's client would not.
+            # Connects to nothing, but checks all options; a cluster's client would not.
             pool.connection_class(**pool.connection_kwargs)
         except (ValueError, TypeError, AttributeError, exceptions.RedisError) as error:
-            raise ConfigError(f"{self._shown}: {error}") from None
+            raise ConfigError(f"{self._safe_url}: {error}") from None
         if self._is_cluster and pool.connection_kwargs.get("db"):
-            raise ConfigError(f"{self._shown}: a cluster has database 0 only")
+            raise ConfigError(f"{self._safe_url}: a cluster has database 0 only")
         self._client: Redis | RedisCluster | None = None if self._is_cluster else client
 
-    def __repr__(self) -> str:
-        return f"<RedisBackend {self.name!r}: {self._shown}>"
-
     def list_keys(self) -> Iterator[list[Listed]]:
-        """What is stored in this namespace, in batches, in no order."""
+        """List the chunks of this namespace in batches, in no order."""
         self._check_open()
         try:
             yield from self._list()
@@ -156,12 +124,12 @@ class RedisBackend(RemoteBackend):
 
     def _list(self) -> Iterator[list[Listed]]:
         batch: list[str] = []
-        # Other names may be there, too.
+        # The store may have other names below this prefix.
         of_chunk = re.compile(rf"{re.escape(self._root)}/[0-9a-f]{{{2 * KEY_BYTES}}}")
-        for found in self._connected().scan_iter(match=f"{_escaped(self._root)}/*", count=_AT_ONCE):
+        for found in self._connected().scan_iter(match=f"{_escaped(self._root)}/*", count=_BATCH_NAMES):
             if of_chunk.fullmatch(name := found.decode("utf-8", "replace")):
                 batch.append(name)
-            if len(batch) == _AT_ONCE:
+            if len(batch) == _BATCH_NAMES:
                 yield self._sized(batch)
                 batch = []
         if batch:
@@ -169,11 +137,11 @@ class RedisBackend(RemoteBackend):
 
     def _sized(self, names: Sequence[str]) -> list[Listed]:
         sizes = self._for_each(names, lambda pipeline, name: pipeline.strlen(name))
-        # SCAN may give a name twice, and what is no string has no length.
+        # SCAN may give a name twice; a value that is no string gives an error instead of a length.
         known = {name: size for name, size in zip(names, sizes, strict=True) if isinstance(size, int) and size}
         return [Listed(bytes.fromhex(name[-2 * KEY_BYTES :]), size) for name, size in known.items()]
 
-    # -- of the engine ------------------------------------------------------------------------------------
+    # -- requests to the store --------------------------------------------------------------------------------
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         answers = self._for_each(names, lambda pipeline, name: pipeline.exists(name))
@@ -188,9 +156,9 @@ class RedisBackend(RemoteBackend):
                 raise answer
 
     def _for_each(self, names: Sequence[str], command: Callable[[Any, str], object]) -> list[Any]:
-        """The answers, or errors, to a command about each name."""
+        """The answer or error of one command for each name."""
         answers: list[Any] = []
-        for batch in batches(names, _AT_ONCE):
+        for batch in batches(names, _BATCH_NAMES):
             client: Any = self._connected()
             pipeline = client.pipeline() if self._is_cluster else client.pipeline(transaction=False)
             with pipeline:
@@ -202,10 +170,10 @@ class RedisBackend(RemoteBackend):
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
         def get(connection: Any) -> bool:
             connection.send_command("GET", name)
-            reply = _Reply(connection, self._timeout)
+            reply = _Reply(connection, self.options.timeout)
             nbytes = reply.length()
             if nbytes is not None:
-                self.blobs.receive(key, nbytes, reply.fill, into)
+                self.codec.receive(key, nbytes, reply.fill, into)
                 reply.end()
             return nbytes is not None
 
@@ -222,10 +190,10 @@ class RedisBackend(RemoteBackend):
             return STORED if connection.read_response() else PRESENT
 
         try:
-            # Asked first: a value that is there need not be sent.
+            # Look it up first, so that an existing value is not sent.
             if self._routed(name, exists):
                 return PRESENT
-            command = self._set_command(name.encode(), self.blobs.header_of(chunk), chunk.payload)
+            command = self._set_command(name.encode(), self.codec.header_of(chunk), chunk.payload)
             return self._routed(name, put)
         except exceptions.OutOfMemoryError as error:
             return Written.rejected(str(error))
@@ -242,8 +210,8 @@ class RedisBackend(RemoteBackend):
         pieces = (payload[at : at + _PIECE] for at in range(0, len(payload), _PIECE))
         return [start, header, *pieces, end]
 
-    def _is_away(self, error: Exception) -> bool:
-        away = (
+    def _is_unavailable(self, error: Exception) -> bool:
+        unreachable = (
             exceptions.ConnectionError,
             exceptions.TimeoutError,
             exceptions.ClusterDownError,
@@ -251,31 +219,31 @@ class RedisBackend(RemoteBackend):
             exceptions.ReadOnlyError,
             exceptions.RedisClusterException,
         )
-        return isinstance(error, (*away, OSError))
+        return isinstance(error, (*unreachable, OSError))
 
     # -- connections --------------------------------------------------------------------------------------
 
     def _connected(self) -> Redis | RedisCluster:
-        # A cluster's client asks for its nodes when it is made.
+        # Made at the first call, because a cluster's client asks for its nodes when it is made.
         with self._connecting:
             if self._client is None:
-                self._client = RedisCluster.from_url(self._url, **self._options)
+                self._client = RedisCluster.from_url(self._url, **self._client_options)
             return self._client
 
     def _disconnect(self) -> None:
         with self._connecting:
             client, self._client = self._client, None
         if isinstance(client, RedisCluster):
-            # Its own `close` leaves them to the garbage collector.
+            # Its own `close` leaves the connections to the garbage collector.
             for node in client.get_nodes():
                 self._pool_at(client, node).disconnect()
         if client is not None:
             client.close()
 
     def _routed(self, name: str, work: Callable[[Any], T]) -> T:
-        """`work` with a connection to the server that has the name, wherever a cluster sends it.
+        """Do `work` with a connection to the server that has the name; follows a cluster's redirections.
 
-        It is one command: ASKING holds for no more.
+        `work` is one command, because ASKING holds for one only.
         """
         client = self._connected()
         pool, asking = self._pool_of(client, name), False
@@ -283,12 +251,12 @@ class RedisBackend(RemoteBackend):
             try:
                 return self._with_connection(pool, work, asking)
             except exceptions.AskError as error:
-                # MovedError is one, too.
+                # MovedError derives from AskError.
                 asking = not isinstance(error, exceptions.MovedError)
                 pool = self._redirected(cast(RedisCluster, client), error)
             except (exceptions.ConnectionError, exceptions.TimeoutError):
                 if isinstance(client, RedisCluster):
-                    # A replica may have taken over.
+                    # A replica may have replaced the node.
                     pool.disconnect(inuse_connections=False)
                     client.nodes_manager.initialize()
                 raise
@@ -297,9 +265,9 @@ class RedisBackend(RemoteBackend):
     def _redirected(self, client: RedisCluster, error: Any) -> Any:
         manager: Any = client.nodes_manager
         if isinstance(error, exceptions.MovedError):
-            # The second is what older versions of redis-py have.
+            # Older versions of redis-py have the second method.
             (getattr(manager, "move_slot", None) or manager.update_moved_exception)(error)
-        # A node to which a cluster moves its first slot is not known yet.
+        # The target may be a node that the client does not know yet.
         node = ClusterNode(error.host, error.port)
         return self._pool_at(client, manager.nodes_cache.setdefault(node.name, node))
 
@@ -319,9 +287,9 @@ class RedisBackend(RemoteBackend):
                 connection.read_response()
             return work(connection)
         except exceptions.ResponseError:
-            raise  # an answer, read to its end
+            raise  # the answer was read to its end
         except BaseException:
-            # The rest of an answer may still come.
+            # The rest of an answer may still arrive on this connection.
             connection.disconnect()
             raise
         finally:
@@ -332,7 +300,7 @@ open_url = RedisBackend
 
 
 class _Reply:
-    """The answer to a GET, read past redis-py's parser, which has nothing buffered between commands."""
+    """The answer to a GET, read directly from the socket: redis-py's parser buffers nothing between commands."""
 
     def __init__(self, connection: Any, timeout: float) -> None:
         self._connection = connection
@@ -340,12 +308,12 @@ class _Reply:
         self._deadline = time.monotonic() + timeout
 
     def length(self) -> int | None:
-        """Of the value; None when there is none. Raises what the server answers instead."""
+        """Length of the value; None when it does not exist. Raises the error that the server answers."""
         line = bytearray()
         while not line.endswith(b"\r\n"):
-            # A byte at a time: what follows belongs to the value.
+            # One byte at a time, because the bytes after the line belong to the value.
             byte = self._socket.recv(1)
-            if not byte or len(line) > _LONGEST_LINE:
+            if not byte or len(line) > _MAX_LINE_BYTES:
                 raise exceptions.ConnectionError("the connection was closed within an answer")
             line += byte
         kind, text = line[:1], line[1:-2].decode("utf-8", "replace")
@@ -356,11 +324,11 @@ class _Reply:
             raise exceptions.InvalidResponse(f"{text!r} instead of a value")
         if text == "-1":
             return None
-        self._deadline += int(text) / SLOWEST
+        self._deadline += int(text) / MIN_BYTES_PER_SECOND
         return int(text)
 
     def fill(self, view: memoryview) -> None:
-        """Read exactly as many bytes."""
+        """Fill `view` with the next bytes."""
         while len(view):
             if time.monotonic() > self._deadline:
                 raise exceptions.TimeoutError("the value took too long")
@@ -370,10 +338,10 @@ class _Reply:
             view = view[received:]
 
     def end(self) -> None:
-        """Read what follows a value."""
+        """Read the line break after the value."""
         self.fill(memoryview(bytearray(2)))
 
 
 def _escaped(text: str) -> str:
-    """A pattern of Redis that matches the text alone."""
+    """A pattern of Redis that matches exactly this text."""
     return "".join(f"\\{char}" if char in "*?[]\\^-" else char for char in text)

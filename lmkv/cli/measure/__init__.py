@@ -1,1 +1,1 @@
-"""What `lmkv demo`, `lmkv bench` and the benchmarks measure with, on this machine and on real vLLM."""
+"""Measurements on this machine and on real vLLM, for `lmkv demo`, `lmkv bench` and the benchmarks."""

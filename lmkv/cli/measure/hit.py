@@ -1,4 +1,4 @@
-"""What a hit saves on real vLLM: long prompts cold, then again once vLLM's own cache has evicted them."""
+"""Measures a hit on real vLLM: long prompts cold, and again once vLLM's own cache has evicted them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
-from lmkv.cli.measure.engines import CONNECTOR, Answer, EngineProcess, EngineSpec, fastest
 from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.measure.vllm_engines import CONNECTOR, Answer, EngineProcess, EngineSpec, fastest
 
 CHUNK_TOKENS = 256
 ANSWER_TOKENS = 16
@@ -26,7 +26,7 @@ Progress = Callable[[str], None]
 
 @frozen(kw_only=True)
 class Plan:
-    """What to run. `connector=None` measures vLLM's own prefix cache, with KV space for every prompt.
+    """Parameters of a measurement. `connector=None` measures vLLM's own prefix cache, with KV space for every prompt.
 
     `options`: settings of lmkv, in place of the plan's own.
     """
@@ -112,15 +112,15 @@ def measure_hit(plan: Plan, folder: Path, say: Progress = print) -> Measurement:
 
 
 @contextmanager
-def started(plan: Plan, folder: Path, what: str, say: Progress) -> Iterator[EngineProcess]:
+def started(plan: Plan, folder: Path, title: str, say: Progress) -> Iterator[EngineProcess]:
     """An engine that is ready to answer, ended afterwards."""
-    say(what)
+    say(title)
     with closing(EngineProcess(plan.spec, folder)) as engine:
         yield engine
 
 
 def warm_up(engine: EngineProcess, plan: Plan, number: int, say: Progress) -> None:
-    """With a prompt of its own: what only the first long one pays (buffers, kernels) would flatter lmkv."""
+    """Send another prompt first: costs of the first long one alone (buffers, kernels) would flatter lmkv."""
     say(f"warm-up: {plan.tokens:,} tokens")
     engine.send(number, plan.tokens)
 
@@ -144,7 +144,7 @@ def summarize(
     device: str,
     direct_io: bool | None = None,
 ) -> Measurement:
-    """The best of times, since what disturbs a measurement only adds to it; the worst of everything else."""
+    """The best of times, because disturbances only add to them; the worst of everything else."""
     repeated = disk or remote or warm
     cold_ttft_s, repeated_ttft_s = fastest(cold), fastest(repeated)
     hit_tokens = min(answer.hit_tokens for answer in repeated)

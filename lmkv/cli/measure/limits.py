@@ -150,7 +150,7 @@ class Disk:
         self._each(one)
 
     def forget(self) -> None:
-        """Delete what both ways have written."""
+        """Delete the files of both ways."""
         self.backend.delete(self._keys)
         for index in range(len(self._slots)):
             (self._folder / str(index)).unlink(missing_ok=True)
@@ -185,8 +185,8 @@ def measure_disk(parent: Path, *, quick: bool) -> list[Comparison]:
         read = interleaved(reads, rounds, clock=clock, before=lambda name: disk.cool())
         disk.backend.close()
     comparisons = []
-    for what, times in (("writes", written), ("cold reads", read)):
+    for kind, times in (("writes", written), ("cold reads", read)):
         speeds = {name: disk.nbytes / statistics.median(found) / 1e9 for name, found in times.items()}
-        title = f"Disk {what}, {mib} MiB chunks"
+        title = f"Disk {kind}, {mib} MiB chunks"
         comparisons.append(Comparison(title, "GB/s", speeds, "plain files", note=how))
     return comparisons

@@ -36,8 +36,8 @@ class FolderFacts:
 def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"] = "auto") -> FolderFacts:
     """Store one chunk in a temporary folder below `path`, read it and remove it.
 
-    Raises what the backend raises: `ConfigError`, a `BackendError` when the medium fails
-    (`BackendUnavailable`, with what to do, where a file is in the way), or OSError.
+    Raises `ConfigError`, OSError, or a `BackendError` when the medium fails (`BackendUnavailable` with the remedy
+    if a file is in the way).
     """
     tried = _existing(Path(path).absolute())
     with tempfile.TemporaryDirectory(prefix=".lmkv-try-", dir=tried) as folder:

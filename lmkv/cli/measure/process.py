@@ -27,7 +27,7 @@ class ChildFailedError(RuntimeError):
 class ChildProcess:
     """Runs `command`, a program that answers with `Questions`, in a process group of its own.
 
-    What it prints goes to `folder`/vllm.log. `env`: variables beside the ones of this process, whose place
+    Its output goes to `folder`/vllm.log. `env`: variables beside the ones of this process, whose place
     they take.
     """
 
@@ -88,7 +88,7 @@ class ChildProcess:
 
 
 def end(child: subprocess.Popen[str], timeout: float) -> None:
-    """Wait until a child's process group has ended, at most `timeout` seconds, and kill what is left of it.
+    """Wait until a child's process group has ended, at most `timeout` seconds, and kill the rest of it.
 
     Not only the child: the last process of the group removes vLLM's shared memory.
     """
@@ -112,7 +112,7 @@ def _has_ended(child: subprocess.Popen[str]) -> bool:
 
 
 class Questions:
-    """The child's end: an iterator over the questions, each to be answered. What else is printed is logged.
+    """The child's end: an iterator over the questions, each to be answered. Other output is logged.
 
     Ends when the parent closes the pipe, or has ended.
     """

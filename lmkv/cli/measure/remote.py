@@ -1,4 +1,4 @@
-"""What a remote store keeps for others: real vLLM ends, and another one is asked the same prompts."""
+"""Measures hits in a remote store: real vLLM ends, and another one is asked the same prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def measure_remote(plan: Plan, folder: Path, url: str, say: Progress = print) ->
         warm_up(engine, plan, PROMPTS, say)
         cold = ask_in_turn("cold", plan, engine, say)
         warm = ask_in_turn("from memory", plan, engine, say)
-        say("ending vLLM, which finishes what is on its way")
+        say("ending vLLM, which finishes its writes")
         engine.leave()
     with started(plan, folder, "starting another vLLM", say) as engine:
         warm_up(engine, plan, PROMPTS + 1, say)

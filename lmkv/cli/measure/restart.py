@@ -1,4 +1,4 @@
-"""What the disk tier keeps: real vLLM is killed with SIGKILL, started again, and asked the same prompts."""
+"""Measures hits after a crash: real vLLM is killed with SIGKILL, started again, and asked the same prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from attrs import evolve
 
-from lmkv.cli.measure.engines import Answer
 from lmkv.cli.measure.hit import (
     CHUNK_TOKENS,
     KV_ROOM,
@@ -22,6 +21,7 @@ from lmkv.cli.measure.hit import (
     warm_up,
 )
 from lmkv.cli.measure.probe import try_folder
+from lmkv.cli.measure.vllm_engines import Answer
 from lmkv.errors import NoSpaceError
 
 WRITE_TIMEOUT = 120.0
@@ -72,7 +72,7 @@ def run_and_kill(plan: Plan, folder: Path, disk: Path, say: Progress) -> tuple[l
 
 
 def wait_for_files(disk: Path, wanted: int, say: Progress) -> None:
-    """Wait until so many chunks are on disk, WRITE_TIMEOUT seconds at most. What is missing is a miss."""
+    """Wait until so many chunks are on disk, WRITE_TIMEOUT seconds at most. A missing chunk is a miss."""
     say(f"waiting for {wanted} chunks to be on disk")
     deadline = time.monotonic() + WRITE_TIMEOUT
     while (found := sum(1 for _ in disk.rglob(FILES))) < wanted:

@@ -8,12 +8,19 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from lmkv.cli.measure.engines import SEVERAL_PROCESSES, Answer, EngineProcess, engine_specs, fastest, wait_until_written
 from lmkv.cli.measure.report import Comparison
+from lmkv.cli.measure.vllm_engines import (
+    SEVERAL_PROCESSES,
+    Answer,
+    EngineProcess,
+    engine_specs,
+    fastest,
+    wait_until_written,
+)
 
 REPEATS = 15
 PAUSE = 0.25
-"""Seconds between repetitions: what disturbs one need not disturb the next one."""
+"""Seconds between repetitions, so that one disturbance does not hit two of them."""
 OWN = "vllm prefix cache"
 NAMES = (OWN, "lmkv ram", "lmkv disk")
 COMPUTED = "computed"
@@ -25,7 +32,7 @@ def measure_ttft(
 ) -> Comparison:
     """One engine after the other, as vLLM runs by default.
 
-    They do not share what disturbs them, which only ever adds: the best of `REPEATS` repetitions counts.
+    The best of `REPEATS` repetitions counts, because disturbances only add.
     """
     cold: dict[str, float] = {}
     warm: dict[str, list[Answer]] = {}

@@ -1,4 +1,4 @@
-"""A folder as a store behind `IsolatedBackend`: what holds of its processes needs no server."""
+"""A folder as a store behind `SubprocessBackend`: what holds of its processes needs no server."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from lmkv.backends.remote.child import Memory, Part
-from lmkv.backends.remote.isolated import IsolatedBackend
+from lmkv.backends.remote.subprocess_backend import SubprocessBackend
 
 UNREADABLE = b"unreadable"
 
 
-class FolderBackend(IsolatedBackend):
+class FolderBackend(SubprocessBackend):
     module = "json"
     known: ClassVar = {"clients": int, "zero_copy": int, "folder": str}
 
@@ -23,7 +23,7 @@ class NoClientBackend(FolderBackend):
     install = "pip install 'lmkv[none]'"
 
 
-class Engine:
+class StoreClient:
     def __init__(self, memories: Sequence[Memory], *, host: str, port: int, folder: str) -> None:
         self._memories, self._folder = memories, Path(folder)
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.errors import BackendUnavailable, ConfigError, CorruptChunkError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk
@@ -62,7 +63,8 @@ class StoreSuite:
         backend.close()
 
     def backend_of(self, query: str = "", **options: Any) -> Any:
-        return self.kind(self.url + query, **{"namespace": NAMESPACE, "timeout": 10.0, **options})
+        namespace = options.pop("namespace", NAMESPACE)
+        return self.kind(self.url + query, namespace, RemoteOptions(**{"timeout": 10.0, **options}))
 
     def test_more_names_than_one_message_takes(self, backend: Any) -> None:
         chunk = chunk_of(100)
@@ -117,7 +119,7 @@ class StoreSuite:
 
     def test_what_it_does_not_have_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
         self.backend_of(username="cache", password="hunter2", ttl=10).close()
-        assert "has no user, password, ttl" in caplog.text
+        assert "ignores username, password, ttl" in caplog.text
         assert "hunter2" not in caplog.text
 
 
@@ -223,7 +225,7 @@ class ServerSuite(StoreSuite, BackendSuite, ABC):
 
     def test_nobody_listens(self) -> None:
         scheme = self.url.partition("://")[0]
-        backend = self.kind(f"{scheme}://127.0.0.1:9/", NAMESPACE, timeout=5.0)
+        backend = self.kind(f"{scheme}://127.0.0.1:9/", NAMESPACE, RemoteOptions(timeout=5.0))
         started = time.monotonic()
         assert_unavailable(backend, chunk_of(100))
         assert time.monotonic() - started < 3 * GIVEN_UP

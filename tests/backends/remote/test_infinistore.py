@@ -19,6 +19,7 @@ import pytest
 
 from lmkv.backends.remote.infinistore import InfiniStoreBackend
 from lmkv.backends.remote.infinistore_protocol import Connection
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.errors import BackendUnavailable, CorruptChunkError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk
@@ -146,7 +147,7 @@ class TestInfiniStoreSuite(ServerSuite):
     def test_lmcaches_url_is_the_same(self, backend: InfiniStoreBackend, caplog: pytest.LogCaptureFixture) -> None:
         chunk = chunk_of(100)
         assert statuses(backend, [chunk]) == [STORED]
-        other = InfiniStoreBackend(f"{self.url}?device=mlx5_0", NAMESPACE, timeout=10.0)
+        other = InfiniStoreBackend(f"{self.url}?device=mlx5_0", NAMESPACE, RemoteOptions(timeout=10.0))
         assert "device is not used" in caplog.text
         assert read_back(other, chunk) == chunk.payload
         other.close()
@@ -227,7 +228,9 @@ class TestInfiniStoreSuite(ServerSuite):
 
     def test_who_answers_but_is_no_infinistore_is_unavailable(self, backend: InfiniStoreBackend) -> None:
         """InfiniStore's own port for managing it, which speaks HTTP."""
-        with closing(InfiniStoreBackend("infinistore://127.0.0.1:18080/", NAMESPACE, timeout=5.0)) as other:
+        with closing(
+            InfiniStoreBackend("infinistore://127.0.0.1:18080/", NAMESPACE, RemoteOptions(timeout=5.0))
+        ) as other:
             with pytest.raises(BackendUnavailable):
                 other.contains([new_key()])
             (written,) = other.write([chunk_of(100)])
@@ -264,7 +267,7 @@ class TestInfiniStoreSuite(ServerSuite):
         other.close()
 
     def test_signals_do_not_move_a_deadline(self) -> None:
-        backend = InfiniStoreBackend(self.url, NAMESPACE, timeout=1.0)
+        backend = InfiniStoreBackend(self.url, NAMESPACE, RemoteOptions(timeout=1.0))
         chunk = chunk_of(100)
         eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
         given_up = threading.Event()
@@ -320,7 +323,7 @@ class TestInfiniStoreSuite(ServerSuite):
         assert not any(backend.contains([chunk.key for chunk in chunks]))
 
     def behind(self, proxy: Proxy, timeout: float) -> InfiniStoreBackend:
-        return InfiniStoreBackend(f"infinistore://127.0.0.1:{proxy.port}/", NAMESPACE, timeout=timeout)
+        return InfiniStoreBackend(f"infinistore://127.0.0.1:{proxy.port}/", NAMESPACE, RemoteOptions(timeout=timeout))
 
     @staticmethod
     def is_right(backend: Backend, chunk: Chunk) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from lmkv.backends.remote.mooncake import MooncakeBackend
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.errors import BackendUnavailable
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
-from tests.backends.remote.isolated_suite import InSlab, IsolatedSuite, process_of
 from tests.backends.remote.own_network import MOONCAKE, Mooncake, mooncake_servers
 from tests.backends.remote.server_suite import GIVEN_UP, NAMESPACE, PRESENT, STORED
+from tests.backends.remote.subprocess_suite import InSlab, SubprocessSuite, process_of
 from tests.kit import LIMIT, eventually
 
 
@@ -32,7 +33,7 @@ def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
         yield servers
 
 
-class TestMooncakeSuite(IsolatedSuite):
+class TestMooncakeSuite(SubprocessSuite):
     kind = MooncakeBackend
     url = f"mooncake://localhost:{MOONCAKE}/"
 
@@ -43,7 +44,7 @@ class TestMooncakeSuite(IsolatedSuite):
     def test_lmcaches_url_is_the_same(self, backend: MooncakeBackend) -> None:
         chunk = chunk_of(100)
         assert statuses(backend, [chunk]) == [STORED]
-        other = MooncakeBackend(self.url.replace("mooncake", "mooncakestore"), NAMESPACE, timeout=10.0)
+        other = MooncakeBackend(self.url.replace("mooncake", "mooncakestore"), NAMESPACE, RemoteOptions(timeout=10.0))
         assert read_back(other, chunk) == chunk.payload
         other.close()
 
@@ -173,7 +174,7 @@ class TestMooncakeInSlab(TestMooncakeSuite):
 
 def test_nobody_else_reaches_the_registered_memory(mooncake: Mooncake) -> None:
     """Mooncake's client listens on every address and writes what it is told."""
-    backend = MooncakeBackend(f"{TestMooncakeSuite.url}?clients=1", NAMESPACE, timeout=10.0)
+    backend = MooncakeBackend(f"{TestMooncakeSuite.url}?clients=1", NAMESPACE, RemoteOptions(timeout=10.0))
     chunk = chunk_of(1 << 20)
     eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
     ports = listening(process_of(backend, chunk).pid)
@@ -183,7 +184,9 @@ def test_nobody_else_reaches_the_registered_memory(mooncake: Mooncake) -> None:
             socket.create_connection(("127.0.0.1", port), 0.5)
     assert is_hit(backend, chunk)
     backend.close()
-    with_segment = MooncakeBackend(f"{TestMooncakeSuite.url}?segment_size={16 << 20}", NAMESPACE, timeout=10.0)
+    with_segment = MooncakeBackend(
+        f"{TestMooncakeSuite.url}?segment_size={16 << 20}", NAMESPACE, RemoteOptions(timeout=10.0)
+    )
     assert with_segment.contains([chunk.key]) == [True]
     for port in listening(with_segment._segment._process.pid):
         socket.create_connection(("127.0.0.1", port), LIMIT).close()

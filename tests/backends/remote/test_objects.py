@@ -27,6 +27,7 @@ import obstore
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from lmkv.backends.remote.objects import ObjectStoreBackend
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.build import build_store
 from lmkv.chunks.layout import KVLayout, LayerPages
@@ -63,7 +64,9 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def backend_of(url: str, **options: Any) -> ObjectStoreBackend:
-    return ObjectStoreBackend(url, NAMESPACE, **{"timeout": 20.0, "username": USER, "password": SECRET, **options})
+    return ObjectStoreBackend(
+        url, NAMESPACE, RemoteOptions(**{"timeout": 20.0, "username": USER, "password": SECRET, **options})
+    )
 
 
 class ReadsAgain(WrapperBackend):
@@ -210,7 +213,7 @@ def test_other_namespaces_paths_and_prefixes_are_other_chunks(
     chunk = chunk_of(500)
     url = server.url(tmp_path.name)
     others = [
-        ObjectStoreBackend(url, bytes(32), timeout=20.0, username=USER, password=SECRET),
+        ObjectStoreBackend(url, bytes(32), RemoteOptions(timeout=20.0, username=USER, password=SECRET)),
         backend_of(url, prefix="a team/lmkv"),
         backend_of(url, prefix=""),
         backend_of(url, prefix="/other/"),
@@ -554,7 +557,7 @@ def test_tls(tmp_path: Path) -> None:
 )
 def test_what_cannot_work_is_refused_at_once(url: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
-        ObjectStoreBackend(url, NAMESPACE, **options)
+        ObjectStoreBackend(url, NAMESPACE, RemoteOptions(**options))
     assert "hunter2" not in str(refused.value)
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("redis")
 
 from redis import Redis
 
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.errors import BackendUnavailable, ConfigError
 from lmkv.outcomes import ReadStatus, WriteStatus
@@ -70,7 +71,7 @@ def meet(node: Redis, others: list[RedisServer]) -> None:
 
 
 def backend_of(url: str, **options: Any) -> RedisBackend:
-    return RedisBackend(url, NAMESPACE, **{"timeout": LIMIT, **options})
+    return RedisBackend(url, NAMESPACE, RemoteOptions(**{"timeout": LIMIT, **options}))
 
 
 def emptied(url: str, **options: Any) -> RedisBackend:
@@ -172,7 +173,7 @@ def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(
 def test_other_namespaces_and_prefixes_are_other_chunks(backend: RedisBackend, server: RedisServer) -> None:
     chunk = chunk_of(500)
     others = [
-        RedisBackend(server.url, bytes(32), timeout=LIMIT),
+        RedisBackend(server.url, bytes(32), RemoteOptions(timeout=LIMIT)),
         backend_of(server.url, prefix="team*[a]:"),
         backend_of(f"{server.url}/3"),
     ]

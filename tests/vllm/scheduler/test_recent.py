@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from lmkv.agent.client import Client
-from lmkv.agent.explain import ADVICE
+from lmkv.agent.explanation import ADVICE
 from lmkv.agent.service import Prompt
 from lmkv.cli.top import shortened
 from lmkv.vllm.observe.metrics import REASONS

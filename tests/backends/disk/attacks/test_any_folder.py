@@ -108,7 +108,7 @@ def state_beside(folder: Path, root: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 def attempts(root: Path) -> list[Callable[[], object]]:
-    backend = LocalDiskBackend(root, NAMESPACE, keep_corrupt=1)
+    backend = LocalDiskBackend(root, NAMESPACE)
 
     def read() -> None:
         into = memoryview(bytearray(len(PAYLOAD)))

@@ -179,14 +179,3 @@ def test_strange_names_are_left_alone(backend: LocalDiskBackend) -> None:
     (place.parent.parent / "ab").touch()
     assert list(backend.list_keys()) == []
     assert sorted(path.name for path in place.parent.iterdir()) == sorted([*names, "folder.tmp"])
-
-
-def test_quarantine_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:
-    backend = LocalDiskBackend(tmp_path, NAMESPACE, keep_corrupt=2)
-    for _ in range(5):
-        shutil.copy(make_attacks.FOLDER / "payload-bit.kv1", place_of(backend))
-        backend.read([(KEY, memoryview(bytearray(len(PAYLOAD))))])
-    kept = list((tmp_path / NAMESPACE.hex() / "quarantine").iterdir())
-    assert len(kept) == 2
-    assert {path.read_bytes() for path in kept} == {(make_attacks.FOLDER / "payload-bit.kv1").read_bytes()}
-    assert list(backend.list_keys()) == []

@@ -1,4 +1,4 @@
-"""`drop_incoming`: nobody reaches a process whose client listens without being asked to."""
+"""`drop_inbound`: shields a process whose client library opens listening ports by itself."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from socket import AF_INET, AF_INET6, IPPROTO_TCP, SO_ACCEPTCONN, SOL_SOCKET, TC
 
 _SO_ATTACH_FILTER = 26
 _KEEP_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
-"""An instruction of classic BPF: return 0 bytes of each packet."""
+"""The classic BPF instruction that keeps 0 bytes of each packet."""
 _PROGRAM = struct.pack("HP", 1, ctypes.addressof(_KEEP_NOTHING))
-"""Of that one instruction."""
+"""A BPF program of that instruction."""
 _UNACKED = struct.Struct("24xI")
-"""In a listening socket's `tcp_info`: connections that nobody has accepted yet."""
+"""Position in a listening socket's `tcp_info` of the count of connections not yet accepted."""
 _LIMIT = 1.0
-"""Seconds for the client to accept who came before."""
+"""Seconds for the client to accept earlier connections."""
 
 
-def drop_incoming() -> None:
-    """Have the kernel drop what others send to the ports on which this process listens.
+def drop_inbound() -> None:
+    """Have the kernel drop all packets to the ports on which this process listens.
 
-    Its client does not notice: connections that it makes itself are as before. Raises ConnectionError when somebody
-    is connected whom the client does not accept, so that he cannot be dropped. Linux only.
+    Connections that the client makes itself work as before. Raises ConnectionError when a caller stays connected whom
+    the client does not accept, because such a connection cannot be filtered. Linux only.
     """
     deadline = time.monotonic() + _LIMIT
     while _drop_once():
         if time.monotonic() > deadline:
-            raise ConnectionError("others are connected to the ports of the client, and are to be dropped")
+            raise ConnectionError("unaccepted connections to the ports of the client cannot be dropped")
         time.sleep(0.001)
-    # Those who were accepted since.
+    # Filter connections that were accepted since.
     _drop_once()
 
 
 def _drop_once() -> int:
-    """Filter what listens, and who has come there; returns how many have come and are not accepted."""
+    """Filter listening sockets and their connections; returns the number of connections not yet accepted."""
     with _sockets() as sockets:
         listening = [each for each in sockets if each.getsockopt(SOL_SOCKET, SO_ACCEPTCONN)]
         ports = {each.getsockname()[1] for each in listening}
@@ -50,11 +50,11 @@ def _drop_once() -> int:
 
 @contextmanager
 def _sockets() -> Iterator[list[socket]]:
-    """Of the internet, this process's own."""
+    """This process's IPv4 and IPv6 sockets."""
     with ExitStack() as stack:
         opened = []
         for descriptor in map(int, os.listdir("/proc/self/fd")):
-            # Closed since: that of the listing, for one.
+            # It may be closed since, as the descriptor of this listing is.
             with suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                     opened.append(stack.enter_context(socket(fileno=os.dup(descriptor))))

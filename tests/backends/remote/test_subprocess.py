@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from lmkv.backends import CPUPinnedBackend, WrapperBackend
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.errors import ConfigError, UsageError
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence, ReadStatus
@@ -23,8 +24,8 @@ from lmkv.protocols import Chunk, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
 from tests.backends.remote.folder_store import UNREADABLE, FolderBackend, NoClientBackend
-from tests.backends.remote.isolated_suite import InSlab, ProcessSuite, process_of
 from tests.backends.remote.server_suite import NAMESPACE, STORED, assert_unavailable
+from tests.backends.remote.subprocess_suite import InSlab, ProcessSuite, process_of
 from tests.kit import LIMIT, eventually
 
 
@@ -43,8 +44,9 @@ class TestProcesses(ProcessSuite):
         program = """if True:
             import os, signal, sys
             from lmkv.testing.backend_suite import chunk_of
+            from lmkv.backends.remote.options import RemoteOptions
             from tests.backends.remote.folder_store import FolderBackend
-            backend = FolderBackend(sys.argv[1], bytes(32), timeout=10.0)
+            backend = FolderBackend(sys.argv[1], bytes(32), RemoteOptions(timeout=10.0))
             print(*(written.status.value for written in backend.write([chunk_of(100) for _ in range(20)])))
             print(*(client._process.pid for client in backend._clients), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -86,7 +88,7 @@ class TestProcesses(ProcessSuite):
 
     def test_a_process_that_cannot_start_is_unavailable(self) -> None:
         """Its module has no Engine."""
-        backend = WithoutEngine(f"{self.url}?folder={self.folder}", NAMESPACE, timeout=10.0)
+        backend = WithoutEngine(f"{self.url}?folder={self.folder}", NAMESPACE, RemoteOptions(timeout=10.0))
         assert_unavailable(backend, chunk_of(100))
         backend.close()
 
@@ -109,7 +111,7 @@ def slab() -> Iterator[Slab]:
 def folder_backend(folder: Path, slab: Slab, query: str = "") -> FolderBackend:
     """With one process, which has the slab."""
     url = f"folder://host:1/?clients=1&folder={folder}{query}"
-    backend = FolderBackend(url, NAMESPACE, timeout=10.0, chunk_tokens=256)
+    backend = FolderBackend(url, NAMESPACE, RemoteOptions(timeout=10.0, chunk_tokens=256))
     backend.register_memory(slab.descriptor, slab.address, slab.nbytes)
     return backend
 
@@ -222,7 +224,7 @@ def test_memory_is_registered_once_and_first(backend: FolderBackend, slab: Slab)
 
 
 def test_a_living_fork_keeps_no_process_from_leaving(tmp_path: Path) -> None:
-    backend = FolderBackend(f"folder://host:1/?clients=1&folder={tmp_path}", NAMESPACE, timeout=10.0)
+    backend = FolderBackend(f"folder://host:1/?clients=1&folder={tmp_path}", NAMESPACE, RemoteOptions(timeout=10.0))
     chunk = chunk_of(100)
     assert statuses(backend, [chunk]) == [STORED]
     process = process_of(backend, chunk)
@@ -245,18 +247,18 @@ def test_a_living_fork_keeps_no_process_from_leaving(tmp_path: Path) -> None:
 def test_whoever_is_connected_to_a_client_is_dropped_and_all_who_come_later() -> None:
     program = """if True:
         import os, socket
-        from lmkv.backends.remote.incoming import drop_incoming
+        from lmkv.backends.remote.firewall import drop_inbound
         listener = socket.create_server(("127.0.0.1", 0))
         ends = [socket.create_connection(listener.getsockname())]
         accepted = [listener.accept()[0]]
         ends.append(socket.create_connection(listener.getsockname()))
         before = len(os.listdir("/proc/self/fd"))
         try:
-            drop_incoming()
+            drop_inbound()
         except ConnectionError as error:
             print(error)
         accepted.append(listener.accept()[0])
-        drop_incoming()
+        drop_inbound()
         assert len(os.listdir("/proc/self/fd")) == before + 1
         for end in ends:
             end.send(b"hello")
@@ -280,7 +282,7 @@ def test_whoever_is_connected_to_a_client_is_dropped_and_all_who_come_later() ->
 def test_a_store_has_its_slab_registered(tmp_path: Path) -> None:
     """Through a wrapper, too: the slots of the store are the process's."""
     payload = os.urandom(1 << 20)
-    backend = FolderBackend(f"folder://host:1/?clients=1&folder={tmp_path}", NAMESPACE, timeout=10.0)
+    backend = FolderBackend(f"folder://host:1/?clients=1&folder={tmp_path}", NAMESPACE, RemoteOptions(timeout=10.0))
     host = CPUPinnedBackend(4 << 20, 1 << 20, shared=True, populate=False)
     with closing(TieredStore(Tier(host, LRU()), [Tier(WrapperBackend(backend), LRU())], retain=False)) as store:
         key = new_key()

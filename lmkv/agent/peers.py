@@ -1,4 +1,4 @@
-"""One service for all engines of a server on this node: the first engine's asks the others, and adds up."""
+"""`Peers`: the first engine's service asks the other engines of its server, and adds up their answers."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from lmkv.errors import LmkvError
 
 Answer = dict[str, Any]
 Call = Callable[[], Answer | None] | Callable[[], Awaitable[Answer]]
-"""It runs in a thread, of which there are few, unless it is a coroutine function, as what waits for long should be."""
+"""A plain function runs in one of a few threads, so a call that waits for long should be a coroutine function."""
 Url = Callable[[int], str]
 
 _RETRY, _AGAIN = 1.0, 10.0
-_MOST_ENGINES = 1024
+_MAX_ENGINES = 1024
 _REFUSED = (400, 422)
-"""What the caller has to mend."""
+"""Status codes of mistakes that the caller has to correct."""
 
 
-class EngineError(LmkvError):
-    """An engine cannot be asked, or does not do it. `status`: of HTTP."""
+class PeerError(LmkvError):
+    """An engine does not exist, does not answer, or refuses. `status`: the HTTP status to answer with."""
 
     def __init__(self, reason: str, status: int = 503) -> None:
         super().__init__(reason)
         self.status = status
 
 
-class Engines:
-    """The engines of one server, by number. Those after the first announce themselves to it, again and again.
+class Peers:
+    """The engines of one server, by number. All but the first announce themselves to it, again and again.
 
-    `url`: of an engine's service by its number; `number`: this one's. Called on the service's event loop only.
+    `number`: this engine's. `url`: gives the URL of an engine's service. Called on the service's event loop only.
     """
 
     def __init__(self, number: int = 0, url: Url | None = None, token: str | None = None) -> None:
@@ -46,15 +46,15 @@ class Engines:
         self._others: dict[int, AsyncClient] = {}
 
     def __repr__(self) -> str:
-        return f"<Engines: {self.number} and {len(self._others)} others>"
+        return f"<Peers: {self.number} and {len(self._others)} others>"
 
     def announced(self, number: int) -> None:
-        """Another engine answers from now on."""
-        if self._url is not None and 0 < number < _MOST_ENGINES and number not in (self.number, *self._others):
+        """Note that another engine answers from now on."""
+        if self._url is not None and 0 < number < _MAX_ENGINES and number not in (self.number, *self._others):
             self._others[number] = AsyncClient(self._url(number), self._token)
 
     async def announce(self) -> None:
-        """Tell the first engine that this one is there; for ever, as that one may have started again."""
+        """Announce this engine to the first one for ever, because that one may restart."""
         if self._url is None or not self.number:
             return
         async with AsyncClient(self._url(0), self._token) as first:
@@ -66,23 +66,23 @@ class Engines:
                     await asyncio.sleep(_RETRY)
 
     async def ask(self, call: Call, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[int, Answer]:
-        """Each engine's answer: `call()` is this one's. Without those that have none; the rest say why they are away.
+        """Answers by engine; `call()` gives this one's. Engines that answer 404 are omitted; others give `unavailable`.
 
-        With an `engine` in the body it alone is asked. Raises EngineError when that one is away, or there is none.
+        An `engine` in the body is asked alone. Raises PeerError when it does not exist or does not answer.
         """
         body = dict(body or {})
         wanted = body.pop("engine", None)
         numbers = [self.number, *sorted(self._others)]
         if wanted not in (None, *numbers):
-            raise EngineError(f"there is no such engine; there are {', '.join(map(str, numbers))}", 400)
+            raise PeerError(f"there is no such engine; there are {', '.join(map(str, numbers))}", 400)
         asked = numbers if wanted is None else [wanted]
         others = [self._other(number, method, path, body) for number in asked if number != self.number]
         own = call if iscoroutinefunction(call) else lambda: run_in_threadpool(call)
         mine = [own()] if self.number in asked else []
         answers = await asyncio.gather(*mine, *others)
         found = {number: answer for number, answer in zip(asked, answers, strict=True) if answer is not None}
-        if wanted is not None and "away" in found.get(wanted, {}):
-            raise EngineError(f"engine {wanted} is away: {found[wanted]['away']}")
+        if wanted is not None and "unavailable" in found.get(wanted, {}):
+            raise PeerError(f"engine {wanted} is unavailable: {found[wanted]['unavailable']}")
         return found
 
     async def _other(self, number: int, method: str, path: str, body: Mapping[str, Any]) -> Answer | None:
@@ -90,11 +90,11 @@ class Engines:
             return await self._others[number].send(method, path, body if method == "POST" else None)
         except httpx.HTTPStatusError as error:
             if (status := error.response.status_code) in _REFUSED:
-                raise EngineError(_detail(error.response), status) from None
-            return None if status == 404 else {"away": str(error)}
+                raise PeerError(_detail(error.response), status) from None
+            return None if status == 404 else {"unavailable": str(error)}
         except (httpx.HTTPError, ValueError) as error:
-            # ValueError: what was asked, or is answered, is no JSON.
-            return {"away": f"{type(error).__name__}: {error}"}
+            # ValueError: the body or the answer is no JSON.
+            return {"unavailable": f"{type(error).__name__}: {error}"}
 
     async def close(self) -> None:
         for other in self._others.values():
@@ -115,14 +115,19 @@ _OF_THE_MEDIUM = ("chunks", "used_bytes", "capacity_bytes")
 _BREAKER = ("closed", "half-open", "open")
 
 
+def answering(answers: Mapping[int, Answer]) -> dict[int, Answer]:
+    """The answers of the engines that could be reached."""
+    return {number: answer for number, answer in answers.items() if "unavailable" not in answer}
+
+
 def merged(answers: Mapping[int, Answer]) -> Answer:
-    """Of one engine its answer; of several the best one, with totals where they add up, and `engines`: each one's."""
-    here = {number: answer for number, answer in answers.items() if "away" not in answer}
+    """The only answer, or the best of several with summed totals and each answer in `engines`."""
+    here = answering(answers)
     if len(answers) == 1 and here:
         return next(iter(here.values()))
     best = max(here, key=lambda number: max(here[number].get(name, 0) for name in _LEADING), default=None)
     if best is None:
-        raise EngineError("no engine answers")
+        raise PeerError("no engine answers")
     whole = {"engine": best, **here[best]}
     whole |= {name: sum(answer[name] for answer in here.values()) for name in _SUMS if name in whole}
     if "done" in whole:
@@ -131,11 +136,11 @@ def merged(answers: Mapping[int, Answer]) -> Answer:
 
 
 def merged_stats(answers: Mapping[int, Answer]) -> Answer:
-    """Tiers by name. Each engine has host memory of its own; what is below it all engines of a node share."""
+    """Counters of all engines. Host memory is summed; the lower tiers are shared, so their size counts once."""
     whole = merged(answers)
     if "engines" not in whole:
         return whole
-    here = [answer for answer in answers.values() if "away" not in answer]
+    here = answering(answers).values()
     tiers = zip(*(answer["tiers"] for answer in here), strict=False)
     whole["tiers"] = [_merged_tier(each, first=not number) for number, each in enumerate(tiers)]
     whole["hit_tokens"] = sum(answer["hit_tokens"] for answer in here)
@@ -157,10 +162,10 @@ def _merged_value(name: str, values: list[Any], *, first: bool) -> Any:
 
 
 def merged_requests(answers: Mapping[int, Answer], most: int) -> Answer:
-    """The newest of all, each with its `engine`."""
-    here = {number: answer for number, answer in answers.items() if "away" not in answer}
+    """The `most` newest reports of all engines, each with its `engine`."""
+    here = answering(answers)
     requests = [{"engine": number, **each} for number, answer in here.items() for each in answer["requests"]]
     requests.sort(key=lambda each: each["time"], reverse=True)
     totals = {name: sum(answer[name] for answer in here.values()) for name in ("lookup_tokens", "hit_tokens")}
-    away = {str(number): answer["away"] for number, answer in answers.items() if "away" in answer}
-    return {**totals, "requests": requests[:most], **({"away": away} if away else {})}
+    failed = {str(number): answer["unavailable"] for number, answer in answers.items() if number not in here}
+    return {**totals, "requests": requests[:most], **({"unavailable": failed} if failed else {})}

@@ -1,6 +1,6 @@
-"""vLLM engines to measure: what one is made of, and a child process for each that answers prompts.
+"""vLLM engines to measure: their specification, and a child process for each that answers prompts.
 
-`python -m lmkv.cli.measure.engines FOLDER` is such a process. vLLM is imported there only.
+`python -m lmkv.cli.measure.vllm_engines FOLDER` is such a process. vLLM is imported there only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _small_model(value: Any) -> Any:
 class EngineSpec:
     """One vLLM engine. `model`: a name or a path, or a model with random weights to be written.
 
-    `max_tokens`: longest request. `kv_bytes`: vLLM's KV space, None for what vLLM takes by itself.
+    `max_tokens`: longest request. `kv_bytes`: vLLM's KV space, None for its default.
     `prefix_caching`: vLLM's own; without it every repeated prompt is answered by the connector. `settings`:
     the connector's, None for an engine without a connector.
     """
@@ -107,7 +107,7 @@ def engine_specs(
 
 @frozen(kw_only=True)
 class Answer:
-    """One request: its output, the seconds to its first token, and what did not have to be computed.
+    """One request: its output, the seconds to its first token, and the tokens that were not computed.
 
     `sources`: tokens that were loaded, by tier. `load_gb_s`: the speed of the copy to the device, in 1e9
     bytes per second.
@@ -130,7 +130,7 @@ class EngineProcess(ChildProcess):
     def __init__(
         self, spec: EngineSpec, folder: Path, env: Mapping[str, str] = ONE_PROCESS, *, python: str = sys.executable
     ) -> None:
-        # -P: what lies in the current folder is not meant to be imported.
+        # -P: nothing in the current folder is meant to be imported.
         super().__init__([python, "-P", "-m", __name__, str(folder)], folder, env)
         try:
             machine = self.ask(asdict(spec), START_TIMEOUT)
@@ -147,7 +147,7 @@ class EngineProcess(ChildProcess):
 
 
 def fastest(answers: Sequence[Answer]) -> float:
-    """The least seconds to the first token: what disturbs a measurement only ever adds to it."""
+    """The least seconds to the first token, because disturbances only add."""
     return min(answer.ttft_s for answer in answers)
 
 
@@ -230,7 +230,7 @@ def ask(llm: LLM, seed: int, tokens: int, output_tokens: int) -> Answer:
     return Answer(
         token_ids=output.outputs[0].token_ids,
         ttft_s=output.metrics.first_token_latency,
-        # Without lmkv's report: what vLLM or another connector did not compute.
+        # Without lmkv's report: tokens that vLLM or another connector did not compute.
         hit_tokens=report.get("hit_tokens", output.num_cached_tokens or 0),
         load_gb_s=report["load_bytes"] / seconds / 1e9 if seconds else None,
         sources=report.get("sources", {}),

@@ -1,7 +1,7 @@
 """A chunk as one value of a remote store: the header of a chunk's file, then the payload, without padding.
 
-The header names the namespace and the key, and has the checksums of the payload, so that a value that
-somebody else has put under the key, or a torn one, is found to be none.
+The header has the namespace, the key and the checksums of the payload, so that a torn value, or a foreign one under
+the key, is detected.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ from collections.abc import Callable
 from attrs import frozen
 
 from lmkv.chunks.codec import FormatError, Header
-from lmkv.chunks.format import Checks, ChunkFormat
+from lmkv.chunks.format import ChunkFormat, SegmentDigests
 from lmkv.protocols import Chunk, ChunkKey
 
 Fill = Callable[[memoryview], None]
-"""Reads on in a value: fills a buffer with the bytes that follow."""
-
-
-class WrongLengthError(Exception):
-    """The value is sound, but its payload has another length than the caller expects."""
+"""Fills a buffer with the next bytes of a value."""
 
 
 def filler(value: memoryview) -> Fill:
-    """Reads on in `value`: fills what it is given with the bytes that follow, as far as there are any."""
+    """A function that fills buffers with the next bytes of `value`, as far as there are any."""
 
     def fill(part: memoryview) -> None:
         nonlocal value
@@ -34,7 +30,7 @@ def filler(value: memoryview) -> Fill:
 
 
 @frozen
-class Blobs:
+class ValueCodec:
     """Makes and checks the values of one namespace."""
 
     format: ChunkFormat
@@ -42,27 +38,27 @@ class Blobs:
     def header_bytes(self, payload_bytes: int) -> int:
         return self.format.header_bytes(payload_bytes)
 
-    def blob_bytes(self, payload_bytes: int) -> int:
+    def value_bytes(self, payload_bytes: int) -> int:
         """Length of the whole value."""
         return self.header_bytes(payload_bytes) + payload_bytes
 
     def header_of(self, chunk: Chunk) -> memoryview:
-        """What comes before the chunk's payload."""
+        """The header of a chunk's value."""
         payload = chunk.payload
         packed = memoryview(bytearray(self.header_bytes(len(payload))))
-        checks = Checks(chunk.key, self.format)
-        checks.add(payload)
-        self.format.pack(packed, checks, len(payload), chunk.parent, chunk.tokens)
+        digests = SegmentDigests(chunk.key, self.format)
+        digests.add(payload)
+        self.format.pack(packed, digests, len(payload), chunk.parent, chunk.tokens)
         return packed
 
     def parsed(self, key: ChunkKey, data: memoryview, expected: int) -> Header:
-        """The header at the start of `data`, which is the chunk's and of a payload of `expected` bytes.
+        """The header at the start of `data`, checked against the key and a payload of `expected` bytes.
 
-        Raises `FormatError` for anything but a value of this chunk, and `WrongLengthError`.
+        Raises `FormatError`.
         """
         header = self.format.parse(key, data)
         if header.payload_bytes != expected:
-            raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the buffer {expected}")
+            raise FormatError(f"its payload has {header.payload_bytes} bytes, the buffer {expected}")
         return header
 
     def receive(self, key: ChunkKey, nbytes: int, fill: Fill, into: memoryview) -> None:
@@ -80,7 +76,7 @@ class Blobs:
         for index, at in enumerate(range(0, len(into), header.segment_bytes)):
             segment = into[at : at + header.segment_bytes]
             fill(segment)
-            # While its bytes are still in the processor's cache, and while more of them arrive.
+            # Verify now, while the bytes are in the processor's cache and more of them arrive.
             self.format.verify(header, segment, index)
 
     def unpack(self, key: ChunkKey, value: memoryview, into: memoryview) -> None:

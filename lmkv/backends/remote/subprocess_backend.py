@@ -1,8 +1,8 @@
-"""`IsolatedBackend`: a store whose client is C++ that may hang, crash or hold the GIL.
+"""`SubprocessBackend`: base of stores whose C++ client may hang, crash or hold the GIL.
 
-So the client runs in processes of its own (`child`), each with memory that both sides map, the slab among it. A call
-that takes too long, or a read that fails, ends with its process, which cannot write anywhere afterwards; the next call
-starts another one.
+The client runs in child processes (`child`), which share memory with this one: a buffer, and the slab if it is
+registered. A late call or a failed read ends its process, so that it cannot write anywhere later. The next call starts
+another process.
 """
 
 from __future__ import annotations
@@ -23,82 +23,82 @@ from socket import AF_UNIX, SOCK_SEQPACKET, socketpair
 from typing import Any, ClassVar
 from zlib import crc32
 
-from lmkv.backends.remote.addressed import AddressedBackend
-from lmkv.backends.remote.base import SLOWEST, batches
-from lmkv.backends.remote.blobs import Fill, filler
-from lmkv.backends.remote.child import LARGEST_MESSAGE, ROOM, SLAB, Part
+from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, batches
+from lmkv.backends.remote.child import MAX_MESSAGE_BYTES, ROOM, SLAB, Part
+from lmkv.backends.remote.host_port import HostPortBackend
+from lmkv.backends.remote.value_codec import Fill, filler
 from lmkv.chunks.codec import FormatError
 from lmkv.errors import ConfigError, UsageError
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey
 
 START_LIMIT = 10.0
-"""Seconds for a process to start and to import its client."""
+"""Seconds for a process to start and import its client."""
 
 _END_LIMIT = 5.0
-_SMALLEST = 16 << 20
-_LARGEST = 1 << 30
+_MIN_ROOM_BYTES = 16 << 20
+_MAX_ROOM_BYTES = 1 << 30
 
 
-class IsolatedBackend(AddressedBackend):
-    """A store behind a C++ client. A subclass says which; it knows the options `clients` and `zero_copy`.
+class SubprocessBackend(HostPortBackend):
+    """A store behind a C++ client, which a subclass names. Its URL may have the options `clients` and `zero_copy`.
 
-    Reads and writes of a name go to the same process, one after the other: it asks for a name and stores its value,
-    and no other write of this backend is between the two.
+    All calls about a name go to the same process, one after the other, so that no other write of this backend comes
+    between looking up a name and storing its value.
     """
 
     module: ClassVar[str]
-    """What the client is imported from."""
+    """The module that the client is imported from."""
 
     install: ClassVar[str]
-    """What installs it."""
+    """The command that installs it."""
 
     def _set_up(self, options: dict[str, Any]) -> None:
-        self._engine = type(self).__module__
+        self._module = type(self).__module__
         clients = options.pop("clients", 2)
         if clients < 1:
-            raise ConfigError(f"{self._shown}: clients must be 1 at least")
+            raise ConfigError(f"{self._safe_url}: clients must be 1 at least")
         if find_spec(self.module) is None:
-            raise ConfigError(f"{self._shown} needs {self.module}: {self.install}")
+            raise ConfigError(f"{self._safe_url} needs {self.module}: {self.install}")
         self._zero_copy = options.pop("zero_copy", 1)
         options = self._prepared(options)
-        self._clients = [Client(self._engine, options, self._timeout) for _ in range(clients)]
+        self._clients = [ClientProcess(self._module, options, self.options.timeout) for _ in range(clients)]
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Those of the URL as the engine takes them."""
+        """The options of the URL, as `StoreClient` takes them."""
         return options
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
-        """Have payloads that are there moved without a copy, unless the URL says otherwise."""
+        """Move payloads in this memory without a copy, unless the URL forbids it."""
         if self._zero_copy:
             for client in self._clients:
                 client.register(descriptor, address, nbytes, self._seconds_to_register(nbytes))
 
     def _seconds_to_register(self, nbytes: int) -> float:
-        """What the first call of a process may take beyond the timeout."""
+        """Time that the first call of a process has beyond the timeout."""
         return 0.0
 
-    # -- of the engine ------------------------------------------------------------------------------------
+    # -- requests to the store --------------------------------------------------------------------------------
 
-    def _client(self, name: str) -> Client:
+    def _client(self, name: str) -> ClientProcess:
         return self._clients[crc32(name.encode()) % len(self._clients)]
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
-        asked = batches(names, _at_once(names))
+        asked = batches(names, _batch_size(names))
         return [found for batch in asked for found in self._client(batch[0]).ask("exist", batch)]
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
-        with self._client(name).value(name, self.blobs.header_bytes(len(into)), into) as value:
+        with self._client(name).value(name, self.codec.header_bytes(len(into)), into) as value:
             if value is not None:
-                self.blobs.receive(key, *value, into)
+                self.codec.receive(key, *value, into)
             return value is not None
 
     def _put(self, name: str, chunk: Chunk) -> Written:
-        answer = self._client(name).put(name, self.blobs.header_of(chunk), chunk.payload)
+        answer = self._client(name).put(name, self.codec.header_of(chunk), chunk.payload)
         return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(answer)
 
     def _remove(self, names: Sequence[str]) -> None:
-        for batch in batches(names, _at_once(names)):
+        for batch in batches(names, _batch_size(names)):
             self._client(batch[0]).ask("remove", batch)
 
     def _disconnect(self) -> None:
@@ -106,13 +106,13 @@ class IsolatedBackend(AddressedBackend):
             client.close()
 
 
-def _at_once(names: Sequence[str]) -> int:
-    """How many names, which are alike, a message has room for."""
-    return max(1, (LARGEST_MESSAGE - 1000) // (len(json.dumps(names[0])) + 2)) if names else 1
+def _batch_size(names: Sequence[str]) -> int:
+    """Number of names of equal length that a message has room for."""
+    return max(1, (MAX_MESSAGE_BYTES - 1000) // (len(json.dumps(names[0])) + 2)) if names else 1
 
 
-class Client:
-    """A process with a client in it, which does one call at a time, and what it moves values through.
+class ClientProcess:
+    """A child process with a client, and the memory that it shares. It does one call at a time.
 
     Raises
     ------
@@ -122,10 +122,10 @@ class Client:
         The call failed.
     """
 
-    def __init__(self, engine: str, options: Mapping[str, Any], timeout: float) -> None:
-        self._engine, self._options, self._timeout = engine, options, timeout
+    def __init__(self, module: str, options: Mapping[str, Any], timeout: float) -> None:
+        self._module, self._options, self._timeout = module, options, timeout
         self._lock = threading.Lock()
-        self._room = _SMALLEST
+        self._room = _MIN_ROOM_BYTES
         self._slab = -1, 0, 0
         self._first_timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
@@ -134,7 +134,7 @@ class Client:
         _clients.add(self)
 
     def register(self, descriptor: int, address: int, nbytes: int, seconds: float) -> None:
-        """Have payloads that are there moved without a copy. Before the first call, which has more `seconds` for it."""
+        """Move payloads in this memory without a copy. The first call may take `seconds` longer to register it."""
         with self._lock:
             if self._process is not None or self._slab[0] >= 0:
                 raise UsageError("memory is registered once, before the first call")
@@ -147,9 +147,9 @@ class Client:
 
     @contextmanager
     def value(self, name: str, header_bytes: int, into: memoryview) -> Iterator[tuple[int, Fill] | None]:
-        """Length of a name's value and what reads on in it, until the next call; None when there is none.
+        """Length of a value and a function that reads on in it, valid until the next call; None if it does not exist.
 
-        A payload in registered memory is in `into` already, and stays there.
+        If `into` is registered memory, the payload is in it already.
         """
         nbytes = header_bytes + len(into)
         place = self._place(into, header_bytes)
@@ -167,7 +167,7 @@ class Client:
         try:
             found = self._ask("get", name, parts, moving=nbytes)
         except RuntimeError:
-            # What is still on its way to the memory must not arrive when that is another chunk's.
+            # Late bytes must not arrive in memory that is another chunk's by then.
             self._end(at_once=True)
             raise
         if found not in (None, nbytes):
@@ -176,7 +176,7 @@ class Client:
         return found
 
     def put(self, name: str, header: memoryview, payload: memoryview) -> str:
-        """`stored`, `present`, or why neither."""
+        """Store a value; returns `stored`, `present` or the reason why neither."""
         nbytes = len(header) + len(payload)
         place = self._place(payload, len(header))
         with self._running(nbytes if place[0] == ROOM else len(header), nbytes):
@@ -186,7 +186,7 @@ class Client:
             return str(self._ask("put", name, [(ROOM, 0, len(header)), place], moving=nbytes))
 
     def _place(self, payload: memoryview, otherwise: int) -> Part:
-        """Where these bytes are in registered memory, or where they are `otherwise`."""
+        """Place of these bytes in registered memory, or else in the buffer, at the offset `otherwise`."""
         nbytes = len(payload)
         _, start, length = self._slab
         if length and nbytes and not payload.readonly:
@@ -206,24 +206,24 @@ class Client:
 
     @property
     def connected(self) -> bool:
-        """Whether its process has answered, and is there."""
+        """Whether its process has answered, and is alive."""
         process = self._process
         return self._connected and process is not None and process.poll() is None
 
     def leave_to_parent(self) -> None:
-        """In a fork: let go of what would keep the process from noticing that its parent has ended."""
+        """In a forked child: close the connection, or the process would not notice the end of its parent."""
         self._lock = threading.Lock()
         if self._process is not None:
             self._connection.close()
 
     @contextmanager
     def _running(self, room: int = 0, moving: int = 0) -> Iterator[None]:
-        timeout = self._timeout + max(self._room, moving) / SLOWEST
+        timeout = self._timeout + max(self._room, moving) / MIN_BYTES_PER_SECOND
         if not self._lock.acquire(timeout=timeout):
             raise TimeoutError(f"calls before this one take more than {timeout} s")
         try:
             if self._closed or os.getpid() != self._pid:
-                raise ConnectionError("it was closed, or it is another process's")
+                raise ConnectionError("it is closed, or belongs to another process")
             if room > self._room:
                 self._make_room(room)
             elif self._process is None:
@@ -233,7 +233,7 @@ class Client:
             self._lock.release()
 
     def _make_room(self, nbytes: int) -> None:
-        if nbytes > _LARGEST:
+        if nbytes > _MAX_ROOM_BYTES:
             raise FormatError(f"it has {nbytes} bytes")
         self._end()
         self._room = 1 << (nbytes - 1).bit_length()
@@ -247,12 +247,12 @@ class Client:
         try:
             os.ftruncate(memory, self._room)
             self._memory = mmap.mmap(memory, self._room)
-            # It is no part of the terminal's group: an interrupt there is the engine's to handle. But of its session,
-            # by which Linux shares out a busy processor: another one waited for it for seconds.
+            # Own process group, so that Ctrl-C reaches only the engine; same session, because autogroup scheduling
+            # starved a new one.
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "lmkv.backends.remote.child"),
-                    *(self._engine, str(far.fileno()), *map(str, shared)),
+                    *(self._module, str(far.fileno()), *map(str, shared)),
                 ],
                 pass_fds=(far.fileno(), *shared),
                 env=_environment(),
@@ -264,33 +264,33 @@ class Client:
         finally:
             far.close()
             os.close(memory)
-        # Not as arguments, which other users see: a password may be among them.
+        # Arguments of a process are visible to other users, and the options may have a password.
         self._exchange(self._options, START_LIMIT)
 
     def _ask(self, action: str, *arguments: Any, moving: int = 0) -> Any:
         timeout = self._timeout if self._connected else self._first_timeout
-        answer = self._exchange([action, *arguments], timeout + moving / SLOWEST)
+        answer = self._exchange([action, *arguments], timeout + moving / MIN_BYTES_PER_SECOND)
         self._connected = True
         return answer
 
     def _exchange(self, question: Any, timeout: float) -> Any:
-        """What the process answers."""
+        """Send a question and return the answer of the process."""
         try:
             self._connection.settimeout(timeout)
             self._connection.send(json.dumps(question).encode())
-            message = self._connection.recv(LARGEST_MESSAGE)
+            message = self._connection.recv(MAX_MESSAGE_BYTES)
             if not message:
                 raise EOFError
             kind, answer = json.loads(message)
         except BaseException as error:
-            # An answer that comes later is none to the next question.
+            # A late answer must not be taken for that of the next question.
             code = self._end(at_once=True)
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"no answer within {timeout} s") from error
             if not isinstance(error, EOFError | OSError):
                 raise
             raise ConnectionError(f"the client's process ended with {code}") from error
-        if kind == "away":
+        if kind == "unavailable":
             raise ConnectionError(answer)
         if kind == "failed":
             raise RuntimeError(answer)
@@ -300,16 +300,16 @@ class Client:
         process, self._process = self._process, None
         if process is None:
             return None
-        # Its end of the connection closes: it leaves the store, and ends.
+        # The process sees the end of the connection, disconnects from the store, and ends.
         self._connection.close()
         with suppress(subprocess.TimeoutExpired):
             return process.wait(0.1 if at_once else _END_LIMIT)
         process.kill()
-        # However long: until it has ended it may write to the slab.
+        # Wait without a limit: until it has ended it may write to the slab.
         return process.wait()
 
 
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+_clients: weakref.WeakSet[ClientProcess] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

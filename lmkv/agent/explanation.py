@@ -1,4 +1,4 @@
-"""Puts a request's report into words: what was loaded, what was not, and what would help."""
+"""Explains a request's report in a sentence: loaded tokens, missed tokens, and advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADVICE = {
     "not_taken": "vLLM did without what was found, for prompt log-probabilities or another connector.",
     "failed": "A load for this request failed before: see the log.",
 }
-"""By reason of a miss, what it means and what to do."""
+"""Reason of a miss -> its meaning and advice."""
 
 
 def explained(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from attrs import evolve
 
-from lmkv.backends.remote.isolated import Client, IsolatedBackend
+from lmkv.backends.remote.subprocess_backend import ClientProcess, SubprocessBackend
 from lmkv.errors import BackendUnavailable
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import ReadStatus, Written
@@ -28,7 +28,7 @@ FREE = 0xA5
 class ProcessSuite(StoreSuite):
     """What holds of the processes, whichever store they speak with."""
 
-    kind: ClassVar[type[IsolatedBackend]]
+    kind: ClassVar[type[SubprocessBackend]]
 
     def test_chunks_larger_than_the_memory_between_the_processes(self, backend: Any) -> None:
         chunks = [chunk_of(20 << 20), chunk_of(100)]
@@ -61,7 +61,7 @@ class ProcessSuite(StoreSuite):
         assert all(process.poll() is not None for process in processes)
 
 
-class IsolatedSuite(ProcessSuite, ServerSuite):
+class SubprocessSuite(ProcessSuite, ServerSuite):
     def value_of(self, backend: Any, chunk: Chunk) -> bytes:
         name = backend.name_of(chunk.key)
         with backend._client(name).value(name, 0, memoryview(b"?")) as (nbytes, fill):
@@ -70,7 +70,7 @@ class IsolatedSuite(ProcessSuite, ServerSuite):
             return bytes(value)
 
     def put(self, backend: Any, name: str, value: bytes) -> None:
-        client: Client = backend._client(name)
+        client: ClientProcess = backend._client(name)
         client.ask("remove", [name])
         assert client.put(name, memoryview(value)[:1], memoryview(value)[1:]) == "stored"
 
@@ -79,7 +79,7 @@ def process_of(backend: Any, chunk: Chunk) -> Any:
     return backend._client(backend.name_of(chunk.key))._process
 
 
-class InSlab(IsolatedBackend):
+class InSlab(SubprocessBackend):
     """A mixin: what the backend is given goes through slots of a registered slab, which nobody else writes to."""
 
     def _set_up(self, options: dict[str, Any]) -> None:

@@ -105,11 +105,11 @@ def test_an_engine_that_is_away_is_named(stores: list[TieredStore], servers: lis
     servers[1].close()
     found = client.lookup(TEXT)
     assert found["hit_tokens"] == 23
-    assert "ConnectError" in engines_of(found)[1]["away"]
+    assert "ConnectError" in engines_of(found)[1]["unavailable"]
     assert client.prefetch(TEXT)["ready_tokens"] == 24
     assert client.stats()["tiers"][0]["chunks"] == 6
-    assert "ConnectError" in client.requests()["away"]["1"]
-    with pytest.raises(httpx.HTTPStatusError, match=r"503 .*engine 1 is away"):
+    assert "ConnectError" in client.requests()["unavailable"]["1"]
+    with pytest.raises(httpx.HTTPStatusError, match=r"503 .*engine 1 is unavailable"):
         client.lookup(TEXT, engine=1)
     with pytest.raises(httpx.HTTPStatusError, match=r"400 .*there is no such engine; there are 0, 1"):
         client.lookup(TEXT, engine=7)

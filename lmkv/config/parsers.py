@@ -1,0 +1,166 @@
+"""Parsers of settings: each takes a value as users write it, and raises ValueError with the reason.
+
+Values come from YAML, the environment, JSON and Python, so a number or a boolean may be text.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from lmkv.config.lmcache import BOOLEANS, NOTHING
+from lmkv.config.remote_url import RemoteURL, Secret, schemes
+from lmkv.plugins import is_place
+
+Parse = Callable[[object], Any]
+
+_FILE_URL: Final = re.compile(r"(?i:file):(//(localhost)?(?=/))?(?P<path>/(?!/).*)")
+_OTHER_URL: Final = re.compile(r"(?i)file:|[a-z][a-z0-9+.-]*://")
+
+_WHOLE_NUMBER: Final = re.compile(r"\s*[-+]?[0-9]+\s*")
+"""No underscores, which Python accepts and other readers do not."""
+
+
+def boolean(value: object) -> bool:
+    word = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
+    if word not in BOOLEANS:
+        raise ValueError(f"must be one of {'/'.join(BOOLEANS)}")
+    return BOOLEANS[word]
+
+
+def is_nothing(value: object) -> bool:
+    """Whether a value of an option that need not be set leaves it unset: none, null, false, no, off, or empty."""
+    return value is None or value is False or (isinstance(value, str) and value.lower() in NOTHING)
+
+
+def integer(minimum: int, maximum: int = 1 << 40) -> Parse:
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError("must be a whole number")
+        if isinstance(value, str) and not _WHOLE_NUMBER.fullmatch(value):
+            raise ValueError("must be a whole number, in digits alone")
+        try:
+            found = int(value)
+        except ValueError:
+            raise ValueError("must be a whole number") from None
+        if not minimum <= found <= maximum:
+            raise ValueError(f"must be {f'at least {minimum}' if found < minimum else f'at most {maximum}'}")
+        return found
+
+    return parse
+
+
+def number(minimum: float, maximum: float = 1e9, *, above: bool = False) -> Parse:
+    """A finite number from `minimum` (or `above` it) to `maximum`."""
+
+    def parse(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float | str) or "_" in str(value)[:400]:
+            raise ValueError("must be a number")
+        try:
+            found = float(value)
+        except (ValueError, OverflowError):
+            raise ValueError("must be a number") from None
+        if not math.isfinite(found):
+            raise ValueError("must be finite")
+        if found > maximum:
+            raise ValueError(f"must be at most {maximum:g}")
+        if found < minimum or (above and found == minimum):
+            raise ValueError(f"must be {'above' if above else 'at least'} {minimum:g}")
+        return found
+
+    return parse
+
+
+def one_of(*names: str) -> Parse:
+    known = {name.lower(): name for name in names}
+
+    def parse(value: object) -> str:
+        # YAML reads a bare on or off as a boolean.
+        word = ("on" if value else "off") if isinstance(value, bool) else value
+        if not isinstance(word, str) or word.strip().lower() not in known:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return known[word.strip().lower()]
+
+    return parse
+
+
+def plugin_name(names: Callable[[], Iterable[str]]) -> Parse:
+    """One of `names()` at the time of parsing, or `package.module:Class`."""
+
+    def parse(value: object) -> object:
+        if isinstance(value, str) and is_place(value.strip()):
+            return value.strip()
+        try:
+            return one_of(*names())(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, or package.module:Class") from None
+
+    return parse
+
+
+def path(value: object) -> str | None:
+    """A plain path from a path or a file URL, or None."""
+    if is_nothing(value):
+        return None
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError("must be a path or file:///path")
+    text = os.fspath(value)
+    if isinstance(text, str) and text != text.strip():
+        raise ValueError("must not begin or end with a blank")
+    if isinstance(text, str) and (url := _FILE_URL.fullmatch(text)):
+        if set("?#") & set(url["path"]):
+            raise ValueError("has a ? or # in its URL: write %3F or %23, or give a plain path")
+        text = unquote(url["path"])
+    elif isinstance(text, bytes) or _OTHER_URL.match(text):
+        raise ValueError("must be a path or file:///path")
+    path = os.path.normpath(os.path.expanduser(text))
+    if "\0" in text or path.strip("/") == "":
+        raise ValueError("must be a path or file:///path, and not that of everything")
+    # Keep ./none as a folder, so that it is not read as unset later.
+    return os.path.join(os.curdir, path) if is_nothing(path) else path
+
+
+def urls(value: object) -> tuple[RemoteURL, ...]:
+    """From one URL, several with blanks or commas between them, or a list of them."""
+    texts = () if is_nothing(value) else re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):
+        raise ValueError("must be a URL, or a list of them")
+    found = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
+    if any(url.scheme not in schemes() and not is_place(url.scheme) for url in found):
+        raise ValueError(f"must begin with package.module:Class, or one of {', '.join(f'{s}://' for s in schemes())}")
+    if not all(url.text.isprintable() and " " not in url.text for url in found):
+        raise ValueError("must have printable characters alone, and no blanks")
+    try:
+        _ = [urlsplit(url.text).port for url in found]
+    except ValueError:  # it may quote a part of a password
+        raise ValueError("must have a valid host and port; in a password / is %2F, ? is %3F, # is %23") from None
+    return tuple(found)
+
+
+def secret(value: object) -> Secret | None:
+    if isinstance(value, Secret):
+        return value
+    if value is None or (isinstance(value, str) and is_nothing(value)):
+        return None
+    if not isinstance(value, str):
+        # YAML has read yes or no as a boolean.
+        raise ValueError("must be a text: in YAML, in quotes")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be text in UTF-8") from None
+    return Secret(value)
+
+
+def optional_text(value: object) -> str | None:
+    return None if is_nothing(value) else text(value)
+
+
+def text(value: object) -> str:
+    if not isinstance(value, str | None):
+        raise ValueError("must be a text")
+    return value or ""

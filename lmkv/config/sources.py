@@ -1,0 +1,85 @@
+"""Sources of settings: keyword arguments, a YAML file, environment variables, and vLLM's extra configuration."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from lmkv.config import lmcache
+from lmkv.config.lmcache import EXTRA, SERVICE_LINK, VARIABLE
+from lmkv.errors import ConfigError, short_repr
+
+KEYWORD: Final = "keyword"
+ENV_PREFIX: Final = "LMKV_"
+ENV_FILE: Final = "LMKV_CONFIG_FILE"
+RESERVED_ENV: Final = frozenset({ENV_FILE, "LMKV_LOG_LEVEL", "LMKV_CHECK_LOCKS"})
+
+
+def given_settings(
+    overrides: Mapping[str, object],
+    file: str | os.PathLike[str] | None,
+    env: Mapping[str, str],
+    extra: Mapping[Any, object],
+) -> Iterator[tuple[Any, object, str]]:
+    """`(key, value, source)` of everything given, weakest source first."""
+    for key, value in overrides.items():
+        yield key, value, KEYWORD
+    if file:
+        for key, value in read_yaml(Path(file)).items():
+            yield key, value, f"file {os.fspath(file)}"
+    for name in sorted(env):
+        if name.startswith(ENV_PREFIX) and name not in RESERVED_ENV and not SERVICE_LINK.fullmatch(name):
+            yield name.removeprefix(ENV_PREFIX).lower(), env[name], f"{VARIABLE}{name}"
+    for name, value in extra.items():
+        if lmcache.owns(name):
+            continue
+        key = name.removeprefix("lmkv.") if isinstance(name, str) else name
+        if key != name and key in extra:
+            raise ConfigError(f"{EXTRA}: both {key!r} and {name!r} are given")
+        yield key, value, EXTRA
+
+
+def read_yaml(path: Path) -> dict[Any, object]:
+    """The mapping in a file, with numbers as text, which the parsers of settings take. Raises ConfigError."""
+    # Imported here, because most engines have no file.
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Leaves 0400, 1:30 and 1.50 as they are written, and refuses a key that is given twice."""
+
+        yaml_implicit_resolvers = {  # noqa: RUF012
+            first: [each for each in resolvers if not each[0].endswith((":int", ":float", ":timestamp"))]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            lines: dict[str, int] = {}
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                name, line = key.value, key.start_mark.line + 1
+                if name in lines:
+                    raise yaml.YAMLError(f"{short_repr(name)} is given twice, in lines {lines[name]} and {line}")
+                lines[name] = line
+            return super().construct_mapping(node, deep)
+
+    try:
+        content = yaml.load(path.read_text("utf-8"), Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"file {path}: {_yaml_reason(error)}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"file {path}: must map keys to values, not be a {type(content).__name__}")
+    return content
+
+
+def _yaml_reason(error: Exception) -> str:
+    """The error and its line, without quoting the file, which may have passwords."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if problem is None or mark is None:
+        return str(error)
+    problem = re.sub(r"(['\"]).{2,}\1", "...", problem)
+    place = f"line {mark.line + 1}, column {mark.column + 1}"
+    return f"{place}: {problem}; a value with : # or a sign before it needs quotes"
