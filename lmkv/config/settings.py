@@ -38,8 +38,7 @@ from lmkv.errors import SECRET, ConfigError, short_repr
 from lmkv.policies import ADMISSIONS, POLICIES, policy_names
 
 GIB: Final = 1 << 30
-"""Bytes in a GiB, which sizes are given in."""
-
+"""Bytes in a GiB, the unit of sizes."""
 DEFAULT: Final = "default"
 
 _T = TypeVar("_T")
