@@ -29,9 +29,6 @@ class Tails:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._entries
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     @property
     def full(self) -> bool:
         """Whether another tail may only take the place of one of these."""
