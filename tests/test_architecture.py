@@ -71,7 +71,7 @@ BUDGET = {
     "chunks": 508,
     "plugins": 33,
     "policies": 167,
-    "config": 672,
+    "config": 670,
     "memory": 1113,
     "store.tiers": 1188,
     "store": 1047,
@@ -90,7 +90,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12442
+WHOLE = 12440
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

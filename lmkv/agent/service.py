@@ -247,7 +247,7 @@ class CacheService:
         parts: dict[tuple[int, int], dict[str, Any]] = {}
         for each in reversed(self._requests()["requests"]):
             if found := ids.fullmatch(each["request"]):
-                # Of reports with the same id the newest wins.
+                # The newest of several reports with the same id wins.
                 parts[int(found[2] or 0), int(found[1] or 0)] = each
         reports = [explained(parts[place]) for place in sorted(parts)]
         return {**reports[0], "parts": reports} if len(reports) > 1 else next(iter(reports), None)

@@ -215,9 +215,7 @@ class Config:
     agent_listen: str | None = _option(
         None, optional_text, "Where the agent API listens: 127.0.0.1:8377, or unix:/path; nowhere unless it is set"
     )
-    agent_token: Secret | None = _option(
-        None, secret, "Token that callers of the agent API must send; nothing shows it"
-    )
+    agent_token: Secret | None = _option(None, secret, "Token of callers of the agent API; nothing shows it")
     agent_token_file: str | None = _option(None, path, "File that has the token in its first line")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
     """Sources of values, by name; `load` fills it in."""
