@@ -296,7 +296,7 @@ class Scheduler:
             state.drop_lease()
             state.drop_promotion()
             # What is running was computed before the reset, perhaps with other weights.
-            state.options.skip_save = state.options.skip_load = True
+            state.options.skip_save = state.options.skip_load = state.outdated = True
 
     def forget_evictions(self, keys: Sequence[ChunkKey] | None = None) -> None:
         """Chunks, or all, were deleted by a caller: nothing evicted them. On any thread."""
