@@ -84,7 +84,7 @@ BUDGET = {
     "": 50,
     "agent": 886,
     "vllm": 1541,
-    "vllm.requests": 252,
+    "vllm.requests": 251,
     "vllm.observe": 524,
     "vllm.scheduler": 1012,
 }

@@ -144,7 +144,7 @@ class EventRecorder:
 
     def _unknown(self, state: RequestState, keys: Sequence[ChunkKey]) -> Iterator[tuple[ChunkKey, list[Blocks]]]:
         own = state.chain.keys
-        for index, key in enumerate(() if self._failed or state.outdated else keys):
+        for index, key in enumerate(() if self._failed else keys):
             if key in self._chunks:
                 continue
             start = index * self._chunk_size

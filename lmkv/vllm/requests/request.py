@@ -92,8 +92,6 @@ class RequestState:
     """When vLLM was first told to ask again."""
     disabled: bool = False
     """A load of this request failed: it computes the rest, and no further load is offered."""
-    outdated: bool = False
-    """It began before a reset: nobody looks for its keys any more."""
 
     @classmethod
     def of(

@@ -291,12 +291,14 @@ class Scheduler:
         if not delete:
             self._epoch = secrets.token_hex(16)
         self._store.clear(lower=delete)
+        # Copies under way may be of requests that have ended.
+        self.storing.taint_all()
         self._observer.reset()
         for state in self._requests.values():
             state.drop_lease()
             state.drop_promotion()
             # What is running was computed before the reset, perhaps with other weights.
-            state.options.skip_save = state.options.skip_load = state.outdated = True
+            state.options.skip_save = state.options.skip_load = True
 
     def forget_evictions(self, keys: Sequence[ChunkKey] | None = None) -> None:
         """Chunks, or all, were deleted by a caller: nothing evicted them. On any thread."""

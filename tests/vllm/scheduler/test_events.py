@@ -346,6 +346,21 @@ def test_what_a_request_that_loads_nothing_has_stored_is_told_after_one_of_its_c
     assert kept > 2, kept
 
 
+def test_a_copy_that_ends_after_a_reset_and_its_request_tells_nothing() -> None:
+    index = Index()
+    with small_engine(save_unfull_chunk=False, lower_chunks=40, depth=3) as engine:
+        request = SimulatedRequest("first", list(range(60)), 60, 20, "a")
+        engine.add(request)
+        while not (engine.scheduler.storing.busy and len(engine.store._tiers[0].index)):
+            engine.step()
+        engine.abort(request)
+        engine.scheduler.reset(delete=False)
+        engine.finish()
+        engine.step()
+        index.replay([*engine.events, *engine.scheduler.take_events()])
+        assert index.places == {}, "nobody looks for these chunks any more"
+
+
 def test_what_routers_were_told_to_forget_is_told_again() -> None:
     tokens = list(range(24))
     with small_engine(save_unfull_chunk=False, lower_chunks=40) as engine:
