@@ -143,10 +143,8 @@ class EventRecorder:
             self._failed = True
 
     def _unknown(self, state: RequestState, keys: Sequence[ChunkKey]) -> Iterator[tuple[ChunkKey, list[Blocks]]]:
-        own, options = state.chain.keys, state.options
-        # A request that began before a reset has keys that nobody looks for any more.
-        is_old = options.skip_save and options.skip_load
-        for index, key in enumerate(() if self._failed or is_old else keys):
+        own = state.chain.keys
+        for index, key in enumerate(() if self._failed else keys):
             if key in self._chunks:
                 continue
             start = index * self._chunk_size

@@ -288,6 +288,8 @@ class Scheduler:
         if not delete:
             self._epoch = secrets.token_hex(16)
         self._store.clear(lower=delete)
+        # Copies under way may be of requests that have ended.
+        self.storing.taint_all()
         self._observer.reset()
         for state in self._requests.values():
             state.drop_lease()

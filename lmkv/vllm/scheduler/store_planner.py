@@ -143,9 +143,10 @@ class StorePlanner:
         return job in self._jobs
 
     def taint_all(self) -> None:
-        """A load failed: throw away every chunk that was ordered before this was known.
+        """A load failed, or everything was reset: throw away every chunk that was ordered before this was known.
 
-        Its KV may depend on the unfilled blocks, which other requests share through vLLM's prefix cache.
+        After a failed load its KV may depend on the unfilled blocks, which other requests share through vLLM's
+        prefix cache. After a reset nobody looks for it.
         """
         for job in self._jobs.values():
             job.tainted = True

@@ -330,6 +330,37 @@ def test_after_a_reset_nothing_is_said_to_be_anywhere(delete: bool) -> None:
         assert told(serve(engine, "again", tokens))[0] == ("+", RAM, hashes(tokens, 0, 8))
 
 
+def test_what_a_request_that_loads_nothing_has_stored_is_told_after_one_of_its_copies_failed() -> None:
+    kept = 0
+    for seed in range(12):
+        options: dict[str, Any] = {"num_blocks": 90, "chunk_size": 8, "ram_chunks": 20, "depth": 3}
+        options |= {"store_faults": 0.4, "describe": DESCRIBE}
+        with closing(SimulatedVLLM(random.Random(seed), groups=[Group(4)], **options)) as engine:
+            engine.add(SimulatedRequest("first", list(range(60)), 60, 4, "a", {"lmkv.skip_load": True}))
+            state, index = engine.scheduler._requests["first"], Index()
+            engine.finish()
+            engine.step()
+            index.replay([*engine.events, *engine.scheduler.take_events()])
+            assert index.places == found(engine, [state])
+            kept += state.options.skip_save and engine.store.stats().primary.chunks > 0
+    assert kept > 2, kept
+
+
+def test_a_copy_that_ends_after_a_reset_and_its_request_tells_nothing() -> None:
+    index = Index()
+    with small_engine(save_unfull_chunk=False, lower_chunks=40, depth=3) as engine:
+        request = SimulatedRequest("first", list(range(60)), 60, 20, "a")
+        engine.add(request)
+        while not (engine.scheduler.storing.busy and len(engine.store._tiers[0].index)):
+            engine.step()
+        engine.abort(request)
+        engine.scheduler.reset(delete=False)
+        engine.finish()
+        engine.step()
+        index.replay([*engine.events, *engine.scheduler.take_events()])
+        assert index.places == {}, "nobody looks for these chunks any more"
+
+
 def test_what_routers_were_told_to_forget_is_told_again() -> None:
     tokens = list(range(24))
     with small_engine(save_unfull_chunk=False, lower_chunks=40) as engine:
