@@ -81,21 +81,12 @@ BUDGET = {
     "build": 95,
     "engine": 463,
     "registry": 24,
-<<<<<<< HEAD
     "": 60,
     "agent": 882,
     "vllm": 1562,
     "vllm.requests": 247,
-    "vllm.observe": 524,
-    "vllm.scheduler": 1003,
-=======
-    "": 50,
-    "agent": 886,
-    "vllm": 1541,
-    "vllm.requests": 251,
-    "vllm.observe": 522,
-    "vllm.scheduler": 1013,
->>>>>>> part-attack
+    "vllm.observe": 523,
+    "vllm.scheduler": 1004,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
