@@ -13,6 +13,7 @@ from attrs import frozen
 
 from lmkv import plugins
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.config import Config
 from lmkv.errors import BackendError, BackendUnavailable
@@ -56,17 +57,10 @@ def try_remote(url: str) -> None:
     """
     config = Config.load(extra={"remote_url": url})
     [where] = config.remote_url
-    backend = plugins.make(
-        where.place,
-        f"remote_url {where}",
-        Backend,
-        where.text,
-        os.urandom(32),
-        username=config.remote_username,
-        password=config.password,
-        prefix=config.remote_prefix,
-        timeout=_PATIENCE,
+    options = RemoteOptions(
+        username=config.remote_username, password=config.password, prefix=config.remote_prefix, timeout=_PATIENCE
     )
+    backend = plugins.make(where.place, f"remote_url {where}", Backend, where.text, os.urandom(32), options)
     try:
         # First: whoever does not answer this is not asked for more.
         backend.contains([_KEY])
