@@ -73,7 +73,7 @@ BUDGET = {
     "policies": 167,
     "config": 670,
     "memory": 1113,
-    "store.tiers": 1188,
+    "store.tiers": 1224,
     "store": 1047,
     "backends": 375,
     "backends.disk": 937,
@@ -90,7 +90,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12440
+WHOLE = 12476
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

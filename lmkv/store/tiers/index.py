@@ -16,6 +16,7 @@ from attrs import define, field
 
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed, Policy
+from lmkv.store.tiers.late_writes import LateWrites
 from lmkv.store.tiers.observer import StoreObserver
 
 Victims = dict[ChunkKey, int]
@@ -57,6 +58,7 @@ class TierIndex:
         self._doubted: set[ChunkKey] = set()
         self._rewriting: Victims = {}
         self._writing: set[ChunkKey] = set()
+        self.late_writes = LateWrites()
         self._tombstones: Victims = {}
         self._reclaiming: set[ChunkKey] = set()
         self._reclaiming_bytes = 0
@@ -111,6 +113,8 @@ class TierIndex:
         self._writing.add(key)
         self.used += nbytes
         self._tombstones |= evicted
+        if key in self.late_writes:
+            self._tombstones.setdefault(key, 0)
         return self.take_tombstones(nbytes)
 
     def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
@@ -217,6 +221,7 @@ class TierIndex:
         """
         stored = {key: nbytes for key, nbytes in self._sizes.items() if not _is_other_namespace(key)}
         self.mark_deleted(stored)
+        self.late_writes.clear()
         self.clearing = True
         for scan in self._scans:
             scan.valid = False
@@ -264,6 +269,8 @@ class TierIndex:
             return
         for key, nbytes in sizes.items():
             self._trust(key)
+            if self._is_late(key, nbytes):
+                continue
             if self._is_new(key, scan):
                 evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
                 if evicted is not None:
@@ -272,6 +279,14 @@ class TierIndex:
 
     def _is_new(self, key: ChunkKey, scan: ScanGuard) -> bool:
         return not (self.knows(key) or key in scan.changed or self._is_deleted(key))
+
+    def _is_late(self, key: ChunkKey, nbytes: int) -> bool:
+        """Whether a value that was seen may be from before a clear; then it becomes a tombstone."""
+        if key not in self.late_writes or self.knows(key):
+            return False
+        if key not in self._reclaiming:
+            self._tombstones[key] = nbytes
+        return True
 
     def _is_deleted(self, key: ChunkKey) -> bool:
         return key in self._tombstones or key in self._reclaiming
@@ -302,7 +317,7 @@ class TierIndex:
             if item.key in self._sizes and used > self._last_used:
                 # Used since the last listing, perhaps by another process.
                 self.policy.touch([item.key])
-            if self._is_new(item.key, self._listing):
+            if not self._is_late(item.key, max(item.nbytes, 1)) and self._is_new(item.key, self._listing):
                 self._adopt(item)
         return True
 

@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 Operation = Literal["read", "write"]
 
 _MAX_TIMES = 1000
-_FIRST_BATCH = 4
-_BATCH_GROWTH = 8
+_FIRST_BATCH, _BATCH_GROWTH = 4, 8
 
 
 class LowerTier:
@@ -245,13 +244,23 @@ class LowerTier:
         with self._lock:
             self._writes.end(call, ok=result.status is not WriteStatus.FAILED)
             self._count_write(result, len(chunk.payload), self._clock() - started)
-            stored = result.status in (WriteStatus.STORED, WriteStatus.PRESENT)
             wanted = is_wanted()
+            stored = self._is_stored(chunk.key, result, wanted=wanted)
             self.index.end_write(chunk.key, cost, stored=stored, wanted=wanted, parent=chunk.parent)
         if result.error is not None:
             logger.warning("lmkv: %s", result.error)
         if not wanted:
             self.reclaim()
+
+    @locked
+    def _is_stored(self, key: ChunkKey, result: Written, *, wanted: bool) -> bool:
+        """Whether the medium has the chunk now, and not one from before a clear."""
+        late = self.index.late_writes
+        if result.status is WriteStatus.STORED:
+            late.stored(key)
+        elif isinstance(result.error, BackendUnavailable):
+            late.unanswered(key, cleared=not wanted)
+        return result.status is WriteStatus.STORED or (result.status is WriteStatus.PRESENT and key not in late)
 
     @locked
     def _begin_write(

@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, sizes_of, statuses
 from tests.backends.remote.server_suite import assert_fails_and_can_be_replaced, assert_unavailable
-from tests.kit import LIMIT, chain, eventually, get, lower, put_below, small_store
+from tests.kit import LIMIT, chain, eventually, get, lower, put, put_below, small_store
 from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, missing, redis_server
 
 NAMESPACE = bytes(range(32))
@@ -328,6 +328,50 @@ def test_a_value_that_comes_too_slowly_is_given_up(tmp_path: Path) -> None:
         for each in (direct, slow, patient):
             each.close()
         proxy.close()
+
+
+class StopsTheServer(RedisBackend):
+    """Its server stops when it has been asked whether a value is there, and then gets the value."""
+
+    server: RedisServer | None = None
+
+    def _set_command(self, name: bytes, header: memoryview, payload: memoryview) -> list[bytes | memoryview]:
+        if self.server is not None:
+            self.server.pause()
+        return super()._set_command(name, header, payload)
+
+
+def test_a_write_that_is_carried_out_after_a_clear_is_never_served(tmp_path: Path) -> None:
+    """The weights may have changed: the key now stands for other bytes."""
+    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
+    with redis_server(kind, tmp_path) as server:
+        backend = StopsTheServer(server.url, NAMESPACE, RemoteOptions(timeout=0.5))
+        client, (key,), other = Redis(port=server.port), chain("late", 1), chain("other", 1)
+        with closing(small_store(8, lower(backend))) as store:
+            backend.server = server
+            assert put(store, [key]) == 1
+            assert store.drain(LIMIT)
+            assert store.stats().tiers[1].write_failures == 1
+            backend.server = None
+            server.resume()
+            eventually(lambda: bool(client.exists(backend.name_of(key))), "the server has carried it out")
+            before = client.get(backend.name_of(key))
+            store.clear(lower=True)
+            put_below(store, other)
+            assert not client.exists(backend.name_of(key))
+            # Once more, from the buffer of a proxy.
+            client.set(backend.name_of(key), before)
+            lookup = store.look_up_shared([key])
+            assert lookup is None or lookup.wait(LIMIT)
+            assert get(store, [key]) == []
+            client.set(backend.name_of(key), before)
+            put_below(store, [key], version=1)
+            assert get(store, [key]) == [1]
+        with closing(small_store(8, lower(backend_of(server.url)))) as another:
+            lookup = another.look_up_shared([key])
+            assert lookup is not None
+            assert lookup.wait(LIMIT)
+            assert get(another, [key]) == [1]
 
 
 # -- who may, and what is shown --------------------------------------------------------------------------
