@@ -5,8 +5,8 @@
 
 Each user sends a prompt, waits for the answer, and sends it all again with the next question behind it.
 vLLM's own prefix cache is on in every engine: it forgets a user's KV while the others are served. The engines
-run one after the other, each in a process of its own: vLLM alone, with lmkv's RAM tier, and with RAM tier and
-disk, the RAM tier then being too small for all conversations as well. In float32: all outputs must be equal.
+run one after the other, each in a process of its own: vLLM alone, with lmkv in host memory, and with that and a
+disk, host memory then being too small for all conversations as well. In float32: all outputs must be equal.
 The picture needs matplotlib (`pip install "lmkv[plot]"`).
 """
 

@@ -46,7 +46,7 @@ def build_store(
         list(_lower_tiers(config, namespace, config.authentication_bytes)),
         io_threads=config.disk_io_threads,
         prefetch_share=config.prefetch_share,
-        # Without a CPU tier chunks only pass through the slots.
+        # With `local_cpu: false` chunks only pass through the slots.
         retain=config.local_cpu,
         spans=layout.spans,
     )

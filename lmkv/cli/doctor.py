@@ -136,18 +136,18 @@ def examine_secrets(config: Config) -> Iterator[Finding]:
 
 
 def examine_memory(config: Config) -> Iterator[Finding]:
-    """The limits of this machine, and the size of the CPU tier within them."""
+    """The limits of this machine, and the size of host memory within them."""
     yield Finding("memory", "available", gibibytes(available_ram()))
     yield Finding("memory", "control group's limit", control_group_limit())
     wanted = config.max_local_cpu_bytes
     try:
         given = clamp_capacity(wanted, ALIGNMENT)
     except ConfigError as error:
-        yield Finding("memory", "CPU tier", "none", problem=str(error))
+        yield Finding("memory", "host memory", "none", problem=str(error))
         return
     cut = given // ALIGNMENT < wanted // ALIGNMENT
     note = f"cut from {gibibytes(wanted)}" if cut else "as configured"
-    yield Finding("memory", "CPU tier", gibibytes(given), note=note)
+    yield Finding("memory", "host memory", gibibytes(given), note=note)
 
 
 def examine_shared_memory(config: Config) -> Iterator[Finding]:
@@ -215,11 +215,11 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
     try:
         chunks = clamp_capacity(config.max_local_cpu_bytes, slot) // slot
     except ConfigError as error:
-        yield Finding("model", "in the CPU tier", "none", problem=str(error))
+        yield Finding("model", "in host memory", "none", problem=str(error))
     else:
         passing = "" if config.local_cpu else "; they only pass through it, as local_cpu is off"
         note = f"{chunks:,} chunks of {chunk}{passing}"
-        yield Finding("model", "in the CPU tier", f"{chunks * chunk:,} tokens", note=note)
+        yield Finding("model", "in host memory", f"{chunks * chunk:,} tokens", note=note)
     if config.local_disk:
         chunks = config.max_local_disk_bytes // size.file_bytes(chunk)
         problem = "" if chunks else "max_local_disk_size: the disk tier cannot hold one chunk of this model"

@@ -84,7 +84,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
         raise ValueError("pipeline parallel ranks have different layers, which is not supported yet")
     # Ray chooses machines later: a rank that cannot map the slab says so.
     if getattr(parallel, "nnodes_within_dp", 1) > 1:
-        raise ValueError("tensor parallel ranks on other machines cannot map the CPU tier, which is not supported yet")
+        raise ValueError("tensor parallel ranks on other machines cannot map host memory, which is not supported yet")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"{name} > 1 spreads blocks over ranks, which is not supported yet")

@@ -178,13 +178,13 @@ class Worker:
                 if self._memory is not None:
                     self._made_copier()
             except UsageError as error:
-                self.refuse(f"rank {self._rank} cannot use the CPU tier: {error}")
+                self.refuse(f"rank {self._rank} cannot use host memory: {error}")
             except Exception as error:
                 # One that does not run where the scheduler does, or has no descriptor left for a moment.
                 self._failed_attaches += 1
                 if self._failed_attaches == _ATTACHES:
-                    self.refuse(f"rank {self._rank} cannot map the CPU tier: {error!r}")
-                logger.debug("lmkv: cannot map the CPU tier at %s", ref.path, exc_info=True)
+                    self.refuse(f"rank {self._rank} cannot map host memory: {error!r}")
+                logger.debug("lmkv: cannot map host memory at %s", ref.path, exc_info=True)
 
     def _check_slab(self, ref: SlabRef, layout: KVLayout) -> None:
         """Raise UsageError for the slab of a scheduler side that has another layout."""
@@ -287,7 +287,7 @@ class Worker:
         with self._attaching:
             if self._copier is None:
                 if self._memory is None or self._slab is None or self._layout is None:
-                    raise NotReadyError("the worker has no KV tensors or no CPU tier yet")
+                    raise NotReadyError("the worker has no KV tensors or no slab yet")
                 memory, layout, slab = self._memory, self._layout, self._slab
                 self._copier = make_copier(memory, layout, slab, self._rank, self._staging, self._share)
             return self._copier
@@ -368,4 +368,4 @@ class Worker:
             elif not process_ends:
                 self._release_slab()
         except Exception:
-            logger.exception("lmkv: the device has failed, and cannot give the CPU tier back")
+            logger.exception("lmkv: the device has failed, and cannot release host memory")

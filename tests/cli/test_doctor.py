@@ -82,14 +82,14 @@ class TestSecrets:
 class TestMemory:
     def test_limits_are_named(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=0.01))))
-        assert list(found) == ["available", "control group's limit", "CPU tier"]
-        assert (found["CPU tier"].value, found["CPU tier"].note) == ("0.01 GiB", "as configured")
+        assert list(found) == ["available", "control group's limit", "host memory"]
+        assert (found["host memory"].value, found["host memory"].note) == ("0.01 GiB", "as configured")
         assert not any(item.problem for item in found.values())
 
     def test_a_cut_is_said(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=1e6))))
-        assert found["CPU tier"].note == "cut from 1000000.00 GiB"
-        assert not found["CPU tier"].problem
+        assert found["host memory"].note == "cut from 1000000.00 GiB"
+        assert not found["host memory"].problem
 
     def test_shared_memory_is_tried(self, memory_path: Path) -> None:
         def found(folder: Path, gib: float) -> Finding:
@@ -108,7 +108,7 @@ class TestMemory:
 
     def test_less_than_a_page_is_a_problem(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=1e-9))))
-        assert "max_local_cpu_size" in found["CPU tier"].problem
+        assert "max_local_cpu_size" in found["host memory"].problem
 
 
 class TestDisk:

@@ -155,7 +155,7 @@ class TestDoctor:
         assert found["one token"]["value"] == "147,456 bytes"
         assert found["10,000 tokens"]["value"] == "1.47 GB"
         # 14 chunks of 36 MiB are in half a GiB; a file has a page more.
-        assert found["in the CPU tier"]["value"] == f"{14 * 256:,} tokens"
+        assert found["in host memory"]["value"] == f"{14 * 256:,} tokens"
         assert found["in the disk tier"]["value"] == f"{28 * 256:,} tokens"
 
     def test_a_tier_without_room_for_a_chunk_is_a_problem(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""One RAM tier for the engines of a node: a folder in memory, under each one's own slab and over the disk."""
+"""One memory tier for the engines of a node: a folder in memory, under each one's own slab and over the disk."""
 
 from __future__ import annotations
 

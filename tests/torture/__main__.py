@@ -4,7 +4,7 @@
     python -m tests.torture --requests 10000 --json
 
 Small models in float32, random conversations over shared beginnings, salts, aborts at any step, chunked
-prefill, too few KV blocks, a tiny CPU tier over a small disk, and five in a hundred copies, reads and writes
+prefill, too few KV blocks, a tiny host memory over a small disk, and five in a hundred copies, reads and writes
 failing, beside damaged files and a disk that is away now and then.
 """
 

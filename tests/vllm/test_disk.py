@@ -1,4 +1,4 @@
-"""The disk tier under real vLLM: restarts, promotion while queued, and prompts longer than the RAM tier."""
+"""The disk tier under real vLLM: restarts, promotion while queued, and prompts longer than host memory."""
 
 from __future__ import annotations
 

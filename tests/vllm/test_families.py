@@ -1,7 +1,7 @@
 """Kinds of attention: expected hits, outputs as without a connector, nothing leaked under pressure.
 
 Each family has one engine, whose KV space three to four requests fill, with prefill in steps of an odd size
-and room for few chunks in the CPU tier.
+and room for few chunks in host memory.
 """
 
 from __future__ import annotations

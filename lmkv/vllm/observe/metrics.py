@@ -93,9 +93,9 @@ METRICS = {
         "Time from a request's first deferred lookup to its answer, or to the request's end.", _SECONDS
     ),
     "vllm:kv_offload_allocation_failure": _counter("Number of KV offload store allocation attempts that failed."),
-    "vllm:kv_offload_cpu_cache_usage_perc": _gauge("Share of the CPU tier's slots that are referenced, 0 to 1."),
-    "vllm:kv_offload_cpu_cache_write_usage_perc": _gauge("Share of the CPU tier's slots being stored to, 0 to 1."),
-    "vllm:kv_offload_cpu_cache_read_usage_perc": _gauge("Share of the CPU tier's slots referenced otherwise, 0 to 1."),
+    "vllm:kv_offload_cpu_cache_usage_perc": _gauge("Share of host memory's slots that are referenced, 0 to 1."),
+    "vllm:kv_offload_cpu_cache_write_usage_perc": _gauge("Share of host memory's slots being stored to, 0 to 1."),
+    "vllm:kv_offload_cpu_cache_read_usage_perc": _gauge("Share of host memory's slots referenced otherwise, 0 to 1."),
 }
 
 
