@@ -32,7 +32,7 @@ VERSION = 1
 PAGE = 4096
 MAX_HEADER_BYTES = 1 << 20
 DEFAULT_SEGMENT_BYTES = 1 << 20
-DEFAULT_TOKEN_ROOM = 512
+DEFAULT_MAX_TOKENS = 512
 MAX_SEGMENT_BYTES = 16 << 20
 
 _FIXED = struct.Struct("<8sHHIQIII32s32s32s")
@@ -72,11 +72,11 @@ class Header:
 
 
 @lru_cache(maxsize=1024)
-def header_bytes(payload_bytes: int, segment_bytes: int, token_room: int, *, authenticated: bool = False) -> int:
-    """Size of the header for a payload of that size, with room for `token_room` token ids."""
+def header_bytes(payload_bytes: int, segment_bytes: int, max_tokens: int, *, authenticated: bool = False) -> int:
+    """Size of the header for a payload of that size, with room for `max_tokens` token ids."""
     segments = -(-payload_bytes // segment_bytes)
     tags = SALT_BYTES + segments * TAG_BYTES + HEADER_TAG_BYTES if authenticated else 0
-    needed = _FIXED.size + 4 * (segments + token_room) + tags + _CHECKSUM.size
+    needed = _FIXED.size + 4 * (segments + max_tokens) + tags + _CHECKSUM.size
     return align_up(needed, PAGE)
 
 

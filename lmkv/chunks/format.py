@@ -15,18 +15,18 @@ from lmkv.chunks.codec import FormatError, Header
 class ChunkFormat:
     """What every medium of a namespace's chunks has in common.
 
-    `token_room`: most token ids that a header records. `authenticator`: of those who have a key; without one,
+    `max_tokens`: most token ids that a header records. `authenticator`: of those who have a key; without one,
     checksums alone tell whether bytes are those that were written.
     """
 
     namespace: bytes = field(repr=bytes.hex)
     segment_bytes: int = codec.DEFAULT_SEGMENT_BYTES
-    token_room: int = codec.DEFAULT_TOKEN_ROOM
+    max_tokens: int = codec.DEFAULT_MAX_TOKENS
     authenticator: Authenticator | None = None
 
     def header_bytes(self, payload_bytes: int) -> int:
         authenticated = self.authenticator is not None
-        return codec.header_bytes(payload_bytes, self.segment_bytes, self.token_room, authenticated=authenticated)
+        return codec.header_bytes(payload_bytes, self.segment_bytes, self.max_tokens, authenticated=authenticated)
 
     def pack(self, into: memoryview, digests: SegmentDigests, payload_bytes: int, parent: bytes, ids: bytes) -> None:
         """Write a header over all of `into`. More token `ids` than there is room for are not recorded."""
@@ -38,7 +38,7 @@ class ChunkFormat:
             segment_bytes=self.segment_bytes,
             header_bytes=len(into),
             parent=parent,
-            tokens=ids if len(ids) <= 4 * self.token_room else b"",
+            tokens=ids if len(ids) <= 4 * self.max_tokens else b"",
             salt=digests.salt,
             tags=digests.tags,
         )

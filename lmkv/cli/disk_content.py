@@ -63,10 +63,10 @@ def contents(root: Path, beginning: str = "") -> Iterator[Content]:
 def _content(root: Path, digest: bytes) -> Content:
     folder = ChunkFolder(Root.checked(root), digest)
     chunks = sorted(folder.scan(), key=lambda chunk: chunk.last_used)
-    away = 0
+    count = 0
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder.entered(QUARANTINE) as quarantine:
-        away = sum(1 for _ in quarantine.entries())
-    return Content(root, digest, description(folder.path), chunks, away)
+        count = sum(1 for _ in quarantine.entries())
+    return Content(root, digest, description(folder.path), chunks, count)
 
 
 def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -> Totals:

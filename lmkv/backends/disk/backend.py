@@ -115,7 +115,7 @@ class LocalDiskBackend:
     direct: Literal["auto", "on", "off"] = field(default="auto", kw_only=True)
     min_free: int = field(default=0, kw_only=True, validator=validators.ge(0))
     segment_bytes: int = field(default=codec.DEFAULT_SEGMENT_BYTES, kw_only=True)
-    chunk_tokens: int = field(default=codec.DEFAULT_TOKEN_ROOM, kw_only=True, validator=validators.ge(0))
+    chunk_tokens: int = field(default=codec.DEFAULT_MAX_TOKENS, kw_only=True, validator=validators.ge(0))
     shared: bool = field(default=False, kw_only=True)
     authentication_key: bytes | None = field(default=None, kw_only=True)
     name: str = field(default="disk", kw_only=True)

@@ -106,7 +106,7 @@ class RemoteBackend(ABC):
         self.options = options
         self.name = options.name or type(self).__module__.rpartition(".")[2]
         authenticator = Authenticator.of(options.authentication_key)
-        self.codec = ValueCodec(ChunkFormat(namespace, token_room=options.chunk_tokens, authenticator=authenticator))
+        self.codec = ValueCodec(ChunkFormat(namespace, max_tokens=options.chunk_tokens, authenticator=authenticator))
         self._safe_url = mask_secrets(url)
         self._root = f"{options.prefix}{namespace.hex()}"
         self._closed = False

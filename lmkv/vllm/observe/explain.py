@@ -124,9 +124,9 @@ class Explainer:
         return Miss(reason, missing, self._store.catalog.tier_of(keys[index]))
 
     def _absent(self, state: RequestState, key: ChunkKey, index: int, missing: int) -> Miss:
-        away = self._store.catalog.unavailable_in(key)
-        if away is not None:
-            return Miss("tier_unavailable", missing, away)
+        tier = self._store.catalog.unavailable_in(key)
+        if tier is not None:
+            return Miss("tier_unavailable", missing, tier)
         evicted = self.evictions.find(key)
         if evicted is not None:
             return Miss("evicted", missing, *evicted)

@@ -69,7 +69,7 @@ METRICS = {
     "lmkv_tier_chunks": _gauge("Chunks stored.", *_TIER),
     "lmkv_tier_evicted_chunks": _counter("Chunks evicted by the tier's policy.", *_TIER),
     "lmkv_tier_dropped_chunks": _counter("Chunks not written because too many writes waited.", *_TIER),
-    "lmkv_tier_rejected_chunks": _counter("Chunks not written because the tier had no room or was away.", *_TIER),
+    "lmkv_tier_rejected_chunks": _counter("Chunks not written: the tier had no room or was unavailable.", *_TIER),
     "lmkv_tier_lost_chunks": _counter("Indexed chunks that turned out to be missing or corrupt.", *_TIER),
     "lmkv_tier_chunk_operations": _counter("Chunks read or written.", *_CALLS),
     "lmkv_tier_bytes": _counter("Bytes read or written.", *_CALLS),
