@@ -76,8 +76,7 @@ def make_scheduler(
 
 
 def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync", "async"]:
-    # A load that fails within a step cannot be undone where the next step is scheduled already.
-    if vllm_config.scheduler_config.async_scheduling:
+    if not compat.recomputes_within_step(vllm_config):
         return "async"
     layerwise = config.load_mode == "auto" and _is_layerwise(vllm_config, config)
     return "sync" if layerwise else config.load_mode

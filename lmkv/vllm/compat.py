@@ -137,12 +137,22 @@ def may_be_block_major(vllm_config: Any) -> bool:
     return not chosen and not getattr(vllm_config.model_config, "is_hybrid", False)
 
 
+def recomputes_within_step(vllm_config: Any) -> bool:
+    """Whether vLLM can recompute blocks that a load within a step has failed to fill.
+
+    Not once the next step is scheduled. Nor with its Model Runner V2, which then writes outside its KV space.
+    """
+    return not (vllm_config.scheduler_config.async_scheduling or getattr(vllm_config, "use_v2_model_runner", False))
+
+
 def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
     """Why copies layer by layer would be wrong for an engine; "" when they are right.
 
     `layers`: those with KV, whose modules only a worker knows.
     """
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        return "vLLM's Model Runner V2 cannot undo a load that fails within a step (VLLM_USE_V2_MODEL_RUNNER=0)"
     if getattr(parallel, "use_ubatching", False):
         return "a step computes each layer once for every microbatch (--enable-dbo, --ubatch-size)"
     if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
