@@ -72,7 +72,7 @@ BUDGET = {
     "plugins": 33,
     "policies": 167,
     "config": 670,
-    "memory": 1113,
+    "memory": 1116,
     "store.tiers": 1224,
     "store": 1047,
     "backends": 375,
@@ -90,7 +90,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12480
+WHOLE = 12483
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

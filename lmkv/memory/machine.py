@@ -32,6 +32,10 @@ def available_ram(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/s
     return max(free, 0)
 
 
+_SMALL_SHARE = 256
+"""A slab of less than such a share of the memory is a test's or a tool's, and troubles no other engine."""
+
+
 def _numbers(path: Path) -> dict[str, int]:
     """Parse lines of a name and a number."""
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
@@ -41,7 +45,7 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
     """`wanted` bytes in whole slots, cut with a warning to the memory that this machine can give.
 
     `engines`: how many start on this host; each gets its share at most. Memory that is promised to other slabs of
-    this host is not given again. Raises ConfigError when not even one slot fits.
+    this host is not given again, unless less than 1/256 is wanted. Raises ConfigError when not even one slot fits.
     """
     promised, taken = slab_files.promised_and_taken()
     room = int((available_ram() + taken) * RAM_SHARE)
@@ -50,6 +54,8 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
         f"available memory, shared by {engines} engines": room // engines,
         "available memory, less what other engines on this host may take": room - promised,
     }
+    if wanted < room // _SMALL_SHARE:
+        limits = {"available memory": room}
     reason, limit = min(limits.items(), key=lambda item: item[1])
     capacity = max(min(wanted, limit), 0) // slot_bytes * slot_bytes
     if not capacity:

@@ -242,6 +242,14 @@ def test_a_tier_without_room_for_a_chunk_is_an_error_that_says_why(monkeypatch: 
         clamp_capacity(10 * SLOT, SLOT)
 
 
+def test_a_small_slab_is_given_whatever_others_have_been_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: 1000 * SLOT)
+    monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (5000 * SLOT, 0))
+    assert clamp_capacity(3 * SLOT - 1, SLOT) == 2 * SLOT
+    with pytest.raises(ConfigError, match="other engines on this host may take"):
+        clamp_capacity(4 * SLOT, SLOT)
+
+
 def test_the_limit_of_locked_memory_is_none_of_ours() -> None:
     """The driver pins memory without asking for it, and a server that is not root often has 8 MiB."""
     old = resource.getrlimit(resource.RLIMIT_MEMLOCK)
