@@ -367,7 +367,7 @@ def test_connections_that_die_in_the_middle_of_values_serve_no_wrong_byte(server
 @pytest.mark.parametrize("deaf", ["the server", "the network"])
 def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str, server: ObjectServer) -> None:
     proxy = Proxy(server.port)
-    backend = backend_of(server.url(tmp_path.name, port=proxy.port), timeout=0.5)
+    backend = backend_of(server.url(tmp_path.name, port=proxy.port), timeout=1.0)
     chunk = chunk_of(100)
     eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
     if deaf == "the server":
