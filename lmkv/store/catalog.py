@@ -74,7 +74,7 @@ class Catalog:
     def longest_prefix(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
         """`(key, count)`: the chunk in host memory that begins with the most of `tokens`, and how many.
 
-        `origin`: see `KeyChain.origin`. `(b"", 0)` when there is none.
+        `origin`: see `KeyChain.origin`. Returns `(b"", 0)` if no chunk begins so.
         """
         with self._lock:
             return self._primary.prefixes.longest(origin, tokens)
@@ -91,7 +91,7 @@ class Catalog:
             return dict(Counter(tier.name if (tier := first_with(self._tiers, key)) else None for key in keys))
 
     def unavailable_in(self, key: ChunkKey) -> str | None:
-        """Name of a lower tier that stores the chunk and cannot be read now, None when there is none."""
+        """Name of a lower tier that stores the chunk but cannot be read now; None if no tier does."""
         with self._lock:
             return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
 

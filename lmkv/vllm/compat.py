@@ -142,7 +142,11 @@ def recomputes_within_step(vllm_config: Any) -> bool:
 
     Not once the next step is scheduled. Nor with its Model Runner V2, which then writes outside its KV space.
     """
-    return not (vllm_config.scheduler_config.async_scheduling or getattr(vllm_config, "use_v2_model_runner", False))
+    return not (vllm_config.scheduler_config.async_scheduling or _has_runner_v2(vllm_config))
+
+
+def _has_runner_v2(vllm_config: Any) -> bool:
+    return getattr(vllm_config, "use_v2_model_runner", False)
 
 
 def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
@@ -151,7 +155,7 @@ def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
     `layers`: those with KV, whose modules only a worker knows.
     """
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
-    if getattr(vllm_config, "use_v2_model_runner", False):
+    if _has_runner_v2(vllm_config):
         return "vLLM's Model Runner V2 cannot undo a load that fails within a step (VLLM_USE_V2_MODEL_RUNNER=0)"
     if getattr(parallel, "use_ubatching", False):
         return "a step computes each layer once for every microbatch (--enable-dbo, --ubatch-size)"

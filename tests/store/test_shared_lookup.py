@@ -13,6 +13,7 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.policies import LRU
 from lmkv.protocols import Chunk, ChunkKey, Tier
+from lmkv.store.promotion import Promotion
 from lmkv.store.shared_lookup import SharedLookup
 from lmkv.store.tiered import TieredStore
 from tests.kit import (
@@ -153,13 +154,19 @@ def test_no_more_is_indexed_than_the_capacity_takes() -> None:
     assert disk.used_bytes == disk.chunks * SLOT
 
 
-def test_a_prefetch_goes_on_once_the_tier_has_answered() -> None:
+def waiting_for_an_answer() -> tuple[Gated, TieredStore, Promotion]:
+    """A prefetch of 8 chunks that others have stored, while the tier is being asked and does not answer."""
     gated, medium = shared_medium()
     store = store_over(gated)
     others_store(medium, KEYS[:8])
     gated.shut("contains")
     promotion = store.promote(KEYS, look_up_shared=True)
     gated.waiting("contains")
+    return gated, store, promotion
+
+
+def test_a_prefetch_goes_on_once_the_tier_has_answered() -> None:
+    gated, _, promotion = waiting_for_an_answer()
     assert not promotion.done
     gated.open()
     assert promotion.wait(LIMIT)
@@ -168,12 +175,7 @@ def test_a_prefetch_goes_on_once_the_tier_has_answered() -> None:
 
 
 def test_a_store_that_closes_tells_those_who_wait_for_an_answer() -> None:
-    gated, medium = shared_medium()
-    store = store_over(gated)
-    others_store(medium, KEYS[:8])
-    gated.shut("contains")
-    promotion = store.promote(KEYS, look_up_shared=True)
-    gated.waiting("contains")
+    gated, store, promotion = waiting_for_an_answer()
     store.close(timeout=0.01)
     assert promotion.wait(LIMIT)
     assert promotion.ready == 0

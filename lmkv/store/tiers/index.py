@@ -269,7 +269,7 @@ class TierIndex:
             return
         for key, nbytes in sizes.items():
             self._trust(key)
-            if self._is_late(key, nbytes):
+            if self._refuse_late(key, nbytes):
                 continue
             if self._is_new(key, scan):
                 evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
@@ -280,8 +280,8 @@ class TierIndex:
     def _is_new(self, key: ChunkKey, scan: ScanGuard) -> bool:
         return not (self.knows(key) or key in scan.changed or self._is_deleted(key))
 
-    def _is_late(self, key: ChunkKey, nbytes: int) -> bool:
-        """Whether a value that was seen may be from before a clear; then it becomes a tombstone."""
+    def _refuse_late(self, key: ChunkKey, nbytes: int) -> bool:
+        """Make a seen value a tombstone if it may be from before a clear; whether it was so."""
         if key not in self.late_writes or self.knows(key):
             return False
         if key not in self._reclaiming:
@@ -317,7 +317,7 @@ class TierIndex:
             if item.key in self._sizes and used > self._last_used:
                 # Used since the last listing, perhaps by another process.
                 self.policy.touch([item.key])
-            if not self._is_late(item.key, max(item.nbytes, 1)) and self._is_new(item.key, self._listing):
+            if not self._refuse_late(item.key, max(item.nbytes, 1)) and self._is_new(item.key, self._listing):
                 self._adopt(item)
         return True
 
