@@ -83,14 +83,14 @@ BUDGET = {
     "registry": 24,
     "": 60,
     "agent": 882,
-    "vllm": 1568,
+    "vllm": 1572,
     "vllm.requests": 247,
-    "vllm.observe": 523,
-    "vllm.scheduler": 1004,
+    "vllm.observe": 525,
+    "vllm.scheduler": 1012,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12485
+WHOLE = 12499
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -57,15 +57,14 @@ def make_scheduler(
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
         save_decode=config.save_decode_cache,
-        # A tail's KV would depend on the token after it.
-        save_unfull_chunk=config.save_unfull_chunk and not compat.drafts_from_hidden_states(vllm_config),
+        save_unfull_chunk=config.save_unfull_chunk,
         whole_blocks=_is_layerwise(vllm_config, config) and model.block_map.one_full_table,
         min_retrieve_tokens=config.min_retrieve_tokens,
         load_or_recompute=config.load_or_recompute,
         load_mode=_load_mode(vllm_config, config),
         concurrent_copies=has_device,
         prefetch_deadline=config.prefetch_deadline,
-        tail_depends_on_next=compat.drafts_from_hidden_states(vllm_config),
+        lookahead=compat.draft_lookahead(vllm_config),
         pin_ttl=config.pin_ttl,
     )
     engines = vllm_config.parallel_config.data_parallel_size_local

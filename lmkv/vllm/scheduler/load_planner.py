@@ -76,21 +76,23 @@ class LoadPlanner:
         need = max(0, hit - num_computed_tokens)
         few = 0 < need < self._options.min_retrieve_tokens
         end = num_computed_tokens + (0 if few else need)
-        state.miss = self._observer.explainer.explain(state, wanted, end, few=few, late=state.patience.late)
+        covered = end + self._options.lookahead if hit else end
+        state.miss = self._observer.explainer.explain(state, wanted, end, covered, few=few, late=state.patience.late)
         self._log(state, hit, need)
         if few or not need:
             state.drop_promotion()
             return 0, False
-        if self._options.tail_depends_on_next:
-            chunks -= 1
-        self._promise(state, keys[:chunks], first, ready, need, between_steps)
+        self._promise(state, keys[: -(-hit // self._chunk_size)], first, ready, need, between_steps)
         return need, between_steps
 
     def _hit_tokens(self, state: RequestState, chunks: int, last: int) -> int:
         """Tokens of a hit of so many chunks, `last` of them in the last one, that may be loaded."""
-        if self._options.tail_depends_on_next and chunks:
-            chunks, last = chunks - 1, self._chunk_size
-        hit = min((chunks - 1) * self._chunk_size + last, state.last_token) if chunks else 0
+        lookahead = self._options.lookahead
+        if lookahead > 1 and self._block_map.windowed and chunks:
+            # The pages that a hit needs which ends there were not stored.
+            chunks, last, lookahead = chunks - 1, self._chunk_size, 0
+        found = (chunks - 1) * self._chunk_size + last if chunks else 0
+        hit = max(0, min(found - lookahead, state.last_token))
         return hit - hit % self._block_map.groups[0].block_size if self._options.whole_blocks else hit
 
     def _keys(self, state: RequestState) -> list[ChunkKey]:

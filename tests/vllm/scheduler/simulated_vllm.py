@@ -78,6 +78,8 @@ class SimulatedRequest:
     """Counts preemptions and rewinds: what was sampled before one is void."""
     tainted: bool = False
     """It has read blocks whose load failed: until that is known, all that it computes is rubbish."""
+    loaded: int = 0
+    """Tokens that it had when it began to compute."""
     admitted: bool = False
     """It has been scheduled once."""
 
@@ -109,8 +111,10 @@ class SimulatedVLLM:
 
     `io_moves`: how often jobs get on between two steps, at most; three times, and one is done. `device`: each
     rank computes and copies on a simulated device of its own, some time after it was told to. `medium`: of the
-    lower tier, with what an engine before has stored there. `describe`: have events recorded. `load_or_recompute`:
-    wait for loads by what they save, where a step takes 0.01 simulated seconds; otherwise 0.8 for any.
+    lower tier, with what an engine before has stored there. `lookahead`: the second layer of each group is one of a
+    draft model, whose KV depends on so many tokens after its own. `describe`: have events recorded.
+    `load_or_recompute`: wait for loads by what they save, where a step takes 0.01 simulated seconds; otherwise 0.8
+    for any.
     """
 
     def __init__(
@@ -129,7 +133,7 @@ class SimulatedVLLM:
         ranks: int = 1,
         layerwise: bool = False,
         load_mode: Literal["auto", "sync", "async"] = "auto",
-        tail_depends_on_next: bool = False,
+        lookahead: int = 0,
         save_unfull_chunk: bool = True,
         prefix_caching: bool = False,
         aborts: float = 0.0,
@@ -147,7 +151,9 @@ class SimulatedVLLM:
         self.load_faults, self.store_faults = load_faults, store_faults
         self.aborts = aborts
         self.local_hits = 0.3
-        self.shares = prefix_caching and BlockMap(chunk_size, self.groups).one_full_table
+        self.chunk_size, self.lookahead = chunk_size, lookahead
+        # Where draft layers look ahead, vLLM drops the end of its own hits, which is not simulated.
+        self.shares = prefix_caching and BlockMap(chunk_size, self.groups).one_full_table and not lookahead
         self.num_blocks = num_blocks
         self.free = list(range(1, num_blocks))
         self.users: Counter[int] = Counter()
@@ -183,8 +189,8 @@ class SimulatedVLLM:
             SchedulerOptions(
                 ranks=ranks,
                 load_mode="async" if depth > 1 else load_mode,
-                tail_depends_on_next=tail_depends_on_next,
-                save_unfull_chunk=save_unfull_chunk and not tail_depends_on_next,
+                lookahead=lookahead,
+                save_unfull_chunk=save_unfull_chunk,
                 whole_blocks=layerwise and block_map.one_full_table,
                 load_or_recompute=load_or_recompute,
                 prefetch_deadline=30.0 if load_or_recompute else 0.8,
@@ -201,7 +207,7 @@ class SimulatedVLLM:
         """Ranks on which the load of a request has ended, until it has on all of them."""
         self.failed_on: set[str] = set()
         self.wrong: list[str] = []
-        """What the devices have read that was not right."""
+        """What the devices have read that was not right; where anything else is, rubbish only."""
         for rank in range(ranks):
             rows = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in layers]
             single = block_map.one_full_table
@@ -288,9 +294,10 @@ class SimulatedVLLM:
 
         self._launch(rank, write)
 
-    def _read(self, rank: int, row: np.ndarray, place: tuple[int, slice], expected: bytes, where: str) -> None:
+    def _read(self, rank: int, row: np.ndarray, place: tuple[int, slice], expected: bytes | None, where: str) -> None:
         def read() -> None:
-            if row[place].tobytes() != expected:
+            found = row[place].tobytes()
+            if found == b"\xdd" * len(found) if expected is None else found != expected:
                 self.wrong.append(where)
 
         self._launch(rank, read)
@@ -443,6 +450,7 @@ class SimulatedVLLM:
             if not self._allocate(request, start + count, start, shared):
                 return
             if not self.shares:
+                request.loaded = 0
                 self._fill(request, local)
             elif not asynchronous:
                 self._share(request, start + count)
@@ -450,7 +458,7 @@ class SimulatedVLLM:
             self.looked_up += 0 if request.admitted else request.num_tokens - 1 - local
             request.admitted = True
             self.waiting.remove(request)
-            request.computed = start
+            request.computed = request.loaded = start
             self.counts["hits"] += external > 0
             self.counts["partial_hits"] += external > 0 and start % self.groups[0].block_size > 0
             self.counts["shared"] += bool(shared)
@@ -468,7 +476,8 @@ class SimulatedVLLM:
         if self.rng.random() >= self.local_hits or len(self.groups) > 1 or self.groups[0].window is not None:
             return 0
         size = self.groups[0].block_size
-        return self.rng.randint(0, (request.num_tokens - 1) // size) * size
+        most = max(0, request.num_tokens - max(1, self.lookahead))
+        return self.rng.randint(0, most // size) * size
 
     def _fill(self, request: SimulatedRequest, upto: int) -> None:
         for group in range(len(self.groups)):
@@ -476,11 +485,37 @@ class SimulatedVLLM:
 
     def _compute(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
         """Write the KV of tokens [low, high); that of the others in their blocks stays."""
-        for at, block, place in self._places(request, group, low, high):
-            for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
-                kv = kv_of(request.cache_salt, bytes(request.truth(at + 1)), layer, place.stop - place.start)
-                value = 0xDD if request.tainted else np.frombuffer(kv, np.uint8)
+        known = max(request.num_tokens, high + 1)
+        for layer in self._layers(group):
+            ahead = self._ahead(layer)
+            # As vLLM's modules of MTP: once more when the tokens are known that they look ahead to.
+            first = min(low, max(request.loaded, low - max(0, ahead - 1)))
+            for (at, block, place), (rank, rows) in itertools.product(
+                self._places(request, group, first, high), enumerate(self.memories)
+            ):
+                kv = self._kv(request, at, layer, place)
+                rubbish = request.tainted or at + ahead >= known
+                value = 0xDD if rubbish else np.frombuffer(kv, np.uint8)
                 self._write(rank, rows[layer], (block, place), value)
+
+    def _ahead(self, layer: int) -> int:
+        """How many tokens after its own decide the KV of this layer."""
+        return self.lookahead if layer % 2 else 0
+
+    def _kv(self, request: SimulatedRequest, at: int, layer: int, place: slice) -> bytes:
+        upto = at + 1 + self._ahead(layer)
+        return kv_of(request.cache_salt, bytes(request.truth(upto)), layer, place.stop - place.start)
+
+    def _is_loose(self, request: SimulatedRequest, at: int, layer: int) -> bool:
+        """Whether the KV of a token may be that of a request which went on otherwise after the chunk that it stored.
+
+        It costs an accepted draft at most.
+        """
+        return at < request.loaded and at % self.chunk_size >= self.chunk_size - self._ahead(layer)
+
+    def _is_due(self, request: SimulatedRequest, at: int, layer: int) -> bool:
+        """Whether the KV of a token is computed once more, when the tokens are known that it looks ahead to."""
+        return at >= request.loaded and at + self._ahead(layer) >= max(request.num_tokens, request.computed + 2)
 
     def _spoil(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
         """What is computed for drafts that are rejected."""
@@ -510,7 +545,10 @@ class SimulatedVLLM:
             assert NULL not in blocks, f"{request.request_id}: a block within the window is null"
             for at, block, place in self._places(request, index, low, request.computed):
                 for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(index)):
-                    kv = kv_of(request.cache_salt, bytes(request.truth(at + 1)), layer, place.stop - place.start)
+                    if self._is_due(request, at, layer):
+                        continue
+                    loose = self._is_loose(request, at, layer)
+                    kv = None if loose else self._kv(request, at, layer, place)
                     where = f"{request.request_id}: wrong KV of token {at} in layer {layer}"
                     self._read(rank, rows[layer], (block, place), kv, where)
 
