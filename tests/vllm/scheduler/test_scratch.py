@@ -103,25 +103,6 @@ def test_a_model_of_scratch_alone_is_not_cached(model: Path) -> None:
         describe(vllm_config(model), kv_cache_config(ring(8)), CHUNK)
 
 
-@pytest.mark.parametrize(("tensor", "decode", "prefill", "shards", "replicas"), [(4, 2, 1, 4, 1), (2, 1, 2, 2, 2)])
-def test_blocks_that_are_spread_over_context_ranks(
-    model: Path, tensor: int, decode: int, prefill: int, shards: int, replicas: int
-) -> None:
-    """With decode context parallelism a block has that many times its tokens; with prefill's alone, copies."""
-    config = vllm_config(model)
-    parallel = config.parallel_config
-    parallel.tensor_parallel_size, parallel.decode_context_parallel_size = tensor, decode
-    parallel.prefill_context_parallel_size = prefill
-    served = describe(config, kv_cache_config(latent()), CHUNK)
-    assert [group.block_size for group in served.block_map.groups] == [BLOCK * decode]
-    assert served.layout.pages_per_chunk(0) == CHUNK // (BLOCK * decode)
-    assert (served.layout.num_ranks, served.ranks.replicas, served.ranks.total) == (shards, replicas, tensor * prefill)
-    places = {served.ranks.place(0, c, t) for c in range(prefill) for t in range(tensor)}
-    assert places == {(shard, replica) for shard in range(shards) for replica in range(replicas)}
-    alone = vllm_config(model)
-    assert served.namespace.digest != describe(alone, kv_cache_config(latent()), CHUNK).namespace.digest
-
-
 def test_events_name_vllms_own_groups(model: Path) -> None:
     from lmkv.vllm.kv_events import BlockDescriber
 
