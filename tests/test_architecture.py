@@ -85,14 +85,14 @@ BUDGET = {
     "registry": 24,
     "": 60,
     "agent": 882,
-    "vllm": 1658,
+    "vllm": 1670,
     "vllm.requests": 247,
     "vllm.observe": 523,
     "vllm.scheduler": 1009,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 13335
+WHOLE = 13347
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
