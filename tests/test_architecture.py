@@ -68,29 +68,29 @@ BUDGET = {
     "errors": 59,
     "outcomes": 40,
     "protocols": 90,
-    "chunks": 508,
+    "chunks": 541,
     "plugins": 33,
     "policies": 167,
-    "config": 670,
+    "config": 671,
     "memory": 1116,
-    "store.tiers": 1224,
-    "store": 1047,
+    "store.tiers": 1250,
+    "store": 1097,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
-    "build": 95,
+    "build": 96,
     "engine": 463,
     "registry": 24,
     "": 60,
-    "agent": 882,
-    "vllm": 1568,
-    "vllm.requests": 247,
-    "vllm.observe": 523,
-    "vllm.scheduler": 1004,
+    "agent": 883,
+    "vllm": 1649,
+    "vllm.requests": 260,
+    "vllm.observe": 548,
+    "vllm.scheduler": 1186,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12485
+WHOLE = 12896
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -139,5 +139,5 @@ def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:
     pages = [row.shape[1] for row in memory.rows]
     if pages != [layer.page_bytes for layer in layout.layers]:
         raise UsageError("the KV tensors have other page sizes than the layout")
-    if layout.chunk_bytes > slab.slot_bytes:
+    if layout.slot_bytes > slab.slot_bytes:
         raise UsageError(f"chunks of {layout.chunk_bytes} bytes do not fit slots of {slab.slot_bytes}")

@@ -18,7 +18,7 @@ from lmkv.chunks.layout import KVLayout, LayerPages, align_up
 from lmkv.chunks.namespace import Namespace
 from lmkv.memory.paged import PagedMemory, padded
 from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.cacheable import check_model
+from lmkv.vllm.cacheable import check_model, check_states
 from lmkv.vllm.compat import KVGroup, kv_groups, vllm_version
 from lmkv.vllm.identity import fingerprint
 
@@ -93,19 +93,23 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
     groups = kv_groups(kv_cache_config, padded=fused)
     if not groups:
         raise ValueError("it has no KV cache")
-    size = align_up(chunk_size, math.lcm(*(group.block_size for group in groups)))
+    check_states(vllm_config, [group.recurrent for group in groups])
+    size = _chunk_size(chunk_size, groups)
     ranks = int(parallel.tensor_parallel_size)
-    replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+    recurrent = any(group.recurrent for group in groups)
+    # Ranks with equal KV have states of their own.
+    replicas = 1 if recurrent else int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+    states = _state_entries(groups, size)
     layers: list[tuple[str, LayerPages]] = [
-        (name, LayerPages(page, size // group.block_size, number))
-        for number, group in enumerate(groups)
+        (name, LayerPages(page, 1 if state else size // group.block_size, number, state))
+        for number, (group, state) in enumerate(zip(groups, states, strict=True))
         for name, page in zip(group.layers, group.page_bytes, strict=True)
     ]
     pages = tuple(pages for _, pages in layers)
     if fused:
         pages = (LayerPages(sum(layer.page_bytes for layer in pages), pages[0].pages_per_chunk),)
     return ServedModel(
-        block_map=BlockMap(size, tuple(Group(group.block_size, group.window) for group in groups)),
+        block_map=BlockMap(size, tuple(map(_block_table, groups, states))),
         layout=KVLayout(size, pages, ranks // replicas),
         layers=tuple(name for name, _ in layers),
         fused=fused,
@@ -114,6 +118,32 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedM
         replicas=replicas,
         make_namespace=partial(_namespace, vllm_config, kv_cache_config, groups, size),
     )
+
+
+def _chunk_size(wanted: int, groups: list[KVGroup]) -> int:
+    """Whole blocks. With recurrent layers the least, for a hit ends where there is a state, which is between blocks."""
+    blocks = math.lcm(*(group.block_size for group in groups))
+    return blocks if any(group.recurrent for group in groups) else align_up(wanted, blocks)
+
+
+def _state_entries(groups: list[KVGroup], chunk_size: int) -> list[int]:
+    """For each group the number of the state entry that it is part of, 0 for one with the KV of tokens.
+
+    As many groups share an entry as are together no larger than a chunk: slots have one size, that of the largest.
+    """
+    chunk = sum(sum(group.page_bytes) * (chunk_size // group.block_size) for group in groups if not group.recurrent)
+    entries, number, room = [], 0, 0
+    for group in groups:
+        nbytes = sum(group.page_bytes)
+        if group.recurrent and (not number or nbytes > room):
+            number, room = number + 1, chunk
+        entries.append(number if group.recurrent else 0)
+        room -= nbytes if group.recurrent else 0
+    return entries
+
+
+def _block_table(group: KVGroup, state: int) -> Group:
+    return Group(group.block_size, group.window, state)
 
 
 def _namespace(vllm_config: Any, kv_cache_config: Any, groups: list[KVGroup], chunk_size: int) -> Namespace:
@@ -137,6 +167,7 @@ def _namespace(vllm_config: Any, kv_cache_config: Any, groups: list[KVGroup], ch
             "code": _code(model),
             "inputs": _inputs(model),
             "page_format": _page_format(vllm_config),
+            **({"states": _state_format(vllm_config)} if any(group.recurrent for group in groups) else {}),
         },
     )
 
@@ -225,6 +256,13 @@ def _page_format(vllm_config: Any) -> str:
 
         isa = f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{_amx()}"
     return f"{device}/{backend}/{isa}"
+
+
+def _state_format(vllm_config: Any) -> str:
+    """What decides the bytes of a recurrent layer's state besides its shape and type."""
+    from vllm import envs
+
+    return f"{getattr(envs, 'VLLM_SSM_CONV_STATE_LAYOUT', None)} {getattr(vllm_config, 'mamba_config', None)}"
 
 
 def _amx() -> str:
