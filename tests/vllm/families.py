@@ -38,7 +38,8 @@ class Family:
 
     `groups`: block tables that vLLM gives it. `blocks`: KV blocks that three to four requests of 1,500 tokens
     fill. `own`: layers with KV of their own. `unit`: tokens of a chunk of a model with recurrent layers, with whose
-    end a hit ends; 0 for others. `vllm`: what vLLM wants to run it.
+    end a hit ends; 0 for others. `batches`: how far log-probabilities may be apart when a batch is another one; 0: vLLM
+    answers otherwise in another batch. `vllm`: what vLLM wants to run it.
     """
 
     make: Callable[[], Any]
@@ -47,6 +48,7 @@ class Family:
     blocks: int = 60
     own: int = 4
     unit: int = 0
+    batches: float = 1e-3
     vllm: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def write(self, folder: Path, *, seed: int = 0) -> Path:
@@ -181,12 +183,12 @@ def hrm_text() -> Any:
     return HrmTextForCausalLM(HrmTextConfig(**settings, H_cycles=2, L_cycles=2, prefix_lm=True))
 
 
-def falcon_h1() -> Any:
+def falcon_h1(**changes: Any) -> Any:
     """Attention and a Mamba-2 mixer in every layer."""
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
     mixer = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
-    return FalconH1ForCausalLM(FalconH1Config(**_SMALL, **mixer, mamba_chunk_size=32))
+    return FalconH1ForCausalLM(FalconH1Config(**{**_SMALL, **mixer, **changes}, mamba_chunk_size=32))
 
 
 def nemotron_h(**changes: Any) -> Any:
@@ -198,11 +200,11 @@ def nemotron_h(**changes: Any) -> Any:
     return NemotronHForCausalLM(NemotronHConfig(**{**_SMALL, **mixer, **pattern, **changes}))
 
 
-def granite_4() -> Any:
+def granite_4(**changes: Any) -> Any:
     """Three layers of Mamba-2 for one of attention."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-    sizes = {name: value for name, value in _SMALL.items() if name != "head_dim"}
+    sizes = {name: value for name, value in {**_SMALL, **changes}.items() if name != "head_dim"}
     mixer = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32}
     scales = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
     return GraniteMoeHybridForCausalLM(
@@ -309,12 +311,18 @@ FAMILIES = {
 
 RECURRENT = {
     "Mamba-2, Nemotron-H": Family(nemotron_h, groups=3, blocks=60, own=3, unit=64, vllm=mamba_cpu.exported),
-    "Mamba-2 in each layer, Falcon-H1": Family(falcon_h1, groups=2, blocks=160, own=8, unit=32, vllm=mamba_cpu.split),
+    "Mamba-2 in each layer, Falcon-H1": Family(falcon_h1, groups=2, blocks=90, own=8, unit=32, vllm=mamba_cpu.split),
     "Mamba-2, Granite-4": Family(granite_4, groups=4, blocks=70, own=4, unit=64, vllm=mamba_cpu.split),
     "gated delta net, Qwen3-Next": Family(
-        qwen3_next, {"dtype": "bfloat16", "max_num_batched_tokens": 1200}, groups=4, blocks=30, own=4, unit=544
+        qwen3_next,
+        {"dtype": "bfloat16", "max_num_batched_tokens": 1200},
+        groups=4,
+        blocks=24,
+        own=4,
+        unit=544,
+        batches=0.1,
     ),
-    "short convolution, LFM2": Family(lfm2, groups=4, blocks=120, own=4, unit=32),
+    "short convolution, LFM2": Family(lfm2, groups=4, blocks=120, own=4, unit=32, batches=0.0),
 }
 """Models with layers that keep a state instead of KV for each token."""
 

@@ -17,7 +17,7 @@ from tests.vllm.test_recurrent import LONGEST, slot_bytes
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_what_a_disk_keeps_serves_the_next_engine(name: str, tmp_path: Path) -> None:
-    """Host memory has few slots at first: loads are streamed through it. Damaged states are a miss."""
+    """Host memory has too few slots at first, so that loads are streamed through it. Damaged states are a miss."""
     family, ids = RECURRENT[name], prompt(LONGEST, LONGEST)
     folder = family.write(tmp_path / "model")
     options: dict[str, Any] = {**TIGHT, "num_gpu_blocks_override": family.blocks, **family.options}
@@ -28,7 +28,7 @@ def test_what_a_disk_keeps_serves_the_next_engine(name: str, tmp_path: Path) -> 
     with family.vllm():
         with engine(folder, connector=None, **options) as plain:
             expected, slot = plain.ids([ids]), slot_bytes(plain)
-        for slots in (9, 9, 100):
+        for slots in (30, 30, 100):
             extra["max_local_cpu_size"] = slots * slot / 2**30
             with engine(folder, extra=extra, **options) as running:
                 assert running.store.wait_indexed(LIMIT)

@@ -143,6 +143,7 @@ class StatePlanner:
         keys: list[ChunkKey] = [*state.keys(job.chunks), *state.state_keys(job.chunks)]
         # They are evicted before the chunks that they need.
         self._store.touch(keys)
+        self._observer.track(state, keys)
         if job.replaces:
             replaced = state.state_keys(job.replaces)
             self._store.delete(replaced)
