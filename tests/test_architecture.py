@@ -69,30 +69,30 @@ BUDGET = {
     "errors": 59,
     "outcomes": 40,
     "protocols": 94,
-    "chunks": 508,
+    "chunks": 541,
     "plugins": 33,
     "policies": 668,
     "simulation": 257,
-    "config": 670,
-    "memory": 1116,
-    "store.tiers": 1224,
-    "store": 1040,
+    "config": 671,
+    "memory": 1115,
+    "store.tiers": 1250,
+    "store": 1090,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
-    "build": 95,
+    "build": 96,
     "engine": 463,
     "registry": 24,
     "": 60,
-    "agent": 882,
-    "vllm": 1670,
-    "vllm.requests": 247,
-    "vllm.observe": 523,
-    "vllm.scheduler": 1009,
+    "agent": 896,
+    "vllm": 1765,
+    "vllm.requests": 260,
+    "vllm.observe": 561,
+    "vllm.scheduler": 1193,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 13347
+WHOLE = 13801
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -140,5 +140,5 @@ def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:
     # A pipeline stage may have fewer layers than the one that the layout describes.
     if not pages or pages != [layer.page_bytes for layer in layout.layers[: len(pages)]]:
         raise UsageError("the KV tensors have other page sizes than the layout")
-    if layout.chunk_bytes > slab.slot_bytes:
+    if layout.slot_bytes > slab.slot_bytes:
         raise UsageError(f"chunks of {layout.chunk_bytes} bytes do not fit slots of {slab.slot_bytes}")

@@ -57,8 +57,9 @@ def make_scheduler(
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
         save_decode=config.save_decode_cache,
-        # A tail's KV would depend on the token after it.
-        save_unfull_chunk=config.save_unfull_chunk and not compat.drafts_from_hidden_states(vllm_config),
+        # A tail's KV would depend on the token after it, and a recurrent layer has no state within a block.
+        save_unfull_chunk=config.save_unfull_chunk
+        and not (compat.drafts_from_hidden_states(vllm_config) or model.block_map.states),
         whole_blocks=_is_layerwise(vllm_config, config) and model.block_map.one_full_table,
         min_retrieve_tokens=config.min_retrieve_tokens,
         load_or_recompute=config.load_or_recompute,
@@ -66,13 +67,16 @@ def make_scheduler(
         concurrent_copies=has_device,
         prefetch_deadline=config.prefetch_deadline,
         tail_depends_on_next=compat.drafts_from_hidden_states(vllm_config),
+        state_interval=config.state_interval,
         pin_ttl=config.pin_ttl,
     )
     engines = vllm_config.parallel_config.data_parallel_size_local
     name = slab_name(str(transfer.engine_id), model.layout)
     store = build_store(config, model.namespace, model.layout, engine=name, engines=engines)
     events = None if describe_blocks is None else EventRecorder(store, model.block_map, describe_blocks)
-    return Scheduler(store, model.namespace, model.block_map, options, events)
+    scheduler = Scheduler(store, model.namespace, model.block_map, options, events)
+    scheduler.loading.stop_at = compat.stop_at
+    return scheduler
 
 
 def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync", "async"]:

@@ -6,6 +6,7 @@ docs/vllm.md has the same marks as a table.
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
@@ -70,10 +71,44 @@ def check_group(group: Any) -> None:
         raise ValueError(f"the blocks of {', '.join(group.layer_names)} are kept outside the device's block tables")
 
 
+def is_state(spec: Any) -> bool:
+    """Whether these layers keep a state instead of KV for each token: Mamba, gated delta nets, short convolutions."""
+    return type(spec).__name__ == "MambaSpec"
+
+
+def check_states(vllm_config: Any, recurrent: Sequence[bool]) -> None:
+    """Raise ValueError, with the reason, if states of recurrent layers cannot be stored and restored.
+
+    `recurrent`: for each KV cache group whether it has such layers.
+    """
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+
+    if not any(recurrent):
+        return
+    if all(recurrent):
+        raise ValueError("all its layers are recurrent, not supported yet")
+    mode = getattr(vllm_config.cache_config, "mamba_cache_mode", "none")
+    if mode != "align":
+        raise ValueError(
+            f"vLLM keeps states at no boundary between blocks (mamba_cache_mode {mode!r}): start it with "
+            "--enable-prefix-caching"
+        )
+    if "boundary_state_offloads" not in getattr(KVConnectorBlockState, "__annotations__", {}):
+        raise ValueError("this vLLM does not say which blocks have a recurrent layer's state; use vLLM 0.32 or later")
+    parallel = vllm_config.parallel_config
+    sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    if spread := [name for name in sizes if getattr(parallel, name, 1) > 1]:
+        raise ValueError(f"recurrent layers with {' and '.join(spread)} > 1 are not supported yet")
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        raise ValueError("with --use-replayssm a block has not the whole state")
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        raise ValueError("with speculative decoding a recurrent layer's states are moved about, not supported yet")
+
+
 def check_spec(spec: Any) -> None:
     """Raise ValueError, with the reason, if the KV of these layers depends on more than the tokens of a prefix."""
     kind = type(spec).__name__
-    if kind not in _KINDS or not getattr(spec, "prefix_cacheable", True):
+    if (kind not in _KINDS and not is_state(spec)) or not getattr(spec, "prefix_cacheable", True):
         raise ValueError(f"{kind} layers keep state that is not part of a prefix's chunks")
     if getattr(spec, "non_causal", False):
         raise ValueError("tokens of a prompt attend to later ones, so that a prefix's KV depends on what follows it")

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from lmkv.errors import UsageError
-from lmkv.vllm.cacheable import check_group, check_spec, has_draft_layers, is_scratch
+from lmkv.vllm.cacheable import check_group, check_spec, has_draft_layers, is_scratch, is_state
 
 SUPPORTED = ((0, 29), (0, 34))
 """vLLM versions, from the first up to but not including the second."""
@@ -67,7 +67,7 @@ class KVGroup:
     """One KV cache group of vLLM: layers with one block table. `page_formats`: a description per layer.
 
     `block_size`: tokens of a block, on all ranks that it is spread over. `window`: tokens that a query sees with a
-    sliding window, None for full attention. `number`: among all groups.
+    sliding window, None for full attention. `number`: among all groups. `recurrent`: a block is a state.
     """
 
     layers: tuple[str, ...]
@@ -76,6 +76,8 @@ class KVGroup:
     block_size: int
     window: int | None
     number: int
+    # Not in a namespace, which has a description of such groups anyway.
+    recurrent: bool = field(default=False, repr=False)
 
 
 def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -> list[KVGroup]:
@@ -114,11 +116,14 @@ def _group(number: int, group: Any, places: Mapping[str, tuple[int, int]], padde
     pages = [int(getattr(one, "real_page_size_bytes", one.page_size_bytes)) for one in specs]
     # vLLM gives each specification a tensor, and the scheduler one specification for all layers of a group:
     # only the workers know their pages without padding.
-    mixed = len({places[name][0] for name in names if name in places}) > 1
+    recurrent = all(map(is_state, specs))
+    mixed = not recurrent and len({places[name][0] for name in names if name in places}) > 1
     if (mixed or padded) and places.keys() >= set(names):
         pages = [places[name][1] for name in names]
     page_formats = tuple(map(_page_format, specs))
-    return KVGroup(tuple(names), tuple(pages), page_formats, _block_size(spec, context), windows.pop(), number)
+    return KVGroup(
+        tuple(names), tuple(pages), page_formats, _block_size(spec, context), windows.pop(), number, recurrent
+    )
 
 
 def block_sizes(kv_cache_config: Any, context: int) -> list[int]:
@@ -131,10 +136,12 @@ def _block_size(spec: Any, context: int) -> int:
 
 
 _PAGE_FORMAT = ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "tokens_per_state")
+_STATE_FORMAT = ("shapes", "dtypes", "mamba_type", "num_heads", "tp_replicated")
 
 
 def _page_format(spec: Any) -> str:
-    return " ".join([type(spec).__name__, *(f"{name}={getattr(spec, name, None)}" for name in _PAGE_FORMAT)])
+    names = _STATE_FORMAT if is_state(spec) else _PAGE_FORMAT
+    return " ".join([type(spec).__name__, *(f"{name}={getattr(spec, name, None)}" for name in names)])
 
 
 def _window(spec: Any) -> int | None:
@@ -238,6 +245,21 @@ def computed_tokens(scheduler_output: Any) -> dict[str, int]:
         request_id: before + scheduled.get(request_id, 0) - len(drafts.get(request_id, ()))
         for request_id, before in computed.items()
     }
+
+
+def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """By request, `(group, block, tokens)` of each state that vLLM retains and that this step completes."""
+    source = scheduler_output.kv_connector_block_state
+    return getattr(source, "boundary_state_offloads", None) or {}
+
+
+def stop_at(request: Any, tokens: int) -> None:
+    """Have vLLM end a step of this request after so many tokens, and keep the recurrent layers' states there.
+
+    It does so by itself where its own prefix cache has a prefix of several prompts without a state at its end.
+    """
+    if tokens > getattr(request, "shared_prefix_boundary", tokens):
+        request.shared_prefix_boundary = tokens
 
 
 def transfer_results(finished: set[str], failed: set[str]) -> Any:

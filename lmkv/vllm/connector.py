@@ -261,7 +261,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _plan_stores(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         tables = compat.block_tables(output, self._vllm_scheduler)
-        scheduler.plan_step(compat.computed_tokens(output), tables, output.total_num_scheduled_tokens)
+        computed, scheduled = compat.computed_tokens(output), output.total_num_scheduled_tokens
+        scheduler.plan_step(computed, tables, scheduled, compat.state_offers(output))
 
     @_never_raises(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -12,13 +12,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from lmkv.chunks.layout import KVLayout, LayerPages, align_up
 from lmkv.chunks.namespace import Namespace
 from lmkv.memory.paged import PagedMemory, padded
 from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.cacheable import check_model
+from lmkv.vllm.cacheable import check_model, check_states
 from lmkv.vllm.compat import KVGroup, block_sizes, kv_groups, vllm_version
 from lmkv.vllm.identity import fingerprint
 from lmkv.vllm.ranks import Ranks
@@ -89,17 +89,27 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
     groups = kv_groups(kv_cache_config, padded=fused, context=context)
     if not groups:
         raise ValueError("it has no KV cache")
+    recurrent = any(group.recurrent for group in groups)
+    check_states(vllm_config, [group.recurrent for group in groups])
     # vLLM may shorten a hit to whole blocks of all tables.
-    size = align_up(chunk_size, math.lcm(*block_sizes(kv_cache_config, context)))
+    blocks = math.lcm(*block_sizes(kv_cache_config, context))
+    # With recurrent layers a hit ends where there is a state, which is between blocks.
+    size = blocks if recurrent else align_up(chunk_size, blocks)
+    if recurrent:
+        # Ranks with equal KV have states of their own.
+        ranks = evolve(ranks, replicas=1)
+    states = _state_entries(groups, size)
     layers: list[tuple[str, LayerPages]] = [
-        (name, LayerPages(page, size // group.block_size, number))
-        for number, group in enumerate(groups)
+        (name, LayerPages(page, 1 if state else size // group.block_size, number, state))
+        for number, (group, state) in enumerate(zip(groups, states, strict=True))
         for name, page in zip(group.layers, group.page_bytes, strict=True)
     ]
     pages = tuple(pages for _, pages in layers)
     if fused:
         pages = (LayerPages(sum(layer.page_bytes for layer in pages), pages[0].pages_per_chunk),)
-    tables = tuple(Group(group.block_size, group.window, group.number) for group in groups)
+    tables = tuple(
+        Group(group.block_size, group.window, group.number, state) for group, state in zip(groups, states, strict=True)
+    )
     return ServedModel(
         block_map=BlockMap(size, tables, scratch=len(groups) < len(kv_cache_config.kv_cache_groups)),
         layout=KVLayout(size, ranks.widest_stage(pages, stage), ranks.shards),
@@ -109,6 +119,22 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
         ranks=ranks,
         make_namespace=partial(_namespace, vllm_config, kv_cache_config, groups, size, ranks),
     )
+
+
+def _state_entries(groups: list[KVGroup], chunk_size: int) -> list[int]:
+    """For each group the number of the state entry that it is part of, 0 for one with the KV of tokens.
+
+    As many groups share an entry as are together no larger than a chunk: slots have one size, that of the largest.
+    """
+    chunk = sum(sum(group.page_bytes) * (chunk_size // group.block_size) for group in groups if not group.recurrent)
+    entries, number, room = [], 0, 0
+    for group in groups:
+        nbytes = sum(group.page_bytes)
+        if group.recurrent and (not number or nbytes > room):
+            number, room = number + 1, chunk
+        entries.append(number if group.recurrent else 0)
+        room -= nbytes if group.recurrent else 0
+    return entries
 
 
 def _namespace(
@@ -134,6 +160,7 @@ def _namespace(
             "code": _code(model),
             "inputs": _inputs(model),
             "page_format": _page_format(vllm_config),
+            **({"states": _state_format(vllm_config)} if any(group.recurrent for group in groups) else {}),
         },
     )
 
@@ -222,6 +249,13 @@ def _page_format(vllm_config: Any) -> str:
 
         isa = f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{_amx()}"
     return f"{device}/{backend}/{isa}"
+
+
+def _state_format(vllm_config: Any) -> str:
+    """What decides the bytes of a recurrent layer's state besides its shape and type."""
+    from vllm import envs
+
+    return f"{getattr(envs, 'VLLM_SSM_CONV_STATE_LAYOUT', None)} {getattr(vllm_config, 'mamba_config', None)}"
 
 
 def _amx() -> str:

@@ -3,8 +3,9 @@
 It knows nothing of lmkv but the two sides' calls. Time passes by steps alone, and I/O gets on between them:
 the same seed gives the same history.
 
-The KV of a token is a hash of everything that decides it (salt and all tokens up to it), so that one wrong,
-stale or missing byte shows in the step that reads it.
+The KV of a token is a hash of everything that decides it (salt and all tokens up to it), so that one wrong, stale or
+missing byte shows in the step that reads it. So is a recurrent layer's state, which a step reads before its loads
+begin, and writes into the block of its last token.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from lmkv.protocols import Backend, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.testing.simulated_device import SimulatedDevice
+from lmkv.vllm import compat
 from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.observe.events import Describe, Event, EventRecorder
 from lmkv.vllm.observe.metrics import Values, merge
@@ -53,6 +55,7 @@ class Ring:
     block_size: int
     ratio: int
     window: int | None = None
+    state: int = 0
 
 
 @frozen
@@ -61,6 +64,7 @@ class Replay:
 
     block_size: int
     window: int
+    state: int = 0
 
 
 Table = Group | Ring | Replay
@@ -102,6 +106,8 @@ class SimulatedRequest:
     """It has been scheduled once."""
     replays: bool = False
     """It has a hit whose last tokens are still to be computed again, where vLLM keeps no KV of them."""
+    shared_prefix_boundary: int = 0
+    """Where a step has to end, so that the state there can be kept."""
 
     @property
     def num_tokens(self) -> int:
@@ -177,7 +183,11 @@ class SimulatedVLLM:
         if block_map.scratch:
             self.prefixes = [group.table or 0 for group in block_map.groups]
         self.depth = depth
-        self.drafts = drafts
+        self.states = [index for index, group in enumerate(self.groups) if group.state]
+        self.drafts = drafts and not self.states
+        tail_depends_on_next = tail_depends_on_next and not self.states
+        save_unfull_chunk = save_unfull_chunk and not self.states
+        self.offers: dict[str, list[tuple[int, int, int]]] = {}
         self.load_faults, self.store_faults = load_faults, store_faults
         self.aborts = aborts
         self.local_hits = 0.3
@@ -189,7 +199,7 @@ class SimulatedVLLM:
         """Of blocks that others may share, used or free: the salt and tokens that decide what is in them."""
         self.cached: dict[tuple[str, tuple[int, ...]], int] = {}
         layers = [
-            LayerPages(PAGE, chunk_size // group.block_size, index)
+            LayerPages(PAGE, 1 if group.state else chunk_size // group.block_size, index, group.state)
             for index, group in enumerate(block_map.groups)
             for _ in range(2)
         ]
@@ -206,7 +216,9 @@ class SimulatedVLLM:
             lower = [Tier(Pausing(self.disks[0]), LRU(), capacity_bytes=size)]
         host = CPUPinnedBackend(layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False)
         with stepped():
-            self.store = TieredStore(Tier(host, LRU()), lower, spans=layout.spans, clock=lambda: self.now)
+            self.store = TieredStore(
+                Tier(host, LRU()), lower, spans=layout.spans, sizes=layout.sizes, clock=lambda: self.now
+            )
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
         self.events: list[Event] = []
         self.scheduler = Scheduler(
@@ -226,6 +238,7 @@ class SimulatedVLLM:
             EventRecorder(self.store, block_map, describe) if describe is not None else None,
         )
         self.scheduler.watch_blocks(lambda: len(self.free), self._evict_blocks)
+        self.scheduler.loading.stop_at = compat.stop_at
         self.memories: list[list[np.ndarray]] = []
         """Of each rank, and each of its layers, the same bytes as the worker's."""
         self.workers = []
@@ -378,6 +391,16 @@ class SimulatedVLLM:
             tables[0] = list(shared)
             self.free = [block for block in self.free if block not in taken]
         for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            if group.state:
+                wanted = self._state_places(group, len(table), upto, start)
+                if len(wanted) > len(self.free):
+                    self.free += [block for block in taken if not self.users[block]]
+                    return False
+                table += [NULL] * (max(wanted, default=-1) + 1 - len(table))
+                for place in wanted:
+                    table[place] = self._take(index)
+                    taken.append(table[place])
+                continue
             first = start - group.window if isinstance(group, Replay) else start
             skipped = 0 if group.window is None else max(0, first - group.window + 1) // group.block_size
             while not table if isinstance(group, Ring) else len(table) * group.block_size < upto:
@@ -393,9 +416,83 @@ class SimulatedVLLM:
         request.blocks = tables
         return True
 
+    @staticmethod
+    def _state_places(group: Group, there: int, upto: int, start: int) -> list[int]:
+        """Where a state table, of so many blocks, gets new ones: for the state behind `upto`.
+
+        And for the one before the step if it is new, and at the last boundary that the step goes past.
+        """
+        size = group.block_size
+        last = -(-upto // size) - 1
+        places = {last}
+        if start and not there:
+            places.add(start // size - 1)
+        if last * size > start:
+            places.add(last - 1)
+        return sorted(place for place in places if place >= there)
+
+    def _split(self, request: SimulatedRequest, start: int, count: int) -> int:
+        """Of a step's tokens, those after which a state can be kept: all, or up to a boundary."""
+        if not self.states:
+            return count
+        size, end = self.groups[self.states[0]].block_size, start + count
+        if end < request.num_tokens and end // size * size > start:
+            end = end // size * size
+        last, junction = (request.num_tokens - 1) // size * size, request.shared_prefix_boundary
+        stops = [junction // size * size]
+        if start % size:
+            stops.append(start // size * size + size)
+        elif self.rng.random() < 0.5 or start >= last:
+            stops.append(last)
+        return min((stop for stop in stops if start < stop < end), default=end) - start
+
+    def _offer(self, request: SimulatedRequest, start: int, end: int) -> None:
+        """Hand over the state at the last boundary of a prompt: at the end of this step, or inside it."""
+        if not self.states or request.request_id in self.offers:
+            return
+        size = self.groups[self.states[0]].block_size
+        last = (request.num_tokens - 1) // size * size
+        if start < last <= end and last and last > end - size:
+            place = last // size - 1
+            found = [(group, request.blocks[group][place], last) for group in self.states]
+            if all(block != NULL for _, block, _ in found):
+                self.offers[request.request_id] = found
+
+    def _read_states(self, scheduled: dict[SimulatedRequest, int]) -> None:
+        """Each step begins with the states before it, before any load of the step."""
+        for request in scheduled:
+            for group in self.states if request.computed and not request.tainted else ():
+                place = -(-request.computed // self.groups[group].block_size) - 1
+                block = request.blocks[group][place]
+                assert block != NULL, f"{request.request_id}: no state after {request.computed} tokens"
+                for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
+                    state = kv_of(request.cache_salt, bytes(request.truth(request.computed)), layer, PAGE)
+                    where = f"{request.request_id}: wrong state after {request.computed} tokens in layer {layer}"
+                    self._read(rank, rows[layer], (block, slice(None)), state, where)
+
+    def _write_state(self, request: SimulatedRequest, group: int, tokens: int, place: int) -> None:
+        block = request.blocks[group][place]
+        for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
+            state = kv_of(request.cache_salt, bytes(request.truth(tokens)), layer, PAGE)
+            value = 0xDD if request.tainted else np.frombuffer(state, np.uint8)
+            self._write(rank, rows[layer], (block, slice(None)), value)
+
+    def _compute_states(self, request: SimulatedRequest, end: int) -> None:
+        for group in self.states:
+            size = self.groups[group].block_size
+            self._write_state(request, group, end, -(-end // size) - 1)
+            for offered, block, tokens in self.offers.get(request.request_id, ()):
+                if offered == group and tokens < end and request.blocks[group][tokens // size - 1] == block:
+                    self._write_state(request, group, tokens, tokens // size - 1)
+
     def _trim(self, request: SimulatedRequest) -> None:
         """Blocks behind the window become null, before the next tokens are scheduled."""
         for index, (group, table) in enumerate(zip(self.groups, request.blocks, strict=False)):
+            if group.state:
+                for place in range(-(-request.computed // group.block_size) - 1):
+                    if table[place] != NULL:
+                        self._release(index, table[place])
+                        table[place] = NULL
             if group.window is not None:
                 for place in range(max(0, request.computed - group.window + 1) // group.block_size):
                     if table[place] != NULL:
@@ -426,13 +523,16 @@ class SimulatedVLLM:
             for request, count in scheduled.items()
         }
         tables = {request.request_id: [list(table) for table in request.blocks] for request in scheduled}
-        self.scheduler.plan_step(progress, tables.get, sum(scheduled.values()))
+        for request, count in scheduled.items():
+            self._offer(request, request.computed, request.computed + count)
+        self.scheduler.plan_step(progress, tables.get, sum(scheduled.values()), self.offers)
         plan = self.scheduler.take_plan()
         self.pipeline.append(self._execute(plan, scheduled, drafted))
         if self.rng.random() < self.aborts and self.running:
             self.abort(self.rng.choice(self.running))
         for request, count in scheduled.items():
             request.computed += count - drafted.get(request.request_id, 0)
+        self.offers = {}
         while len(self.pipeline) >= self.depth:
             self._take_output(self.pipeline.pop(0))
 
@@ -444,7 +544,7 @@ class SimulatedVLLM:
             left = request.num_tokens + request.in_flight - request.computed
             if left <= 0:
                 continue
-            count = self.rng.randint(1, left)
+            count = self._split(request, request.computed, self.rng.randint(1, left))
             extra = self.rng.randint(0, 3) if self.drafts and count == left and left == 1 else 0
             while not self._allocate(request, request.computed + count + extra, request.computed):
                 victim = self.running[-1]
@@ -475,11 +575,12 @@ class SimulatedVLLM:
             assert local + external < request.num_tokens
             start = local + external
             count = 0 if asynchronous else self.rng.randint(1, request.num_tokens - start)
+            count = self._split(request, start, count)
             if not self._allocate(request, start + count, start, shared):
                 return
             request.replays = start > 0
             if not self.shares:
-                self._fill(request, local)
+                self._fill(request, local, states=not external)
             elif not asynchronous:
                 self._share(request, start + count)
             self.scheduler.update_state_after_alloc(request, request.blocks, external)
@@ -501,15 +602,17 @@ class SimulatedVLLM:
 
     def _local_hit(self, request: SimulatedRequest) -> int:
         """Tokens that the engine's own prefix cache has, at times: whole blocks, below the last token."""
-        prefixes = [self.groups[table] for table in self.prefixes]
+        prefixes = [self.groups[table] for table in self.prefixes if not self.groups[table].state]
         if self.rng.random() >= self.local_hits or len(prefixes) > 1 or prefixes[0].window is not None:
             return 0
         size = prefixes[0].block_size
         return self.rng.randint(0, (request.num_tokens - 1) // size) * size
 
-    def _fill(self, request: SimulatedRequest, upto: int) -> None:
+    def _fill(self, request: SimulatedRequest, upto: int, *, states: bool) -> None:
         for group in self.prefixes:
             self._compute(request, group, 0, upto)
+        for group in self.states if upto and states else ():
+            self._write_state(request, group, upto, upto // self.groups[group].block_size - 1)
 
     def _replay(self, request: SimulatedRequest) -> None:
         """Compute the last tokens of a hit again, for the tables that keep no KV of them."""
@@ -536,6 +639,8 @@ class SimulatedVLLM:
         self, request: SimulatedRequest, group: int, low: int, high: int
     ) -> Iterator[tuple[int, int, slice, range]]:
         """Tokens [low, high) of a table, those in null blocks apart: each with its block, bytes in it, and ranks."""
+        if self.groups[group].state:
+            return
         size, is_ring = self.groups[group].block_size, isinstance(self.groups[group], Ring)
         width = PAGE // size * self.context
         for at in range(max(low, high - size) if is_ring else low, high):
@@ -554,7 +659,7 @@ class SimulatedVLLM:
         if request.tainted:
             return
         for index, group in enumerate(self.groups):
-            if isinstance(group, Ring):
+            if group.state or isinstance(group, Ring):
                 continue
             low = 0 if group.window is None else max(0, request.computed - group.window + 1)
             blocks = request.blocks[index][low // group.block_size : -(-request.computed // group.block_size)]
@@ -581,6 +686,7 @@ class SimulatedVLLM:
         reports, failed_blocks = [], set()
         finished: list[set[str]] = []
         failed: set[str] = set()
+        self._read_states(scheduled)
         for worker in self.workers:
             worker.begin(plan)
             if isinstance(worker._copier, DeviceCopier):
@@ -595,6 +701,7 @@ class SimulatedVLLM:
             self._check_rings(request)
         for request, end in ends.items():
             valid = end - drafted.get(request.request_id, 0)
+            self._compute_states(request, valid)
             for group in range(len(self.groups)):
                 self._compute(request, group, request.computed, valid)
                 self._spoil(request, group, valid, end)
@@ -735,7 +842,7 @@ class SimulatedVLLM:
         merge(self.samples, self.scheduler.take_samples())
         found = sum(self.total("lmkv_hit_tokens").values()) + sum(self.total("lmkv_missed_tokens").values())
         assert found == self.looked_up == self.total("lmkv_lookup_tokens").get((), 0)
-        assert self.store.slab.free_slots + stats.primary.chunks == self.store.slab.num_slots
+        assert self.store.slab.free_slots + stats.primary.chunks + stats.primary.states == self.store.slab.num_slots
         assert sorted(self.free) == list(range(1, self.num_blocks))
 
     def total(self, name: str) -> dict[tuple[str, ...], Any]:

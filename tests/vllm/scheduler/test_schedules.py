@@ -11,14 +11,21 @@ import pytest
 from hypothesis import event, given, strategies as st
 
 from lmkv.vllm.block_map import Group
+from lmkv.vllm.scheduler.async_load import AsyncLoad
 from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedRequest, SimulatedVLLM, Table
 
 GROUPS: dict[str, list[Table]] = {
     "full attention": [Group(4)],
     "window of two blocks and full": [Group(4), Group(4, window=8)],
     "window alone": [Group(4, window=8)],
+    "a recurrent layer and full": [Group(8), Group(8, state=1)],
+    "two kinds of recurrent layers in two entries, and full": [
+        Group(8),
+        *(Group(8, state=1), Group(8, state=1), Group(8, state=2)),
+    ],
     "window over several chunks, larger blocks": [Group(4), Group(8, window=40)],
     "full attention behind a ring": [Ring(8, ratio=4), Group(4)],
+    "a ring, full, and a recurrent layer": [Ring(16, ratio=8), Group(8), Group(8, state=1)],
     "full, ring, window and a window that is computed again": [
         Group(4),
         Ring(16, ratio=8),
@@ -108,9 +115,23 @@ def test_the_schedules_test_something(kind: str) -> None:
             "load_faults": 0.3 * (seed % 3 == 0),
         }
         total += _drive(rng, GROUPS[kind], options)
-    whole = any(isinstance(table, Ring) for table in GROUPS[kind])
+    # With recurrent layers, and beside scratch blocks, a hit ends with a block.
+    whole = any(isinstance(table, Ring) or table.state for table in GROUPS[kind])
     missing = [name for name in SITUATIONS if not total[name] and not (whole and name == "partial_hits")]
     assert not missing, total
+
+
+def test_states_that_are_not_loaded_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the schedules."""
+    monkeypatch.setattr(AsyncLoad, "_state_copies", lambda self, lease: [])
+    options = {"num_blocks": 70, "chunk_size": 8, "ram_chunks": 40}
+    wrong = 0
+    for seed in range(10):
+        try:
+            _drive(random.Random(seed), GROUPS["a recurrent layer and full"], options)
+        except AssertionError:
+            wrong += 1
+    assert wrong
 
 
 def test_an_aborted_load_frees_its_blocks_once_the_device_is_done_with_them() -> None:

@@ -203,13 +203,13 @@ class TestCompat:
         )
         assert compat.computed_tokens(output) == {"new": 356, "running": 501, "idle": 7}
 
-    def test_recurrent_state_is_refused_with_the_reason(self) -> None:
-        class MambaSpec:
+    def test_what_keeps_no_prefix_is_refused_with_the_reason(self) -> None:
+        class ChunkedLocalAttentionSpec:
             block_size = 16
             page_size_bytes = 64
 
-        group = SimpleNamespace(layer_names=["a"], kv_cache_spec=MambaSpec())
-        with pytest.raises(ValueError, match="MambaSpec"):
+        group = SimpleNamespace(layer_names=["a"], kv_cache_spec=ChunkedLocalAttentionSpec())
+        with pytest.raises(ValueError, match="ChunkedLocalAttentionSpec"):
             compat.kv_groups(SimpleNamespace(kv_cache_groups=[group]))
 
 
