@@ -39,6 +39,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "chunks": frozenset({"errors"}),
     "plugins": frozenset({"errors"}),
     "policies": frozenset({"errors", "protocols", "plugins"}),
+    "simulation": frozenset({"errors", "protocols", "policies"}),
     "config": frozenset({"errors", "policies", "plugins", "chunks"}),
     "memory": frozenset({"errors", "chunks"}),
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
@@ -60,37 +61,38 @@ ALLOWED: dict[str, frozenset[str]] = {
     "vllm.scheduler": STORE | {"vllm", "vllm.requests", "vllm.observe"},
     "testing": BASE | {"memory", "backends"},
     "cli.measure": BUILT | {"", "engine"},
-    "cli": BUILT | {"", "engine", "vllm", "cli.measure", "agent"},
+    "cli": BUILT | {"", "engine", "vllm", "cli.measure", "agent", "simulation"},
 }
 """Room -> other rooms that it may import. A room is a folder or a module at the root, "" the package."""
 
 BUDGET = {
     "errors": 59,
     "outcomes": 40,
-    "protocols": 90,
-    "chunks": 508,
+    "protocols": 94,
+    "chunks": 541,
     "plugins": 33,
-    "policies": 167,
-    "config": 670,
-    "memory": 1116,
-    "store.tiers": 1224,
-    "store": 1047,
+    "policies": 668,
+    "simulation": 257,
+    "config": 671,
+    "memory": 1115,
+    "store.tiers": 1250,
+    "store": 1090,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
-    "build": 95,
+    "build": 96,
     "engine": 463,
     "registry": 24,
     "": 60,
-    "agent": 882,
-    "vllm": 1572,
-    "vllm.requests": 247,
-    "vllm.observe": 525,
-    "vllm.scheduler": 1012,
+    "agent": 896,
+    "vllm": 1768,
+    "vllm.requests": 260,
+    "vllm.observe": 563,
+    "vllm.scheduler": 1204,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12499
+WHOLE = 13817
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

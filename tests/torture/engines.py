@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen
 
 from tests.torture.conversations import VOCAB
-from tests.vllm import families
+from tests.vllm import families, mamba_cpu
 from tests.vllm.drafts import DRAFTS, Drafts
 from tests.vllm.families import Family
 from tests.vllm.harness import Engine, engine, pipelining
@@ -20,6 +20,8 @@ _DRAFTED = 3
 """Tokens at a time."""
 _SMALL = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": VOCAB, "max_position_embeddings": 1024}
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
+_MIXED = {**_HEADS, "num_hidden_layers": 4, "mamba_num_heads": 4}
+_MIXER = {"mamba_d_ssm": 64, "mamba_n_heads": 2}
 _KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 MODELS: dict[str, Family | Drafts] = {
@@ -28,6 +30,8 @@ MODELS: dict[str, Family | Drafts] = {
     "mla": Family(
         lambda: families.deepseek_v2(**_SMALL, num_hidden_layers=2, first_k_dense_replace=2), families.REFERENCE_MLA
     ),
+    "nemotron": Family(lambda: families.nemotron_h(**_SMALL, **_MIXED), vllm=mamba_cpu.exported),
+    "falcon": Family(lambda: families.falcon_h1(**_SMALL, **_HEADS, **_MIXER), vllm=mamba_cpu.split),
     **DRAFTS,
 }
 
@@ -36,13 +40,14 @@ MODELS: dict[str, Family | Drafts] = {
 class Model:
     """A model on disk. `options`: of its engine. `drafts`: vLLM's `speculative_config`, or none.
 
-    `target`: the same for models that say the same.
+    `target`: the same for models that say the same. `vllm`: as `Family` has it.
     """
 
     path: Path
     options: dict[str, Any]
     target: str
     drafts: dict[str, Any] | None = None
+    vllm: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 @frozen
@@ -72,6 +77,10 @@ VARIANTS = {
     "loads between steps": Variant("gqa", _tight(40, 128), {"prefetch_deadline": 2.0}, ram=4.5, disk=100.5),
     "latent": Variant("mla", _tight(66, 90), {"disk_write": "back"}),
     "hybrid, pipelined": Variant("hybrid", _tight(100, 130), ram=20.5, pipelined=True),
+    "hybrids: recurrent layers": Variant("nemotron", _tight(34, 140), ram=30.5, disk=90.5),
+    "hybrids: recurrent layers, pipelined": Variant("nemotron", _tight(38, 200), ram=50.5, pipelined=True),
+    "hybrids: recurrent in each layer, tiny steps": Variant("falcon", _tight(60, 64), ram=24.5),
+    "hybrids: recurrent layers, write-back": Variant("falcon", _tight(60, 200), {"disk_write": "back"}, ram=24.5),
     "no CPU tier, second touch": Variant(
         "gqa", _tight(32, 64), {"local_cpu": False, "disk_admission": "second_touch"}, pipelined=True
     ),
@@ -86,16 +95,16 @@ def write_models(folder: Path) -> dict[str, Model]:
 def _write(name: str, folder: Path) -> Model:
     made = MODELS[name]
     if isinstance(made, Family):
-        return Model(made.write(folder), made.options, name)
+        return Model(made.write(folder), made.options, name, vllm=made.vllm)
     path, drafts = made.write(folder, _DRAFTED)
-    return Model(path, {}, made.target.__name__, drafts)
+    return Model(path, made.options, made.target.__name__, drafts)
 
 
 @contextlib.contextmanager
 def reference(model: Model, **options: Any) -> Iterator[Engine]:
     """Without a connector and without drafts, with room for everything."""
     given = {"max_model_len": 640, "max_num_batched_tokens": 512, "max_num_seqs": 8, **model.options, **options}
-    with engine(model.path, connector=None, **given) as plain:
+    with model.vllm(), engine(model.path, connector=None, **given) as plain:
         yield plain
 
 
@@ -116,6 +125,7 @@ def tortured(variant: Variant, model: Model, disk: Path, slot_bytes: int) -> Ite
     if model.drafts is not None:
         options |= {"speculative_config": model.drafts, "disable_log_stats": False}
     with (
+        model.vllm(),
         pipelining() if variant.pipelined else contextlib.nullcontext(),
         engine(model.path, extra=extra, **options) as running,
     ):
