@@ -228,10 +228,17 @@ def is_pausing() -> bool:
     return any(frame.function == "_reset_caches" for frame in inspect.stack(0))
 
 
-def drafts_from_hidden_states(vllm_config: Any) -> bool:
-    """Whether there are draft layers (EAGLE, MTP...), whose KV at a position depends on the next token."""
+def draft_lookahead(vllm_config: Any) -> int:
+    """How many tokens after a position the KV of draft layers there depends on: 1 with EAGLE, or one module of MTP.
+
+    0 where vLLM does not drop the end of its own hits: without such layers, or if it was told not to.
+    """
     speculative = getattr(vllm_config, "speculative_config", None)
-    return speculative is not None and bool(speculative.use_eagle())
+    # vLLM 0.32 drops it for these two, though their KV depends on nothing that follows; 0.33 does not.
+    if speculative is None or not speculative.use_eagle() or speculative.method in ("dflash", "dspark"):
+        return 0
+    drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)
+    return max(1, getattr(vllm_config, "num_prefill_lookahead_tokens", 1)) if drops() else 0
 
 
 def computed_tokens(scheduler_output: Any) -> dict[str, int]:

@@ -50,6 +50,7 @@ def engine(
     `clock`: all that lmkv's scheduler side knows of time. One that stands still lets nothing be late or slow.
     """
     os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    replace_kernels_once()
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -82,6 +83,18 @@ def engine(
                 llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
+
+
+@functools.cache
+def replace_kernels_once() -> None:
+    """vLLM looks through all modules for kernels that its CPU build replaces, with each engine, and dies of llvmlite's.
+
+    That was imported by an engine with n-grams: the next one did not start. The first engine replaces all of them.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
 
 
 @functools.cache
