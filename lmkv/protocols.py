@@ -148,18 +148,22 @@ class Shared(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """An eviction order over keys and sizes: pure, no clock, no I/O, no values.
+    """An eviction order over keys and sizes in bytes: pure, no clock, no I/O, no values.
 
-    Called only under the owning store's lock. A known key is either evictable or held.
-    `lmkv.policies.PolicyBase` has all of it but the order.
+    Called only under the owning store's lock. A known key is either evictable or held. A key whose parent is gone
+    cannot be found: a policy evicts children before their parents. `lmkv.policies.PolicyBase` has all of it but the
+    order.
     """
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
-        """Add an evictable key. Inserting a known key is a `UsageError`."""
+        """Add an evictable key. Inserting a known key is a `UsageError`. `parent`: empty if none, or not known."""
         ...
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note the use of a chain's keys, given head first; the head must outlive the tail."""
+        """A request has ended that used this chain, given head first; keys may be unknown.
+
+        The request that stored a chunk touches it, too: the first touch is no reuse.
+        """
         ...
 
     def discard(self, key: ChunkKey) -> None:
@@ -178,6 +182,18 @@ class Policy(Protocol):
         """Remove and return victims of at least `nbytes` together, none of them in `protect`.
 
         All or nothing: None, and nothing changed, when that much cannot be freed.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesHints(Protocol):
+    """A policy that callers may tell which chunks will be used."""
+
+    def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
+        """Evict a chain's keys, given head first, before all others (below 0), in turn (0) or last (above 0).
+
+        Among priorities above 0 the lowest goes first. Keys may be unknown, and are then not remembered.
         """
         ...
 

@@ -39,6 +39,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "chunks": frozenset({"errors"}),
     "plugins": frozenset({"errors"}),
     "policies": frozenset({"errors", "protocols", "plugins"}),
+    "simulation": frozenset({"errors", "protocols", "policies"}),
     "config": frozenset({"errors", "policies", "plugins", "chunks"}),
     "memory": frozenset({"errors", "chunks"}),
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
@@ -60,21 +61,22 @@ ALLOWED: dict[str, frozenset[str]] = {
     "vllm.scheduler": STORE | {"vllm", "vllm.requests", "vllm.observe"},
     "testing": BASE | {"memory", "backends"},
     "cli.measure": BUILT | {"", "engine"},
-    "cli": BUILT | {"", "engine", "vllm", "cli.measure", "agent"},
+    "cli": BUILT | {"", "engine", "vllm", "cli.measure", "agent", "simulation"},
 }
 """Room -> other rooms that it may import. A room is a folder or a module at the root, "" the package."""
 
 BUDGET = {
     "errors": 59,
     "outcomes": 40,
-    "protocols": 90,
+    "protocols": 94,
     "chunks": 541,
     "plugins": 33,
-    "policies": 167,
+    "policies": 668,
+    "simulation": 257,
     "config": 671,
     "memory": 1116,
     "store.tiers": 1250,
-    "store": 1097,
+    "store": 1090,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
@@ -82,15 +84,15 @@ BUDGET = {
     "engine": 463,
     "registry": 24,
     "": 60,
-    "agent": 883,
-    "vllm": 1649,
+    "agent": 896,
+    "vllm": 1753,
     "vllm.requests": 260,
-    "vllm.observe": 548,
-    "vllm.scheduler": 1186,
+    "vllm.observe": 561,
+    "vllm.scheduler": 1193,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 12896
+WHOLE = 13788
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

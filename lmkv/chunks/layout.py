@@ -73,7 +73,7 @@ class KVLayout:
     layers
         The layers of one rank, in their order.
     num_ranks
-        Ranks that each hold a part of every chunk; all have the same layers.
+        Ranks that each hold a part of every chunk. All have these layers, or the first of them.
 
     Raises
     ------

@@ -8,26 +8,42 @@ from types import MappingProxyType
 from lmkv import plugins
 from lmkv.errors import ConfigError
 from lmkv.policies.admission import ADMISSIONS, AdmitAll, AdmitNone, SecondTouch, make_admission
+from lmkv.policies.arc import ARC
 from lmkv.policies.base import PolicyBase
 from lmkv.policies.fifo import FIFO
+from lmkv.policies.lfu import LFU
 from lmkv.policies.lru import LRU
+from lmkv.policies.mru import MRU
+from lmkv.policies.queue import QueuePolicy
+from lmkv.policies.s3fifo import S3FIFO
+from lmkv.policies.sieve import SIEVE
+from lmkv.policies.slru import SLRU
 from lmkv.protocols import Policy
 
 __all__ = [
     "ADMISSIONS",
+    "ARC",
     "FIFO",
+    "LFU",
     "LRU",
+    "MRU",
     "POLICIES",
+    "S3FIFO",
+    "SIEVE",
+    "SLRU",
     "AdmitAll",
     "AdmitNone",
     "PolicyBase",
+    "QueuePolicy",
     "SecondTouch",
     "make_admission",
     "make_policy",
     "policy_names",
 ]
 
-POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType({"LRU": LRU, "FIFO": FIFO})
+POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
+    {made.__name__: made for made in (LRU, FIFO, LFU, MRU, ARC, SLRU, S3FIFO, SIEVE)}
+)
 """lmkv's own policies, by the names that a configuration gives them."""
 
 

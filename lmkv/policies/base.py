@@ -1,10 +1,10 @@
-"""`PolicyBase`: one queue of keys in the order of their eviction, and those that may not be evicted now."""
+"""`PolicyBase`: the keys of a tier, their prefix tree, and what may be evicted; a policy adds the order."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 
 from attrs import define, field
 
@@ -14,10 +14,12 @@ from lmkv.protocols import ChunkKey
 
 @define(eq=False)
 class PolicyBase(ABC):
-    """Base of eviction policies that keep their keys in one queue.
+    """Base of eviction policies. A subclass keeps the order, in the five methods `add` to `drop`.
 
-    A subclass decides how a use reorders it (`touch`) and where a released key goes (`_requeue`). New keys go
-    to its end; its front is evicted first.
+    The base knows the size of each key, its parent and how many children it has. A key with children, or one that
+    is held, is passed over when its turn comes, and has its turn as soon as neither is so. So no chunk stays whose
+    parent was evicted: it could not be found. The one exception is a chunk whose children are all held or protected,
+    where nothing else is left to evict.
 
     Raises
     ------
@@ -26,101 +28,280 @@ class PolicyBase(ABC):
 
     Notes
     -----
-    Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected), amortised,
-    all else O(1) per key: a held key leaves the queue only when its turn comes.
+    Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected), amortised, all
+    else O(1) per key. `hint` is for all policies; see `lmkv.protocols.TakesHints`.
 
     Examples
     --------
-    >>> class MRU(PolicyBase):  # evicts the chunk that was used last
-    ...     def touch(self, keys):
-    ...         for key in keys:
-    ...             if key in self._queue:
-    ...                 self._queue.move_to_end(key, last=False)
-    ...     def _requeue(self, key, size):
-    ...         self._queue[key] = size
-    ...         self.touch([key])
-    >>> policy = MRU()
-    >>> policy.insert(b"a", size=10)
-    >>> policy.insert(b"b", size=10)
-    >>> policy.touch([b"b"])
+    >>> from lmkv.policies import LRU
+    >>> policy = LRU()
+    >>> policy.insert(b"head", size=10)
+    >>> policy.insert(b"tail", size=10, parent=b"head")
     >>> policy
-    <MRU: 20 evictable bytes, 0 keys held>
+    <LRU: 20 evictable bytes, 0 keys held>
     >>> policy.evict(5)
-    [b'b']
+    [b'tail']
     """
 
-    _queue: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
-    """Bytes of each key, in the order of eviction. Acquired keys whose turn came are not in it."""
-    _held: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """Bytes of each held key."""
+    sizes: dict[ChunkKey, int] = field(init=False, factory=dict)
+    """Bytes of each known key."""
+    total_bytes: int = field(init=False, default=0)
+    """Bytes of all known keys. When `pop` is called, this is about the capacity of the tier."""
+    held: set[ChunkKey] = field(init=False, factory=set)
+    _parents: dict[ChunkKey, ChunkKey] = field(init=False, factory=dict)
+    _children: dict[ChunkKey, int] = field(init=False, factory=dict)
+    """How many children of a key are known; the key itself need not be, yet."""
+    _forks: set[ChunkKey] = field(init=False, factory=set)
+    """Keys that have had several children: they belong to no single conversation."""
+    passed: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
+    """Keys whose turn came while they were held or had children. They are not in the order."""
+    _first: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
+    """Keys that a hint has given up: evicted before all others. They are not in the order."""
+    _kept: dict[ChunkKey, int] = field(init=False, factory=dict)
+    """Keys with a priority above 0."""
+    _last: dict[int, OrderedDict[ChunkKey, None]] = field(init=False, factory=dict)
+    """Those whose turn came, by their priority. They are not in the order."""
     _evictable_bytes: int = field(init=False, default=0)
+    _largest: int = field(init=False, default=0)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self._evictable_bytes:,} evictable bytes, {len(self._held)} keys held>"
+        return f"<{type(self).__name__}: {self._evictable_bytes:,} evictable bytes, {len(self.held)} keys held>"
+
+    # -- the order ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def add(self, key: ChunkKey) -> None:
+        """Put a new key into the order."""
+
+    @abstractmethod
+    def use(self, keys: Sequence[ChunkKey]) -> None:
+        """A request has used a chain, given head first. Keys that are not in the order are none of its business.
+
+        The request that stored a chunk uses it once, too: its first use is no reuse.
+        """
+
+    @abstractmethod
+    def pop(self) -> ChunkKey | None:
+        """Take the key out of the order that should be evicted next; None when it is empty."""
+
+    @abstractmethod
+    def put_back(self, key: ChunkKey) -> None:
+        """Put a key that `pop` has given back, where it is next again."""
+
+    @abstractmethod
+    def drop(self, key: ChunkKey) -> None:
+        """Take a key out of the order. It stays known, unless `forget` follows."""
+
+    def rejoin(self, key: ChunkKey) -> None:
+        """A key was used while it was out of the order, or is no longer held."""
+        self.put_back(key)
+
+    def evicted(self, key: ChunkKey, size: int) -> None:
+        """A key that `pop` gave was evicted. A policy that remembers such keys notes it here."""
+        self.forget(key)
+
+    def forget(self, key: ChunkKey) -> None:  # noqa: B027 - most policies note nothing else
+        """A key is no longer known, and is out of the order. A policy that notes more of its keys deletes that."""
+
+    # -- the protocol -------------------------------------------------------------------------------------
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
-        """Add an evictable key of `size` bytes, the newest of all. Raises UsageError for a known key."""
-        if key in self._queue or key in self._held:
+        """Add an evictable key of `size` bytes. Raises UsageError for a known key."""
+        sizes = self.sizes
+        if key in sizes:
             raise UsageError(f"chunk {key.hex()} is already in the policy")
         if size < 1:
             raise UsageError(f"chunk {key.hex()} has the size {size}")
-        self._queue[key] = size
+        sizes[key] = size
+        if size > self._largest:
+            self._largest = size
+        if parent:
+            self._parents[key] = parent
+            children = self._children
+            if parent in children:
+                children[parent] += 1
+                self._forks.add(parent)
+            else:
+                children[parent] = 1
+        self.total_bytes += size
         self._evictable_bytes += size
+        self.add(key)
 
-    @abstractmethod
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note the use of a chain's keys, given head first; the head must outlive the tail."""
-
-    @abstractmethod
-    def _requeue(self, key: ChunkKey, size: int) -> None:
-        """The key is evictable again. It is in the queue still, unless its turn came meanwhile."""
+        """Note that a request has used a chain's keys, given head first."""
+        if self._first:
+            for key in keys:
+                if key in self._first:
+                    del self._first[key]
+                    self.rejoin(key)
+        self.use(keys)
 
     def discard(self, key: ChunkKey) -> None:
         """Forget a key, known or not."""
-        size = self._queue.pop(key, 0)
-        if self._held.pop(key, None) is None:
+        if key not in self.sizes:
+            return
+        self._take_out(key)
+        self.forget(key)
+        size = self.sizes.pop(key)
+        self.total_bytes -= size
+        if key in self.held:
+            self.held.discard(key)
+        else:
             self._evictable_bytes -= size
+        self._unlink(key)
 
     def hold(self, key: ChunkKey) -> None:
         """Keep a known key from eviction until it is released. Idempotent."""
-        if key in self._held:
-            return
-        size = self._queue.get(key)
+        size = self.sizes.get(key)
         if size is None:
             raise self._unknown(key)
-        self._held[key] = size
-        self._evictable_bytes -= size
+        if key not in self.held:
+            self.held.add(key)
+            self._evictable_bytes -= size
 
     def release(self, key: ChunkKey) -> None:
         """A known key may be evicted again. Idempotent."""
-        size = self._held.pop(key, None)
-        if size is not None:
-            self._evictable_bytes += size
-            self._requeue(key, size)
-        elif key not in self._queue:
+        if key in self.held:
+            self.held.discard(key)
+            self._evictable_bytes += self.sizes[key]
+            if key in self.passed and key not in self._children:
+                del self.passed[key]
+                self.rejoin(key)
+        elif key not in self.sizes:
             raise self._unknown(key)
 
     def evict(self, nbytes: int, protect: Set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
         """Remove and return evictable keys of `nbytes` together; None, and no change, when there are not."""
+        if nbytes > self._evictable_bytes or not self._leaves(nbytes, protect):
+            return None
         victims: list[ChunkKey] = []
-        if nbytes > self._evictable_bytes:
-            return None
-        passed: list[ChunkKey] = []
+        protected: list[ChunkKey] = []
         found = 0
-        for key, size in self._queue.items():
-            if found >= nbytes:
-                break
-            if key in self._held:
-                passed.append(key)
-            elif key not in protect:
-                victims.append(key)
-                found += size
-        if found < nbytes:
-            return None
-        for key in (*passed, *victims):
-            del self._queue[key]
+        pop = self.pop
+        sizes, held, children, passed, kept = self.sizes, self.held, self._children, self.passed, self._kept
+        parents, forks, first, evicted = self._parents, self._forks, self._first, self.evicted
+        while found < nbytes:
+            given_up = bool(first)
+            key = first.popitem(last=False)[0] if given_up else pop()
+            if key is None:
+                key = self._reluctantly(protect)
+            elif key in children or key in held:
+                passed[key] = None
+                continue
+            elif key in protect:
+                protected.append(key)
+                continue
+            elif kept and key in kept:
+                self._last.setdefault(kept[key], OrderedDict())[key] = None
+                continue
+            victims.append(key)
+            size = sizes.pop(key)
+            found += size
+            if given_up:
+                self.forget(key)
+            else:
+                evicted(key, size)
+            parent = parents.pop(key, None)
+            if parent is not None:
+                count = children[parent]
+                if count > 1:
+                    children[parent] = count - 1
+                else:
+                    del children[parent]
+                    if parent in passed and parent not in held:
+                        del passed[parent]
+                        self.put_back(parent)
+            if key in forks:
+                forks.discard(key)
+        for key in reversed(protected):
+            self.put_back(key)
         self._evictable_bytes -= found
+        self.total_bytes -= found
         return victims
+
+    def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
+        """Evict a chain's keys, given head first, before all others (below 0), in turn (0) or last (above 0).
+
+        A chain is given up from its tail to where another one begins. A later use takes that back.
+        """
+        if priority < 0:
+            self._give_up(keys)
+            return
+        for key in keys:
+            if key in self.sizes and self._kept.get(key, 0) != priority:
+                self._take_back(key)
+                if priority:
+                    self._kept[key] = priority
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _give_up(self, keys: Sequence[ChunkKey]) -> None:
+        children, own = self._children, 0
+        for key in reversed(keys):
+            if key in self._forks or children.get(key, 0) > own:
+                return
+            if key in self.sizes and key not in self._first:
+                self._take_out(key)
+                self._first[key] = None
+            own = 1
+
+    def _take_out(self, key: ChunkKey) -> None:
+        """Out of the order, or of where it is instead."""
+        priority = self._kept.pop(key, 0)
+        if key in self._first:
+            del self._first[key]
+        elif key in self.passed:
+            del self.passed[key]
+        elif priority in self._last and key in self._last[priority]:
+            del self._last[priority][key]
+            if not self._last[priority]:
+                del self._last[priority]
+        else:
+            self.drop(key)
+
+    def _take_back(self, key: ChunkKey) -> None:
+        """Into the order again, if a hint has taken it out."""
+        priority = self._kept.pop(key, 0)
+        if key in self._first:
+            del self._first[key]
+            self.rejoin(key)
+        elif priority in self._last and key in self._last[priority]:
+            del self._last[priority][key]
+            if not self._last[priority]:
+                del self._last[priority]
+            self.rejoin(key)
+
+    def _reluctantly(self, protect: Set[ChunkKey]) -> ChunkKey:
+        """The order is empty: a key of the lowest priority, or one whose children are all held or protected."""
+        found = next(self._left(protect))
+        self._take_out(found)
+        return found
+
+    def _left(self, protect: Set[ChunkKey]) -> Iterator[ChunkKey]:
+        kept = [key for priority in sorted(self._last) for key in self._last[priority]]
+        out = self.held | protect
+        yield from (key for key in kept if key not in out and key not in self._children)
+        yield from (key for key in (*self.passed, *kept) if key not in out)
+
+    def _leaves(self, nbytes: int, protect: Set[ChunkKey]) -> bool:
+        """Whether so many bytes can be evicted without the protected keys."""
+        spare = self._evictable_bytes - nbytes
+        if len(protect) * self._largest <= spare:
+            return True
+        sizes, held = self.sizes, self.held
+        return sum(sizes[key] for key in protect if key in sizes and key not in held) <= spare
+
+    def _unlink(self, key: ChunkKey) -> None:
+        self._forks.discard(key)
+        parent = self._parents.pop(key, None)
+        if parent is None:
+            return
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
+            if parent in self.passed and parent not in self.held:
+                del self.passed[parent]
+                self.put_back(parent)
 
     def _unknown(self, key: ChunkKey) -> UsageError:
         return UsageError(f"chunk {key.hex()} is not in the policy")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from attrs import define
 
-from lmkv.policies.base import PolicyBase
-from lmkv.protocols import ChunkKey
+from lmkv.policies.queue import QueuePolicy
 
 
 @define(eq=False, repr=False)
-class FIFO(PolicyBase):
+class FIFO(QueuePolicy):
     """Evicts the chunk that was inserted first, however often it was used.
 
     Raises
@@ -33,11 +30,3 @@ class FIFO(PolicyBase):
     >>> policy.evict(15)
     [b'a', b'b']
     """
-
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Do nothing: use does not count."""
-
-    def _requeue(self, key: ChunkKey, size: int) -> None:
-        if key not in self._queue:
-            self._queue[key] = size
-            self._queue.move_to_end(key, last=False)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from attrs import define
 
-from lmkv.policies.base import PolicyBase
+from lmkv.policies.queue import QueuePolicy
 from lmkv.protocols import ChunkKey
 
 
 @define(eq=False, repr=False)
-class LRU(PolicyBase):
+class LRU(QueuePolicy):
     """Evicts the chunk that was used least recently.
 
     Raises
@@ -36,12 +36,20 @@ class LRU(PolicyBase):
     True
     """
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        queue = self._queue
+    def use(self, keys: Sequence[ChunkKey]) -> None:
+        queue, move, passed = self.queue, self.queue.move_to_end, self.passed
         for key in reversed(keys):
             if key in queue:
-                queue.move_to_end(key)
+                move(key)
+            elif passed and key in passed:
+                del passed[key]
+                queue[key] = None
 
-    def _requeue(self, key: ChunkKey, size: int) -> None:
-        self._queue[key] = size
-        self._queue.move_to_end(key)
+    def rejoin(self, key: ChunkKey) -> None:
+        self.queue[key] = None
+
+    def release(self, key: ChunkKey) -> None:
+        held = key in self.held
+        super().release(key)
+        if held and key in self.queue:
+            self.queue.move_to_end(key)

@@ -152,9 +152,4 @@ class Flusher:
         # Tail first, so that the head of the chain is evicted last, here and below.
         for _, entry in reversed(flush.copies):
             self._primary.unref(entry)
-        for tier in {tier for tier, _ in flush.copies}:
-            tier.index.policy.touch(flush.chain)
-        if flush.late:
-            # Its chunk was just used, and would be evicted after those before it.
-            self._primary.policy.touch(flush.chain)
         after.calls.append(self._on_slots_freed)

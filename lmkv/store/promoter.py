@@ -279,9 +279,6 @@ class Promoter:
             if entry.refs == 1 and entry in self._loads:
                 # Nobody else waits for this read.
                 self._cancel_load(entry, after)
-        keys = promotion.keys if self._tiers else ()
-        for tier in self._tiers:
-            tier.index.policy.touch(keys)
 
     @locked
     def expire(self, after: AfterLock) -> None:

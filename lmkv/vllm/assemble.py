@@ -53,7 +53,7 @@ def make_scheduler(
     assert transfer is not None
     has_device = vllm_config.device_config.device_type != "cpu"
     options = SchedulerOptions(
-        ranks=model.ranks,
+        ranks=model.ranks.total,
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
         save_decode=config.save_decode_cache,
@@ -96,15 +96,14 @@ def make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> 
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     single = model.block_map.one_full_table
-    rank = compat.tensor_parallel_rank() if model.ranks > 1 else 0
-    shard, replica = divmod(rank, model.replicas)
+    shard, replica = model.ranks.place(*compat.worker_ranks()) if model.ranks.total > 1 else (0, 0)
     obstacle = compat.no_layerwise(vllm_config, model.layers) if config.use_layerwise else ""
     if obstacle:
         logger.warning("lmkv: use_layerwise is off: %s", obstacle)
     return Worker(
         shard,
         model.layout,
-        (replica, model.replicas),
+        (replica, model.ranks.replicas),
         block_level_failures=single,
         # With several block tables, or windows, all loads are between steps.
         layerwise=config.use_layerwise and single and not obstacle,

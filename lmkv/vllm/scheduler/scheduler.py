@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from attrs import evolve
+
 from lmkv.chunks.hashing import TailKey, hash_prompt
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
@@ -51,8 +53,11 @@ class Scheduler:
     ) -> None:
         self._store = store
         self._namespace = namespace
-        self._chunk_size = block_map.chunk_size
+        self._block_map, self._chunk_size = block_map, block_map.chunk_size
         self._options = options or SchedulerOptions()
+        if block_map.scratch:
+            # vLLM computes scratch blocks again from a hit on, which must end with a block.
+            self._options = evolve(self._options, save_unfull_chunk=False)
         self._builder = StepPlanBuilder()
         self._clock = self._options.clock
         self._observer = SchedulerObserver(store, block_map.chunk_size, self._clock, events)
@@ -203,7 +208,7 @@ class Scheduler:
     def update_state_after_alloc(self, request: Request, block_ids: BlockTables, num_external_tokens: int) -> None:
         """Blocks are allocated: order the load that was promised, or release its lease."""
         state = self._state_of(request)
-        self.loading.allocated(state, block_ids, num_external_tokens)
+        self.loading.allocated(state, self._block_map.select(block_ids), num_external_tokens)
         self._observer.recent.scheduled(state)
 
     def hit_sources(self, request_id: str) -> dict[str, int]:
@@ -218,7 +223,7 @@ class Scheduler:
         if state is not None:
             state.disabled = True
             state.drop_lease()
-        unfilled = [block for table in tables for block in table if block]
+        unfilled = [block for table in self._block_map.select(tables) for block in table if block]
         self.loading.jobs.evict_blocks(set(unfilled))
         self._builder.load([], unfilled, between_steps=between_steps, finishes=request_id if between_steps else None)
 
@@ -254,11 +259,14 @@ class Scheduler:
         state.follow()
         complete, tail = self.storing.completes(state, computed), self.storing.completes_tail(state, computed)
         tables = blocks_of(request_id) if complete or tail or self.boundaries.states else None
-        if tables is not None and complete:
+        if tables is None:
+            return
+        tables = self._block_map.select(tables)
+        if complete:
             self.storing.store(state, complete, tables)
-        if tables is not None and tail:
+        if tail:
             self.storing.store_tail(state, tables)
-        if tables is not None and self.boundaries.states:
+        if self.boundaries.states:
             self._states.take(state, computed, tables, offers)
 
     # -- answers ------------------------------------------------------------------------------------------

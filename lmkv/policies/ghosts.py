@@ -1,0 +1,32 @@
+"""`Ghosts`: the keys of chunks that were evicted, in a bounded number of bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from attrs import define, field
+
+from lmkv.protocols import ChunkKey
+
+
+@define(eq=False)
+class Ghosts:
+    """Keys and sizes of evicted chunks, the oldest eviction first. `total_bytes`: of the chunks that they were."""
+
+    keys: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
+    total_bytes: int = field(init=False, default=0)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self.keys
+
+    def add(self, key: ChunkKey, size: int) -> None:
+        self.keys[key] = size
+        self.total_bytes += size
+
+    def discard(self, key: ChunkKey) -> None:
+        self.total_bytes -= self.keys.pop(key, 0)
+
+    def trim(self, limit: float) -> None:
+        """Forget the oldest ones beyond so many bytes."""
+        while self.total_bytes > limit:
+            self.total_bytes -= self.keys.popitem(last=False)[1]
