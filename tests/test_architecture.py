@@ -74,7 +74,7 @@ BUDGET = {
     "policies": 668,
     "simulation": 257,
     "config": 671,
-    "memory": 1116,
+    "memory": 1115,
     "store.tiers": 1250,
     "store": 1090,
     "backends": 375,
@@ -85,14 +85,14 @@ BUDGET = {
     "registry": 24,
     "": 60,
     "agent": 896,
-    "vllm": 1753,
+    "vllm": 1768,
     "vllm.requests": 260,
     "vllm.observe": 561,
     "vllm.scheduler": 1193,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 13788
+WHOLE = 13803
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

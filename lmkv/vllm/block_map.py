@@ -21,8 +21,8 @@ class Group:
     """One block table: tokens per block and, with a sliding window, how many tokens a query sees.
 
     `table`: its number among vLLM's, None where every one of these is cached. `state`: for recurrent layers the number,
-    from 1 on, of the state entry that theirs is part of. A block of such a table is a state, not tokens' KV; which
-    state, only vLLM knows.
+    from 1 on, of the state entry that theirs is part of. A block of such a table is a state, not the KV of tokens;
+    which state, only vLLM knows.
     """
 
     block_size: int
@@ -46,6 +46,10 @@ class BlockMap:
     def select(self, tables: Sequence[list[int]]) -> Sequence[list[int]]:
         """Those of vLLM's block tables whose blocks are stored and loaded."""
         return [tables[group.table or 0] for group in self.groups] if self.scratch else tables
+
+    def index(self, table: int) -> int:
+        """The number among `groups` of a block table of vLLM's."""
+        return next((index for index, group in enumerate(self.groups) if group.table == table), table)
 
     @cached_property
     def windowed(self) -> bool:

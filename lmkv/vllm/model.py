@@ -89,13 +89,17 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
     groups = kv_groups(kv_cache_config, padded=fused, context=context)
     if not groups:
         raise ValueError("it has no KV cache")
-    check_states(vllm_config, kv_cache_config, [group.recurrent for group in groups])
+    recurrent = any(group.recurrent for group in groups)
+    scratch = len(groups) < len(kv_cache_config.kv_cache_groups)
+    check_states(vllm_config, [group.recurrent for group in groups], scratch=scratch)
     # vLLM may shorten a hit to whole blocks of all tables.
-    size = _chunk_size(chunk_size, math.lcm(*block_sizes(kv_cache_config, context)), groups)
-    states = _state_entries(groups, size)
-    if any(states):
+    blocks = math.lcm(*block_sizes(kv_cache_config, context))
+    # With recurrent layers a hit ends where there is a state, which is between blocks.
+    size = blocks if recurrent else align_up(chunk_size, blocks)
+    if recurrent:
         # Ranks with equal KV have states of their own.
         ranks = evolve(ranks, replicas=1)
+    states = _state_entries(groups, size)
     layers: list[tuple[str, LayerPages]] = [
         (name, LayerPages(page, 1 if state else size // group.block_size, number, state))
         for number, (group, state) in enumerate(zip(groups, states, strict=True))
@@ -108,7 +112,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
         Group(group.block_size, group.window, group.number, state) for group, state in zip(groups, states, strict=True)
     )
     return ServedModel(
-        block_map=BlockMap(size, tables, scratch=len(groups) < len(kv_cache_config.kv_cache_groups)),
+        block_map=BlockMap(size, tables, scratch=scratch),
         layout=KVLayout(size, ranks.widest_stage(pages, stage), ranks.shards),
         layers=tuple(name for name, _ in layers),
         fused=fused,
@@ -116,11 +120,6 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
         ranks=ranks,
         make_namespace=partial(_namespace, vllm_config, kv_cache_config, groups, size, ranks),
     )
-
-
-def _chunk_size(wanted: int, blocks: int, groups: list[KVGroup]) -> int:
-    """Whole blocks. With recurrent layers the least, for a hit ends where there is a state, which is between blocks."""
-    return blocks if any(group.recurrent for group in groups) else align_up(wanted, blocks)
 
 
 def _state_entries(groups: list[KVGroup], chunk_size: int) -> list[int]:

@@ -258,10 +258,10 @@ class Scheduler:
             return
         state.follow()
         complete, tail = self.storing.completes(state, computed), self.storing.completes_tail(state, computed)
-        tables = blocks_of(request_id) if complete or tail or self.boundaries.states else None
-        if tables is None:
+        found = blocks_of(request_id) if complete or tail or self.boundaries.states else None
+        if found is None:
             return
-        tables = self._block_map.select(tables)
+        tables = self._block_map.select(found)
         if complete:
             self.storing.store(state, complete, tables)
         if tail:

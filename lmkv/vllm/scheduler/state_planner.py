@@ -60,7 +60,7 @@ class StatePlanner:
         self._take_late(state, computed, tables)
         handed: dict[int, dict[int, int]] = {}
         for group, block, tokens in offers:
-            handed.setdefault(tokens, {})[group] = block
+            handed.setdefault(tokens, {})[self._block_map.index(group)] = block
         for tokens, blocks in handed.items():
             if self._keyed(state, tokens):
                 state.kept = max(state.kept, tokens // self._chunk_size)

@@ -55,6 +55,7 @@ class Ring:
     block_size: int
     ratio: int
     window: int | None = None
+    state: int = 0
 
 
 @frozen
@@ -63,6 +64,7 @@ class Replay:
 
     block_size: int
     window: int
+    state: int = 0
 
 
 Table = Group | Ring | Replay
@@ -102,10 +104,10 @@ class SimulatedRequest:
     """It has read blocks whose load failed: until that is known, all that it computes is rubbish."""
     admitted: bool = False
     """It has been scheduled once."""
-    shared_prefix_boundary: int = 0
-    """Where a step has to end, so that the state there can be kept."""
     replays: bool = False
     """It has a hit whose last tokens are still to be computed again, where vLLM keeps no KV of them."""
+    shared_prefix_boundary: int = 0
+    """Where a step has to end, so that the state there can be kept."""
 
     @property
     def num_tokens(self) -> int:
@@ -181,7 +183,7 @@ class SimulatedVLLM:
         if block_map.scratch:
             self.prefixes = [group.table or 0 for group in block_map.groups]
         self.depth = depth
-        self.states = [n for n, group in enumerate(self.groups) if isinstance(group, Group) and group.state]
+        self.states = [index for index, group in enumerate(self.groups) if group.state]
         self.drafts = drafts and not self.states
         tail_depends_on_next = tail_depends_on_next and not self.states
         save_unfull_chunk = save_unfull_chunk and not self.states
@@ -389,8 +391,8 @@ class SimulatedVLLM:
             tables[0] = list(shared)
             self.free = [block for block in self.free if block not in taken]
         for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-            if index in self.states:
-                wanted = self._state_places(group.block_size, len(table), upto, start)
+            if group.state:
+                wanted = self._state_places(group, len(table), upto, start)
                 if len(wanted) > len(self.free):
                     self.free += [block for block in taken if not self.users[block]]
                     return False
@@ -415,11 +417,12 @@ class SimulatedVLLM:
         return True
 
     @staticmethod
-    def _state_places(size: int, there: int, upto: int, start: int) -> list[int]:
+    def _state_places(group: Group, there: int, upto: int, start: int) -> list[int]:
         """Where a state table, of so many blocks, gets new ones: for the state behind `upto`.
 
         And for the one before the step if it is new, and at the last boundary that the step goes past.
         """
+        size = group.block_size
         last = -(-upto // size) - 1
         places = {last}
         if start and not there:
@@ -485,7 +488,7 @@ class SimulatedVLLM:
     def _trim(self, request: SimulatedRequest) -> None:
         """Blocks behind the window become null, before the next tokens are scheduled."""
         for index, (group, table) in enumerate(zip(self.groups, request.blocks, strict=False)):
-            if index in self.states:
+            if group.state:
                 for place in range(-(-request.computed // group.block_size) - 1):
                     if table[place] != NULL:
                         self._release(index, table[place])
@@ -599,7 +602,7 @@ class SimulatedVLLM:
 
     def _local_hit(self, request: SimulatedRequest) -> int:
         """Tokens that the engine's own prefix cache has, at times: whole blocks, below the last token."""
-        prefixes = [self.groups[table] for table in self.prefixes if table not in self.states]
+        prefixes = [self.groups[table] for table in self.prefixes if not self.groups[table].state]
         if self.rng.random() >= self.local_hits or len(prefixes) > 1 or prefixes[0].window is not None:
             return 0
         size = prefixes[0].block_size
@@ -636,7 +639,7 @@ class SimulatedVLLM:
         self, request: SimulatedRequest, group: int, low: int, high: int
     ) -> Iterator[tuple[int, int, slice, range]]:
         """Tokens [low, high) of a table, those in null blocks apart: each with its block, bytes in it, and ranks."""
-        if group in self.states:
+        if self.groups[group].state:
             return
         size, is_ring = self.groups[group].block_size, isinstance(self.groups[group], Ring)
         width = PAGE // size * self.context
@@ -656,7 +659,7 @@ class SimulatedVLLM:
         if request.tainted:
             return
         for index, group in enumerate(self.groups):
-            if isinstance(group, Ring) or index in self.states:
+            if group.state or isinstance(group, Ring):
                 continue
             low = 0 if group.window is None else max(0, request.computed - group.window + 1)
             blocks = request.blocks[index][low // group.block_size : -(-request.computed // group.block_size)]

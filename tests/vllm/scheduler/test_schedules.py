@@ -25,6 +25,7 @@ GROUPS: dict[str, list[Table]] = {
     ],
     "window over several chunks, larger blocks": [Group(4), Group(8, window=40)],
     "full attention behind a ring": [Ring(8, ratio=4), Group(4)],
+    "a ring, full, and a recurrent layer": [Ring(16, ratio=8), Group(8), Group(8, state=1)],
     "full, ring, window and a window that is computed again": [
         Group(4),
         Ring(16, ratio=8),
@@ -114,8 +115,8 @@ def test_the_schedules_test_something(kind: str) -> None:
             "load_faults": 0.3 * (seed % 3 == 0),
         }
         total += _drive(rng, GROUPS[kind], options)
-    # Behind rings and recurrent layers a hit ends with a block.
-    whole = "recurrent" in kind or any(isinstance(table, Ring) for table in GROUPS[kind])
+    # With recurrent layers, and beside scratch blocks, a hit ends with a block.
+    whole = any(isinstance(table, Ring) or table.state for table in GROUPS[kind])
     missing = [name for name in SITUATIONS if not total[name] and not (whole and name == "partial_hits")]
     assert not missing, total
 
