@@ -14,6 +14,7 @@ import pytest
 from attrs import frozen
 
 from lmkv.chunks.hashing import StateKey, state_keys
+from lmkv.cli.sizing import KVDtype, kv_size
 from lmkv.vllm.scheduler.async_load import AsyncLoad
 from lmkv.vllm.scheduler.load_jobs import LoadJobs
 from tests.vllm.families import RECURRENT, Family
@@ -144,6 +145,17 @@ def test_vllm_makes_of_it_what_is_expected(case: Case) -> None:
     assert len(set(model.layers)) == len(model.layers) == case.family.own
     assert model.block_map.chunk_size == case.family.unit
     assert max(model.layout.sizes[1:]) <= model.layout.sizes[0], "no slot is larger than a chunk needs"
+
+
+def test_doctor_knows_its_sizes(case: Case) -> None:
+    layout = case.running.connector._model.layout
+    dtype = KVDtype.FLOAT32 if case.family.options.get("dtype") is None else KVDtype.BFLOAT16
+    size = kv_size(case.folder, dtype)
+    assert size.states is not None
+    assert size.states.nbytes == sum(layer.nbytes for layer in layout.layers if layer.state)
+    assert size.token_bytes * case.family.unit == layout.chunk_bytes
+    # Here blocks are whole multiples of 32 tokens.
+    assert 0 <= case.family.unit - size.chunk_tokens(256) < 32
 
 
 @pytest.mark.parametrize("index", range(len(LENGTHS)), ids=map(str, LENGTHS))
