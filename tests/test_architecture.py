@@ -85,14 +85,14 @@ BUDGET = {
     "registry": 24,
     "": 60,
     "agent": 896,
-    "vllm": 1768,
+    "vllm": 1776,
     "vllm.requests": 260,
-    "vllm.observe": 561,
-    "vllm.scheduler": 1193,
+    "vllm.observe": 563,
+    "vllm.scheduler": 1202,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 13830
+WHOLE = 13823
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
