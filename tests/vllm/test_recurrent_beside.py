@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from attrs import frozen
 
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.chunks.hashing import state_keys
+from lmkv.vllm.cacheable import check_states
 from tests.kit import LIMIT, eventually
 from tests.vllm import mamba_cpu
 from tests.vllm.families import Family, nemotron_h
@@ -114,6 +117,41 @@ def test_prefill_and_decode_on_servers_of_their_own(case: Case, tmp_path: Path) 
         assert external_hits(output) == WHOLE
         assert distance(answers_of([output]), case.expected) < 1e-3
         running.assert_nothing_leaked()
+
+
+def test_without_vllms_prefix_cache_nothing_is_cached(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM then keeps one state for each request, at no boundary."""
+    with caplog.at_level(logging.WARNING, logger="lmkv"):
+        with engine(case.folder, enable_prefix_caching=False, **OPTIONS) as running:
+            outputs = [ask(running, [IDS])[0] for _ in range(2)]
+    assert "this model is not cached: vLLM keeps states at no boundary" in caplog.text
+    assert distance(answers_of(outputs), case.expected * 2) < 1e-3
+    assert not any(output.num_cached_tokens for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "recurrent", "reason"),
+    [
+        ({}, (True, True), "all its layers are recurrent"),
+        ({"speculative_config": object()}, (True, False), "speculative decoding"),
+        ({"pipeline_parallel_size": 2}, (True, False), "pipeline_parallel_size > 1"),
+        ({"decode_context_parallel_size": 2}, (True, False), "decode_context_parallel_size > 1"),
+        ({"use_replayssm": True}, (True, False), "use-replayssm"),
+        ({"scratch": True}, (True, False), "cannot go back"),
+        ({"mamba_cache_mode": "none"}, (True, False), "enable-prefix-caching"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], recurrent: tuple[bool, ...], reason: str) -> None:
+    cache = SimpleNamespace(mamba_cache_mode="align", use_replayssm=False)
+    config = SimpleNamespace(cache_config=cache, parallel_config=SimpleNamespace(), speculative_config=None)
+    given = dict(changes)
+    scratch = bool(given.pop("scratch", False))
+    for name, value in given.items():
+        of = config if name == "speculative_config" else config.parallel_config if "parallel" in name else cache
+        setattr(of, name, value)
+    check_states(config, [False, False], scratch=scratch)
+    with pytest.raises(ValueError, match=reason):
+        check_states(config, recurrent, scratch=scratch)
 
 
 def test_kv_events_tell_where_states_are(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
