@@ -88,11 +88,11 @@ BUDGET = {
     "vllm": 1779,
     "vllm.requests": 260,
     "vllm.observe": 563,
-    "vllm.scheduler": 1202,
+    "vllm.scheduler": 1204,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 13826
+WHOLE = 13828
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
