@@ -100,6 +100,11 @@ class PolicyBase(ABC):
         """A key that `pop` gave was evicted. A policy that remembers such keys notes it here."""
         self.forget(key)
 
+    def remove(self, key: ChunkKey, size: int) -> None:
+        """Evict a key that `pop` did not give: another policy chose it."""
+        self.drop(key)
+        self.evicted(key, size)
+
     def forget(self, key: ChunkKey) -> None:  # noqa: B027 - most policies note nothing else
         """A key is no longer known, and is out of the order. A policy that notes more of its keys deletes that."""
 
@@ -129,10 +134,15 @@ class PolicyBase(ABC):
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a request has used a chain's keys, given head first."""
-        if self._first:
-            for key in keys:
-                if key in self._first:
-                    del self._first[key]
+        if self._first or self.passed:
+            first, passed = self._first, self.passed
+            for key in reversed(keys):
+                if key in first:
+                    del first[key]
+                    self.rejoin(key)
+                elif key in passed:
+                    # It had its turn before this use.
+                    del passed[key]
                     self.rejoin(key)
         self.use(keys)
 
@@ -195,12 +205,13 @@ class PolicyBase(ABC):
                 self._last.setdefault(kept[key], OrderedDict())[key] = None
                 continue
             victims.append(key)
-            size = sizes.pop(key)
+            size = sizes[key]
             found += size
             if given_up:
                 self.forget(key)
             else:
                 evicted(key, size)
+            del sizes[key]
             parent = parents.pop(key, None)
             if parent is not None:
                 count = children[parent]
