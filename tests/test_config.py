@@ -31,6 +31,7 @@ DEFAULTS: dict[str, object] = {
     "max_local_disk_size": 0.0,
     "cache_policy": "LRU",
     "save_decode_cache": True,
+    "state_interval": 0,
     "save_unfull_chunk": True,
     "min_retrieve_tokens": 0,
     "disk_sync": "none",

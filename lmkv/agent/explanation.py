@@ -7,6 +7,7 @@ from typing import Any
 
 ADVICE = {
     "not_stored": "No tier is known to have it. Another model, data type, salt, tag or adapter has chunks of its own.",
+    "no_state": "Its chunks are there, but no state of a recurrent layer was kept behind them: see state_interval.",
     "evicted": "A larger tier, or one more below it, would have kept it.",
     "too_short": "Less than a chunk is left, or less than min_retrieve_tokens was found.",
     "not_ready": "It is just being stored: a request that comes later finds it.",

@@ -13,9 +13,10 @@ from attrs import asdict, field, frozen
 from cachetools import TTLCache
 
 from lmkv.agent.explanation import explained
-from lmkv.chunks.hashing import TailKey
+from lmkv.chunks.hashing import StateKey, TailKey, state_keys
 from lmkv.errors import LmkvError, UsageError
 from lmkv.protocols import ChunkKey
+from lmkv.store.boundaries import Boundaries
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 
@@ -97,6 +98,8 @@ class CacheService:
         Receives the keys of deleted chunks.
     longest : int, optional
         Tokens of the longest prompt that the engine takes.
+    states : int
+        State entries of each boundary between chunks, of a model with recurrent layers.
 
     Raises
     ------
@@ -136,6 +139,7 @@ class CacheService:
         clear_namespace: ClearNamespace | None = None,
         deleted: Deleted = lambda keys: None,
         longest: int | None = None,
+        states: int = 0,
     ) -> None:
         self._store = store
         self._keys_of = keys_of
@@ -146,6 +150,7 @@ class CacheService:
         self._clear_namespace = clear_namespace
         self._deleted = deleted
         self._longest = longest
+        self._boundaries = Boundaries(store, states)
         # Not thread-safe by itself.
         self._lock = threading.Lock()
         self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MAX_PREFETCHES, pin_ttl)
@@ -159,9 +164,7 @@ class CacheService:
         The last token never counts, because a request always computes it.
         """
         tokens, keys = self._read(prompt)
-        shared_lookup = self._store.look_up_shared(keys)
-        if shared_lookup is not None:
-            shared_lookup.wait(_SHARED_LOOKUP_LIMIT)
+        keys = self._found(keys, len(tokens))
         ready, found = self._store.count_prefix(keys)
         left = max(0, len(tokens) - 1)
         sources: dict[str, int] = {}
@@ -179,7 +182,8 @@ class CacheService:
         Returns a function that gives its progress, and a future that is cancelled when it ends: done, cancelled, or
         replaced by another one of the same name.
         """
-        _, keys = self._read(prompt)
+        tokens, keys = self._read(prompt)
+        keys = self._found(keys, len(tokens)) if self._boundaries.states else keys
         promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, look_up_shared=True)
         prefetch = _Prefetch(promotion, keys, Future())
         self.cancel(name, prefetch)
@@ -205,20 +209,23 @@ class CacheService:
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
         """Keep a prompt's chunks in host memory, as many of the leading ones as are there."""
-        _, keys = self._read(prompt)
+        keys = self._boundaries.wanted(self._read(prompt)[1])
         seconds = self._pin_ttl if seconds is None else seconds
         return {"pinned_tokens": self._tokens(keys[: self._store.pin(keys, seconds)]), "seconds": seconds}
 
     def unpin(self, prompt: Prompt) -> dict[str, Any]:
         """End the pins of a prompt's chunks."""
         _, keys = self._read(prompt)
+        self._store.unpin(self._states_of(keys))
         return {"unpinned_chunks": self._store.unpin(keys)}
 
     def clear(self, prompt: Prompt | None = None) -> dict[str, Any]:
         """Delete everything, or a prompt's chunks, from every tier, also where other prompts share them."""
         keys = None if prompt is None else self._read(prompt)[1]
+        states = self._states_of(keys or ())
         count = self._store.clear() if keys is None else self._store.delete(keys)
-        self._deleted(keys)
+        self._store.delete(states)
+        self._deleted(keys if keys is None else [*keys, *states])
         return {"deleted_chunks": count}
 
     def clear_namespace(self, beginning: str) -> dict[str, Any]:
@@ -262,6 +269,18 @@ class CacheService:
             raise UsageError(f"{reason} (max_model_len)")
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
 
+    def _found(self, keys: list[ChunkKey], tokens: int) -> list[ChunkKey]:
+        """What a request with a prompt of so many tokens would load, once shared tiers were asked."""
+        shared_lookup = self._store.look_up_shared(keys, self._boundaries.states)
+        if shared_lookup is not None:
+            shared_lookup.wait(_SHARED_LOOKUP_LIMIT)
+        # A hit that has to end behind a chunk leaves the last token to be computed.
+        return self._boundaries.found(keys[: (tokens - 1) // self._chunk_size]) if self._boundaries.states else keys
+
+    def _states_of(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The states behind any of these chunks."""
+        return [state for key in keys for state in state_keys(key, self._boundaries.states)]
+
     def _tokens_of(self, prompt: Prompt) -> Sequence[int]:
         try:
             return self._tokenize(prompt.text if prompt.text is not None else prompt.messages or (), prompt.template)
@@ -272,7 +291,9 @@ class CacheService:
             raise UsageError(f"the tokenizer does not take this prompt: {type(error).__name__}") from error
 
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:
-        return sum(key.tokens if isinstance(key, TailKey) else self._chunk_size for key in keys)
+        """Of these chunks; a state has none."""
+        chunks = (key for key in keys if not isinstance(key, StateKey))
+        return sum(key.tokens if isinstance(key, TailKey) else self._chunk_size for key in chunks)
 
     def _state(self, name: str, prefetch: _Prefetch) -> dict[str, Any]:
         return {

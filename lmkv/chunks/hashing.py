@@ -10,6 +10,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from operator import index
 from typing import Any, Final, Literal, Protocol, Self
 
@@ -21,6 +22,7 @@ KEY_BYTES: Final = 32
 _TOKEN_BYTES: Final = 4
 _UINT32: Final[Literal["I", "L"]] = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
 _REROOT_TAG: Final = b"lmkv extras\0"
+_STATE_TAG: Final = b"lmkv state\0"
 
 
 class Tokens(Protocol):
@@ -41,6 +43,28 @@ class TailKey(bytes):
         key = cls(digest)
         key.tokens = tokens
         return key
+
+
+class StateKey(bytes):
+    """Key of a state entry at the end of a chunk: a chunk key that says which of the boundary's entries it is.
+
+    `number`: from 1 on, see `LayerPages.state`.
+    """
+
+    number: int
+
+    @classmethod
+    def of(cls, chunk: bytes, number: int) -> Self:
+        """The key of entry `number` of the boundary behind the chunk with this key."""
+        key = cls(hashlib.sha256(_STATE_TAG + chunk + number.to_bytes(2, "little")).digest())
+        key.number = number
+        return key
+
+
+@lru_cache(1 << 16)
+def state_keys(chunk: bytes, count: int) -> tuple[StateKey, ...]:
+    """The keys of the `count` state entries behind the chunk with this key."""
+    return tuple(StateKey.of(chunk, number) for number in range(1, count + 1))
 
 
 class KeyChain:

@@ -2,13 +2,16 @@
 
 A chunk is whole pages of vLLM's paged memory, laid out `[rank][layer][page]`. Pages are opaque: tokens inside
 a page, heads and dtypes do not matter here, so that any attention backend's private page format will do.
+
+Recurrent layers have a state instead, at a boundary between chunks. States are entries of their own, in slots of the
+same size: a boundary's states would make each chunk several times as large, and most boundaries need none.
 """
 
 from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import product
 
 from attrs import field, frozen, validators
 
@@ -32,6 +35,9 @@ class LayerPages:
         Blocks of this layer per chunk.
     group
         Index of the block table (vLLM: KV cache group) that addresses the layer.
+    state
+        0 for keys and values, which are part of every chunk. For a recurrent layer the number, from 1 on, of the
+        state entry that it is part of.
 
     Raises
     ------
@@ -47,6 +53,7 @@ class LayerPages:
     page_bytes: int = field(validator=validators.gt(0))
     pages_per_chunk: int = field(validator=validators.gt(0))
     group: int = 0
+    state: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +62,7 @@ class LayerPages:
 
 @frozen(slots=False, repr=False)
 class KVLayout:
-    """Byte layout of a chunk: `[rank][layer][page]`, without padding in between.
+    """Byte layout of a chunk, and of each state entry: `[rank][layer][page]`, without padding in between.
 
     `PagedMemory.layout` makes the one that fits given tensors.
 
@@ -66,7 +73,7 @@ class KVLayout:
     layers
         The layers of one rank, in their order.
     num_ranks
-        Ranks that each hold a part of every chunk; all have the same layers.
+        Ranks that each hold a part of every chunk. All have these layers, or the first of them.
 
     Raises
     ------
@@ -97,21 +104,42 @@ class KVLayout:
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
-        """Offset of each layer inside a rank's segment; the last item is the segment's length."""
-        return (0, *accumulate(layer.nbytes for layer in self.layers))
+        """Offset of each layer inside a rank's segment, of the chunk or of its state entry."""
+        ends: dict[int, int] = {}
+        offsets = []
+        for layer in self.layers:
+            offsets.append(ends.get(layer.state, 0))
+            ends[layer.state] = offsets[-1] + layer.nbytes
+        return tuple(offsets)
+
+    @cached_property
+    def states(self) -> int:
+        """State entries of a boundary; 0 without recurrent layers."""
+        return max(layer.state for layer in self.layers)
+
+    @cached_property
+    def _rank_bytes(self) -> tuple[int, ...]:
+        kinds = range(self.states + 1)
+        return tuple(sum(layer.nbytes for layer in self.layers if layer.state == kind) for kind in kinds)
 
     @property
     def rank_bytes(self) -> int:
-        return self.layer_offsets[-1]
+        """Bytes of a rank's segment of a chunk."""
+        return self._rank_bytes[0]
 
     @property
     def chunk_bytes(self) -> int:
         return self.rank_bytes * self.num_ranks
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of a chunk and of each state entry, all ranks together."""
+        return tuple(nbytes * self.num_ranks for nbytes in self._rank_bytes)
+
+    @property
     def slot_bytes(self) -> int:
-        """`chunk_bytes` rounded up to whole memory pages."""
-        return align_up(self.chunk_bytes)
+        """The bytes of the largest entry, rounded up to whole memory pages."""
+        return align_up(max(self.sizes))
 
     def pages_per_chunk(self, group: int) -> int:
         """Blocks of that block table per chunk."""
@@ -121,11 +149,18 @@ class KVLayout:
         """Where the pages of the first `tokens` tokens lie in a chunk."""
         found = []
         for rank, (number, layer) in product(range(self.num_ranks), enumerate(self.layers)):
+            if layer.state:
+                continue
             start, _ = self.span(rank, number)
             pages = -(-tokens * layer.pages_per_chunk // self.chunk_size)
             found.append(slice(start, start + pages * layer.page_bytes))
         return found
 
     def span(self, rank: int, layer: int) -> tuple[int, int]:
-        """`(offset, nbytes)` of one layer of one rank inside a chunk."""
-        return rank * self.rank_bytes + self.layer_offsets[layer], self.layers[layer].nbytes
+        """`(offset, nbytes)` of one layer of one rank inside a chunk, or inside its state entry."""
+        segment = self._rank_bytes[self.layers[layer].state]
+        return rank * segment + self.layer_offsets[layer], self.layers[layer].nbytes
+
+    def segment(self, rank: int) -> tuple[int, int] | None:
+        """`(offset, nbytes)` of the rank's part of a slot; None where it has parts of its own in each kind of entry."""
+        return None if self.states or self.num_ranks == 1 else (rank * self.rank_bytes, self.rank_bytes)

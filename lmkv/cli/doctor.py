@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import entry_points, version
 from itertools import groupby
 from pathlib import Path
@@ -33,6 +34,7 @@ from lmkv.memory.machine import available_ram, check_in_memory, clamp_capacity, 
 from lmkv.vllm import compat, plugin
 
 IMPORT_TIMEOUT = 300.0
+PROCESSES = Path("/proc")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -265,6 +267,7 @@ def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("vllm", "vLLM", installed, note=f"supported: {low} up to, not including, {high}")
     yield plugin_finding(env)
     yield import_finding()
+    yield from examine_servers()
 
 
 def plugin_finding(env: Mapping[str, str]) -> Finding:
@@ -278,6 +281,19 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
         problem = f"VLLM_PLUGINS={chosen} leaves lmkv out: add it, {way_out}"
         return Finding("vllm", name, "switched off", problem=problem)
     return Finding("vllm", name, "registered", note=f"vLLM finds {plugin.NAME} by its name")
+
+
+def examine_servers() -> Iterator[Finding]:
+    """The vLLM servers on this machine that were told to use lmkv, and also to replace it."""
+    for process in sorted(PROCESSES.glob("[0-9]*")):
+        with suppress(OSError):
+            arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            serves = any(each.startswith("vllm.entrypoints") or Path(each).name == "vllm" for each in arguments)
+            if serves and plugin.replaces_connector(arguments, process / "cwd"):
+                problem = (
+                    f"process {process.name}: --kv-offloading-size replaces lmkv by vLLM's own connector: leave it out"
+                )
+                yield Finding("vllm", "server", f"process {process.name}", problem=problem)
 
 
 def import_finding() -> Finding:

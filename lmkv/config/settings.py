@@ -136,6 +136,7 @@ class Config:
     )
     save_decode_cache: bool = _option(True, boolean, "Store generated tokens' chunks too")
     save_unfull_chunk: bool = _option(True, boolean, "Store and find the tokens after a prompt's last whole chunk, too")
+    state_interval: int = _option(0, integer(0), "Chunks between kept states of recurrent layers; 0: lmkv chooses")
     min_retrieve_tokens: int = _option(0, integer(0), "Do not load a match that saves fewer tokens than this", "tokens")
     disk_sync: Literal["none", "data", "full"] = _option(
         "none",

@@ -137,7 +137,8 @@ def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mappin
 def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:
     """Raise UsageError unless the memory, the layout and the slab describe the same chunk."""
     pages = [row.shape[1] for row in memory.rows]
-    if pages != [layer.page_bytes for layer in layout.layers]:
+    # A pipeline stage may have fewer layers than the one that the layout describes.
+    if not pages or pages != [layer.page_bytes for layer in layout.layers[: len(pages)]]:
         raise UsageError("the KV tensors have other page sizes than the layout")
-    if layout.chunk_bytes > slab.slot_bytes:
+    if layout.slot_bytes > slab.slot_bytes:
         raise UsageError(f"chunks of {layout.chunk_bytes} bytes do not fit slots of {slab.slot_bytes}")

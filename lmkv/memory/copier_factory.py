@@ -51,5 +51,5 @@ def make_copier(
     if staging is not None:
         return DeviceCopier(staging, memory, layout, slab, rank, share)
     copier = CPUCopier(memory, layout, slab, rank)
-    slab.populate((rank * layout.rank_bytes, layout.rank_bytes) if layout.num_ranks > 1 else None, share)
+    slab.populate(layout.segment(rank), share)
     return copier

@@ -118,9 +118,8 @@ class DeviceCopier:
         self._to_load = list(map(_sets, by_layer(planes, self.num_layers, lambda plane: plane.layers.start)))
         self._to_store = list(map(_sets, by_layer(planes, self.num_layers, lambda plane: plane.layers.stop - 1)))
         self._num_blocks = memory.num_blocks
-        ranks = layout.num_ranks
-        part = (rank * layout.rank_bytes, layout.rank_bytes) if ranks > 1 else None
-        self.pins = pins or PinnedSlab(self._device, slab, part, share, threads=pinning_threads(ranks * share[1]))
+        threads = pinning_threads(layout.num_ranks * share[1])
+        self.pins = pins or PinnedSlab(self._device, slab, layout.segment(rank), share, threads=threads)
 
     def __repr__(self) -> str:
         return f"<DeviceCopier: {self.num_layers} layers, {self._staging.ring_bytes} bytes of staging, {self.pins}>"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from lmkv.chunks.hashing import TailKey
 from lmkv.protocols import ChunkKey
 from lmkv.store.flusher import Flusher
+from lmkv.store.tiers.entry import Entry
 from lmkv.store.tiers.jobs import AfterLock
 from lmkv.store.tiers.primary import PrimaryTier
+from lmkv.store.tiers.tails import Share
 
 _FREE_SHARE = 16
 """With write-back, one slot in so many is kept free, and as many chunks at most are flushed at a time."""
@@ -28,7 +29,8 @@ class SlotAllocator:
 
     def allocate(self, key: ChunkKey, after: AfterLock, protect: set[ChunkKey] | None = None) -> int | None:
         """A free slot for a chunk, evicting if need be. None: every slot is referenced or being flushed."""
-        if type(key) is TailKey and not self._primary.make_room_for_tail():
+        share = self._primary.shares.get(type(key))
+        if share is not None and share.full and not self._evict_from(share, after):
             return None
         while (slot := self._slab.allocate()) is None:
             if self._write_back and self._primary.flushing >= self._max_flushing:
@@ -51,9 +53,19 @@ class SlotAllocator:
         """Evict for one slot, at once or once flushed; False when the policy has no victim."""
         victims = self._primary.victims(protect)
         for victim in victims:
-            if not (self._write_back and self._flusher.flush(victim, after)):
-                self._primary.remove(victim)
+            self._drop(victim, after)
         return bool(victims)
+
+    def _evict_from(self, share: Share, after: AfterLock) -> bool:
+        """Evict one of a kind, for another one; False when all are in use."""
+        victim = self._primary.evict_from(share)
+        if victim is not None:
+            self._drop(victim, after)
+        return victim is not None
+
+    def _drop(self, victim: Entry, after: AfterLock) -> None:
+        if not (self._write_back and self._flusher.flush(victim, after)):
+            self._primary.remove(victim)
 
     def keep_free(self, after: AfterLock) -> None:
         """With write-back, flush the next victims before their slots are wanted."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from attrs import define
 
+from lmkv.chunks.hashing import state_keys
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey
 from lmkv.store.promoter import Promoter
@@ -59,6 +60,20 @@ class Catalog:
                 break
             found += 1
         return found
+
+    @locked
+    def unknown(self, keys: Sequence[ChunkKey], states: int) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
+        """`(chunks, states)` that no index knows: the chunks from the first such on, the states behind any chunk.
+
+        `states`: entries of each boundary. Of boundaries before one that is known no states are given.
+        """
+        behind: list[ChunkKey] = []
+        for key in reversed(keys):
+            missing = [state for state in state_keys(key, states) if not self.count_found([state])]
+            if not missing:
+                break
+            behind += missing
+        return keys[self.count_found(keys) :], behind
 
     def count_stored(self, keys: Sequence[ChunkKey]) -> int:
         """How many leading chunks some tier has in full; chunks that are still being stored do not count."""

@@ -19,10 +19,13 @@ class SharedLookup:
     Each tier, fastest first, is asked for the keys that the tiers before it do not have. Done when all chunks are
     found, or all tiers have answered or failed. Thread-safe.
 
+    `states`: keys of states that the chunks may be found with, which need not all be there.
+
     `on_done`: called once, without the lock. `seconds`: how long it took, by the `clock`.
     """
 
     _keys: Sequence[ChunkKey]
+    _states: Sequence[ChunkKey]
     _tiers: Sequence[LowerTier]
     _on_done: Callable[[AfterLock], None]
     _clock: Clock
@@ -56,6 +59,8 @@ class SharedLookup:
                 if not unknown:
                     break
                 unknown = unknown[tier.look_up(unknown) :]
+            for tier in self._tiers if self._states else ():
+                tier.look_up(self._states, each=True)
         finally:
             self._end(after)
 

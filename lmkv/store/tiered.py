@@ -59,8 +59,8 @@ class TieredStore:
         Largest share of the slots that prefetches may refer to at a time, 0 to 1.
     retain : bool
         False makes host memory mere staging for lower tiers: a chunk is removed with its last reference.
-    spans : callable, optional
-        `KVLayout.spans`, where tails are stored: lower tiers get only these parts of a tail's slot.
+    spans, sizes : optional
+        `KVLayout.spans` and `.sizes`: lower tiers get only the filled parts of a tail's and a state's slot.
     clock : Clock
         Monotonic seconds, for times to live, deadlines of breakers and speeds.
 
@@ -100,12 +100,13 @@ class TieredStore:
         prefetch_share: float = 0.5,
         retain: bool = True,
         spans: Callable[[int], Sequence[slice]] | None = None,
+        sizes: Sequence[int] = (),
         clock: Clock = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
         self._clock = clock
         self._observers: list[StoreObserver] = []
-        self._primary = PrimaryTier(primary, retain=retain, spans=spans, observers=self._observers)
+        self._primary = PrimaryTier(primary, retain=retain, spans=spans, sizes=sizes, observers=self._observers)
         slots = self._primary.slab.num_slots
         nbytes = self._primary.payloads.nbytes
         for tier in lower:
@@ -175,8 +176,7 @@ class TieredStore:
                 self._primary.ref(entry)
                 if entry.prefetched:
                     self._primary.use_prefetched(entry)
-            if entries:
-                self._primary.tails.touch(entries[-1].key)
+            self._primary.touch_shares(entries)
             self._primary.counters.hits += len(entries)
         return Lease(entries, self._lock, self._primary)
 
@@ -256,7 +256,7 @@ class TieredStore:
         with self._planned() as after:
             self._expire(after)
             wanted = () if self._closed else keys[:limit]
-            lookup = self._plan_shared_lookup(wanted, after, self._resume) if look_up_shared else None
+            lookup = self._plan_shared_lookup(wanted, after, resume=True) if look_up_shared else None
             return self._promoter.promote(wanted, after, prefetch=prefetch, ttl=ttl, lookup=lookup, chain=keys)
 
     def _resume(self, after: AfterLock) -> None:
@@ -265,23 +265,23 @@ class TieredStore:
             self._expire(after)
             self._promoter.resume(after)
 
-    def look_up_shared(self, keys: Sequence[ChunkKey]) -> SharedLookup | None:
-        """Ask shared tiers, in the background, for leading chunks that the indexes do not know. Never waits.
+    def look_up_shared(self, keys: Sequence[ChunkKey], states: int = 0) -> SharedLookup | None:
+        """Ask shared tiers, in the background, for leading chunks that no index knows, and for `states` behind each.
 
-        None when there is nothing to ask: no tier is shared, or all chunks are known.
+        Never waits. None when there is nothing to ask: no tier is shared, or all chunks are known.
         """
         with self._planned() as after:
-            return None if self._closed else self._plan_shared_lookup(keys, after)
+            return None if self._closed else self._plan_shared_lookup(keys, after, states=states)
 
     @locked
     def _plan_shared_lookup(
-        self, keys: Sequence[ChunkKey], after: AfterLock, on_done: Callable[[AfterLock], None] = lambda after: None
+        self, keys: Sequence[ChunkKey], after: AfterLock, *, states: int = 0, resume: bool = False
     ) -> SharedLookup | None:
         shared = [tier for tier in self._tiers if tier.shared and tier.usable]
-        unknown = keys[self.catalog.count_found(keys) :] if shared else ()
-        if not unknown:
+        chunks, other = self.catalog.unknown(keys, states) if shared else ((), ())
+        if not (chunks or other):
             return None
-        lookup = SharedLookup(unknown, shared, on_done, self._clock)
+        lookup = SharedLookup(chunks, other, shared, self._resume if resume else lambda after: None, self._clock)
         after.jobs.append(lookup.job())
         return lookup
 

@@ -51,6 +51,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         requests=scheduler.observer.recent.snapshot,
         clear_namespace=partial(clear_namespace, clear_own, stored.digest, config.local_disk),
         deleted=scheduler.forget_evictions,
+        states=model.block_map.states,
         longest=longest,
     )
     # Once: its file may be a pipe.

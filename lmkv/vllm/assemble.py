@@ -53,12 +53,13 @@ def make_scheduler(
     assert transfer is not None
     has_device = vllm_config.device_config.device_type != "cpu"
     options = SchedulerOptions(
-        ranks=model.ranks,
+        ranks=model.ranks.total,
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
         save_decode=config.save_decode_cache,
-        # A tail's KV would depend on the token after it.
-        save_unfull_chunk=config.save_unfull_chunk and not compat.drafts_from_hidden_states(vllm_config),
+        # A tail's KV would depend on the token after it, and a recurrent layer has no state within a block.
+        save_unfull_chunk=config.save_unfull_chunk
+        and not (compat.drafts_from_hidden_states(vllm_config) or model.block_map.states),
         whole_blocks=_is_layerwise(vllm_config, config) and model.block_map.one_full_table,
         min_retrieve_tokens=config.min_retrieve_tokens,
         load_or_recompute=config.load_or_recompute,
@@ -66,13 +67,16 @@ def make_scheduler(
         concurrent_copies=has_device,
         prefetch_deadline=config.prefetch_deadline,
         tail_depends_on_next=compat.drafts_from_hidden_states(vllm_config),
+        state_interval=config.state_interval,
         pin_ttl=config.pin_ttl,
     )
     engines = vllm_config.parallel_config.data_parallel_size_local
     name = slab_name(str(transfer.engine_id), model.layout)
     store = build_store(config, model.namespace, model.layout, engine=name, engines=engines)
     events = None if describe_blocks is None else EventRecorder(store, model.block_map, describe_blocks)
-    return Scheduler(store, model.namespace, model.block_map, options, events)
+    scheduler = Scheduler(store, model.namespace, model.block_map, options, events)
+    scheduler.loading.stop_at = compat.stop_at
+    return scheduler
 
 
 def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync", "async"]:
@@ -92,15 +96,14 @@ def make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> 
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     single = model.block_map.one_full_table
-    rank = compat.tensor_parallel_rank() if model.ranks > 1 else 0
-    shard, replica = divmod(rank, model.replicas)
+    shard, replica = model.ranks.place(*compat.worker_ranks()) if model.ranks.total > 1 else (0, 0)
     obstacle = compat.no_layerwise(vllm_config, model.layers) if config.use_layerwise else ""
     if obstacle:
         logger.warning("lmkv: use_layerwise is off: %s", obstacle)
     return Worker(
         shard,
         model.layout,
-        (replica, model.replicas),
+        (replica, model.ranks.replicas),
         block_level_failures=single,
         # With several block tables, or windows, all loads are between steps.
         layerwise=config.use_layerwise and single and not obstacle,

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from attrs import frozen
 
 from lmkv.memory.copier import ChunkCopy, Run
 
+_NOTHING = Run(0, [])
+"""What a copy moves of a group that has no part in its entry."""
+
 NULL_BLOCK = 0
-"""vLLM's placeholder in block tables, in place of blocks behind a sliding window."""
+"""vLLM's placeholder in block tables, in place of blocks behind a sliding window, and of states that are gone."""
 
 
 @frozen
 class Group:
-    """One block table: tokens per block and, with a sliding window, how many tokens a query sees."""
+    """One block table: tokens per block and, with a sliding window, how many tokens a query sees.
+
+    `table`: its number among vLLM's, None where every one of these is cached. `state`: for recurrent layers the number,
+    from 1 on, of the state entry that theirs is part of. A block of such a table is a state, not the KV of tokens;
+    which state, only vLLM knows.
+    """
 
     block_size: int
     window: int | None = None
+    table: int | None = None
+    state: int = 0
 
 
 @frozen(slots=False)
 class BlockMap:
-    """Chunks of `chunk_size` tokens, mapped to the block tables of `groups`."""
+    """Chunks of `chunk_size` tokens, mapped to the block tables of `groups`.
+
+    `scratch`: vLLM has more tables, for blocks that hold no prefix. It computes these again for the tokens after a
+    hit, which must end with a block.
+    """
 
     chunk_size: int
     groups: tuple[Group, ...]
+    scratch: bool = False
+
+    def select(self, tables: Sequence[list[int]]) -> Sequence[list[int]]:
+        """Those of vLLM's block tables whose blocks are stored and loaded."""
+        return [tables[group.table or 0] for group in self.groups] if self.scratch else tables
+
+    def index(self, table: int) -> int:
+        """The number among `groups` of a block table of vLLM's."""
+        return next((index for index, group in enumerate(self.groups) if group.table == table), table)
 
     @cached_property
     def windowed(self) -> bool:
@@ -34,12 +57,18 @@ class BlockMap:
         return any(group.window is not None for group in self.groups)
 
     @cached_property
+    def states(self) -> int:
+        """State entries of a boundary between chunks; 0 without recurrent layers."""
+        return max((group.state for group in self.groups), default=0)
+
+    @cached_property
     def one_full_table(self) -> bool:
         """Whether vLLM can go on at the first block that was not filled.
 
-        With several block tables block ids are ambiguous. With a window the blocks before it may be null.
+        With several block tables block ids are ambiguous. With a window the blocks before it may be null. A state is
+        read before vLLM has the step's loads begin.
         """
-        return len(self.groups) == 1 and not self.windowed
+        return len(self.groups) == 1 and not (self.windowed or self.states or self.scratch)
 
     def store_copy(
         self, slot: int, block_ids: Sequence[list[int]], chunk: int, tokens: int | None = None
@@ -51,6 +80,9 @@ class BlockMap:
         """
         runs, tokens = [], tokens or self.chunk_size
         for group, table in zip(self.groups, block_ids, strict=True):
+            if group.state:
+                runs.append(_NOTHING)
+                continue
             start, pages = chunk * self.chunk_size // group.block_size, -(-tokens // group.block_size)
             blocks = table[start : start + pages]
             first = 0 if blocks and blocks[0] != NULL_BLOCK else _first_real(blocks)
@@ -80,6 +112,8 @@ class BlockMap:
 
     def _load_runs(self, group: Group, table: list[int], spans: Sequence[tuple[int, int]]) -> list[Run]:
         """One run per span; a span is a range of tokens within one chunk."""
+        if group.state:
+            return [_NOTHING] * len(spans)
         size, per_chunk = group.block_size, self.chunk_size // group.block_size
         runs = []
         for low, high in spans:
@@ -91,18 +125,43 @@ class BlockMap:
             runs.append(Run(first - low // self.chunk_size * per_chunk, blocks))
         return runs
 
+    def state_copy(self, slot: int, number: int, blocks: Mapping[int, int]) -> ChunkCopy | None:
+        """The copy of the states of entry `number` from or to `blocks`, given by group; None when one is missing."""
+        wanted = [index for index, group in enumerate(self.groups) if group.state == number]
+        if any(blocks.get(index, NULL_BLOCK) == NULL_BLOCK for index in wanted):
+            return None
+        runs = (Run(0, [blocks[index]]) if index in wanted else _NOTHING for index in range(len(self.groups)))
+        return ChunkCopy(slot, tuple(runs))
+
+    def state_blocks(self, block_ids: Sequence[list[int]], tokens: int) -> dict[int, int]:
+        """By group, the block for the state behind `tokens` tokens, as vLLM has just allocated or filled it.
+
+        `tokens`: where a load ends, or a step that has computed no drafts.
+        """
+        return {
+            index: table[tokens // group.block_size - 1]
+            for index, (group, table) in enumerate(zip(self.groups, block_ids, strict=True))
+            if group.state and len(table) * group.block_size >= tokens
+        }
+
     def most_blocks(self, tokens: int) -> int:
         """At least as many blocks as a request of `tokens` tokens needs until the end of its next step."""
-        return sum(tokens // group.block_size + 2 for group in self.groups)
+        return sum((0 if group.state else tokens // group.block_size) + 2 for group in self.groups)
 
     def covers(self, copies: Sequence[ChunkCopy], start: int, end: int) -> bool:
         """Whether there is a copy for every chunk that tokens [start, end) touch."""
         return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size
 
     def blocks_between(self, block_ids: Sequence[list[int]], start: int, end: int) -> list[int]:
-        """The blocks of tokens [start, end) in the first table; a failed load reports them."""
-        size = self.groups[0].block_size
-        return [block for block in block_ids[0][start // size : -(-end // size)] if block != NULL_BLOCK]
+        """The blocks of tokens [start, end) in the first table, and of the states there; a failed load reports them."""
+        for group, table in zip(self.groups, block_ids, strict=True):
+            if not group.state:
+                blocks = table[start // group.block_size : -(-end // group.block_size)]
+                break
+        else:
+            blocks = []
+        states = self.state_blocks(block_ids, end).values() if self.states else ()
+        return [block for block in (*blocks, *states) if block != NULL_BLOCK]
 
 
 def _first_real(blocks: Sequence[int]) -> int:

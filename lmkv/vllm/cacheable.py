@@ -6,6 +6,7 @@ docs/vllm.md has the same marks as a table.
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
@@ -37,16 +38,77 @@ def check_model(vllm_config: Any) -> None:
         raise ValueError("vLLM caches no prefix on RISC-V")
 
 
+def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ValueError, with the reason, if a worker's part of a chunk cannot be told from the configuration."""
+    parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
+    # Ray chooses machines later: a rank that cannot map the slab says so.
+    if getattr(parallel, "nnodes_within_dp", 1) > 1:
+        raise ValueError("ranks on other machines cannot map host memory, which is not supported yet")
+    if parallel.pipeline_parallel_size > 1:
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            raise ValueError("pipeline parallel ranks of a model with several block tables are not supported yet")
+        if speculative is not None and has_draft_layers(speculative):
+            raise ValueError("a draft model beside pipeline parallel ranks is not supported yet")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        spread = getattr(parallel, name, 1) > 1
+        if spread and not all(hasattr(group.kv_cache_spec, "dcp_sharded") for group in kv_cache_config.kv_cache_groups):
+            raise ValueError(f"{name} > 1 is supported from vLLM 0.32 on")
+
+
+def has_draft_layers(speculative: Any) -> bool:
+    """Whether drafts come from layers with KV of their own, rather than from the prompt's tokens."""
+    return speculative.method not in ("ngram", "ngram_gpu", "suffix")
+
+
+def is_scratch(group: Any) -> bool:
+    """Whether the blocks of a group hold no prefix: vLLM fills them again for each request, whatever it hits."""
+    return not getattr(group.kv_cache_spec, "prefix_cacheable", True)
+
+
 def check_group(group: Any) -> None:
     """Raise ValueError, with the layers' names, if a KV cache group is outside the device's block tables."""
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         raise ValueError(f"the blocks of {', '.join(group.layer_names)} are kept outside the device's block tables")
 
 
+def is_state(spec: Any) -> bool:
+    """Whether these layers keep a state instead of KV for each token: Mamba, gated delta nets, short convolutions."""
+    return type(spec).__name__ == "MambaSpec"
+
+
+def check_states(vllm_config: Any, recurrent: Sequence[bool]) -> None:
+    """Raise ValueError, with the reason, if states of recurrent layers cannot be stored and restored.
+
+    `recurrent`: for each KV cache group whether it has such layers.
+    """
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+
+    if not any(recurrent):
+        return
+    if all(recurrent):
+        raise ValueError("all its layers are recurrent, not supported yet")
+    mode = getattr(vllm_config.cache_config, "mamba_cache_mode", "none")
+    if mode != "align":
+        raise ValueError(
+            f"vLLM keeps states at no boundary between blocks (mamba_cache_mode {mode!r}): start it with "
+            "--enable-prefix-caching"
+        )
+    if "boundary_state_offloads" not in getattr(KVConnectorBlockState, "__annotations__", {}):
+        raise ValueError("this vLLM does not say which blocks have a recurrent layer's state; use vLLM 0.32 or later")
+    parallel = vllm_config.parallel_config
+    sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    if spread := [name for name in sizes if getattr(parallel, name, 1) > 1]:
+        raise ValueError(f"recurrent layers with {' and '.join(spread)} > 1 are not supported yet")
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        raise ValueError("with --use-replayssm a block has not the whole state")
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        raise ValueError("with speculative decoding a recurrent layer's states are moved about, not supported yet")
+
+
 def check_spec(spec: Any) -> None:
     """Raise ValueError, with the reason, if the KV of these layers depends on more than the tokens of a prefix."""
     kind = type(spec).__name__
-    if kind not in _KINDS or not getattr(spec, "prefix_cacheable", True):
+    if (kind not in _KINDS and not is_state(spec)) or not getattr(spec, "prefix_cacheable", True):
         raise ValueError(f"{kind} layers keep state that is not part of a prefix's chunks")
     if getattr(spec, "non_causal", False):
         raise ValueError("tokens of a prompt attend to later ones, so that a prefix's KV depends on what follows it")

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from lmkv.errors import UsageError
-from lmkv.vllm.cacheable import check_group, check_spec
+from lmkv.vllm.cacheable import check_group, check_spec, has_draft_layers, is_scratch, is_state
 
 SUPPORTED = ((0, 29), (0, 34))
 """vLLM versions, from the first up to but not including the second."""
@@ -66,7 +66,8 @@ def adopt_logging() -> None:
 class KVGroup:
     """One KV cache group of vLLM: layers with one block table. `page_formats`: a description per layer.
 
-    `window`: tokens that a query sees with a sliding window, None for full attention.
+    `block_size`: tokens of a block, on all ranks that it is spread over. `window`: tokens that a query sees with a
+    sliding window, None for full attention. `number`: among all groups. `recurrent`: a block is a state.
     """
 
     layers: tuple[str, ...]
@@ -74,15 +75,25 @@ class KVGroup:
     page_formats: tuple[str, ...]
     block_size: int
     window: int | None
+    number: int
+    # Not in a namespace, which has a description of such groups anyway.
+    recurrent: bool = field(default=False, repr=False)
 
 
-def kv_groups(kv_cache_config: Any, *, padded: bool = False) -> list[KVGroup]:
-    """The groups of a KVCacheConfig, equal on both sides; `padded`: pages with the padding behind them.
+def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -> list[KVGroup]:
+    """The groups of a KVCacheConfig that hold prefixes, equal on both sides.
 
+    `padded`: pages with the padding behind them. `context`: ranks over which vLLM spreads the tokens of a block.
     Raises ValueError, with the reason, for a model that cannot be cached.
     """
     places = _places(kv_cache_config)
-    return [_group(group, places, padded) for group in kv_cache_config.kv_cache_groups]
+    for group in kv_cache_config.kv_cache_groups:
+        check_group(group)
+    return [
+        _group(number, group, places, padded, context)
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+        if not is_scratch(group)
+    ]
 
 
 def _places(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
@@ -94,9 +105,8 @@ def _places(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
     }
 
 
-def _group(group: Any, places: Mapping[str, tuple[int, int]], padded: bool) -> KVGroup:
+def _group(number: int, group: Any, places: Mapping[str, tuple[int, int]], padded: bool, context: int) -> KVGroup:
     spec, names = group.kv_cache_spec, group.layer_names
-    check_group(group)
     by_layer = getattr(spec, "kv_cache_specs", None)
     specs = [by_layer[name] for name in names] if by_layer else [spec] * len(names)
     windows = {_window(one) for one in specs}
@@ -106,18 +116,32 @@ def _group(group: Any, places: Mapping[str, tuple[int, int]], padded: bool) -> K
     pages = [int(getattr(one, "real_page_size_bytes", one.page_size_bytes)) for one in specs]
     # vLLM gives each specification a tensor, and the scheduler one specification for all layers of a group:
     # only the workers know their pages without padding.
-    mixed = len({places[name][0] for name in names if name in places}) > 1
+    recurrent = all(map(is_state, specs))
+    mixed = not recurrent and len({places[name][0] for name in names if name in places}) > 1
     if (mixed or padded) and places.keys() >= set(names):
         pages = [places[name][1] for name in names]
     page_formats = tuple(map(_page_format, specs))
-    return KVGroup(tuple(names), tuple(pages), page_formats, int(spec.block_size), windows.pop())
+    return KVGroup(
+        tuple(names), tuple(pages), page_formats, _block_size(spec, context), windows.pop(), number, recurrent
+    )
+
+
+def block_sizes(kv_cache_config: Any, context: int) -> list[int]:
+    """Tokens of a block of each group, on all of the `context` ranks that it is spread over."""
+    return [_block_size(group.kv_cache_spec, context) for group in kv_cache_config.kv_cache_groups]
+
+
+def _block_size(spec: Any, context: int) -> int:
+    return int(spec.block_size) * (context if getattr(spec, "dcp_sharded", False) else 1)
 
 
 _PAGE_FORMAT = ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "tokens_per_state")
+_STATE_FORMAT = ("shapes", "dtypes", "mamba_type", "num_heads", "tp_replicated")
 
 
 def _page_format(spec: Any) -> str:
-    return " ".join([type(spec).__name__, *(f"{name}={getattr(spec, name, None)}" for name in _PAGE_FORMAT)])
+    names = _STATE_FORMAT if is_state(spec) else _PAGE_FORMAT
+    return " ".join([type(spec).__name__, *(f"{name}={getattr(spec, name, None)}" for name in names)])
 
 
 def _window(spec: Any) -> int | None:
@@ -134,15 +158,19 @@ def may_be_block_major(vllm_config: Any) -> bool:
     user has chosen, or that recurrent layers require, keeps the engine from starting.
     """
     chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
-    return not chosen and not getattr(vllm_config.model_config, "is_hybrid", False)
+    # Pipeline stages with fewer layers have smaller blocks.
+    alike = vllm_config.parallel_config.pipeline_parallel_size == 1
+    return alike and not chosen and not getattr(vllm_config.model_config, "is_hybrid", False)
 
 
 def recomputes_within_step(vllm_config: Any) -> bool:
     """Whether vLLM can recompute blocks that a load within a step has failed to fill.
 
-    Not once the next step is scheduled. Nor with its Model Runner V2, which then writes outside its KV space.
+    Not once the next step is scheduled, as it is for each pipeline stage. Nor with its Model Runner V2, which then
+    writes outside its KV space.
     """
-    return not (vllm_config.scheduler_config.async_scheduling or _has_runner_v2(vllm_config))
+    pipelined = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
+    return not (pipelined or _has_runner_v2(vllm_config))
 
 
 def _has_runner_v2(vllm_config: Any) -> bool:
@@ -159,7 +187,9 @@ def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
         return "vLLM's Model Runner V2 cannot undo a load that fails within a step (VLLM_USE_V2_MODEL_RUNNER=0)"
     if getattr(parallel, "use_ubatching", False):
         return "a step computes each layer once for every microbatch (--enable-dbo, --ubatch-size)"
-    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
+    if parallel.pipeline_parallel_size > 1:
+        return "a pipeline stage computes the next step before a load is known to have failed"
+    if speculative is not None and has_draft_layers(speculative):
         return "the layers of a draft model are computed after vLLM asks which loads have failed"
     modules = getattr(vllm_config.compilation_config, "static_forward_context", {})
     silent = [name for name in layers if name in modules and not _calls_hooks(modules[name])]
@@ -215,6 +245,21 @@ def computed_tokens(scheduler_output: Any) -> dict[str, int]:
         request_id: before + scheduled.get(request_id, 0) - len(drafts.get(request_id, ()))
         for request_id, before in computed.items()
     }
+
+
+def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """By request, `(group, block, tokens)` of each state that vLLM retains and that this step completes."""
+    source = scheduler_output.kv_connector_block_state
+    return getattr(source, "boundary_state_offloads", None) or {}
+
+
+def stop_at(request: Any, tokens: int) -> None:
+    """Have vLLM end a step of this request after so many tokens, and keep the recurrent layers' states there.
+
+    It does so by itself where its own prefix cache has a prefix of several prompts without a state at its end.
+    """
+    if tokens > getattr(request, "shared_prefix_boundary", tokens):
+        request.shared_prefix_boundary = tokens
 
 
 def transfer_results(finished: set[str], failed: set[str]) -> Any:
@@ -350,8 +395,10 @@ def local_engine(vllm_config: Any) -> int:
     return int(getattr(parallel, "data_parallel_rank_local", None) or 0)
 
 
-def tensor_parallel_rank() -> int:
-    """This worker's rank."""
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+def worker_ranks() -> tuple[int, int, int]:
+    """This worker's ranks: pipeline stage, prefill context rank, tensor rank."""
+    from vllm.distributed import parallel_state
 
-    return int(get_tensor_model_parallel_rank())
+    groups = (getattr(parallel_state, f"get_{name}_group", None) for name in ("pp", "pcp", "tp"))
+    stage, context, tensor = (int(group().rank_in_group) if group is not None else 0 for group in groups)
+    return stage, context, tensor

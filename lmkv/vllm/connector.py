@@ -134,7 +134,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._describe_blocks: kv_events.BlockDescriber | None = None
         try:
             check_device(vllm_config.device_config.device_type)
-            self._model = describe(vllm_config, kv_cache_config, config.chunk_size)
+            pipelined = role is KVConnectorRole.WORKER and vllm_config.parallel_config.pipeline_parallel_size > 1
+            stage = compat.worker_ranks()[0] if pipelined else 0
+            self._model = describe(vllm_config, kv_cache_config, config.chunk_size, stage)
         except (UsageError, ValueError) as error:
             logger.warning("lmkv: this model is not cached: %s", error)
             if role is KVConnectorRole.WORKER:
@@ -147,7 +149,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             assemble.warn(vllm_config, config, self._model)
             if kv_events.are_wanted(vllm_config):
-                self._describe_blocks = kv_events.BlockDescriber.of(kv_cache_config)
+                self._describe_blocks = kv_events.BlockDescriber.of(kv_cache_config, self._model.block_map)
             self._scheduler = assemble.make_scheduler(vllm_config, config, self._model, self._describe_blocks)
             self._agent = start_agent(config, vllm_config, self._scheduler, self._model)
         else:
@@ -259,7 +261,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _plan_stores(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         tables = compat.block_tables(output, self._vllm_scheduler)
-        scheduler.plan_step(compat.computed_tokens(output), tables, output.total_num_scheduled_tokens)
+        computed, scheduled = compat.computed_tokens(output), output.total_num_scheduled_tokens
+        scheduler.plan_step(computed, tables, scheduled, compat.state_offers(output))
 
     @_never_raises(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import define
 
+from lmkv.vllm.block_map import BlockMap
 from lmkv.vllm.observe.events import Blocks, BlocksRemoved, BlocksStored, Event
 
 
@@ -21,20 +22,23 @@ def are_wanted(vllm_config: Any) -> bool:
 class BlockDescriber:
     """Describes a request's blocks, by vLLM's hashes, and says in vLLM's classes where they are.
 
-    `block_sizes`, `kinds`: of each KV cache group, the tokens per block and vLLM's name for its attention.
-    `block_pool`: vLLM's, as soon as there is one.
+    `block_sizes`, `kinds`, `groups`: of each block table that is cached, the tokens per block, vLLM's name for its
+    attention, and its number among vLLM's KV cache groups. `block_pool`: vLLM's, as soon as there is one.
     """
 
     block_sizes: Sequence[int]
     kinds: Sequence[str]
+    groups: Sequence[int]
     block_pool: Any = None
 
     @classmethod
-    def of(cls, kv_cache_config: Any) -> BlockDescriber:
+    def of(cls, kv_cache_config: Any, block_map: BlockMap) -> BlockDescriber:
         from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        return cls([int(spec.block_size) for spec in specs], [get_kv_cache_spec_kind(spec).value for spec in specs])
+        numbers = [group.table or 0 for group in block_map.groups]
+        specs = [kv_cache_config.kv_cache_groups[number].kv_cache_spec for number in numbers]
+        kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
+        return cls([group.block_size for group in block_map.groups], kinds, numbers)
 
     @property
     def all_cleared(self) -> bool:
@@ -53,7 +57,7 @@ class BlockDescriber:
         if len(hashes) * size < end:
             return None
         return Blocks(
-            group=group,
+            group=self.groups[group],
             block_size=size,
             hashes=tuple(map(maybe_convert_block_hash, hashes[start // size : end // size])),
             parent=maybe_convert_block_hash(hashes[start // size - 1]) if start else None,
@@ -80,7 +84,7 @@ class BlockDescriber:
             lora_name=blocks.lora_name,
             extra_keys=list(blocks.extra_keys) or None,
             group_idx=blocks.group,
-            kv_cache_spec_kind=self.kinds[blocks.group],
+            kv_cache_spec_kind=self.kinds[self.groups.index(blocks.group)],
             **event.place._asdict(),
         )
 

@@ -12,15 +12,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from lmkv.chunks.layout import KVLayout, LayerPages, align_up
 from lmkv.chunks.namespace import Namespace
 from lmkv.memory.paged import PagedMemory, padded
 from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.cacheable import check_model
-from lmkv.vllm.compat import KVGroup, kv_groups, vllm_version
+from lmkv.vllm.cacheable import check_model, check_states
+from lmkv.vllm.compat import KVGroup, block_sizes, kv_groups, vllm_version
 from lmkv.vllm.identity import fingerprint
+from lmkv.vllm.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +35,7 @@ class ServedModel:
     """A served model. `layers`: names of the layers that `layout` describes.
 
     `fused`: the layers of a block lie next to each other in memory, and `layout` describes all of them as one
-    layer. `ranks`: workers. `replicas`: so many consecutive ranks have the same KV, of which one copy is
-    stored.
+    layer. `ranks`: the workers; of pipeline stages, `layout` describes the one that has most layers.
     """
 
     block_map: BlockMap
@@ -43,8 +43,7 @@ class ServedModel:
     layers: tuple[str, ...]
     fused: bool
     num_blocks: int
-    ranks: int
-    replicas: int
+    ranks: Ranks
     _make_namespace: Callable[[], Namespace] = field(repr=False, eq=False)
 
     @cached_property
@@ -57,7 +56,7 @@ class ServedModel:
 
         Raises ValueError when their pages are not those of the layout.
         """
-        sizes = [pages.page_bytes for pages in self.layout.layers]
+        sizes = [pages.page_bytes for pages in self.layout.layers[: 1 if self.fused else len(rows)]]
         if self.fused:
             # In the order of memory, which need not be that of the layers.
             rows = sorted(rows, key=lambda row: row.storage_offset())
@@ -65,7 +64,7 @@ class ServedModel:
             ends = [*starts[1:], starts[0] + sizes[0]]
             memory = PagedMemory([padded(row, end - start) for row, start, end in zip(rows, starts, ends, strict=True)])
         else:
-            groups = [pages.group for pages in self.layout.layers]
+            groups = [pages.group for pages in self.layout.layers[: len(rows)]]
             memory = PagedMemory([padded(*pair) for pair in zip(rows, sizes, strict=True)], groups, fuse=False)
         found = [row.shape[1] for row in memory.rows]
         if found != sizes:
@@ -73,51 +72,75 @@ class ServedModel:
         return memory
 
 
-def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int) -> ServedModel:
+def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int = 0) -> ServedModel:
     """The model of vLLM's configuration, in chunks of `chunk_size` tokens, rounded up to whole blocks.
 
-    Raises ValueError, with the reason, for a model or a parallel split that lmkv does not cache.
+    `stage`: the pipeline stage whose layers `kv_cache_config` has. Raises ValueError, with the reason, for a model or
+    a parallel split that lmkv does not cache.
     """
     check_model(vllm_config)
-    parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise ValueError("pipeline parallel ranks have different layers, which is not supported yet")
-    # Ray chooses machines later: a rank that cannot map the slab says so.
-    if getattr(parallel, "nnodes_within_dp", 1) > 1:
-        raise ValueError("tensor parallel ranks on other machines cannot map host memory, which is not supported yet")
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ValueError(f"{name} > 1 spreads blocks over ranks, which is not supported yet")
-    fused = _layout_name(vllm_config, kv_cache_config).startswith("BL") and len(kv_cache_config.kv_cache_groups) == 1
+    ranks = Ranks.of(vllm_config, kv_cache_config)
+    one_table = len(kv_cache_config.kv_cache_groups) == 1
+    block_major = _layout_name(vllm_config, kv_cache_config).startswith("BL")
+    # Pipeline stages with fewer layers have smaller blocks.
+    fused = block_major and one_table and len(ranks.stages) == 1
+    context = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
     # Where layers lie next to each other, padding is part of the run of bytes.
-    groups = kv_groups(kv_cache_config, padded=fused)
+    groups = kv_groups(kv_cache_config, padded=fused, context=context)
     if not groups:
         raise ValueError("it has no KV cache")
-    size = align_up(chunk_size, math.lcm(*(group.block_size for group in groups)))
-    ranks = int(parallel.tensor_parallel_size)
-    replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+    recurrent = any(group.recurrent for group in groups)
+    check_states(vllm_config, [group.recurrent for group in groups])
+    # vLLM may shorten a hit to whole blocks of all tables.
+    blocks = math.lcm(*block_sizes(kv_cache_config, context))
+    # With recurrent layers a hit ends where there is a state, which is between blocks.
+    size = blocks if recurrent else align_up(chunk_size, blocks)
+    if recurrent:
+        # Ranks with equal KV have states of their own.
+        ranks = evolve(ranks, replicas=1)
+    states = _state_entries(groups, size)
     layers: list[tuple[str, LayerPages]] = [
-        (name, LayerPages(page, size // group.block_size, number))
-        for number, group in enumerate(groups)
+        (name, LayerPages(page, 1 if state else size // group.block_size, number, state))
+        for number, (group, state) in enumerate(zip(groups, states, strict=True))
         for name, page in zip(group.layers, group.page_bytes, strict=True)
     ]
     pages = tuple(pages for _, pages in layers)
     if fused:
         pages = (LayerPages(sum(layer.page_bytes for layer in pages), pages[0].pages_per_chunk),)
+    tables = tuple(
+        Group(group.block_size, group.window, group.number, state) for group, state in zip(groups, states, strict=True)
+    )
     return ServedModel(
-        block_map=BlockMap(size, tuple(Group(group.block_size, group.window) for group in groups)),
-        layout=KVLayout(size, pages, ranks // replicas),
+        block_map=BlockMap(size, tables, scratch=len(groups) < len(kv_cache_config.kv_cache_groups)),
+        layout=KVLayout(size, ranks.widest_stage(pages, stage), ranks.shards),
         layers=tuple(name for name, _ in layers),
         fused=fused,
         num_blocks=int(kv_cache_config.num_blocks),
         ranks=ranks,
-        replicas=replicas,
-        make_namespace=partial(_namespace, vllm_config, kv_cache_config, groups, size),
+        make_namespace=partial(_namespace, vllm_config, kv_cache_config, groups, size, ranks),
     )
 
 
-def _namespace(vllm_config: Any, kv_cache_config: Any, groups: list[KVGroup], chunk_size: int) -> Namespace:
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+def _state_entries(groups: list[KVGroup], chunk_size: int) -> list[int]:
+    """For each group the number of the state entry that it is part of, 0 for one with the KV of tokens.
+
+    As many groups share an entry as are together no larger than a chunk: slots have one size, that of the largest.
+    """
+    chunk = sum(sum(group.page_bytes) * (chunk_size // group.block_size) for group in groups if not group.recurrent)
+    entries, number, room = [], 0, 0
+    for group in groups:
+        nbytes = sum(group.page_bytes)
+        if group.recurrent and (not number or nbytes > room):
+            number, room = number + 1, chunk
+        entries.append(number if group.recurrent else 0)
+        room -= nbytes if group.recurrent else 0
+    return entries
+
+
+def _namespace(
+    vllm_config: Any, kv_cache_config: Any, groups: list[KVGroup], chunk_size: int, ranks: Ranks
+) -> Namespace:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     return Namespace(
         model=_source(model),
         revision=str(model.revision or ""),
@@ -126,7 +149,7 @@ def _namespace(vllm_config: Any, kv_cache_config: Any, groups: list[KVGroup], ch
         chunk_size=chunk_size,
         block_size=int(groups[0].block_size),
         layout=_layout_name(vllm_config, kv_cache_config),
-        ranks=f"tp{parallel.tensor_parallel_size}",
+        ranks=ranks.describe(vllm_config.parallel_config),
         extra={
             "vllm": ".".join(vllm_version().split(".")[:2]),
             "groups": repr(groups),
@@ -137,6 +160,7 @@ def _namespace(vllm_config: Any, kv_cache_config: Any, groups: list[KVGroup], ch
             "code": _code(model),
             "inputs": _inputs(model),
             "page_format": _page_format(vllm_config),
+            **({"states": _state_format(vllm_config)} if any(group.recurrent for group in groups) else {}),
         },
     )
 
@@ -225,6 +249,13 @@ def _page_format(vllm_config: Any) -> str:
 
         isa = f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{_amx()}"
     return f"{device}/{backend}/{isa}"
+
+
+def _state_format(vllm_config: Any) -> str:
+    """What decides the bytes of a recurrent layer's state besides its shape and type."""
+    from vllm import envs
+
+    return f"{getattr(envs, 'VLLM_SSM_CONV_STATE_LAYOUT', None)} {getattr(vllm_config, 'mamba_config', None)}"
 
 
 def _amx() -> str:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import inspect
 import logging
 import multiprocessing
+import re
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 NAME = "LMKVConnector"
 MODULE = "lmkv.vllm.connector"
@@ -30,13 +36,26 @@ def register() -> None:
         )
 
 
+def replaces_connector(arguments: Sequence[str], folder: Path = Path()) -> bool:
+    """Whether a command line, or the file that its `--config` names, has vLLM replace lmkv by its own connector.
+
+    `folder`: in which it was given.
+    """
+    given = " ".join(arguments).replace("_", "-")
+    options = re.search(r"--config[ =](\S+)", " ".join(arguments))
+    if options is not None:
+        with suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
+            found = yaml.safe_load((folder / options[1]).read_text())
+            given += " " + " ".join(f"--{name} {value}" for name, value in found.items()).replace("_", "-")
+    return NAME in given and "--kv-offloading-size" in given
+
+
 def _is_replaced() -> bool:
     """Whether vLLM was given `kv_offloading_size` as well, which silently takes the place of any connector.
 
     A server has read its command line by now and nothing else; a program calls with its arguments.
     """
-    given = " ".join(sys.argv).replace("_", "-")
-    if NAME in given and "--kv-offloading-size" in given:
+    if replaces_connector(sys.argv):
         return multiprocessing.parent_process() is None
     callers: list[Any] = [frame.frame.f_locals.get("self") for frame in inspect.stack(0)]
     arguments = [each for each in callers if "EngineArgs" in {kind.__name__ for kind in type(each).__mro__}]

@@ -66,8 +66,6 @@ class Worker:
         self._rank, self._share = rank, share
         self._layout = layout
         self._page_bytes: Counter[int] = Counter()
-        for layer in layout.layers if layout is not None else ():
-            self._page_bytes[layer.group] += layer.page_bytes
         self._stores = share[0] == 0
         self._block_level_failures = block_level_failures
         self._layerwise = layerwise
@@ -114,6 +112,9 @@ class Worker:
             self._copier = None
             self._staging = make_staging(memory, self._staging_bytes)
             self._memory = memory
+            self._page_bytes.clear()
+            for row, group in zip(memory.rows, memory.groups, strict=True):
+                self._page_bytes[group] += int(row.shape[1])
         if self._engine and self._search is None:
             self._search = threading.Thread(target=self._find_slab, name="lmkv-find-slab", daemon=True)
             self._search.start()

@@ -165,6 +165,30 @@ class TestPlugin:
 
 
 class TestImport:
+    @pytest.mark.parametrize(
+        ("arguments", "replaced"),
+        [
+            (["vllm", "serve", "m", "--kv-transfer-config", "LMKVConnector", "--kv-offloading-size", "4"], True),
+            (["python", "-m", "vllm.entrypoints.openai.api_server", "--config", "server.yaml"], True),
+            (["vllm", "serve", "m", "--kv-transfer-config", "LMKVConnector"], False),
+            (["editor", "--kv-transfer-config", "LMKVConnector", "--kv-offloading-size", "4"], False),
+        ],
+    )
+    def test_a_server_that_replaces_it_is_a_problem(
+        self, arguments: list[str], replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "server.yaml").write_text(
+            "kv-transfer-config: {kv_connector: LMKVConnector}\nkv-offloading-size: 4"
+        )
+        process = tmp_path / "123"
+        process.mkdir()
+        (process / "cwd").symlink_to(tmp_path)
+        (process / "cmdline").write_bytes("\0".join([*arguments, ""]).encode())
+        monkeypatch.setattr(doctor, "PROCESSES", tmp_path)
+        problems = [found.problem for found in doctor.examine_servers()]
+        assert len(problems) == replaced
+        assert all("process 123: --kv-offloading-size replaces lmkv" in problem for problem in problems)
+
     def test_what_can_be_imported_is_no_problem(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor.plugin, "MODULE", "json")
         found = doctor.import_finding()

@@ -291,9 +291,7 @@ class StoreMachine(RuleBasedStateMachine):
         stats = store.stats()
         assert stats.writing == store._primary.writing >= 0
         assert stats.primary.chunks == sum(entry.ready for entry in entries)
-        assert len(store._primary.policy.sizes) == sum(
-            entry.in_policy for entry in entries
-        )
+        assert len(store._primary.policy.sizes) == sum(entry.in_policy for entry in entries)
 
     @invariant()
     def no_tier_takes_more_than_its_capacity(self) -> None:

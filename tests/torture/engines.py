@@ -10,13 +10,15 @@ from typing import Any
 from attrs import field, frozen
 
 from tests.torture.conversations import VOCAB
-from tests.vllm import families
+from tests.vllm import families, mamba_cpu
 from tests.vllm.families import Family
 from tests.vllm.harness import Engine, engine, pipelining
 
 CHUNK = 64
 _SMALL = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": VOCAB, "max_position_embeddings": 1024}
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
+_MIXED = {**_HEADS, "num_hidden_layers": 4, "mamba_num_heads": 4}
+_MIXER = {"mamba_d_ssm": 64, "mamba_n_heads": 2}
 _KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 MODELS = {
@@ -25,6 +27,8 @@ MODELS = {
     "mla": Family(
         lambda: families.deepseek_v2(**_SMALL, num_hidden_layers=2, first_k_dense_replace=2), families.REFERENCE_MLA
     ),
+    "nemotron": Family(lambda: families.nemotron_h(**_SMALL, **_MIXED), vllm=mamba_cpu.exported),
+    "falcon": Family(lambda: families.falcon_h1(**_SMALL, **_HEADS, **_MIXER), vllm=mamba_cpu.split),
 }
 
 
@@ -62,6 +66,10 @@ VARIANTS = {
     "latent": Variant("mla", _tight(66, 90), {"disk_write": "back"}),
     "drafts": Variant("gqa", _tight(40, 96, speculative_config=_DRAFTS), alone=True),
     "hybrid, pipelined": Variant("hybrid", _tight(100, 130), ram=20.5, pipelined=True),
+    "hybrids: recurrent layers": Variant("nemotron", _tight(34, 140), ram=30.5, disk=90.5),
+    "hybrids: recurrent layers, pipelined": Variant("nemotron", _tight(38, 200), ram=50.5, pipelined=True),
+    "hybrids: recurrent in each layer, tiny steps": Variant("falcon", _tight(60, 64), ram=24.5),
+    "hybrids: recurrent layers, write-back": Variant("falcon", _tight(60, 200), {"disk_write": "back"}, ram=24.5),
     "no CPU tier, second touch": Variant(
         "gqa", _tight(32, 64), {"local_cpu": False, "disk_admission": "second_touch"}, pipelined=True
     ),
@@ -76,7 +84,7 @@ def write_models(folder: Path) -> dict[str, Path]:
 def reference(variant: Variant, model: Path) -> Iterator[Engine]:
     """Without a connector, with room for everything."""
     options = {"max_model_len": 640, "max_num_batched_tokens": 512, "max_num_seqs": 8, **MODELS[variant.model].options}
-    with engine(model, connector=None, **options) as plain:
+    with MODELS[variant.model].vllm(), engine(model, connector=None, **options) as plain:
         yield plain
 
 
@@ -95,6 +103,7 @@ def tortured(variant: Variant, model: Path, disk: Path, slot_bytes: int) -> Iter
     }
     options = {"max_model_len": 640, "max_num_seqs": 8, **MODELS[variant.model].options, **variant.options}
     with (
+        MODELS[variant.model].vllm(),
         pipelining() if variant.pipelined else contextlib.nullcontext(),
         engine(model, extra=extra, **options) as running,
     ):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen
+
+from tests.vllm import mamba_cpu
 
 WEIGHT_STD = 0.15
 EMBEDDING_STD = 0.05
@@ -34,7 +37,9 @@ class Family:
     """`make`: a model of transformers. `options`: of the engine.
 
     `groups`: block tables that vLLM gives it. `blocks`: KV blocks that three to four requests of 1,500 tokens
-    fill. `own`: layers with KV of their own.
+    fill. `own`: layers with KV of their own. `unit`: tokens of a chunk of a model with recurrent layers, with whose
+    end a hit ends; 0 for others. `batches`: how far log-probabilities may be apart when a batch is another one; 0: vLLM
+    answers otherwise in another batch. `vllm`: what vLLM wants to run it.
     """
 
     make: Callable[[], Any]
@@ -42,6 +47,9 @@ class Family:
     groups: int = 1
     blocks: int = 60
     own: int = 4
+    unit: int = 0
+    batches: float = 1e-3
+    vllm: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def write(self, folder: Path, *, seed: int = 0) -> Path:
         """The checkpoint in `folder`; the same seed makes the same bytes."""
@@ -175,13 +183,65 @@ def hrm_text() -> Any:
     return HrmTextForCausalLM(HrmTextConfig(**settings, H_cycles=2, L_cycles=2, prefix_lm=True))
 
 
-def falcon_h1() -> Any:
-    """Attention and a Mamba mixer in every layer."""
+def falcon_h1(**changes: Any) -> Any:
+    """Attention and a Mamba-2 mixer in every layer."""
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
-    return FalconH1ForCausalLM(
-        FalconH1Config(**_SMALL, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16)
+    mixer = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
+    return FalconH1ForCausalLM(FalconH1Config(**{**_SMALL, **mixer, **changes}, mamba_chunk_size=32))
+
+
+def nemotron_h(**changes: Any) -> Any:
+    """Layers of Mamba-2, of attention, and without either."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    mixer = {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1, "ssm_state_size": 16, "chunk_size": 32}
+    pattern = {"hybrid_override_pattern": "M-M*", "conv_kernel": 4}
+    return NemotronHForCausalLM(NemotronHConfig(**{**_SMALL, **mixer, **pattern, **changes}))
+
+
+def granite_4(**changes: Any) -> Any:
+    """Three layers of Mamba-2 for one of attention."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    sizes = {name: value for name, value in {**_SMALL, **changes}.items() if name != "head_dim"}
+    mixer = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32}
+    scales = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **sizes,
+            **mixer,
+            **scales,
+            layer_types=["mamba"] * 3 + ["attention"],
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            shared_intermediate_size=256,
+            position_embedding_type="rope",
+            attention_multiplier=0.17,
+        )
     )
+
+
+def qwen3_next() -> Any:
+    """Three layers of gated delta nets for one of attention; heads have the only sizes that vLLM has on CPU."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    nets = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 4}
+    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(**_SMALL, **nets, **heads, **experts, shared_expert_intermediate_size=64, mlp_only_layers=[])
+    )
+
+
+def lfm2() -> Any:
+    """Three layers of short convolutions for one of attention."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    kinds = ["conv", "conv", "conv", "full_attention"]
+    blocks = {"block_dim": 128, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "conv_dim": 128}
+    config = Lfm2Config(**_SMALL, layer_types=kinds, block_auto_adjust_ff_dim=False, **blocks)
+    return Lfm2ForCausalLM(config)
 
 
 def whisper() -> Any:
@@ -248,6 +308,23 @@ FAMILIES = {
         lambda: gemma4(96), options={"disable_hybrid_kv_cache_manager": True}, own=6
     ),
 }
+
+RECURRENT = {
+    "Mamba-2, Nemotron-H": Family(nemotron_h, groups=3, blocks=60, own=3, unit=64, vllm=mamba_cpu.exported),
+    "Mamba-2 in each layer, Falcon-H1": Family(falcon_h1, groups=2, blocks=90, own=8, unit=32, vllm=mamba_cpu.split),
+    "Mamba-2, Granite-4": Family(granite_4, groups=4, blocks=70, own=4, unit=64, vllm=mamba_cpu.split),
+    "gated delta net, Qwen3-Next": Family(
+        qwen3_next,
+        {"dtype": "bfloat16", "max_num_batched_tokens": 1200},
+        groups=4,
+        blocks=24,
+        own=4,
+        unit=544,
+        batches=0.1,
+    ),
+    "short convolution, LFM2": Family(lfm2, groups=4, blocks=120, own=4, unit=32, batches=0.0),
+}
+"""Models with layers that keep a state instead of KV for each token."""
 
 
 def write_adapter(folder: Path, *, seed: int, hidden: int = 128, layers: int = 4, rank: int = 8) -> Path:

@@ -165,6 +165,7 @@ class Engine:
         max_tokens: int = 8,
         salts: Sequence[str] | None = None,
         params: dict[str, Any] | None = None,
+        logprobs: int | None = None,
     ) -> list[Any]:
         """Generate greedily for all prompts at once; vLLM's RequestOutputs in the order of the prompts."""
         from vllm import SamplingParams
@@ -174,6 +175,7 @@ class Engine:
             max_tokens=max_tokens,
             ignore_eos=True,
             detokenize=False,
+            logprobs=logprobs,
             extra_args={"kv_transfer_params": {"lmkv.report": True, **(params or {})}},
         )
         requests = [

@@ -182,7 +182,7 @@ def test_ranks_on_another_machine(model: Path, nodes: int, monkeypatch: pytest.M
     monkeypatch.setattr(vllm_config.parallel_config, "nnodes", nodes)
     config = KVCacheConfig(100, [], [KVCacheGroupSpec(["attention"], FullAttentionSpec(**FORM))])
     if nodes == 1:
-        assert describe(vllm_config, config, 256).ranks == 1
+        assert describe(vllm_config, config, 256).ranks.total == 1
     else:
         with pytest.raises(ValueError, match="ranks on other machines"):
             describe(vllm_config, config, 256)

@@ -1,7 +1,6 @@
 """A lower tier as the store sees it: its index, its counters, and I/O on its backend that never raises.
 
-Methods without `@locked` run on I/O threads: they take the lock to plan and to note the outcome, and never hold it
-while the backend works.
+Methods without `@locked` run on I/O threads, and take the lock to plan and to note the outcome, never for I/O.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
+from itertools import compress, takewhile
 from typing import Literal
 
 import attrs
@@ -122,24 +121,25 @@ class LowerTier:
 
     # -- existence ----------------------------------------------------------------------------------------
 
-    def look_up(self, keys: Sequence[ChunkKey]) -> int:
+    def look_up(self, keys: Sequence[ChunkKey], *, each: bool = False) -> int:
         """Ask the backend for leading chunks that the index does not know, index those that are there, and count them.
 
-        In batches that grow: of a prompt that nobody has stored only the first few keys are asked for.
+        In growing batches: of a prompt that nobody has stored few keys are asked for. `each`: for others, too, at once.
         """
         with self._lock:
             scan = self.index.begin_scan() if self.usable else None
+        there, count = 0, len(keys) if each else _FIRST_BATCH
         if scan is None:
             return 0
-        there, count = 0, _FIRST_BATCH
         try:
             while there < len(keys):
                 batch = keys[there : there + count]
-                found = self._leading(batch)
+                answer = self._contains(batch)
+                found = list(compress(batch, answer if each else takewhile(bool, answer)))
                 with self._lock:
-                    self.index.add_found({key: self._cost(key) for key in batch[:found]}, scan)
-                there += found
-                if found < len(batch):
+                    self.index.add_found({key: self._cost(key) for key in found}, scan)
+                there += len(found)
+                if len(found) < len(batch):
                     break
                 count *= _BATCH_GROWTH
         finally:
@@ -148,17 +148,17 @@ class LowerTier:
         self.reclaim()
         return there
 
-    def _leading(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of the leading keys the backend has; 0 when it fails to answer."""
+    def _contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """The backend's answer for each key; empty when it fails to answer."""
         with self._lock:
             call = self._reads.begin()
         if call is None:
-            return 0
+            return []
         answer: list[bool] = []
         ok = self._tried("contains", lambda: answer.extend(self.backend.contains(keys)))
         with self._lock:
             self._reads.end(call, ok)
-        return sum(1 for _ in takewhile(bool, answer))
+        return answer
 
     # -- reading ------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from attrs import asdict
 
-from lmkv.chunks.hashing import TailKey
+from lmkv.chunks.hashing import StateKey, TailKey
 from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
 from lmkv.protocols import ChunkKey, Tier
@@ -19,7 +19,7 @@ from lmkv.store.tiers.entry import Entry, State
 from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.prefixes import PrefixIndex
 from lmkv.store.tiers.stats import TierCounters, TierStats
-from lmkv.store.tiers.tails import Payloads, Tails
+from lmkv.store.tiers.tails import Payloads, Share, shares
 
 # Looking a member up in its enum takes as long as everything else that is done with it here.
 _WRITING, _LOADING, _READY = State.WRITING, State.LOADING, State.READY
@@ -35,7 +35,7 @@ class HostMemory(Protocol):
 class PrimaryTier:
     """`retain`: False makes the slots mere staging: a chunk is removed with its last reference.
 
-    `spans`: see `Payloads`. A tail fills a part of its slot only, so that a share of the slots is theirs at most.
+    `spans`, `sizes`: see `Payloads`. `shares`: of the slots, for tails and for states, by the type of their keys.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class PrimaryTier:
         *,
         retain: bool = True,
         spans: Callable[[int], Sequence[slice]] | None = None,
+        sizes: Sequence[int] = (),
         observers: Sequence[StoreObserver] = (),
     ) -> None:
         if not isinstance(tier.backend, HostMemory):
@@ -60,9 +61,10 @@ class PrimaryTier:
         self.referenced = self.writing = self.loading = self.flushing = 0
         self._retain = retain
         self._observers = observers
-        self.payloads = Payloads(self.slot_bytes, spans or (lambda tokens: [slice(0, self.slot_bytes)]))
+        self.payloads = Payloads(self.slot_bytes, spans or (lambda tokens: [slice(0, self.slot_bytes)]), sizes)
         self.prefixes = PrefixIndex()
-        self.tails = Tails(self.slab.num_slots)
+        self.shares = shares(self.slab.num_slots)
+        self.tails, self.states = self.shares[TailKey], self.shares[StateKey]
 
     def __repr__(self) -> str:
         free, of = self.slab.free_slots, self.slab.num_slots
@@ -81,6 +83,14 @@ class PrimaryTier:
         """Count the first use of a chunk that a prefetch has brought."""
         self.counters.prefetch_hits += 1
         entry.prefetched = False
+
+    def touch_shares(self, entries: Sequence[Entry]) -> None:
+        """Note the use of a chain's tail or states, which are its last entries."""
+        for entry in reversed(entries):
+            share = self.shares.get(type(entry.key))
+            if share is None:
+                break
+            share.touch(entry.key)
 
     # -- references ---------------------------------------------------------------------------------------
 
@@ -117,8 +127,8 @@ class PrimaryTier:
     ) -> Entry:
         """A new entry, whose only reference is that of the writer or the load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
-        if type(key) is TailKey:
-            self.tails.add(entry)
+        if type(key) in self.shares:
+            self.shares[type(key)].add(entry)
         self.referenced += 1
         if state is _WRITING:
             self.writing += 1
@@ -151,8 +161,8 @@ class PrimaryTier:
             self.loading -= 1
         else:
             self._note_removed(entry)
-        if type(entry.key) is TailKey:
-            self.tails.discard(entry.key)
+        if type(entry.key) in self.shares:
+            self.shares[type(entry.key)].discard(entry.key)
         if entry.in_policy:
             self.policy.discard(entry.key)
         if entry.flushing:
@@ -167,15 +177,6 @@ class PrimaryTier:
             self.prefixes.discard(entry.origin, entry.tokens, entry.key)
         for observer in self._observers:
             observer.removed(self.name, entry.key)
-
-    def make_room_for_tail(self) -> bool:
-        """Whether another tail may have a slot, after removing the least recently used tail if need be."""
-        if not self.tails.full:
-            return True
-        oldest = self.tails.oldest_unused()
-        if oldest is not None:
-            self.remove(oldest)
-        return oldest is not None
 
     def drop_shorter_tails(self, entry: Entry) -> None:
         """Remove the tails that are prefixes of a READY entry."""
@@ -194,6 +195,15 @@ class PrimaryTier:
             entry.in_policy = False
         self.counters.evictions += len(entries)
         return entries
+
+    def evict_from(self, share: Share) -> Entry | None:
+        """The least recently used entry of a kind, evicted; the caller removes or flushes it. None: all are in use."""
+        victim = share.oldest_unused()
+        if victim is not None and victim.in_policy:
+            victim.in_policy = False
+            self.policy.discard(victim.key)
+            self.counters.evictions += 1
+        return victim
 
     def begin_flush(self, victim: Entry) -> None:
         """Keep a victim until its flush, its only reference, has ended; longer if it is leased."""
@@ -216,10 +226,12 @@ class PrimaryTier:
         return keys
 
     def stats(self) -> TierStats:
+        states = self.states.count_ready()
         return TierStats(
             **asdict(self.counters),
             name=self.name,
-            chunks=len(self.entries) - self.writing - self.loading,
+            chunks=len(self.entries) - self.writing - self.loading - states,
+            states=states,
             used_bytes=(self.slab.num_slots - self.slab.free_slots) * self.slot_bytes,
             capacity_bytes=self.slab.num_slots * self.slot_bytes,
         )

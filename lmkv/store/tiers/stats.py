@@ -38,14 +38,16 @@ class TierCounters:
 class TierStats(TierCounters):
     """A tier at one moment: its content, its capacity, and its totals so far.
 
-    `breaker`: "open" while the tier keeps failing and counts as empty, "half-open" when it is about to be
-    tried again. `write_breaker`: the same for writes alone, while stored chunks are still served.
+    `states`: of recurrent layers, in host memory; lower tiers count them as chunks. `breaker`: "open" while the tier
+    keeps failing and counts as empty, "half-open" when it is about to be tried again. `write_breaker`: the same for
+    writes alone, while stored chunks are still served.
     """
 
     name: str
     chunks: int
     used_bytes: int
     capacity_bytes: int | None
+    states: int = 0
     breaker: BreakerState = "closed"
     write_breaker: BreakerState = "closed"
 

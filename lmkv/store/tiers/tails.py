@@ -1,7 +1,8 @@
-"""Tails, the chunks after a prompt's last whole chunk: which are in host memory, and where their bytes are.
+"""Entries that are no whole chunks: how many slots they may have, and which bytes of a slot are theirs.
 
-A tail fills only a part of its slot. So a share of the slots is theirs at most, and lower tiers get just the
-filled part. A key is a tail if `type(key) is TailKey`, which is asked of every chunk and twice as fast as isinstance.
+A tail, the chunk after a prompt's last whole one, fills only a part of its slot. States are as large as chunks, and
+would take all slots from them. So a share of the slots is theirs at most, and lower tiers get just the filled part.
+A key is a tail if `type(key) is TailKey`, which is asked of every chunk and twice as fast as isinstance.
 """
 
 from __future__ import annotations
@@ -11,28 +12,37 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, field, frozen
 
-from lmkv.chunks.hashing import TailKey
+from lmkv.chunks.hashing import StateKey, TailKey
+from lmkv.chunks.layout import align_up
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiers.entry import Entry
 
-_TAIL_SHARE = 8
-"""One slot in so many may be a tail's: most of such a slot is not used."""
+_TAIL_SHARE = 1, 8
+"""Of a tail's slot most is not used."""
+_STATE_SHARE = 2, 3
+"""Twice as many states as chunks at most: a state is of no use without all the chunks before it."""
 
 
 @define(eq=False)
-class Tails:
-    """The tails in host memory, least recently used first. Called under the store's lock."""
+class Share:
+    """The entries of one kind in host memory, least recently used first. Called under the store's lock.
 
-    num_slots: int
+    `limit`: how many slots they may have.
+    """
+
+    limit: int
     _entries: OrderedDict[ChunkKey, Entry] = field(init=False, factory=OrderedDict)
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._entries
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     @property
     def full(self) -> bool:
-        """Whether another tail may only take the place of one of these."""
-        return len(self._entries) >= max(1, self.num_slots // _TAIL_SHARE)
+        """Whether another one may only take the place of one of these."""
+        return len(self._entries) >= self.limit
 
     def add(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
@@ -41,39 +51,55 @@ class Tails:
         del self._entries[key]
 
     def touch(self, key: ChunkKey) -> None:
-        """Note a use of the chunk, if it is a tail."""
+        """Note a use of the entry, if it is of this kind."""
         if key in self._entries:
             self._entries.move_to_end(key)
+
+    def count_ready(self) -> int:
+        return sum(entry.ready for entry in self._entries.values())
 
     def oldest_unused(self) -> Entry | None:
         return next((entry for entry in self._entries.values() if not entry.refs), None)
 
 
+def shares(num_slots: int) -> dict[type, Share]:
+    """The shares of so many slots, by the type of the keys."""
+    kinds = ((TailKey, _TAIL_SHARE), (StateKey, _STATE_SHARE))
+    return {kind: Share(max(1, num_slots * part // of)) for kind, (part, of) in kinds}
+
+
 @frozen
 class Payloads:
-    """Which bytes of a slot lower tiers get: all of a whole chunk's, a tail's pages only.
+    """Which bytes of a slot lower tiers get: all of a whole chunk's or a state's, a tail's pages only.
 
-    `spans(tokens)`: where the bytes of a tail of so many tokens are in a slot.
+    `spans(tokens)`: where the bytes of a tail of so many tokens are in a slot. `sizes`: bytes of a chunk, and of each
+    state entry; none where all of them fill their slots.
     """
 
     slot_bytes: int
     spans: Callable[[int], Sequence[slice]]
+    sizes: Sequence[int] = ()
 
     def nbytes(self, key: ChunkKey) -> int:
         """Bytes of the chunk in a lower tier."""
         if type(key) is not TailKey:
-            return self.slot_bytes
+            number = key.number if type(key) is StateKey else 0
+            return align_up(self.sizes[number]) if number < len(self.sizes) else self.slot_bytes
         return sum(span.stop - span.start for span in self.spans(key.tokens))
 
     def gather(self, key: ChunkKey, slot: memoryview) -> memoryview:
         """The payload in a slot: the slot's own memory, or a copy of a tail's parts."""
         if type(key) is not TailKey:
-            return slot
+            return self._filled(key, slot)
         return memoryview(b"".join(slot[span] for span in self.spans(key.tokens)))
 
     def buffer(self, key: ChunkKey, slot: memoryview) -> memoryview:
         """Memory to read a payload into, for `scatter`: the slot itself, or a buffer for a tail's parts."""
-        return memoryview(bytearray(self.nbytes(key))) if type(key) is TailKey else slot
+        return memoryview(bytearray(self.nbytes(key))) if type(key) is TailKey else self._filled(key, slot)
+
+    def _filled(self, key: ChunkKey, slot: memoryview) -> memoryview:
+        nbytes = self.nbytes(key)
+        return slot if nbytes == len(slot) else slot[:nbytes]
 
     def scatter(self, key: ChunkKey, payload: memoryview, slot: memoryview) -> None:
         """Put a payload in its place in the slot."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from attrs import define, evolve, field, frozen
 
+from lmkv.chunks.hashing import StateKey
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.block_map import BlockMap
@@ -89,7 +90,7 @@ Describe = Callable[[Request, int, int, int], Blocks | None]
 
 @define(eq=False)
 class _Chunk:
-    """A chunk whose blocks are known, for each KV cache group without a window. `tiers`: those that have it."""
+    """A chunk or state whose blocks are known, by KV cache group without a window. `tiers`: those that have it."""
 
     blocks: list[Blocks]
     tiers: set[str] = field(factory=set)
@@ -105,7 +106,12 @@ class EventRecorder:
     def __init__(self, store: TieredStore, block_map: BlockMap, describe: Describe) -> None:
         self._store = store
         self._chunk_size = block_map.chunk_size
-        self._block_sizes = {n: group.block_size for n, group in enumerate(block_map.groups) if group.window is None}
+        self._block_sizes = {
+            number: group.block_size
+            for number, group in enumerate(block_map.groups)
+            if group.window is None and not group.state
+        }
+        self._state_groups = [(number, group) for number, group in enumerate(block_map.groups) if group.state]
         self._describe = describe
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._changes: deque[tuple[str, ChunkKey, bool]] = deque()
@@ -131,7 +137,7 @@ class EventRecorder:
     # -- the scheduling thread ----------------------------------------------------------------------------
 
     def track(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
-        """Tell from now on where these chunks are, the leading ones of a request, or where they are now.
+        """Tell from now on where these chunks are, the leading ones of a request, and the states behind them.
 
         One that is another request's is passed over: it was learned from that one.
         """
@@ -152,6 +158,9 @@ class EventRecorder:
                 yield key, self._blocks(state.request, start, self._chunk_size)
             elif state.tail is not None and key == state.tail:
                 yield key, self._blocks(state.request, start, state.tail.tokens)
+            elif isinstance(key, StateKey):
+                chunks = index - key.number + 1
+                yield key, self._state_blocks(state.request, chunks * self._chunk_size, key.number)
 
     def _blocks(self, request: Request, start: int, tokens: int) -> list[Blocks]:
         described = (
@@ -159,6 +168,12 @@ class EventRecorder:
             for group, size in self._block_sizes.items()
             if tokens >= size
         )
+        return [blocks for blocks in described if blocks is not None]
+
+    def _state_blocks(self, request: Request, end: int, number: int) -> list[Blocks]:
+        """The blocks of recurrent layers whose state, behind so many tokens, is in that entry."""
+        groups = [(index, group.block_size) for index, group in self._state_groups if group.state == number]
+        described = (self._describe(request, index, end - size, end) for index, size in groups)
         return [blocks for blocks in described if blocks is not None]
 
     def _track(self, chunks: dict[ChunkKey, _Chunk]) -> None:

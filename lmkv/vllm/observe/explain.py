@@ -15,6 +15,9 @@ from lmkv.vllm.requests.request import RequestState
 _REMEMBERED = 100_000
 """Evicted chunks, and first chunks of prompts, that are remembered."""
 
+_LAST_BOUNDARIES = 8
+"""Of so many it is told why a hit does not end there: a long prompt is asked for in every step while it waits."""
+
 _SHORT = 16
 """Bytes of a key that are remembered."""
 
@@ -115,6 +118,9 @@ class Explainer:
         index = end // self._chunk_size
         if few or index >= len(keys):
             return Miss("limited" if state.loadable < state.last_token and not few else "too_short", missing)
+        found = self._store.count_prefix(keys)[1]
+        if state.states and index < found:
+            return self._without_states(state, index, found, missing, late=late)
         presence = self._store.lookup([keys[index]])[0]
         if presence is Presence.MISS:
             return self._absent(state, keys[index], index, missing)
@@ -122,6 +128,20 @@ class Explainer:
             return Miss("slower", missing, self._store.catalog.tier_of(keys[index]))
         reason = "deadline" if late else _PRESENT[presence]
         return Miss(reason, missing, self._store.catalog.tier_of(keys[index]))
+
+    def _without_states(self, state: RequestState, index: int, found: int, missing: int, *, late: bool) -> Miss:
+        """The chunks are there: why a hit does not end behind any of the last of those from number `index` on."""
+        index = max(index, found - _LAST_BOUNDARIES)
+        states = [key for end in range(index + 1, found + 1) for key in state.state_keys(end)]
+        present = [key for key in states if self._store.lookup([key])[0] is not Presence.MISS]
+        tier = next(filter(None, map(self._store.catalog.tier_of, present)), None)
+        if any(set(state.state_keys(end)) <= set(present) for end in range(index + 1, found + 1)):
+            reason = "deadline" if late else "slower" if state.resumable < found else "not_promoted"
+            return Miss(reason, missing, tier)
+        evicted = [gone for key in states if (gone := self.evictions.find(key)) is not None]
+        if evicted:
+            return Miss("evicted", missing, *min(evicted, key=lambda gone: gone[1]))
+        return Miss("no_state", missing)
 
     def _absent(self, state: RequestState, key: ChunkKey, index: int, missing: int) -> Miss:
         tier = self._store.catalog.unavailable_in(key)

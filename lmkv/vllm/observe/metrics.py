@@ -26,7 +26,7 @@ class Metric:
 
 
 REASONS = (
-    *("not_stored", "evicted", "other_salt", "too_short", "not_ready", "tier_unavailable"),
+    *("not_stored", "no_state", "evicted", "other_salt", "too_short", "not_ready", "tier_unavailable"),
     *("deadline", "slower", "not_promoted", "limited", "skip_load", "not_taken", "failed"),
 )
 """Why tokens were not loaded; docs/metrics.md explains each."""
@@ -59,6 +59,8 @@ METRICS = {
     "lmkv_failed_loads": _counter("Copies to the device that failed."),
     "lmkv_stored_tokens": _counter("Tokens whose store in host memory has ended well."),
     "lmkv_stored_chunks": _counter("Chunks whose store in host memory has ended well."),
+    "lmkv_stored_states": _counter("States of recurrent layers whose store in host memory has ended well."),
+    "lmkv_host_states": _gauge("States of recurrent layers in host memory, which are no chunks."),
     "lmkv_failed_stores": _counter("Copies from the device that failed, or were thrown away."),
     "lmkv_load_seconds": _histogram("Time of a copy from host memory to the device, on the slowest rank.", _SECONDS),
     "lmkv_store_seconds": _histogram("Time of a copy from the device to host memory, on the slowest rank.", _SECONDS),

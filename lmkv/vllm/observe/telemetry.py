@@ -93,6 +93,13 @@ class Telemetry:
         else:
             self._samples.add("lmkv_failed_stores")
 
+    def stored_states(self, entries: int, report: JobReport, *, kept: bool) -> None:
+        if kept:
+            self._samples.add("lmkv_stored_states", entries)
+            self._samples.observe("lmkv_store_seconds", report.seconds)
+        else:
+            self._samples.add("lmkv_failed_stores")
+
     def found_no_room(self) -> None:
         """Not all of a step's chunks got slots."""
         self._samples.add("vllm:kv_offload_allocation_failure")
@@ -108,6 +115,7 @@ class Telemetry:
         for name, operation, seconds in self._store.catalog.drain_latencies():
             self._samples.observe("lmkv_tier_operation_seconds", seconds, name, operation)
         put("lmkv_leased_chunks", stats.leased)
+        put("lmkv_host_states", stats.primary.states)
         put("lmkv_pinned_chunks", stats.pinned)
         put("lmkv_pending_io", stats.pending_io)
         slots = self._store.slab.num_slots

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, Self
 
 from attrs import define, field
 
-from lmkv.chunks.hashing import KeyChain, TailKey, hash_prompt
+from lmkv.chunks.hashing import KeyChain, StateKey, TailKey, hash_prompt, state_keys
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
@@ -90,6 +91,16 @@ class RequestState:
     """Whether the metrics have counted its hit and miss, as they do when it is first scheduled."""
     deferred_since: float | None = None
     """When vLLM was first told to ask again."""
+    states: int = field(default=0, repr=False)
+    """State entries of each boundary between chunks."""
+    kept: int = 0
+    """Leading chunks up to the last states that are kept for other requests."""
+    last_states: int = 0
+    """Leading chunks up to the last states of its answer, which are replaced by the next."""
+    late_states: tuple[int, dict[int, int]] | None = field(default=None, repr=False)
+    """Tokens of the last step, one of which was not known yet, and the blocks with the states behind them, by group."""
+    resumable: float = math.inf
+    """Leading chunks of a hit at most: the states behind more of them are slower to load than to compute."""
     disabled: bool = False
     """A load of this request failed: it computes the rest, and no further load is offered."""
 
@@ -103,14 +114,16 @@ class RequestState:
         patience: Patience,
         *,
         save_tails: bool,
+        states: int = 0,
     ) -> Self:
         """The state of a new request, with the keys of its prompt.
 
-        `epoch`: "" until a reset gives all later requests other keys. `save_tails`: its tail gets a key, too.
+        `epoch`: "" until a reset gives all later requests other keys. `save_tails`: its tail gets a key, too. `states`:
+        entries of each boundary.
         """
         options = RequestOptions.of(request)
         root = request_root(namespace, request, options.tags, epoch)
-        state = cls(request, root, options, patience, chunk_size, save_tails)
+        state = cls(request, root, options, patience, chunk_size, save_tails, states=states)
         state.follow()
         return state
 
@@ -158,6 +171,14 @@ class RequestState:
         """The first `count` keys, and that of the prompt's tail if it comes next."""
         keys = self.keys(count)
         return [*keys, self.tail] if self.tail is not None and count == self.tail_chunk else keys
+
+    def state_keys(self, chunks: int) -> Sequence[StateKey]:
+        """The keys of the states behind the first `chunks` chunks; none for 0 chunks, or without recurrent layers."""
+        if not (self.states and chunks):
+            return ()
+        if chunks > len(self.chain.keys):
+            self.chain.extend(self.known_tokens)
+        return state_keys(self.chain.keys[chunks - 1], self.states)
 
     def tokens(self, first: int, count: int) -> Sequence[int]:
         """Up to `count` token ids from number `first` on, as far as they are known."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, field
 
+from lmkv.chunks.hashing import StateKey
 from lmkv.memory.copier import ChunkCopy
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.leases import Lease
@@ -30,10 +31,10 @@ class LoadWindow:
 class AsyncLoad:
     """Loads tokens [start, end) of one request into its blocks, while the request does not compute.
 
-    `keys`: of the chunks from the one that contains token `start`. While up to `window` chunks are copied the
-    next ones are promoted, so that a load references 2 * `window` slots at most. It ends early, naming the
-    blocks that were not filled, when a chunk is lost, no chunk arrives for `timeout` seconds, or all its waits
-    for chunks together last longer than `limit` seconds.
+    `keys`: of the chunks from the one that contains token `start`, and of the states behind the last of them. While
+    up to `window` of them are copied the next ones are promoted, so that a load references 2 * `window` slots at most.
+    It ends early, naming the blocks that were not filled, when one is lost, none arrives for `timeout` seconds, or all
+    its waits together last longer than `limit` seconds.
     """
 
     store: TieredStore = field(repr=False)
@@ -103,9 +104,24 @@ class AsyncLoad:
         base = self.first_chunk + self._copied
         low, high = max(self.start, base * size), min(self.end, (base + len(lease)) * size)
         copies = self.block_map.load_copies(lease.slots, self.block_ids, low, high)
+        copies += self._state_copies(lease)
         self.copying = len(lease)
-        self.ended = high >= self.end
-        return LoadWindow(copies, lease, [], self.ended, high - low)
+        self.ended = high >= self.end and self._copied + len(lease) >= len(self.keys)
+        return LoadWindow(copies, lease, [], self.ended, max(0, high - low))
+
+    def _state_copies(self, lease: Lease) -> list[ChunkCopy]:
+        """Of the states that are among the leased entries. Raises ValueError for one that vLLM has no block for."""
+        if not self.block_map.states:
+            return []
+        blocks = self.block_map.state_blocks(self.block_ids, self.end)
+        copies = []
+        for key, slot in zip(lease.keys, lease.slots, strict=True):
+            if isinstance(key, StateKey):
+                copy = self.block_map.state_copy(slot, key.number, blocks)
+                if copy is None:
+                    raise ValueError(f"no block for state {key.number} after {self.end} tokens")
+                copies.append(copy)
+        return copies
 
     def _unfilled(self) -> list[int]:
         low = max(self.start, (self.first_chunk + self._copied) * self.block_map.chunk_size)

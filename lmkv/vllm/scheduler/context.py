@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from lmkv.store.boundaries import Boundaries
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.block_map import BlockMap
 from lmkv.vllm.metadata import StepPlanBuilder
@@ -13,9 +14,10 @@ from lmkv.vllm.scheduler.options import SchedulerOptions
 
 @frozen(kw_only=True)
 class PlanContext:
-    """One engine's store, its map of blocks to chunks, the plan of the present step, options and observer."""
+    """One engine's store, where hits may end, its map of blocks to chunks, the step's plan, options, observer."""
 
     store: TieredStore
+    boundaries: Boundaries
     block_map: BlockMap
     builder: StepPlanBuilder
     options: SchedulerOptions

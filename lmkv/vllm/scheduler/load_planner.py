@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lmkv.chunks.hashing import TailKey, token_bytes
 from lmkv.protocols import ChunkKey
 from lmkv.vllm.requests.miss import Miss
-from lmkv.vllm.requests.request import BlockTables, RequestState
+from lmkv.vllm.requests.request import BlockTables, Request, RequestState
 from lmkv.vllm.scheduler.context import PlanContext
 from lmkv.vllm.scheduler.load_jobs import LoadJobs
 from lmkv.vllm.scheduler.tier_wait import TierWait
@@ -27,7 +27,8 @@ _MAX_ASYNC_LOADS = 3
 class LoadPlanner:
     """Promises chunks and orders their loads. Called on the scheduling thread only; never waits.
 
-    `wait`: for lower tiers. `jobs`: the loads that were ordered.
+    `wait`: for lower tiers. `jobs`: the loads that were ordered. `stop_at(request, tokens)`: has vLLM end a step of
+    the request there, and hand over its states.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -39,6 +40,8 @@ class LoadPlanner:
         self._clock = context.options.clock
         self._may_load_within_step = context.block_map.one_full_table and context.options.load_mode != "async"
         self._promised: dict[str, RequestState] = {}
+        self._boundaries = context.boundaries
+        self.stop_at: Callable[[Request, int], None] = lambda request, tokens: None
         self.wait = TierWait(context)
         self.jobs = LoadJobs(context, self.wait)
 
@@ -53,16 +56,19 @@ class LoadPlanner:
         """
         self.jobs.admission.end(state)
         state.computed, state.between_steps = num_computed_tokens, False
-        keys = wanted = self._keys(state)
+        wanted = self._keys(state)
         first = num_computed_tokens // self._chunk_size
-        if self.wait.is_asking(state, keys) or (state.options.wait_for and self.wait.is_being_stored(state, keys)):
+        if self.wait.is_asking(state, wanted) or (state.options.wait_for and self.wait.is_being_stored(state, wanted)):
             return None, False
-        ready, found = self.wait.match(state, keys)
+        keys, ready, found = self._found(state, wanted)
         if found > max(ready, first):
             if self.wait.is_promoting(state, keys, ready, found):
                 return None, False
             # The promotion has ended, now or before: its chunks are in host memory.
-            ready, found = self.wait.match(state, keys)
+            keys, ready, found = self._found(state, wanted)
+            if self._boundaries.states and ready < found <= self.wait.max_promoted:
+                keys = self._boundaries.ready(wanted, first)
+                ready = found = len(keys)
         state.patience.end(self._clock())
         keys, last = self._extended(state, keys[:found])
         if ready == found:
@@ -72,8 +78,10 @@ class LoadPlanner:
             if state.patience.lasts(self._clock(), lambda: math.inf, 0):
                 return None, False
             chunks = 0
-        hit = self._hit_tokens(state, chunks, last if chunks == len(keys) else self._chunk_size)
+        last = last if chunks == len(keys) else self._chunk_size
+        hit = self._hit_tokens(state, self._boundaries.chunks(chunks), last)
         need = max(0, hit - num_computed_tokens)
+        self._stop_where_prompts_part(state, wanted, max(hit, num_computed_tokens))
         few = 0 < need < self._options.min_retrieve_tokens
         end = num_computed_tokens + (0 if few else need)
         state.miss = self._observer.explainer.explain(state, wanted, end, few=few, late=state.patience.late)
@@ -85,6 +93,27 @@ class LoadPlanner:
             chunks -= 1
         self._promise(state, keys[:chunks], first, ready, need, between_steps)
         return need, between_steps
+
+    def _found(self, state: RequestState, chain: list[ChunkKey]) -> tuple[list[ChunkKey], int, int]:
+        """`(keys, ready, found)`: see `TierWait.match`; with recurrent layers `keys` are a hit's chunks and states."""
+        keys = chain
+        while self._boundaries.states:
+            if len(chain) > state.resumable:
+                chain = chain[: int(state.resumable)]
+            keys = self._boundaries.found(chain, state.computed // self._chunk_size)
+            ready, found = self.wait.match(state, keys)
+            if found == len(keys):
+                return keys, ready, found
+            # Some of them are slower to load than to compute, which is decided once.
+            state.resumable, state.pays = min(found, self._boundaries.chunks(len(keys)) - 1), math.inf
+        return keys, *self.wait.match(state, keys)
+
+    def _stop_where_prompts_part(self, state: RequestState, chain: Sequence[ChunkKey], hit: int) -> None:
+        """Where another prompt had the same chunks, but no state is kept behind them, have it kept this time."""
+        if self._boundaries.states:
+            shared = self._store.count_prefix(chain)[1] * self._chunk_size
+            if shared > hit:
+                self.stop_at(state.request, shared)
 
     def _hit_tokens(self, state: RequestState, chunks: int, last: int) -> int:
         """Tokens of a hit of so many chunks, `last` of them in the last one, that may be loaded."""
@@ -141,7 +170,8 @@ class LoadPlanner:
     def _promise(
         self, state: RequestState, keys: list[ChunkKey], first: int, ready: int, need: int, between_steps: bool
     ) -> None:
-        state.source_chunks = self._sources(state, len(keys) - first, keys[max(first, ready) :])
+        total = self._boundaries.chunks(len(keys)) - first
+        state.source_chunks = self._sources(state, total, keys[max(first, ready) :])
         state.sources = self._in_tokens(state.source_chunks, need)
         state.promised, state.between_steps = keys, between_steps
         self._observer.track(state, keys)

@@ -22,8 +22,9 @@ class SchedulerOptions:
     to load more slowly. `load_mode`: within the step that reads the KV ("sync"), between steps ("async"), or as it
     delays others less ("auto"). `concurrent_copies`: the device copies while it computes.
     `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `tail_depends_on_next`: the
-    KV at the end of a chunk depends on the token after it, which the chunk's key does not cover. `pin_ttl`:
-    seconds that a prefetch is kept. `clock`: in seconds.
+    KV at the end of a chunk depends on the token after it, which the chunk's key does not cover. `state_interval`:
+    of a long prompt a recurrent layer's state is kept every so many chunks; 0: as often as states take as much room as
+    chunks. `pin_ttl`: seconds that a prefetch is kept. `clock`: in seconds.
     """
 
     ranks: int = 1
@@ -38,5 +39,6 @@ class SchedulerOptions:
     concurrent_copies: bool = False
     prefetch_deadline: float = 30.0
     tail_depends_on_next: bool = False
+    state_interval: int = 0
     pin_ttl: float = 300.0
     clock: Clock = time.monotonic

@@ -9,11 +9,15 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+
+from attrs import evolve
 
 from lmkv.chunks.hashing import TailKey, hash_prompt
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
+from lmkv.store.boundaries import Boundaries
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.block_map import BlockMap
 from lmkv.vllm.identity import tagged_root
@@ -25,6 +29,7 @@ from lmkv.vllm.requests.request import BlockTables, Request, RequestState
 from lmkv.vllm.scheduler.context import PlanContext
 from lmkv.vllm.scheduler.load_planner import LoadPlanner
 from lmkv.vllm.scheduler.options import SchedulerOptions
+from lmkv.vllm.scheduler.state_planner import Offer, StatePlanner
 from lmkv.vllm.scheduler.store_planner import StorePlanner
 
 logger = logging.getLogger("lmkv.vllm")
@@ -48,15 +53,25 @@ class Scheduler:
     ) -> None:
         self._store = store
         self._namespace = namespace
-        self._chunk_size = block_map.chunk_size
+        self._block_map, self._chunk_size = block_map, block_map.chunk_size
         self._options = options or SchedulerOptions()
+        if block_map.scratch:
+            # vLLM computes scratch blocks again from a hit on, which must end with a block.
+            self._options = evolve(self._options, save_unfull_chunk=False)
         self._builder = StepPlanBuilder()
         self._clock = self._options.clock
         self._observer = SchedulerObserver(store, block_map.chunk_size, self._clock, events)
+        self.boundaries = Boundaries(store, block_map.states)
         context = PlanContext(
-            store=store, block_map=block_map, builder=self._builder, options=self._options, observer=self._observer
+            store=store,
+            boundaries=self.boundaries,
+            block_map=block_map,
+            builder=self._builder,
+            options=self._options,
+            observer=self._observer,
         )
         self.loading, self.storing = LoadPlanner(context), StorePlanner(context)
+        self._states = StatePlanner(context)
         self._requests: dict[str, RequestState] = {}
         self._reports: dict[int, JobReport] = {}
         self._mapped: set[int] = set()
@@ -95,8 +110,8 @@ class Scheduler:
         state = self._state_of(request)
         keys = state.keys_with_tail(request.num_tokens // self._chunk_size)
         other = state.options.prefetch_tokens
-        for wanted in (keys if state.options.prefetch else (), self._keys(state.root, other) if other else ()):
-            if wanted:
+        for chain in (keys if state.options.prefetch else (), self._keys(state.root, other) if other else ()):
+            if wanted := self.boundaries.wanted(chain):
                 self._store.promote(wanted, prefetch=True, ttl=self._options.pin_ttl)
         if self._may_load(state):
             self.loading.wait.arrived(state, keys)
@@ -112,7 +127,8 @@ class Scheduler:
         if state is None or state.request is not request:
             self._forget(request.request_id)
             patience, tails = self.loading.wait.new_patience(), self._options.save_unfull_chunk
-            state = RequestState.of(request, self._namespace, self._epoch, self._chunk_size, patience, save_tails=tails)
+            start = request, self._namespace, self._epoch, self._chunk_size, patience
+            state = RequestState.of(*start, save_tails=tails, states=self.boundaries.states)
             self._requests[request.request_id] = state
         state.follow()
         return state
@@ -134,9 +150,11 @@ class Scheduler:
             return None
         self._observer.recent.finished(state)
         keys = state.keys_with_tail(len(state.chain.keys))
-        self._store.touch(keys)
+        wanted = self.boundaries.wanted(keys)
+        # States are evicted before the chunks that they need.
+        self._store.touch([*wanted, *keys[self.boundaries.chunks(len(wanted)) :]])
         if state.options.pin_seconds:
-            self._store.pin(keys, state.options.pin_seconds)
+            self._store.pin(wanted, state.options.pin_seconds)
         return self._answer(state) or None
 
     def _answer(self, state: RequestState) -> dict[str, Any]:
@@ -149,8 +167,10 @@ class Scheduler:
     def _share(self, state: RequestState) -> int:
         """Have the prompt's chunks written where other servers find them; how many of its tokens these are."""
         prompt_tokens: int = getattr(state.request, "num_prompt_tokens", state.request.num_tokens)
-        keys = state.keys_with_tail(prompt_tokens // self._chunk_size)
+        keys = self.boundaries.wanted(state.keys_with_tail(prompt_tokens // self._chunk_size))
         count = self._store.write_to_shared(keys)
+        if self.boundaries.states:
+            return self.boundaries.chunks(count) * self._chunk_size if count == len(keys) else 0
         last = keys[count - 1] if count else None
         return (count - 1) * self._chunk_size + last.tokens if isinstance(last, TailKey) else count * self._chunk_size
 
@@ -188,7 +208,7 @@ class Scheduler:
     def update_state_after_alloc(self, request: Request, block_ids: BlockTables, num_external_tokens: int) -> None:
         """Blocks are allocated: order the load that was promised, or release its lease."""
         state = self._state_of(request)
-        self.loading.allocated(state, block_ids, num_external_tokens)
+        self.loading.allocated(state, self._block_map.select(block_ids), num_external_tokens)
         self._observer.recent.scheduled(state)
 
     def hit_sources(self, request_id: str) -> dict[str, int]:
@@ -203,39 +223,51 @@ class Scheduler:
         if state is not None:
             state.disabled = True
             state.drop_lease()
-        unfilled = [block for block in tables[0] if block]
+        unfilled = [block for table in self._block_map.select(tables) for block in table if block]
         self.loading.jobs.evict_blocks(set(unfilled))
         self._builder.load([], unfilled, between_steps=between_steps, finishes=request_id if between_steps else None)
 
     def plan_step(
-        self, progress: Mapping[str, int], blocks_of: Callable[[str], BlockTables | None], scheduled_tokens: int = 0
+        self,
+        progress: Mapping[str, int],
+        blocks_of: Callable[[str], BlockTables | None],
+        scheduled_tokens: int = 0,
+        offers: Mapping[str, Sequence[Offer]] = MappingProxyType({}),
     ) -> None:
         """Order the copies that follow from the step that was just scheduled.
 
         `progress`: for each request of the step, its tokens whose KV is valid after it, drafts excluded.
-        `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: of the whole step.
+        `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: of the whole step. `offers`: the
+        states that vLLM hands over, by request.
         """
         self.loading.end_step(scheduled_tokens, len(progress))
         if self._options.stores and not self._refused:
             for request_id, computed in progress.items():
-                self._store_completed(request_id, computed, blocks_of)
+                self._store_completed(request_id, computed, blocks_of, offers.get(request_id, ()))
 
     def take_plan(self) -> StepPlan:
         """The orders since the last call, for every worker."""
         # Sent again with each plan until all workers have mapped it: one did not run yet, or could not.
         return self._builder.take(None if len(self._mapped) == self._options.ranks else self._store.slab.ref)
 
-    def _store_completed(self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None]) -> None:
+    def _store_completed(
+        self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None], offers: Sequence[Offer]
+    ) -> None:
         state = self._requests.get(request_id)
         if state is None:
             return
         state.follow()
         complete, tail = self.storing.completes(state, computed), self.storing.completes_tail(state, computed)
-        tables = blocks_of(request_id) if complete or tail else None
-        if tables is not None and complete:
+        found = blocks_of(request_id) if complete or tail or self.boundaries.states else None
+        if found is None:
+            return
+        tables = self._block_map.select(found)
+        if complete:
             self.storing.store(state, complete, tables)
-        if tables is not None and tail:
+        if tail:
             self.storing.store_tail(state, tables)
+        if self.boundaries.states:
+            self._states.take(state, computed, tables, offers)
 
     # -- answers ------------------------------------------------------------------------------------------
 
@@ -250,12 +282,18 @@ class Scheduler:
         # Before any store is published, and without waiting for the other ranks' answers: a store that is
         # reported together with a failed load may contain KV that was computed from unfilled blocks.
         if any(not part.ok and self.loading.jobs.may_have_been_read(job) for job, part in report.jobs.items()):
-            self.storing.taint_all()
+            self._taint_all()
         for job, merged in self._merge(report):
             if job in self.loading.jobs:
                 self.loading.jobs.ended(job, merged)
             elif job in self.storing:
                 self.storing.ended(job, merged)
+            elif job in self._states:
+                self._states.ended(job, merged)
+
+    def _taint_all(self) -> None:
+        self.storing.taint_all()
+        self._states.taint_all()
 
     def _merge(self, report: WorkerReport) -> Iterator[tuple[int, JobReport]]:
         for job, part in report.jobs.items():
@@ -277,7 +315,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether copies have been ordered whose end has not been reported."""
-        return self.loading.jobs.busy or self.storing.busy
+        return self.loading.jobs.busy or self.storing.busy or self._states.busy
 
     def reset(self, *, delete: bool = True) -> None:
         """Serve nothing of before any more, and delete it from every tier.
@@ -289,7 +327,7 @@ class Scheduler:
             self._epoch = secrets.token_hex(16)
         self._store.clear(lower=delete)
         # Copies under way may be of requests that have ended.
-        self.storing.taint_all()
+        self._taint_all()
         self._observer.reset()
         for state in self._requests.values():
             state.drop_lease()

@@ -31,6 +31,7 @@ class TierWait:
     def __init__(self, context: PlanContext) -> None:
         self._store = context.store
         self._options = context.options
+        self._boundaries = context.boundaries
         self._clock = context.options.clock
         self._telemetry = context.observer.telemetry
         self._chunk_size = context.chunk_size
@@ -72,7 +73,8 @@ class TierWait:
         """Begin to look up and promote a new request's chunks while it waits in vLLM's queue."""
         if state.options.max_load_tokens == 0:
             return
-        state.shared_lookup = self._store.look_up_shared(keys)
+        state.shared_lookup = self._store.look_up_shared(keys, self._boundaries.states)
+        keys = self._boundaries.wanted(keys)
         ready, found = self.match(state, keys)
         if ready < found <= self.max_promoted:
             state.promotion = self.promote(keys[:found], prefetch=True)
@@ -125,8 +127,10 @@ class TierWait:
 
         Later waits have a deadline of their own.
         """
-        wanted, found = state.options.wait_for, self._store.count_prefix(keys)[1]
-        missing = found < min(-(-wanted // self._chunk_size), len(keys)) and state.computed < wanted
+        wanted = state.options.wait_for
+        keys = self._boundaries.entries(keys[: -(-wanted // self._chunk_size)])
+        found = self._store.count_prefix(keys)[1]
+        missing = found < len(keys) and state.computed < wanted
         waits = missing and state.patience.lasts(self._clock(), lambda: self._compute_seconds(wanted), found)
         asked = self._store.look_up_shared(keys) if waits else None
         if asked is not None:

@@ -3,8 +3,9 @@
 It knows nothing of lmkv but the two sides' calls. Time passes by steps alone, and I/O gets on between them:
 the same seed gives the same history.
 
-The KV of a token is a hash of everything that decides it (salt and all tokens up to it), so that one wrong,
-stale or missing byte shows in the step that reads it.
+The KV of a token is a hash of everything that decides it (salt and all tokens up to it), so that one wrong, stale or
+missing byte shows in the step that reads it. So is a recurrent layer's state, which a step reads before its loads
+begin, and writes into the block of its last token.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from attrs import define, field
+from attrs import define, evolve, field, frozen
 
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
@@ -33,6 +34,7 @@ from lmkv.protocols import Backend, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.testing.simulated_device import SimulatedDevice
+from lmkv.vllm import compat
 from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.observe.events import Describe, Event, EventRecorder
 from lmkv.vllm.observe.metrics import Values, merge
@@ -44,6 +46,28 @@ from tests.store.stepped import Pausing, sleep, stepped
 
 PAGE = 32
 NULL = 0
+
+
+@frozen
+class Ring:
+    """One block per request with the last tokens, of which those of an unfinished group of `ratio` are read again."""
+
+    block_size: int
+    ratio: int
+    window: int | None = None
+    state: int = 0
+
+
+@frozen
+class Replay:
+    """A window that is computed again after a hit, whose last tokens vLLM has computed twice for it."""
+
+    block_size: int
+    window: int
+    state: int = 0
+
+
+Table = Group | Ring | Replay
 
 
 @functools.lru_cache(1 << 16)
@@ -80,6 +104,10 @@ class SimulatedRequest:
     """It has read blocks whose load failed: until that is known, all that it computes is rubbish."""
     admitted: bool = False
     """It has been scheduled once."""
+    replays: bool = False
+    """It has a hit whose last tokens are still to be computed again, where vLLM keeps no KV of them."""
+    shared_prefix_boundary: int = 0
+    """Where a step has to end, so that the state there can be kept."""
 
     @property
     def num_tokens(self) -> int:
@@ -110,7 +138,9 @@ class SimulatedVLLM:
     `io_moves`: how often jobs get on between two steps, at most; three times, and one is done. `device`: each
     rank computes and copies on a simulated device of its own, some time after it was told to. `medium`: of the
     lower tier, with what an engine before has stored there. `describe`: have events recorded. `load_or_recompute`:
-    wait for loads by what they save, where a step takes 0.01 simulated seconds; otherwise 0.8 for any.
+    wait for loads by what they save, where a step takes 0.01 simulated seconds; otherwise 0.8 for any. `context`:
+    over so many ranks the tokens of a block are spread, one after the other. `block_map`: of a model with scratch
+    blocks, some of the `groups`.
     """
 
     def __init__(
@@ -118,7 +148,7 @@ class SimulatedVLLM:
         rng: random.Random,
         *,
         num_blocks: int,
-        groups: Sequence[Group],
+        groups: Sequence[Table],
         chunk_size: int,
         ram_chunks: int,
         lower_chunks: int = 0,
@@ -138,16 +168,30 @@ class SimulatedVLLM:
         medium: Backend | None = None,
         describe: Describe | None = None,
         load_or_recompute: bool = False,
+        context: int = 1,
+        block_map: BlockMap | None = None,
     ) -> None:
         self.rng = rng
         self.io_moves = io_moves
         self.groups = tuple(groups)
+        self.context = context
+        if block_map is None:
+            cached = [evolve(each, table=n) for n, each in enumerate(groups) if isinstance(each, Group)]
+            block_map = BlockMap(chunk_size, tuple(cached), scratch=len(cached) < len(groups))
+        self.prefixes = list(range(len(groups)))
+        """Numbers of the block tables that hold prefixes."""
+        if block_map.scratch:
+            self.prefixes = [group.table or 0 for group in block_map.groups]
         self.depth = depth
-        self.drafts = drafts
+        self.states = [index for index, group in enumerate(self.groups) if group.state]
+        self.drafts = drafts and not self.states
+        tail_depends_on_next = tail_depends_on_next and not self.states
+        save_unfull_chunk = save_unfull_chunk and not self.states
+        self.offers: dict[str, list[tuple[int, int, int]]] = {}
         self.load_faults, self.store_faults = load_faults, store_faults
         self.aborts = aborts
         self.local_hits = 0.3
-        self.shares = prefix_caching and BlockMap(chunk_size, self.groups).one_full_table
+        self.shares = prefix_caching and block_map.one_full_table
         self.num_blocks = num_blocks
         self.free = list(range(1, num_blocks))
         self.users: Counter[int] = Counter()
@@ -155,8 +199,8 @@ class SimulatedVLLM:
         """Of blocks that others may share, used or free: the salt and tokens that decide what is in them."""
         self.cached: dict[tuple[str, tuple[int, ...]], int] = {}
         layers = [
-            LayerPages(PAGE, chunk_size // group.block_size, index)
-            for index, group in enumerate(self.groups)
+            LayerPages(PAGE, 1 if group.state else chunk_size // group.block_size, index, group.state)
+            for index, group in enumerate(block_map.groups)
             for _ in range(2)
         ]
         layout = KVLayout(chunk_size, tuple(layers), ranks)
@@ -172,9 +216,10 @@ class SimulatedVLLM:
             lower = [Tier(Pausing(self.disks[0]), LRU(), capacity_bytes=size)]
         host = CPUPinnedBackend(layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False)
         with stepped():
-            self.store = TieredStore(Tier(host, LRU()), lower, spans=layout.spans, clock=lambda: self.now)
+            self.store = TieredStore(
+                Tier(host, LRU()), lower, spans=layout.spans, sizes=layout.sizes, clock=lambda: self.now
+            )
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
-        block_map = BlockMap(chunk_size, self.groups)
         self.events: list[Event] = []
         self.scheduler = Scheduler(
             self.store,
@@ -193,6 +238,7 @@ class SimulatedVLLM:
             EventRecorder(self.store, block_map, describe) if describe is not None else None,
         )
         self.scheduler.watch_blocks(lambda: len(self.free), self._evict_blocks)
+        self.scheduler.loading.stop_at = compat.stop_at
         self.memories: list[list[np.ndarray]] = []
         """Of each rank, and each of its layers, the same bytes as the worker's."""
         self.workers = []
@@ -203,19 +249,20 @@ class SimulatedVLLM:
         self.wrong: list[str] = []
         """What the devices have read that was not right."""
         for rank in range(ranks):
-            rows = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in layers]
+            every = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in range(2 * len(self.groups))]
+            rows = [every[layer] for table in self.prefixes for layer in self._layers(table)]
             single = block_map.one_full_table
             worker = Worker(rank, layout, block_level_failures=single, layerwise=layerwise and single)
             memory = PagedMemory(rows, [layer.group for layer in layers], fuse=False)
             if device:
                 self.devices.append(SimulatedDevice(rng.randrange(2**32), rng.choice([None, 0])))
-                self.devices[-1].adopt(rows)
+                self.devices[-1].adopt(every)
             with pytest.MonkeyPatch.context() as patch:
                 if device:
                     staging = Staging(self.devices[-1], memory, rng.choice([1, 500, 5000]))
                     patch.setattr("lmkv.vllm.worker.make_staging", lambda *_, staging=staging: staging)
                 worker.register(memory)
-            self.memories.append([row.numpy() for row in rows])
+            self.memories.append([row.numpy() for row in every])
             self.workers.append(worker)
         self.waiting: list[SimulatedRequest] = []
         self.running: list[SimulatedRequest] = []
@@ -344,8 +391,19 @@ class SimulatedVLLM:
             tables[0] = list(shared)
             self.free = [block for block in self.free if block not in taken]
         for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-            skipped = 0 if group.window is None else max(0, start - group.window + 1) // group.block_size
-            while len(table) * group.block_size < upto:
+            if group.state:
+                wanted = self._state_places(group, len(table), upto, start)
+                if len(wanted) > len(self.free):
+                    self.free += [block for block in taken if not self.users[block]]
+                    return False
+                table += [NULL] * (max(wanted, default=-1) + 1 - len(table))
+                for place in wanted:
+                    table[place] = self._take(index)
+                    taken.append(table[place])
+                continue
+            first = start - group.window if isinstance(group, Replay) else start
+            skipped = 0 if group.window is None else max(0, first - group.window + 1) // group.block_size
+            while not table if isinstance(group, Ring) else len(table) * group.block_size < upto:
                 if len(table) < skipped:
                     table.append(NULL)
                 elif self.free:
@@ -358,9 +416,83 @@ class SimulatedVLLM:
         request.blocks = tables
         return True
 
+    @staticmethod
+    def _state_places(group: Group, there: int, upto: int, start: int) -> list[int]:
+        """Where a state table, of so many blocks, gets new ones: for the state behind `upto`.
+
+        And for the one before the step if it is new, and at the last boundary that the step goes past.
+        """
+        size = group.block_size
+        last = -(-upto // size) - 1
+        places = {last}
+        if start and not there:
+            places.add(start // size - 1)
+        if last * size > start:
+            places.add(last - 1)
+        return sorted(place for place in places if place >= there)
+
+    def _split(self, request: SimulatedRequest, start: int, count: int) -> int:
+        """Of a step's tokens, those after which a state can be kept: all, or up to a boundary."""
+        if not self.states:
+            return count
+        size, end = self.groups[self.states[0]].block_size, start + count
+        if end < request.num_tokens and end // size * size > start:
+            end = end // size * size
+        last, junction = (request.num_tokens - 1) // size * size, request.shared_prefix_boundary
+        stops = [junction // size * size]
+        if start % size:
+            stops.append(start // size * size + size)
+        elif self.rng.random() < 0.5 or start >= last:
+            stops.append(last)
+        return min((stop for stop in stops if start < stop < end), default=end) - start
+
+    def _offer(self, request: SimulatedRequest, start: int, end: int) -> None:
+        """Hand over the state at the last boundary of a prompt: at the end of this step, or inside it."""
+        if not self.states or request.request_id in self.offers:
+            return
+        size = self.groups[self.states[0]].block_size
+        last = (request.num_tokens - 1) // size * size
+        if start < last <= end and last and last > end - size:
+            place = last // size - 1
+            found = [(group, request.blocks[group][place], last) for group in self.states]
+            if all(block != NULL for _, block, _ in found):
+                self.offers[request.request_id] = found
+
+    def _read_states(self, scheduled: dict[SimulatedRequest, int]) -> None:
+        """Each step begins with the states before it, before any load of the step."""
+        for request in scheduled:
+            for group in self.states if request.computed and not request.tainted else ():
+                place = -(-request.computed // self.groups[group].block_size) - 1
+                block = request.blocks[group][place]
+                assert block != NULL, f"{request.request_id}: no state after {request.computed} tokens"
+                for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
+                    state = kv_of(request.cache_salt, bytes(request.truth(request.computed)), layer, PAGE)
+                    where = f"{request.request_id}: wrong state after {request.computed} tokens in layer {layer}"
+                    self._read(rank, rows[layer], (block, slice(None)), state, where)
+
+    def _write_state(self, request: SimulatedRequest, group: int, tokens: int, place: int) -> None:
+        block = request.blocks[group][place]
+        for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
+            state = kv_of(request.cache_salt, bytes(request.truth(tokens)), layer, PAGE)
+            value = 0xDD if request.tainted else np.frombuffer(state, np.uint8)
+            self._write(rank, rows[layer], (block, slice(None)), value)
+
+    def _compute_states(self, request: SimulatedRequest, end: int) -> None:
+        for group in self.states:
+            size = self.groups[group].block_size
+            self._write_state(request, group, end, -(-end // size) - 1)
+            for offered, block, tokens in self.offers.get(request.request_id, ()):
+                if offered == group and tokens < end and request.blocks[group][tokens // size - 1] == block:
+                    self._write_state(request, group, tokens, tokens // size - 1)
+
     def _trim(self, request: SimulatedRequest) -> None:
         """Blocks behind the window become null, before the next tokens are scheduled."""
         for index, (group, table) in enumerate(zip(self.groups, request.blocks, strict=False)):
+            if group.state:
+                for place in range(-(-request.computed // group.block_size) - 1):
+                    if table[place] != NULL:
+                        self._release(index, table[place])
+                        table[place] = NULL
             if group.window is not None:
                 for place in range(max(0, request.computed - group.window + 1) // group.block_size):
                     if table[place] != NULL:
@@ -391,13 +523,16 @@ class SimulatedVLLM:
             for request, count in scheduled.items()
         }
         tables = {request.request_id: [list(table) for table in request.blocks] for request in scheduled}
-        self.scheduler.plan_step(progress, tables.get, sum(scheduled.values()))
+        for request, count in scheduled.items():
+            self._offer(request, request.computed, request.computed + count)
+        self.scheduler.plan_step(progress, tables.get, sum(scheduled.values()), self.offers)
         plan = self.scheduler.take_plan()
         self.pipeline.append(self._execute(plan, scheduled, drafted))
         if self.rng.random() < self.aborts and self.running:
             self.abort(self.rng.choice(self.running))
         for request, count in scheduled.items():
             request.computed += count - drafted.get(request.request_id, 0)
+        self.offers = {}
         while len(self.pipeline) >= self.depth:
             self._take_output(self.pipeline.pop(0))
 
@@ -409,7 +544,7 @@ class SimulatedVLLM:
             left = request.num_tokens + request.in_flight - request.computed
             if left <= 0:
                 continue
-            count = self.rng.randint(1, left)
+            count = self._split(request, request.computed, self.rng.randint(1, left))
             extra = self.rng.randint(0, 3) if self.drafts and count == left and left == 1 else 0
             while not self._allocate(request, request.computed + count + extra, request.computed):
                 victim = self.running[-1]
@@ -440,10 +575,12 @@ class SimulatedVLLM:
             assert local + external < request.num_tokens
             start = local + external
             count = 0 if asynchronous else self.rng.randint(1, request.num_tokens - start)
+            count = self._split(request, start, count)
             if not self._allocate(request, start + count, start, shared):
                 return
+            request.replays = start > 0
             if not self.shares:
-                self._fill(request, local)
+                self._fill(request, local, states=not external)
             elif not asynchronous:
                 self._share(request, start + count)
             self.scheduler.update_state_after_alloc(request, request.blocks, external)
@@ -465,59 +602,91 @@ class SimulatedVLLM:
 
     def _local_hit(self, request: SimulatedRequest) -> int:
         """Tokens that the engine's own prefix cache has, at times: whole blocks, below the last token."""
-        if self.rng.random() >= self.local_hits or len(self.groups) > 1 or self.groups[0].window is not None:
+        prefixes = [self.groups[table] for table in self.prefixes if not self.groups[table].state]
+        if self.rng.random() >= self.local_hits or len(prefixes) > 1 or prefixes[0].window is not None:
             return 0
-        size = self.groups[0].block_size
+        size = prefixes[0].block_size
         return self.rng.randint(0, (request.num_tokens - 1) // size) * size
 
-    def _fill(self, request: SimulatedRequest, upto: int) -> None:
-        for group in range(len(self.groups)):
+    def _fill(self, request: SimulatedRequest, upto: int, *, states: bool) -> None:
+        for group in self.prefixes:
             self._compute(request, group, 0, upto)
+        for group in self.states if upto and states else ():
+            self._write_state(request, group, upto, upto // self.groups[group].block_size - 1)
+
+    def _replay(self, request: SimulatedRequest) -> None:
+        """Compute the last tokens of a hit again, for the tables that keep no KV of them."""
+        for index, group in enumerate(self.groups if request.replays else ()):
+            if isinstance(group, Replay):
+                self._compute(request, index, max(0, request.computed - group.window), request.computed)
+        request.replays = False
 
     def _compute(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
         """Write the KV of tokens [low, high); that of the others in their blocks stays."""
-        for at, block, place in self._places(request, group, low, high):
-            for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
+        for at, block, place, ranks in self._places(request, group, low, high):
+            for rank, layer in itertools.product(ranks, self._layers(group)):
                 kv = kv_of(request.cache_salt, bytes(request.truth(at + 1)), layer, place.stop - place.start)
                 value = 0xDD if request.tainted else np.frombuffer(kv, np.uint8)
-                self._write(rank, rows[layer], (block, place), value)
+                self._write(rank, self.memories[rank][layer], (block, place), value)
 
     def _spoil(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
         """What is computed for drafts that are rejected."""
-        for _, block, place in self._places(request, group, low, high):
-            for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
-                self._write(rank, rows[layer], (block, place), 0xDD)
+        for _, block, place, ranks in self._places(request, group, low, high):
+            for rank, layer in itertools.product(ranks, self._layers(group)):
+                self._write(rank, self.memories[rank][layer], (block, place), 0xDD)
 
-    def _places(self, request: SimulatedRequest, group: int, low: int, high: int) -> Iterator[tuple[int, int, slice]]:
-        """Tokens [low, high) of a table, those in null blocks apart: each with its block and bytes in it."""
-        size = self.groups[group].block_size
-        width = PAGE // size
-        for at in range(low, high):
-            block = request.blocks[group][at // size]
+    def _places(
+        self, request: SimulatedRequest, group: int, low: int, high: int
+    ) -> Iterator[tuple[int, int, slice, range]]:
+        """Tokens [low, high) of a table, those in null blocks apart: each with its block, bytes in it, and ranks."""
+        if self.groups[group].state:
+            return
+        size, is_ring = self.groups[group].block_size, isinstance(self.groups[group], Ring)
+        width = PAGE // size * self.context
+        for at in range(max(low, high - size) if is_ring else low, high):
+            block = request.blocks[group][0 if is_ring else at // size]
+            place, rank = divmod(at % size, self.context)
             if block != NULL:
-                yield at, block, slice(at % size * width, (at % size + 1) * width)
+                yield (
+                    at,
+                    block,
+                    slice(place * width, (place + 1) * width),
+                    range(rank, len(self.memories), self.context),
+                )
 
     def _check(self, request: SimulatedRequest, failed: set[int]) -> None:
         """What this step reads of earlier tokens is what a prefill from scratch would have written."""
         if request.tainted:
             return
         for index, group in enumerate(self.groups):
+            if group.state or isinstance(group, Ring):
+                continue
             low = 0 if group.window is None else max(0, request.computed - group.window + 1)
             blocks = request.blocks[index][low // group.block_size : -(-request.computed // group.block_size)]
             if failed.intersection(blocks):
                 request.tainted = True
                 return
             assert NULL not in blocks, f"{request.request_id}: a block within the window is null"
-            for at, block, place in self._places(request, index, low, request.computed):
-                for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(index)):
-                    kv = kv_of(request.cache_salt, bytes(request.truth(at + 1)), layer, place.stop - place.start)
-                    where = f"{request.request_id}: wrong KV of token {at} in layer {layer}"
-                    self._read(rank, rows[layer], (block, place), kv, where)
+            self._read_tokens(request, index, low)
+
+    def _check_rings(self, request: SimulatedRequest) -> None:
+        """The tokens of an unfinished group, which this step may overwrite once it has read them."""
+        for index, group in enumerate(() if request.tainted else self.groups):
+            if isinstance(group, Ring):
+                self._read_tokens(request, index, request.computed // group.ratio * group.ratio)
+
+    def _read_tokens(self, request: SimulatedRequest, group: int, low: int) -> None:
+        for at, block, place, ranks in self._places(request, group, low, request.computed):
+            for rank, layer in itertools.product(ranks, self._layers(group)):
+                kv = kv_of(request.cache_salt, bytes(request.truth(at + 1)), layer, place.stop - place.start)
+                where = f"{request.request_id}: wrong KV of token {at} in layer {layer}"
+                self._read(rank, self.memories[rank][layer], (block, place), kv, where)
 
     def _execute(self, plan: Any, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> _Step:
         reports, failed_blocks = [], set()
         finished: list[set[str]] = []
         failed: set[str] = set()
+        self._read_states(scheduled)
         for worker in self.workers:
             worker.begin(plan)
             if isinstance(worker._copier, DeviceCopier):
@@ -527,13 +696,17 @@ class SimulatedVLLM:
             worker.load()
         # As vLLM: a layer writes the KV of the step's tokens, then waits for its load, then reads.
         ends = {request: request.computed + count for request, count in scheduled.items()}
+        for request in scheduled:
+            self._replay(request)
+            self._check_rings(request)
         for request, end in ends.items():
             valid = end - drafted.get(request.request_id, 0)
+            self._compute_states(request, valid)
             for group in range(len(self.groups)):
                 self._compute(request, group, request.computed, valid)
                 self._spoil(request, group, valid, end)
         for worker in self.workers:
-            for layer in range(len(self.memories[0]) if scheduled else 0):
+            for layer in range(2 * len(self.prefixes) if scheduled else 0):
                 worker.wait_for_layer(layer)
             failed_blocks |= worker.take_failed_blocks() | _broken(worker)
         for request, end in ends.items():
@@ -542,7 +715,7 @@ class SimulatedVLLM:
             for group in range(len(self.groups) if sound and request.tainted else 0):
                 self._spoil(request, group, request.computed, end)
         for worker in self.workers:
-            for layer in range(len(self.memories[0]) if scheduled else 0):
+            for layer in range(2 * len(self.prefixes) if scheduled else 0):
                 worker.save_layer(layer)
             worker.save()
             failed_blocks |= worker.take_failed_blocks()
@@ -669,7 +842,7 @@ class SimulatedVLLM:
         merge(self.samples, self.scheduler.take_samples())
         found = sum(self.total("lmkv_hit_tokens").values()) + sum(self.total("lmkv_missed_tokens").values())
         assert found == self.looked_up == self.total("lmkv_lookup_tokens").get((), 0)
-        assert self.store.slab.free_slots + stats.primary.chunks == self.store.slab.num_slots
+        assert self.store.slab.free_slots + stats.primary.chunks + stats.primary.states == self.store.slab.num_slots
         assert sorted(self.free) == list(range(1, self.num_blocks))
 
     def total(self, name: str) -> dict[tuple[str, ...], Any]:

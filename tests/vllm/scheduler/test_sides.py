@@ -20,6 +20,7 @@ from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.identity import content_extras, request_root
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel
+from lmkv.vllm.ranks import Ranks
 from lmkv.vllm.requests.options import RequestOptions
 from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode, LoadTime
 from lmkv.vllm.worker import Worker
@@ -202,13 +203,13 @@ class TestCompat:
         )
         assert compat.computed_tokens(output) == {"new": 356, "running": 501, "idle": 7}
 
-    def test_recurrent_state_is_refused_with_the_reason(self) -> None:
-        class MambaSpec:
+    def test_what_keeps_no_prefix_is_refused_with_the_reason(self) -> None:
+        class ChunkedLocalAttentionSpec:
             block_size = 16
             page_size_bytes = 64
 
-        group = SimpleNamespace(layer_names=["a"], kv_cache_spec=MambaSpec())
-        with pytest.raises(ValueError, match="MambaSpec"):
+        group = SimpleNamespace(layer_names=["a"], kv_cache_spec=ChunkedLocalAttentionSpec())
+        with pytest.raises(ValueError, match="ChunkedLocalAttentionSpec"):
             compat.kv_groups(SimpleNamespace(kv_cache_groups=[group]))
 
 
@@ -393,7 +394,7 @@ class TestServedModel:
     def _model(self, *, fused: bool) -> ServedModel:
         pages = (LayerPages(192, 2),) if fused else (LayerPages(64, 2),) * 3
         block_map = BlockMap(8, (Group(4),))
-        return ServedModel(block_map, KVLayout(8, pages), ("a", "b", "c"), fused, 6, 1, 1, lambda: NAMESPACE)
+        return ServedModel(block_map, KVLayout(8, pages), ("a", "b", "c"), fused, 6, Ranks((0,), 1), lambda: NAMESPACE)
 
     def test_layers_of_a_block_that_lie_together_are_one_page(self) -> None:
         whole = torch.arange(6 * 192).to(torch.uint8).view(6, 3, 64)

@@ -209,6 +209,7 @@ def test_every_counted_name_is_described() -> None:
             "lmkv_failed_loads",
             "lmkv_failed_stores",
             "lmkv_promotion_seconds",
+            "lmkv_stored_states",
         }
 
 

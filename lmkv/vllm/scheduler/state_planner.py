@@ -1,0 +1,157 @@
+"""`StatePlanner`: orders the copy of recurrent layers' states into host memory, in the step that completes them.
+
+A state is at a boundary between chunks, and belongs to the chunks before it. It is taken where a step ends there, and
+where vLLM hands one over: where it is at other times only vLLM knows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from attrs import define
+
+from lmkv.protocols import ChunkKey
+from lmkv.store.leases import Reservation
+from lmkv.vllm.metadata import JobReport
+from lmkv.vllm.requests.request import BlockTables, RequestState
+from lmkv.vllm.scheduler.context import PlanContext
+
+logger = logging.getLogger("lmkv.vllm")
+
+Offer = tuple[int, int, int]
+"""vLLM's hand-over of a state: group, block, and the tokens before it."""
+
+
+@define(eq=False)
+class _StateJob:
+    state: RequestState
+    reservation: Reservation
+    chunks: int
+    replaces: int
+    """Leading chunks behind which this request's states are not needed any more, or 0."""
+    tainted: bool = False
+
+
+class StatePlanner:
+    """Which states are stored in which step. Called on the scheduling thread only.
+
+    Kept are those that vLLM keeps, at prompts' ends and where prompts part; while a prompt is computed in several
+    steps, one every few chunks; and the last one of an answer.
+    """
+
+    def __init__(self, context: PlanContext) -> None:
+        self._store = context.store
+        self._observer = context.observer
+        self._block_map = context.block_map
+        self._chunk_size = context.chunk_size
+        self._builder = context.builder
+        self._save_decode = context.options.save_decode
+        self._interval = context.options.state_interval or context.block_map.states
+        self._jobs: dict[int, _StateJob] = {}
+
+    def take(self, state: RequestState, computed: int, tables: BlockTables, offers: Sequence[Offer] = ()) -> None:
+        """Order copies of the states that this step completes, once all chunks before them are stored.
+
+        `computed`: tokens after the step, which has no drafts among them. `tables`: after the step.
+        """
+        if state.options.skip_save:
+            return
+        self._take_late(state, computed, tables)
+        handed: dict[int, dict[int, int]] = {}
+        for group, block, tokens in offers:
+            handed.setdefault(tokens, {})[self._block_map.index(group)] = block
+        for tokens, blocks in handed.items():
+            if self._keyed(state, tokens):
+                state.kept = max(state.kept, tokens // self._chunk_size)
+                self._order(state, tokens // self._chunk_size, blocks)
+        if computed and computed % self._chunk_size == 0 and computed not in handed:
+            blocks = self._block_map.state_blocks(tables, computed)
+            if computed > state.request.num_tokens:
+                # With asynchronous scheduling the last token becomes known in the next step.
+                state.late_states = computed, blocks
+            elif self._keyed(state, computed):
+                self._step_ended(state, computed // self._chunk_size, blocks)
+
+    def _take_late(self, state: RequestState, computed: int, tables: BlockTables) -> None:
+        """The states of a step whose last token was not known then: vLLM keeps them for one step more."""
+        late, state.late_states = state.late_states, None
+        if late is None:
+            return
+        tokens, blocks = late
+        still = computed == tokens + 1 and self._block_map.state_blocks(tables, tokens) == blocks
+        if still and self._keyed(state, tokens):
+            self._step_ended(state, tokens // self._chunk_size, blocks)
+
+    def _keyed(self, state: RequestState, tokens: int) -> bool:
+        """Whether these tokens are whole chunks with a key, and may be stored."""
+        prompt: int = getattr(state.request, "num_prompt_tokens", tokens)
+        limits = [state.request.num_tokens]
+        if not self._save_decode:
+            limits.append(prompt)
+        if state.options.max_offload_tokens is not None:
+            limits.append(state.options.max_offload_tokens)
+        return tokens % self._chunk_size == 0 and 0 < tokens <= min(limits)
+
+    def _step_ended(self, state: RequestState, chunks: int, blocks: Mapping[int, int]) -> None:
+        """A step ends behind so many chunks: of a prompt some of these states are kept, of an answer the last."""
+        prompt: int = getattr(state.request, "num_prompt_tokens", state.request.num_tokens)
+        if chunks * self._chunk_size > prompt:
+            replaces, state.last_states = state.last_states, chunks
+            if replaces - state.kept >= self._interval:
+                state.kept, replaces = replaces, 0
+            self._order(state, chunks, blocks, replaces)
+        elif chunks - state.kept >= self._interval:
+            state.kept = chunks
+            self._order(state, chunks, blocks)
+
+    def _order(self, state: RequestState, chunks: int, blocks: Mapping[int, int], replaces: int = 0) -> None:
+        """Order copies of the states behind so many chunks that no tier has."""
+        keys, chain = state.state_keys(chunks), state.keys(chunks)
+        missing = keys[self._store.count_prefix(keys)[1] :]
+        if not missing or state.stored < chunks:
+            return
+        reservation = self._store.reserve(missing, parent=chain[-1], protect=chain)
+        slots = reservation.slots
+        copies = [self._block_map.state_copy(slots[key], key.number, blocks) for key in missing if key in slots]
+        order = [copy for copy in copies if copy is not None]
+        if reservation.accepted < len(missing) or not order or len(order) < len(copies):
+            # Some would be of no use without the others.
+            reservation.abort()
+            return
+        job = self._builder.store(order).job
+        self._jobs[job] = _StateJob(state, reservation, chunks, replaces)
+
+    def __contains__(self, job: int) -> bool:
+        return job in self._jobs
+
+    def taint_all(self) -> None:
+        """Throw away all states that were ordered before now: see `StorePlanner.taint_all`."""
+        for job in self._jobs.values():
+            job.tainted = True
+
+    def ended(self, number: int, report: JobReport) -> None:
+        """All ranks have answered: publish the states, or free their slots."""
+        job = self._jobs.pop(number)
+        state, kept = job.state, report.ok and not job.tainted
+        self._observer.telemetry.stored_states(len(job.reservation), report, kept=kept)
+        if not kept:
+            job.reservation.abort()
+            state.options.skip_save |= not report.ok
+            return
+        job.reservation.commit()
+        keys: list[ChunkKey] = [*state.keys(job.chunks), *state.state_keys(job.chunks)]
+        # They are evicted before the chunks that they need.
+        self._store.touch(keys)
+        self._observer.track(state, keys)
+        if job.replaces:
+            replaced = state.state_keys(job.replaces)
+            self._store.delete(replaced)
+            self._observer.explainer.evictions.forget(replaced)
+        tokens = job.chunks * self._chunk_size
+        logger.info("lmkv: request %s: stored its state after %d tokens", state.request_id, tokens)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the end of a store has not been reported yet."""
+        return bool(self._jobs)

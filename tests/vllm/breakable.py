@@ -1,0 +1,41 @@
+"""A connector whose workers, each in a process of its own, fail their copies while a file says so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+import lmkv.vllm.worker
+from lmkv.memory.copier_factory import make_copier
+from lmkv.testing.faults import FaultyCopier
+from lmkv.vllm.connector import LMKVConnector
+
+SWITCH = "TEST_BREAKS_COPIES"
+"""Environment: path of a file with a rank and "store" or "load", while that rank's copies are to fail."""
+
+
+class BreakableConnector(LMKVConnector):
+    """As `LMKVConnector`, in vLLM's `kv_connector_module_path`: vLLM spawns workers, which know no patch of a test."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role is KVConnectorRole.WORKER:
+            lmkv.vllm.worker.make_copier = _make_copier  # type: ignore[attr-defined]
+
+
+def _make_copier(memory: Any, layout: Any, slab: Any, rank: int, *more: Any) -> Any:
+    return _BreakableCopier(make_copier(memory, layout, slab, rank, *more), rank)
+
+
+class _BreakableCopier:
+    def __init__(self, copier: Any, rank: int) -> None:
+        self._copier, self._rank = copier, rank
+        self._broken = FaultyCopier(copier, error_rate=1.0)
+
+    def __getattr__(self, name: str) -> Any:
+        switch = Path(os.environ[SWITCH])
+        broken = switch.exists() and switch.read_text() == f"{self._rank} {name}"
+        return getattr(self._broken if broken else self._copier, name)

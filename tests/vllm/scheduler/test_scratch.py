@@ -1,0 +1,111 @@
+"""Models whose layers keep scratch blocks beside their prefixes, by vLLM's own specifications of them."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmkv.vllm.model import describe
+from tests.vllm.harness import ENVIRONMENT
+from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedRequest, SimulatedVLLM
+
+BLOCK, CHUNK = 4, 8
+
+
+def vllm_config(model: Path) -> Any:
+    os.environ.update(ENVIRONMENT)
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
+
+
+def kv_cache_config(*specs: Any) -> Any:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    groups = [KVCacheGroupSpec([f"{number}.layer"], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=90, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def latent(**changes: Any) -> Any:
+    """Compressed KV: a state of each two tokens."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    form = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 64, "dtype": torch.uint8, "tokens_per_state": 2}
+    return MLAAttentionSpec(**form | changes)
+
+
+def ring(capacity: int) -> Any:
+    """The keys that are not compressed yet, as DeepSeek-V4.1, Qwen4-Exp and GLM5-Next keep them."""
+    from vllm.v1.kv_cache_interface import CircularBufferSpec
+
+    return CircularBufferSpec(block_size=capacity, num_kv_heads=1, head_size=64, head_size_v=0, dtype=torch.float32)
+
+
+def window(*, replayed: bool) -> Any:
+    """DeepSeek-V4.1's window, which vLLM computes again after a hit, or DeepSeek-V4's, which it keeps."""
+    from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
+
+    form = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 64, "dtype": torch.uint8, "sliding_window": 8}
+    return SlidingWindowMLASpec(**form, bounded_replay=replayed)
+
+
+MODELS = {
+    "ring first": (lambda: [ring(8), latent()], [Ring(8, ratio=2), None]),
+    "as DeepSeek-V4.1": (
+        lambda: [latent(), window(replayed=True), ring(8), ring(16)],
+        [None, Replay(BLOCK, window=8), Ring(8, ratio=2), Ring(16, ratio=4)],
+    ),
+    "beside a window that is kept": (lambda: [ring(8), window(replayed=False), latent()], [Ring(8, 2), None, None]),
+}
+"""vLLM's specifications, and what the simulated engine has in place of those that are scratch."""
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("seed", range(6))
+def test_scratch_blocks_are_left_out(model: Path, kind: str, seed: int) -> None:
+    specs, scratch = MODELS[kind]
+    config = vllm_config(model)
+    served = describe(config, kv_cache_config(*specs()), CHUNK)
+    assert served.block_map.scratch
+    assert {group.table for group in served.block_map.groups} == {n for n, table in enumerate(scratch) if table is None}
+    assert served.layers == tuple(f"{group.table}.layer" for group in served.block_map.groups)
+    cached = iter(served.block_map.groups)
+    tables = [table if table is not None else next(cached) for table in scratch]
+    options: dict[str, Any] = {"groups": tables, "block_map": served.block_map, "num_blocks": 90}
+    options |= {"chunk_size": served.block_map.chunk_size, "ram_chunks": 20, "depth": 1 + seed % 2}
+    with closing(SimulatedVLLM(random.Random(seed), **options)) as engine:
+        size = served.block_map.chunk_size
+        tokens = list(range(3 * size + 5))
+        for turn in range(3):
+            request = SimulatedRequest(f"r{turn}", tokens[: len(tokens) - turn], len(tokens) - turn, 6, "a")
+            engine.add(request)
+            engine.finish()
+        assert engine.counts["hits"] == 2
+        again = SimulatedRequest("again", list(tokens), len(tokens), 1, "a")
+        assert engine.scheduler.get_num_new_matched_tokens(again, 0)[0] == 3 * size
+        engine.scheduler.request_finished(again)
+
+
+def test_chunks_are_whole_blocks_of_every_table(model: Path) -> None:
+    """vLLM shortens a hit to whole blocks of all tables, scratch included, where it computes its end again."""
+    served = describe(vllm_config(model), kv_cache_config(latent(), window(replayed=True), ring(16)), CHUNK)
+    assert served.block_map.chunk_size == 16
+
+
+def test_a_model_of_scratch_alone_is_not_cached(model: Path) -> None:
+    with pytest.raises(ValueError, match="it has no KV cache"):
+        describe(vllm_config(model), kv_cache_config(ring(8)), CHUNK)
+
+
+def test_events_name_vllms_own_groups(model: Path) -> None:
+    from lmkv.vllm.kv_events import BlockDescriber
+
+    config = kv_cache_config(ring(8), latent())
+    describer = BlockDescriber.of(config, describe(vllm_config(model), config, CHUNK).block_map)
+    assert (describer.groups, describer.block_sizes, describer.kinds) == ([1], [BLOCK], ["mla_attention"])

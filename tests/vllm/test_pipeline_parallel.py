@@ -1,0 +1,108 @@
+"""Workers in processes of their own that have different layers: all of these come back, or none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.cli.checkpoint import SmallModel
+from tests.vllm.breakable import SWITCH
+from tests.vllm.harness import Engine, engine, external_hits, prompt
+
+PROMPTS = [prompt(90, 700), prompt(91, 900)]
+HITS = [699, 899]
+
+
+class Faults:
+    """Lets the copies of one worker fail while it is told to."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.switch, self.rank = folder / "switch", rank
+
+    @contextlib.contextmanager
+    def of(self, verb: str) -> Iterator[None]:
+        """Every copy of the worker fails while in here. `verb`: "store" or "load"."""
+        self.switch.write_text(f"{self.rank} {verb}")
+        try:
+            yield
+        finally:
+            self.switch.unlink()
+
+
+@contextlib.contextmanager
+def stages(model: Path, faults: Faults, **options: Any) -> Iterator[Engine]:
+    """An engine of two pipeline stages, whose copies fail when `faults` says so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(["0", "1"] * options.get("tensor_parallel_size", 1)))
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv(SWITCH, str(faults.switch))
+        # Without a compiler's warm-up vLLM 0.32's CPU worker has no tensors to receive from the stage before.
+        compiled = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+        ranks = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+        options |= {"connector": "BreakableConnector", "transfer": {"kv_connector_module_path": "tests.vllm.breakable"}}
+        with engine(model, max_num_batched_tokens=480, **compiled, **ranks, **options) as running:
+            yield running
+
+
+def check(running: Engine, faults: Faults, expected: list[list[int]]) -> None:
+    """Stores and loads; a store and a load that fail on one worker."""
+    assert running.ids(PROMPTS) == expected
+    running.forget_local()
+    warm = running.run(PROMPTS)
+    assert [list(output.outputs[0].token_ids) for output in warm] == expected
+    assert [external_hits(output) for output in warm] == HITS
+
+    running.forget_local()
+    with faults.of("load"):
+        failed = running.run(PROMPTS)
+    assert [list(output.outputs[0].token_ids) for output in failed] == expected
+    assert [external_hits(output) for output in failed] == [0, 0]
+
+    running.forget_local()
+    running.connector.reset_cache()
+    with faults.of("store"):
+        assert running.ids(PROMPTS) == expected
+    running.forget_local()
+    missed = running.run(PROMPTS)
+    assert [list(output.outputs[0].token_ids) for output in missed] == expected
+    assert [external_hits(output) for output in missed] == [0, 0]
+
+    running.forget_local()
+    again = running.run(PROMPTS)
+    assert [list(output.outputs[0].token_ids) for output in again] == expected
+    assert [external_hits(output) for output in again] == HITS
+    running.assert_nothing_leaked()
+
+
+def test_two_stages(model: Path, tmp_path: Path) -> None:
+    with engine(model, connector=None, max_num_batched_tokens=480) as plain:
+        expected = plain.ids(PROMPTS)
+    faults = Faults(tmp_path, rank=1)
+    with stages(model, faults) as running:
+        check(running, faults, expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("partition", ["3,2", "2,3"])
+def test_stages_of_different_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: str) -> None:
+    small = SmallModel(layers=5, hidden=256, max_position=8192)
+    small.write(tmp_path / "model")
+    with engine(tmp_path / "model", connector=None, max_num_batched_tokens=480) as plain:
+        expected = plain.ids(PROMPTS)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    faults = Faults(tmp_path, rank=0)
+    with stages(tmp_path / "model", faults) as running:
+        check(running, faults, expected)
+
+
+@pytest.mark.nightly
+def test_two_stages_of_two_ranks(model: Path, tmp_path: Path) -> None:
+    with engine(model, connector=None, max_num_batched_tokens=480) as plain:
+        expected = plain.ids(PROMPTS)
+    faults = Faults(tmp_path, rank=2)
+    with stages(model, faults, tensor_parallel_size=2) as running:
+        check(running, faults, expected)

@@ -1,0 +1,52 @@
+"""Chunks and states of models with recurrent layers on a disk: through little host memory, and after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.chunks.hashing import state_keys
+from tests.kit import LIMIT, eventually
+from tests.vllm.families import RECURRENT
+from tests.vllm.harness import engine, external_hits, prompt
+from tests.vllm.test_families import TIGHT, generated
+from tests.vllm.test_recurrent import LONGEST, slot_bytes
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_what_a_disk_keeps_serves_the_next_engine(name: str, tmp_path: Path) -> None:
+    """Host memory has too few slots at first, so that loads are streamed through it. Damaged states are a miss."""
+    family, ids = RECURRENT[name], prompt(LONGEST, LONGEST)
+    folder = family.write(tmp_path / "model")
+    options: dict[str, Any] = {**TIGHT, "num_gpu_blocks_override": family.blocks, **family.options}
+    whole = (LONGEST - 1) // family.unit * family.unit
+    extra = {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": 0.5, "prefetch_deadline": 60.0}
+    extra |= {"load_or_recompute": False}
+    hits = []
+    with family.vllm():
+        with engine(folder, connector=None, **options) as plain:
+            expected, slot = plain.ids([ids]), slot_bytes(plain)
+        for slots in (30, 30, 100):
+            extra["max_local_cpu_size"] = slots * slot / 2**30
+            with engine(folder, extra=extra, **options) as running:
+                assert running.store.wait_indexed(LIMIT)
+                output = running.run([ids])[0]
+                assert generated([output]) == expected
+                hits.append(external_hits(output))
+                eventually(lambda running=running: not running.store.stats().pending_io)
+                running.assert_nothing_leaked()
+                keys = running.connector._scheduler.keys_of(ids, None, {})
+                states = running.connector._model.block_map.states
+        assert hits == [0, whole, whole]
+        for key in keys:
+            for damaged in (tmp_path / "disk").rglob(f"*{state_keys(key, states)[0].hex()[4:]}*"):
+                damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+                hits.append(-1)
+        assert hits[3:], "no state was found on the disk"
+        with engine(folder, extra=extra, **options) as running:
+            assert running.store.wait_indexed(LIMIT)
+            output = running.run([ids])[0]
+            assert generated([output]) == expected
+            running.assert_nothing_leaked()
