@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 from lmkv import plugins
 from lmkv.errors import ConfigError
-from lmkv.policies.admission import ADMISSIONS, AdmitAll, AdmitNone, SecondTouch, make_admission
 from lmkv.policies.adaptive import ADAPTIVE
+from lmkv.policies.admission import ADMISSIONS, AdmitAll, AdmitNone, SecondTouch, make_admission
 from lmkv.policies.arc import ARC
 from lmkv.policies.base import PolicyBase
 from lmkv.policies.fifo import FIFO
@@ -17,8 +17,8 @@ from lmkv.policies.lru import LRU
 from lmkv.policies.mru import MRU
 from lmkv.policies.queue import QueuePolicy
 from lmkv.policies.s3fifo import S3FIFO
-from lmkv.policies.sieve import SIEVE
 from lmkv.policies.shadow import Shadow
+from lmkv.policies.sieve import SIEVE
 from lmkv.policies.slru import SLRU
 from lmkv.policies.weighted import WeightedAge
 from lmkv.protocols import Policy

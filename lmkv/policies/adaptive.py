@@ -13,7 +13,7 @@ from lmkv.protocols import ChunkKey
 
 WEIGHTS: Final = (1.0, 2.0, 4.0, 16.0)
 _SAMPLED_CHUNKS: Final = 1024
-"""A shadow has about so many chunks at most."""
+"""A shadow has half as many chunks at least, where the tier has, and as many at most."""
 _MEMORY: Final = 20.0
 """After so many times the tier's bytes were asked for, a hit counts half."""
 _MARGIN: Final = 0.01
@@ -60,9 +60,12 @@ class ADAPTIVE(WeightedAge):
     _capacity: float = field(init=False, default=0.0)
 
     def __attrs_post_init__(self) -> None:
+        self._begin()
+        self.weight = WEIGHTS[self._chosen]
+
+    def _begin(self) -> None:
         self._shadows = [Shadow(WeightedAge(weight), float("inf")) for weight in WEIGHTS]
         self._scores = [0.0] * len(WEIGHTS)
-        self.weight = WEIGHTS[self._chosen]
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         super().touch(keys)
@@ -78,6 +81,8 @@ class ADAPTIVE(WeightedAge):
     def _try(self, keys: Sequence[ChunkKey], own: int) -> None:
         """Feed the shadows with a chain; its first `own` chunks are shared with requests that are not sampled."""
         size, scores = self._largest, self._scores
+        if not size:
+            return
         if self._rate < 1:
             keys = keys[own:]
         decay = 0.5 ** (len(keys) * size / (_MEMORY * self._shadows[0].capacity))
@@ -87,14 +92,15 @@ class ADAPTIVE(WeightedAge):
             scores[number] = scores[number] * decay + hit * (1 + self.position_cost * (own + hit / 2))
             if scores[number] > scores[best]:
                 best = number
-        if self._full and scores[best] > scores[self._chosen] * (1 + _MARGIN):
+        if not self._full and len(self._shadows[0]) > _SAMPLED_CHUNKS:
+            self._rate /= 2
+            self._begin()
+        elif self._full and scores[best] > scores[self._chosen] * (1 + _MARGIN):
             self._chosen = best
             self.weight = WEIGHTS[best]
 
     def evict(self, nbytes: int, protect: Set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        if not self._full:
-            self._full = True
-            self._rate = min(1.0, _SAMPLED_CHUNKS / max(1, len(self.sizes)))
+        self._full = True
         # About the tier's capacity; evicting for a long prompt begins before all of it is used.
         self._capacity = max(self.total_bytes, 0.99 * self._capacity, 1)
         for shadow in self._shadows:

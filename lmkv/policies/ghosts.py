@@ -9,7 +9,6 @@ from attrs import define, field
 
 from lmkv.protocols import ChunkKey
 
-
 _MAX_KEYS: Final = 1 << 19
 """About 80 MB."""
 
