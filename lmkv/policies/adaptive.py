@@ -7,6 +7,7 @@ from typing import Final
 
 from attrs import define, field
 
+from lmkv.policies.base import BRANCHES
 from lmkv.policies.shadow import Shadow
 from lmkv.policies.weighted import WeightedAge
 from lmkv.protocols import ChunkKey
@@ -18,8 +19,6 @@ _MEMORY: Final = 20.0
 """After so many times the tier's bytes were asked for, a hit counts half."""
 _MARGIN: Final = 0.01
 """A weight must find so much more than the present one to take its place."""
-_BRANCHES: Final = 8
-"""A chunk that so many others follow belongs to no single conversation."""
 
 
 @define(eq=False, repr=False)
@@ -73,10 +72,15 @@ class ADAPTIVE(WeightedAge):
         if last < 0:
             return
         own = 0
-        while own < last and children.get(keys[own], 0) >= _BRANCHES:
+        while own < last and children.get(keys[own], 0) >= BRANCHES:
             own += 1
         if int.from_bytes(keys[own][:4]) < self._rate * (1 << 32):
             self._try(keys, own)
+
+    def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
+        super().hint(keys, priority)
+        for shadow in self._shadows:
+            shadow.hint(keys, priority)
 
     def _try(self, keys: Sequence[ChunkKey], own: int) -> None:
         """Feed the shadows with a chain; its first `own` chunks are shared with requests that are not sampled."""

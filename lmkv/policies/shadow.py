@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
-from lmkv.protocols import ChunkKey, Policy
+from lmkv.protocols import ChunkKey, Policy, TakesHints
 
 
 @define(eq=False)
@@ -39,15 +39,20 @@ class Shadow:
 
         The rest is inserted, as much of it as fits beside those of the chain that are here.
         """
+        hit = self.leading(keys)
+        if hit < len(keys):
+            self._insert(keys, hit, size)
+        self.policy.touch(keys)
+        return hit
+
+    def leading(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks are here."""
         sizes = self._sizes
         hit = 0
         for key in keys:
             if key not in sizes:
                 break
             hit += 1
-        if hit < len(keys):
-            self._insert(keys, hit, size)
-        self.policy.touch(keys)
         return hit
 
     def _insert(self, keys: Sequence[ChunkKey], hit: int, size: int) -> None:
@@ -69,6 +74,12 @@ class Shadow:
             sizes[key] = size
         self.used += len(missing) * size
         self.written += len(missing) * size
+
+    def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
+        """Pass a hint on to the policy, about those of the keys that are here."""
+        here = [key for key in keys if key in self._sizes]
+        if here and isinstance(self.policy, TakesHints):
+            self.policy.hint(here, priority)
 
     def evict(self, nbytes: float, protect: set[ChunkKey]) -> bool:
         victims = self.policy.evict(-int(-nbytes // 1), protect)
