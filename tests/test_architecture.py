@@ -39,7 +39,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "chunks": frozenset({"errors"}),
     "plugins": frozenset({"errors"}),
     "policies": frozenset({"errors", "protocols", "plugins"}),
-    "simulation": frozenset({"errors", "protocols", "policies"}),
+    "simulation": frozenset({"errors", "protocols", "policies", "store"}),
     "config": frozenset({"errors", "policies", "plugins", "chunks"}),
     "memory": frozenset({"errors", "chunks"}),
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
