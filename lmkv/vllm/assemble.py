@@ -37,7 +37,10 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
             "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; set it to 'recompute'",
             transfer.kv_load_failure_policy,
         )
-    if model.block_map.chunk_size != config.chunk_size:
+    if model.block_map.states:
+        size = model.block_map.chunk_size
+        logger.info("lmkv: with recurrent layers a chunk is vLLM's block of %d tokens, whatever chunk_size says", size)
+    elif model.block_map.chunk_size != config.chunk_size:
         logger.warning(
             "lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d",
             config.chunk_size,

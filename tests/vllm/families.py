@@ -38,8 +38,8 @@ class Family:
 
     `groups`: block tables that vLLM gives it. `blocks`: KV blocks that three to four requests of 1,500 tokens
     fill. `own`: layers with KV of their own. `unit`: tokens of a chunk of a model with recurrent layers, with whose
-    end a hit ends; 0 for others. `batches`: how far log-probabilities may be apart when a batch is another one; 0: vLLM
-    answers otherwise in another batch. `vllm`: what vLLM wants to run it.
+    end a hit ends; 0 for others. `noise`, `batches`: how far vLLM's own log-probabilities are apart where it computes a
+    prompt in other steps, or in another batch. `vllm`: what vLLM wants to run it.
     """
 
     make: Callable[[], Any]
@@ -48,6 +48,7 @@ class Family:
     blocks: int = 60
     own: int = 4
     unit: int = 0
+    noise: float = 1e-3
     batches: float = 1e-3
     vllm: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -322,7 +323,7 @@ RECURRENT = {
         unit=544,
         batches=0.1,
     ),
-    "short convolution, LFM2": Family(lfm2, groups=4, blocks=120, own=4, unit=32, batches=0.0),
+    "short convolution, LFM2": Family(lfm2, groups=4, blocks=120, own=4, unit=32, noise=0.05, batches=0.1),
 }
 """Models with layers that keep a state instead of KV for each token."""
 

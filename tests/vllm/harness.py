@@ -18,6 +18,7 @@ import pytest
 from lmkv.protocols import Clock
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.compat import vllm_version
+from tests.kit import LIMIT
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -234,6 +235,7 @@ class Engine:
 
     def assert_nothing_leaked(self) -> None:
         """No lease, reservation or job is left once no request is running."""
+        assert self.store.drain(LIMIT), "copies to lower tiers end"
         stats = self.store.stats()
         assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
         assert not self.connector._scheduler.busy

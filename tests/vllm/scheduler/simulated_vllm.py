@@ -188,8 +188,7 @@ class SimulatedVLLM:
         self.depth = depth
         self.states = [index for index, group in enumerate(self.groups) if group.state]
         self.drafts = drafts and not self.states
-        # No model with scratch blocks has several modules that look ahead.
-        lookahead = 0 if self.states else min(lookahead, 1) if block_map.scratch else lookahead
+        lookahead = 0 if self.states else lookahead
         save_unfull_chunk = save_unfull_chunk and not self.states
         self.offers: dict[str, list[tuple[int, int, int]]] = {}
         self.load_faults, self.store_faults = load_faults, store_faults
@@ -640,13 +639,13 @@ class SimulatedVLLM:
             for at, block, place, ranks in self._places(request, group, first, high):
                 kv = self._kv(request, at, layer, place)
                 rubbish = request.tainted or at + ahead >= known
+                value = 0xDD if rubbish else np.frombuffer(kv, np.uint8)
                 for rank in ranks:
-                    value = 0xDD if rubbish else np.frombuffer(kv, np.uint8)
                     self._write(rank, self.memories[rank][layer], (block, place), value)
 
     def _ahead(self, layer: int) -> int:
-        """How many tokens after its own decide the KV of this layer."""
-        return self.lookahead if layer % 2 else 0
+        """How many tokens after its own decide the KV of this layer, none in scratch blocks."""
+        return self.lookahead if layer % 2 and layer // 2 in self.prefixes else 0
 
     def _kv(self, request: SimulatedRequest, at: int, layer: int, place: slice) -> bytes:
         upto = at + 1 + self._ahead(layer)
@@ -711,12 +710,14 @@ class SimulatedVLLM:
 
     def _read_tokens(self, request: SimulatedRequest, group: int, low: int) -> None:
         for at, block, place, ranks in self._places(request, group, low, request.computed):
-            for rank, layer in itertools.product(ranks, self._layers(group)):
+            for layer in self._layers(group):
                 if self._is_due(request, at, layer):
                     continue
-                kv = None if self._is_loose(request, at, layer) else self._kv(request, at, layer, place)
+                loose = self._is_loose(request, at, layer)
+                kv = None if loose else self._kv(request, at, layer, place)
                 where = f"{request.request_id}: wrong KV of token {at} in layer {layer}"
-                self._read(rank, self.memories[rank][layer], (block, place), kv, where)
+                for rank in ranks:
+                    self._read(rank, self.memories[rank][layer], (block, place), kv, where)
 
     def _execute(self, plan: Any, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> _Step:
         reports, failed_blocks = [], set()
@@ -888,8 +889,8 @@ class SimulatedVLLM:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
-        assert not self.wrong
         self.scheduler.close()
+        assert not self.wrong
 
 
 def _broken(worker: Worker) -> set[int]:
