@@ -85,14 +85,14 @@ BUDGET = {
     "registry": 24,
     "": 60,
     "agent": 896,
-    "vllm": 1776,
+    "vllm": 1779,
     "vllm.requests": 260,
     "vllm.observe": 563,
     "vllm.scheduler": 1202,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 13823
+WHOLE = 13826
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
