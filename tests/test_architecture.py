@@ -39,7 +39,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "chunks": frozenset({"errors"}),
     "plugins": frozenset({"errors"}),
     "policies": frozenset({"errors", "protocols", "plugins"}),
-    "simulation": frozenset({"errors", "protocols", "policies"}),
+    "simulation": frozenset({"errors", "protocols", "policies", "store"}),
     "config": frozenset({"errors", "policies", "plugins", "chunks"}),
     "memory": frozenset({"errors", "chunks"}),
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
@@ -71,12 +71,12 @@ BUDGET = {
     "protocols": 94,
     "chunks": 541,
     "plugins": 33,
-    "policies": 668,
-    "simulation": 257,
+    "policies": 883,
+    "simulation": 357,
     "config": 671,
     "memory": 1115,
     "store.tiers": 1250,
-    "store": 1090,
+    "store": 1156,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
@@ -86,13 +86,13 @@ BUDGET = {
     "": 60,
     "agent": 896,
     "vllm": 1779,
-    "vllm.requests": 260,
+    "vllm.requests": 273,
     "vllm.observe": 563,
-    "vllm.scheduler": 1202,
+    "vllm.scheduler": 1211,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 13826
+WHOLE = 14229
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

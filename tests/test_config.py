@@ -220,7 +220,7 @@ def test_booleans_that_are_no_words(value: object, expected: bool) -> None:
         ("local_disk", "file://x"),
         ("local_disk", "file:///"),
         ("local_disk", "/x\0y"),
-        ("cache_policy", "LFU"),
+        ("cache_policy", "LIRS"),
         ("cache_policy", None),
         ("min_retrieve_tokens", -1),
         ("disk_sync", "yes"),

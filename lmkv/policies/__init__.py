@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from lmkv import plugins
 from lmkv.errors import ConfigError
+from lmkv.policies.adaptive import ADAPTIVE
 from lmkv.policies.admission import ADMISSIONS, AdmitAll, AdmitNone, SecondTouch, make_admission
 from lmkv.policies.arc import ARC
 from lmkv.policies.base import PolicyBase
@@ -16,11 +17,14 @@ from lmkv.policies.lru import LRU
 from lmkv.policies.mru import MRU
 from lmkv.policies.queue import QueuePolicy
 from lmkv.policies.s3fifo import S3FIFO
+from lmkv.policies.shadow import Shadow
 from lmkv.policies.sieve import SIEVE
 from lmkv.policies.slru import SLRU
+from lmkv.policies.weighted import WeightedAge
 from lmkv.protocols import Policy
 
 __all__ = [
+    "ADAPTIVE",
     "ADMISSIONS",
     "ARC",
     "FIFO",
@@ -36,13 +40,15 @@ __all__ = [
     "PolicyBase",
     "QueuePolicy",
     "SecondTouch",
+    "Shadow",
+    "WeightedAge",
     "make_admission",
     "make_policy",
     "policy_names",
 ]
 
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
-    {made.__name__: made for made in (LRU, FIFO, LFU, MRU, ARC, SLRU, S3FIFO, SIEVE)}
+    {made.__name__: made for made in (LRU, FIFO, LFU, MRU, ARC, SLRU, S3FIFO, SIEVE, ADAPTIVE)}
 )
 """lmkv's own policies, by the names that a configuration gives them."""
 

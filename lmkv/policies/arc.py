@@ -104,6 +104,10 @@ class ARC(PolicyBase):
             max(0, 2 * self.total_bytes - self.once_bytes - self.again_bytes - self.ghosts_once.total_bytes)
         )
 
+    def remove(self, key: ChunkKey, size: int) -> None:
+        self.from_once = key in self.once
+        super().remove(key, size)
+
     def drop(self, key: ChunkKey) -> None:
         size = self.sizes[key]
         if self.once.pop(key, None) is not None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
+from typing import Final
 
 from attrs import define, field
 
 from lmkv.errors import UsageError
 from lmkv.protocols import ChunkKey
+
+BRANCHES: Final = 8
+"""A chunk that so many others follow belongs to no single conversation."""
 
 
 @define(eq=False)
@@ -52,11 +56,13 @@ class PolicyBase(ABC):
     _children: dict[ChunkKey, int] = field(init=False, factory=dict)
     """How many children of a key are known; the key itself need not be, yet."""
     _forks: set[ChunkKey] = field(init=False, factory=set)
-    """Keys that have had several children: they belong to no single conversation."""
+    """Keys that have had `BRANCHES` children: they belong to no single conversation."""
     passed: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     """Keys whose turn came while they were held or had children. They are not in the order."""
     _first: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     """Keys that a hint has given up: evicted before all others. They are not in the order."""
+    _ended: dict[ChunkKey, int] = field(init=False, factory=dict)
+    """How many children of a key a hint has given up."""
     _kept: dict[ChunkKey, int] = field(init=False, factory=dict)
     """Keys with a priority above 0."""
     _last: dict[int, OrderedDict[ChunkKey, None]] = field(init=False, factory=dict)
@@ -100,6 +106,11 @@ class PolicyBase(ABC):
         """A key that `pop` gave was evicted. A policy that remembers such keys notes it here."""
         self.forget(key)
 
+    def remove(self, key: ChunkKey, size: int) -> None:
+        """Evict a key that `pop` did not give: another policy chose it."""
+        self.drop(key)
+        self.evicted(key, size)
+
     def forget(self, key: ChunkKey) -> None:  # noqa: B027 - most policies note nothing else
         """A key is no longer known, and is out of the order. A policy that notes more of its keys deletes that."""
 
@@ -120,7 +131,8 @@ class PolicyBase(ABC):
             children = self._children
             if parent in children:
                 children[parent] += 1
-                self._forks.add(parent)
+                if children[parent] >= BRANCHES:
+                    self._forks.add(parent)
             else:
                 children[parent] = 1
         self.total_bytes += size
@@ -129,10 +141,15 @@ class PolicyBase(ABC):
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a request has used a chain's keys, given head first."""
-        if self._first:
-            for key in keys:
-                if key in self._first:
-                    del self._first[key]
+        if self._first or self.passed:
+            first, passed = self._first, self.passed
+            for key in reversed(keys):
+                if key in first:
+                    self._revive(key)
+                    self.rejoin(key)
+                elif key in passed:
+                    # It had its turn before this use.
+                    del passed[key]
                     self.rejoin(key)
         self.use(keys)
 
@@ -182,7 +199,7 @@ class PolicyBase(ABC):
         parents, forks, first, evicted = self._parents, self._forks, self._first, self.evicted
         while found < nbytes:
             given_up = bool(first)
-            key = first.popitem(last=False)[0] if given_up else pop()
+            key = self._revive(next(iter(first))) if given_up else pop()
             if key is None:
                 key = self._reluctantly(protect)
             elif key in children or key in held:
@@ -195,12 +212,13 @@ class PolicyBase(ABC):
                 self._last.setdefault(kept[key], OrderedDict())[key] = None
                 continue
             victims.append(key)
-            size = sizes.pop(key)
+            size = sizes[key]
             found += size
             if given_up:
                 self.forget(key)
             else:
                 evicted(key, size)
+            del sizes[key]
             parent = parents.pop(key, None)
             if parent is not None:
                 count = children[parent]
@@ -236,20 +254,32 @@ class PolicyBase(ABC):
     # -- inside -------------------------------------------------------------------------------------------
 
     def _give_up(self, keys: Sequence[ChunkKey]) -> None:
-        children, own = self._children, 0
+        children, ended = self._children, self._ended
         for key in reversed(keys):
-            if key in self._forks or children.get(key, 0) > own:
+            if key in self._forks or children.get(key, 0) > ended.get(key, 0):
                 return
             if key in self.sizes and key not in self._first:
                 self._take_out(key)
                 self._first[key] = None
-            own = 1
+                parent = self._parents.get(key)
+                if parent is not None:
+                    ended[parent] = ended.get(parent, 0) + 1
+
+    def _revive(self, key: ChunkKey) -> ChunkKey:
+        """It is given up no more: it was used, or is evicted now."""
+        del self._first[key]
+        parent = self._parents.get(key)
+        if parent is not None:
+            self._ended[parent] -= 1
+            if not self._ended[parent]:
+                del self._ended[parent]
+        return key
 
     def _take_out(self, key: ChunkKey) -> None:
         """Out of the order, or of where it is instead."""
         priority = self._kept.pop(key, 0)
         if key in self._first:
-            del self._first[key]
+            self._revive(key)
         elif key in self.passed:
             del self.passed[key]
         elif priority in self._last and key in self._last[priority]:
@@ -263,7 +293,7 @@ class PolicyBase(ABC):
         """Into the order again, if a hint has taken it out."""
         priority = self._kept.pop(key, 0)
         if key in self._first:
-            del self._first[key]
+            self._revive(key)
             self.rejoin(key)
         elif priority in self._last and key in self._last[priority]:
             del self._last[priority][key]

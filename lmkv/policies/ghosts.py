@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Final
 
 from attrs import define, field
 
 from lmkv.protocols import ChunkKey
+
+_MAX_KEYS: Final = 1 << 19
+"""About 80 MB."""
 
 
 @define(eq=False)
@@ -27,6 +31,6 @@ class Ghosts:
         self.total_bytes -= self.keys.pop(key, 0)
 
     def trim(self, limit: float) -> None:
-        """Forget the oldest ones beyond so many bytes."""
-        while self.total_bytes > limit:
+        """Forget the oldest ones beyond so many bytes, or beyond half a million keys."""
+        while self.total_bytes > limit or len(self.keys) > _MAX_KEYS:
             self.total_bytes -= self.keys.popitem(last=False)[1]

@@ -37,13 +37,10 @@ class LRU(QueuePolicy):
     """
 
     def use(self, keys: Sequence[ChunkKey]) -> None:
-        queue, move, passed = self.queue, self.queue.move_to_end, self.passed
+        queue, move = self.queue, self.queue.move_to_end
         for key in reversed(keys):
             if key in queue:
                 move(key)
-            elif passed and key in passed:
-                del passed[key]
-                queue[key] = None
 
     def rejoin(self, key: ChunkKey) -> None:
         self.queue[key] = None

@@ -89,6 +89,10 @@ class S3FIFO(PolicyBase):
     def forget(self, key: ChunkKey) -> None:
         del self.uses[key]
 
+    def remove(self, key: ChunkKey, size: int) -> None:
+        self.from_small = key in self.small
+        super().remove(key, size)
+
     def drop(self, key: ChunkKey) -> None:
         if key in self.small:
             del self.small[key]

@@ -23,6 +23,7 @@ from lmkv.store.allocator import SlotAllocator
 from lmkv.store.catalog import Catalog
 from lmkv.store.flusher import Flusher
 from lmkv.store.forks import close_after_fork
+from lmkv.store.hints import Hints
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.pins import Pins
 from lmkv.store.promoter import Promoter
@@ -118,6 +119,8 @@ class TieredStore:
         """Chunks that can be stored at a time without a write to a lower tier being refused for them."""
         self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
         self._pins = Pins(self._primary, clock)
+        policies = self._primary.policy, *(tier.index.policy for tier in self._tiers)
+        self.hints = Hints(self._lock, policies, clock)
         self._flusher = Flusher(self._lock, self._primary, self._tiers, self._resume)
         flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
         self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)
@@ -233,6 +236,7 @@ class TieredStore:
     def _expire(self, after: AfterLock) -> None:
         """End the pins and promotions whose time is over, since slots are wanted."""
         self._pins.expire()
+        self.hints.expire()
         self._promoter.expire(after)
 
     # -- from lower tiers ---------------------------------------------------------------------------------

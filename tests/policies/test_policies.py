@@ -264,7 +264,7 @@ def test_policies_are_made_by_name() -> None:
     assert isinstance(make_policy("LRU"), LRU)
     assert isinstance(make_policy("FIFO"), FIFO)
     assert make_policy("LRU") is not make_policy("LRU")
-    with pytest.raises(ConfigError, match=r"'lfu'; there are: LRU, FIFO, LFU, MRU, ARC, SLRU, S3FIFO, SIEVE"):
+    with pytest.raises(ConfigError, match=r"'lfu'; there are: LRU, FIFO, LFU, MRU, ARC, SLRU, S3FIFO, SIEVE, ADAPTIVE"):
         make_policy("lfu")
 
 

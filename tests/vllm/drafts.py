@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
+from tests.vllm import families
 from tests.vllm.families import WEIGHT_STD
 
 VOCAB = 256
@@ -30,6 +31,9 @@ _SHAPE = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
+MODULES = 3
+_DEEP = {**_SHAPE, "num_key_value_heads": 2, "first_k_dense_replace": 9, "max_position_embeddings": 4096}
+del _DEEP["head_dim"]
 _LAYER = (
     "self_attn.q_proj.weight",
     "self_attn.k_proj.weight",
@@ -118,6 +122,36 @@ def write_mimo(folder: Path) -> Path:
     return _save(folder, config, weights)
 
 
+def write_deepseek(folder: Path) -> Path:
+    """With three modules, of which each looks one token further ahead."""
+    import torch
+
+    stem, first = "model.layers.0.", 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = families.deepseek_v3(**{**_DEEP, "num_nextn_predict_layers": MODULES})
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=WEIGHT_STD * (_STRONG if "o_proj" in name else 1.0))
+    weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+    embedding = weights["model.embed_tokens.weight"]
+    embedding /= embedding.pow(2).mean(-1, keepdim=True).sqrt()
+    layer = {name.removeprefix(stem): weight for name, weight in weights.items() if name.startswith(stem)}
+    own = {
+        **layer,
+        "enorm.weight": torch.ones(HIDDEN),
+        "hnorm.weight": torch.ones(HIDDEN),
+        "shared_head.norm.weight": torch.ones(HIDDEN),
+        "shared_head.head.weight": weights["lm_head.weight"],
+        "embed_tokens.weight": embedding,
+        "eh_proj.weight": torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1),
+    }
+    for number in range(first, first + MODULES):
+        weights |= {f"model.layers.{number}.{name}": weight.clone() for name, weight in own.items()}
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    return _save(folder, {**config, "architectures": ["DeepseekV3ForCausalLM"]}, weights)
+
+
 def write_eagle(folder: Path) -> Path:
     import torch
 
@@ -153,11 +187,18 @@ def write_eagle3(folder: Path) -> Path:
 
 @frozen
 class Drafts:
-    """`method`: vLLM's name. `head`: writes the model that drafts; None, it is the target, or there is none."""
+    """`method`: vLLM's name. `head`: writes the model that drafts; None, it is the target, or there is none.
+
+    `options`: of engines with this target. `block`: the tokens of its blocks. `lookahead`: how many tokens after a
+    position the KV of its draft layers depends on.
+    """
 
     method: str
     target: Callable[[Path], Path] = write_llama
     head: Callable[[Path], Path] | None = None
+    lookahead: int = 0
+    options: dict[str, Any] = field(factory=dict)
+    block: int = 32
 
     def write(self, folder: Path, tokens: int) -> tuple[Path, dict[str, Any]]:
         """The target, and vLLM's `speculative_config` for `tokens` drafts at a time."""
@@ -173,7 +214,8 @@ class Drafts:
 DRAFTS = {
     "n-grams": Drafts("ngram"),
     "draft model": Drafts("draft_model"),
-    "EAGLE": Drafts("eagle", head=write_eagle),
-    "EAGLE-3": Drafts("eagle3", head=write_eagle3),
-    "MTP": Drafts("mtp", write_mimo),
+    "EAGLE": Drafts("eagle", head=write_eagle, lookahead=1),
+    "EAGLE-3": Drafts("eagle3", head=write_eagle3, lookahead=1),
+    "MTP": Drafts("mtp", write_mimo, lookahead=1),
+    "MTP, three modules": Drafts("mtp", write_deepseek, lookahead=MODULES, options=families.REFERENCE_MLA, block=16),
 }

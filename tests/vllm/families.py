@@ -137,10 +137,10 @@ def deepseek_v2(**changes: Any) -> Any:
     return DeepseekV2ForCausalLM(DeepseekV2Config(**{**_latent(), **changes}))
 
 
-def deepseek_v3() -> Any:
+def deepseek_v3(**changes: Any) -> Any:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**_latent()))
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**_latent(), **changes}))
 
 
 def _latent() -> dict[str, Any]:

@@ -227,6 +227,12 @@ class Engine:
 
         return get_kv_transfer_group()._worker
 
+    @property
+    def accepted_drafts(self) -> int:
+        """Since the engine's start, as vLLM counts them; `disable_log_stats` must be False."""
+        name = "vllm:spec_decode_num_accepted_tokens"
+        return int(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
+
     def assert_nothing_leaked(self) -> None:
         """No lease, reservation or job is left once no request is running."""
         assert self.store.drain(LIMIT), "copies to lower tiers end"

@@ -121,8 +121,8 @@ def test_prefill_and_decode_on_servers_of_their_own(case: Case, tmp_path: Path) 
 
 def test_without_vllms_prefix_cache_nothing_is_cached(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM then keeps one state for each request, at no boundary."""
-    off = engine(case.folder, enable_prefix_caching=False, **OPTIONS)
-    with caplog.at_level(logging.WARNING, logger="lmkv"), off as running:
+    options = {"enable_prefix_caching": False, **OPTIONS}
+    with caplog.at_level(logging.WARNING, logger="lmkv"), engine(case.folder, **options) as running:
         outputs = [ask(running, [IDS])[0] for _ in range(2)]
     assert "this model is not cached: vLLM keeps states at no boundary" in caplog.text
     assert distance(answers_of(outputs), case.expected * 2) < 1e-3

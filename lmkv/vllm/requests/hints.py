@@ -8,20 +8,27 @@ from typing import Self
 from attrs import define
 
 _DEFAULT_TTL = 300.0
+_MAX_PRIORITY = 9
 
 
 @define
 class AgentHint:
     """The parts of an `agent_hint` that lmkv honours.
 
-    `ttl`: seconds to keep the whole request after its end. `prefetch`: promote its chunks.
+    `ttl`: seconds to keep the whole request after its end. `prefetch`: promote its chunks. `session`: its id.
+    `ended`: the session ends with this request, or this branch of it (an edit of the type `evict`): chunks that no
+    other one shares are evicted first. `priority`: above 0, its chunks are evicted last. `waits`: seconds until the
+    session probably comes back, from a tool or a person: its chunks are evicted last until then.
 
-    All else in it is ignored: sessions, parts of a request, `offload` (every chunk is offloaded as it is computed)
-    and `evict` (other requests share the chunks; the policy removes them when nobody uses them).
+    All else in it is ignored: parts of a request, and `offload` (every chunk is offloaded as it is computed).
     """
 
     ttl: float = 0.0
     prefetch: bool = False
+    session: str = ""
+    ended: bool = False
+    priority: int = 0
+    waits: float = 0.0
 
     @classmethod
     def of(cls, value: object) -> Self:
@@ -30,9 +37,15 @@ class AgentHint:
         ttl = _field(control, "ttl") if control is not None else None
         edits = _field(_field(value, "context_management"), "edits")
         edits = edits if isinstance(edits, list | tuple) else ()
+        kinds = {str(_field(edit, "type")) for edit in edits}
+        session, priority = _field(value, "session_id"), _field(value, "priority")
         return cls(
+            session=session if isinstance(session, str) else "",
+            ended="evict" in kinds or _field(value, "session_ended") is True,
+            priority=max(-1, min(priority, _MAX_PRIORITY)) if type(priority) is int else 0,
+            waits=seconds(_field(value, "waits_seconds")),
             ttl=seconds(_DEFAULT_TTL if control is not None and ttl is None else ttl),
-            prefetch=any(_field(edit, "type") == "prefetch" for edit in edits),
+            prefetch="prefetch" in kinds,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from attrs import define
+from attrs import define, field
 
 from lmkv.vllm.cacheable import has_tokens, must_be_computed
 from lmkv.vllm.requests.hints import AgentHint, seconds
@@ -33,6 +33,7 @@ class RequestOptions:
     prefetch: bool = False
     prefetch_tokens: tuple[int, ...] = ()
     pin_seconds: float = 0.0
+    hint: AgentHint = field(factory=AgentHint)
     wait_for: int = 0
     max_load_tokens: int | None = None
     max_offload_tokens: int | None = None
@@ -53,6 +54,7 @@ class RequestOptions:
             prefetch=_is_true(params.get("lmkv.prefetch")) or hint.prefetch,
             prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),
             pin_seconds=seconds(params.get("lmkv.pin")) or hint.ttl,
+            hint=hint,
             wait_for=_tokens(params.get("lmkv.wait_for")),
             max_load_tokens=_limit(params.get("max_load_tokens")),
             max_offload_tokens=_limit(params.get("max_offload_tokens")),

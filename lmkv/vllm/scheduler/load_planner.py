@@ -90,9 +90,9 @@ class LoadPlanner:
         if few or not need:
             state.drop_promotion()
             return 0, False
-        # A hit's states come after its chunks; the end that draft layers cannot use may be a chunk.
-        count = chunks if self._boundaries.states else -(-hit // self._chunk_size)
-        self._promise(state, keys[:count], first, ready, need, between_steps)
+        if self._options.lookahead:
+            chunks = -(-hit // self._chunk_size)
+        self._promise(state, keys[:chunks], first, ready, need, between_steps)
         return need, between_steps
 
     def _found(self, state: RequestState, chain: list[ChunkKey]) -> tuple[list[ChunkKey], int, int]:
@@ -119,8 +119,9 @@ class LoadPlanner:
     def _hit_tokens(self, state: RequestState, chunks: int, last: int) -> int:
         """Tokens of a hit of so many chunks, `last` of them in the last one, that may be loaded."""
         lookahead = self._options.lookahead
-        if chunks and lookahead and (self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)):
-            # A hit that ends there needs pages that were not stored, or scratch blocks.
+        whole = self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)
+        if chunks and lookahead and whole:
+            # Elsewhere than with a chunk such a hit cannot end: pages of the window before were not stored.
             chunks, last, lookahead = chunks - 1, self._chunk_size, 0
         found = (chunks - 1) * self._chunk_size + last if chunks else 0
         hit = max(0, min(found - lookahead, state.last_token))

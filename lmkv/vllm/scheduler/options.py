@@ -22,9 +22,9 @@ class SchedulerOptions:
     to load more slowly. `load_mode`: within the step that reads the KV ("sync"), between steps ("async"), or as it
     delays others less ("auto"). `concurrent_copies`: the device copies while it computes.
     `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `lookahead`: so many
-    tokens after a position its KV depends on, so that the end of what a key covers cannot be served. `state_interval`:
-    of a long prompt a recurrent layer's state is kept every so many chunks; 0: as often as states take as much room as
-    chunks. `pin_ttl`: seconds that a prefetch is kept. `clock`: in seconds.
+    tokens after a position its KV depends on, so that the end of what a key covers cannot be served.
+    `state_interval`: of a long prompt a recurrent layer's state is kept every so many chunks; 0: as often as states
+    take as much room as chunks. `pin_ttl`: seconds that a prefetch is kept. `clock`: in seconds.
     """
 
     ranks: int = 1

@@ -25,6 +25,7 @@ from lmkv.vllm.metadata import JobReport, StepPlan, StepPlanBuilder, WorkerRepor
 from lmkv.vllm.observe.events import Event, EventRecorder
 from lmkv.vllm.observe.metrics import Values
 from lmkv.vllm.observe.observer import SchedulerObserver
+from lmkv.vllm.requests.hints import AgentHint
 from lmkv.vllm.requests.request import BlockTables, Request, RequestState
 from lmkv.vllm.scheduler.context import PlanContext
 from lmkv.vllm.scheduler.load_planner import LoadPlanner
@@ -155,7 +156,15 @@ class Scheduler:
         self._store.touch([*wanted, *keys[self.boundaries.chunks(len(wanted)) :]])
         if state.options.pin_seconds:
             self._store.pin(wanted, state.options.pin_seconds)
+        self._pass_on(state.options.hint, wanted)
         return self._answer(state) or None
+
+    def _pass_on(self, hint: AgentHint, keys: Sequence[ChunkKey]) -> None:
+        """Tell the policies what the request's agent knows of its chunks."""
+        if hint.session or hint.ended:
+            self._store.hints.session(hint.session, keys, ended=hint.ended)
+        if not hint.ended and (hint.priority or hint.waits):
+            self._store.hints.give(keys, hint.priority or 1, hint.waits or hint.ttl or None)
 
     def _answer(self, state: RequestState) -> dict[str, Any]:
         """The answer to the request's `kv_transfer_params`."""

@@ -134,12 +134,15 @@ def test_lmkvs_own_options_go_before_a_hint() -> None:
         (None, AgentHint()),
         ("keep", AgentHint()),
         ([], AgentHint()),
-        ({"session_id": "a"}, AgentHint()),
+        ({"session_id": "a"}, AgentHint(session="a")),
+        ({"session_id": 5, "priority": "high", "waits_seconds": -1}, AgentHint()),
+        ({"priority": 99, "waits_seconds": 20}, AgentHint(priority=9, waits=20.0)),
+        ({"session_ended": True}, AgentHint(ended=True)),
         ({"cache_control": {}}, AgentHint(ttl=300.0)),
         ({"cache_control": {"ttl": 0}}, AgentHint()),
         ({"cache_control": {"ttl": "long"}}, AgentHint()),
         ({"context_management": {"edits": "prefetch"}}, AgentHint()),
-        ({"context_management": {"edits": [None, {"type": "evict"}]}}, AgentHint()),
+        ({"context_management": {"edits": [None, {"type": "evict"}]}}, AgentHint(ended=True)),
     ],
 )
 def test_a_hint_that_cannot_be_read_is_none(value: object, expected: AgentHint) -> None:

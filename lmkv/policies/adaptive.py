@@ -1,0 +1,112 @@
+"""`ADAPTIVE`: tries several weights of age in shadows of the tier, and uses the one that finds the most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Final
+
+from attrs import define, field
+
+from lmkv.policies.base import BRANCHES
+from lmkv.policies.shadow import Shadow
+from lmkv.policies.weighted import WeightedAge
+from lmkv.protocols import ChunkKey
+
+WEIGHTS: Final = (1.0, 2.0, 4.0, 16.0)
+_SAMPLED_CHUNKS: Final = 1024
+"""A shadow has half as many chunks at least, where the tier has, and as many at most."""
+_MEMORY: Final = 20.0
+"""After so many times the tier's bytes were asked for, a hit counts half."""
+_MARGIN: Final = 0.01
+"""A weight must find so much more than the present one to take its place."""
+
+
+@define(eq=False, repr=False)
+class ADAPTIVE(WeightedAge):
+    """A `WeightedAge` that chooses its weight: from LRU, which suits sessions that go on, to scan resistance.
+
+    For each weight a shadow of the tier, keys without bytes, is fed with a sample of the requests: whole subtrees of
+    prompts, so that chunks that depend on each other are in it together or not at all. The weight whose shadow has
+    found the most lately is used. All weights share one order, so that a change costs nothing.
+
+    Parameters
+    ----------
+    position_cost : float
+        How much more a chunk counts for each one before it: 0 maximises the tokens that are found; with 1e-3 a hit at
+        chunk 1,000 counts twice as much as one at the head, as its attention costs more to compute.
+
+    Notes
+    -----
+    A small tier is shadowed whole, a large one by a sample that costs less: about 1,024 chunks in each shadow.
+
+    Examples
+    --------
+    >>> policy = ADAPTIVE()
+    >>> for name in (b"a", b"b", b"c"):
+    ...     policy.insert(name, size=10)
+    ...     policy.touch([name])
+    >>> policy.touch([b"a"])
+    >>> policy.evict(15)
+    [b'b', b'c']
+    """
+
+    position_cost: float = 0.0
+    _shadows: list[Shadow] = field(init=False)
+    _scores: list[float] = field(init=False)
+    _chosen: int = field(init=False, default=1)
+    _rate: float = field(init=False, default=1.0)
+    _full: bool = field(init=False, default=False)
+    _capacity: float = field(init=False, default=0.0)
+
+    def __attrs_post_init__(self) -> None:
+        self._begin()
+        self.weight = WEIGHTS[self._chosen]
+
+    def _begin(self) -> None:
+        self._shadows = [Shadow(WeightedAge(weight), float("inf")) for weight in WEIGHTS]
+        self._scores = [0.0] * len(WEIGHTS)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        super().touch(keys)
+        children, last = self._children, len(keys) - 1
+        if last < 0:
+            return
+        own = 0
+        while own < last and children.get(keys[own], 0) >= BRANCHES:
+            own += 1
+        if int.from_bytes(keys[own][:4]) < self._rate * (1 << 32):
+            self._try(keys, own)
+
+    def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
+        super().hint(keys, priority)
+        for shadow in self._shadows:
+            shadow.hint(keys, priority)
+
+    def _try(self, keys: Sequence[ChunkKey], own: int) -> None:
+        """Feed the shadows with a chain; its first `own` chunks are shared with requests that are not sampled."""
+        size, scores = self._largest, self._scores
+        if not size:
+            return
+        if self._rate < 1:
+            keys = keys[own:]
+        decay = 0.5 ** (len(keys) * size / (_MEMORY * self._shadows[0].capacity))
+        best = self._chosen
+        for number, shadow in enumerate(self._shadows):
+            hit = shadow.request(keys, size)
+            scores[number] = scores[number] * decay + hit * (1 + self.position_cost * (own + hit / 2))
+            if scores[number] > scores[best]:
+                best = number
+        if not self._full and len(self._shadows[0]) > _SAMPLED_CHUNKS:
+            self._rate /= 2
+            self._begin()
+        elif self._full and scores[best] > scores[self._chosen] * (1 + _MARGIN):
+            self._chosen = best
+            self.weight = WEIGHTS[best]
+
+    def evict(self, nbytes: int, protect: Set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
+        self._full = True
+        # About the tier's capacity; evicting for a long prompt begins before all of it is used.
+        self._capacity = max(self.total_bytes, 0.99 * self._capacity, 1)
+        for shadow in self._shadows:
+            shadow.resize(self._rate * self._capacity)
+        return super().evict(nbytes, protect)

@@ -1,0 +1,100 @@
+"""`Hints`: what callers know about the next use of chunks, for the policies of all tiers."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from attrs import define, field
+from cachetools import LRUCache
+
+from lmkv.protocols import ChunkKey, Clock, Policy, TakesHints
+from lmkv.store.tiers.locking import locked
+
+_MAX_SESSIONS: Final = 1 << 14
+_MAX_BRANCHES: Final = 16
+"""Of a session: an agent's own conversation, and those of agents that it has started."""
+
+
+@define(eq=False, repr=False)
+class Hints:
+    """Passes hints on to policies that take them. Thread-safe. `lock`: the store's.
+
+    Examples
+    --------
+    >>> import threading
+    >>> from lmkv.policies import LRU
+    >>> policy = LRU()
+    >>> for name in (b"a", b"b"):
+    ...     policy.insert(name, size=10)
+    >>> hints = Hints(threading.Lock(), [policy], clock=lambda: 0.0)
+    >>> hints.session("worker-7", [b"b"], ended=True)
+    >>> policy.evict(5)
+    [b'b']
+    """
+
+    _lock: threading.Lock
+    _policies: Sequence[Policy]
+    _clock: Clock
+    _ends: dict[ChunkKey, tuple[float, Sequence[ChunkKey]]] = field(init=False, factory=dict)
+    """When the priority of a chain ends, by its last key."""
+    _next_end: float = field(init=False, default=math.inf)
+    _sessions: LRUCache[str, list[Sequence[ChunkKey]]] = field(init=False, factory=lambda: LRUCache(_MAX_SESSIONS))
+    """The branches of each session, by their last chains."""
+
+    def give(self, keys: Sequence[ChunkKey], priority: int, seconds: float | None = None) -> None:
+        """See `TakesHints.hint`. `seconds`: a priority above 0 lasts so long; None: until another hint."""
+        with self._lock:
+            self._give(keys, priority, seconds)
+
+    @locked
+    def _give(self, keys: Sequence[ChunkKey], priority: int, seconds: float | None = None) -> None:
+        if not keys:
+            return
+        for policy in self._policies:
+            if isinstance(policy, TakesHints):
+                policy.hint(keys, priority)
+        self._ends.pop(keys[-1], None)
+        if priority > 0 and seconds is not None:
+            end = self._clock() + seconds
+            self._ends[keys[-1]] = end, keys
+            self._next_end = min(self._next_end, end)
+
+    def session(self, name: str, keys: Sequence[ChunkKey], *, ended: bool = False) -> None:
+        """A request of a session has ended. Chunks that it has replaced are given up.
+
+        `ended`: the session has, too: all its chunks that no other session shares are given up.
+        """
+        with self._lock:
+            self._session(name, keys, ended=ended)
+
+    @locked
+    def _session(self, name: str, keys: Sequence[ChunkKey], *, ended: bool) -> None:
+        branches = self._sessions.pop(name, [])
+        for branch in branches:
+            # Equal keys have equal prefixes: this request continues that one, but perhaps for its last chunk.
+            at = len(branch) - 2
+            if at >= 0 and len(keys) > at and keys[at] == branch[at]:
+                branches.remove(branch)
+                if len(keys) == at + 1 or keys[at + 1] != branch[at + 1]:
+                    self._give(branch, -1)
+                break
+        branches.append(keys)
+        if ended:
+            for branch in branches:
+                self._give(branch, -1)
+        elif name:
+            self._sessions[name] = branches[-_MAX_BRANCHES:]
+
+    @locked
+    def expire(self) -> None:
+        """End the priorities whose time is over."""
+        now = self._clock()
+        if now < self._next_end:
+            return
+        for end, keys in list(self._ends.values()):
+            if end <= now:
+                self._give(keys, 0)
+        self._next_end = min((end for end, _ in self._ends.values()), default=math.inf)
