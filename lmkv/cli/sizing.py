@@ -141,7 +141,12 @@ def _layer(text: Settings, kind: str) -> Layer:
         return Layer(1, text["kv_lora_rank"] + text["qk_rope_head_dim"])
     heads = text.get("num_key_value_heads") or text["num_attention_heads"]
     wide = text.get("global_head_dim") if kind == "full_attention" else None
-    width = wide or text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    width = (
+        wide
+        or text.get("head_dim")
+        or text.get("attention_head_dim")
+        or text["hidden_size"] // text["num_attention_heads"]
+    )
     return Layer(heads, 2 * width)
 
 

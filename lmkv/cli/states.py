@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -11,6 +11,12 @@ Settings = Mapping[str, Any]
 
 _RECURRENT = frozenset({"linear_attention", "mamba", "conv"})
 _ATTENTION = {"attention": "full_attention", "full_attention": "full_attention"}
+_MAMBA_2 = (
+    ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv"),
+)
+"""Names of heads, values of a head, groups, values of a state and of the convolution, in several models."""
 _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
@@ -42,7 +48,9 @@ def layer_kinds(text: Settings) -> list[str] | None:
         kinds = ["full_attention", "mamba"] * text["num_hidden_layers"]
     if kinds is None or not _RECURRENT.intersection(kinds):
         return None
-    return [_ATTENTION.get(kind, kind) for kind in kinds]
+    # Zamba2 calls a layer with both "hybrid".
+    each = [["full_attention", "mamba"] if kind == "hybrid" else [_ATTENTION.get(kind, kind)] for kind in kinds]
+    return [kind for kinds in each for kind in kinds]
 
 
 def state_size(text: Settings, value_bytes: int) -> StateSize | None:
@@ -58,15 +66,11 @@ def state_size(text: Settings, value_bytes: int) -> StateSize | None:
         return StateSize("gated delta net", layers, conv + values * text["linear_key_head_dim"] * 4)
     if "conv_L_cache" in text:
         return StateSize("short convolution", layers, text["hidden_size"] * (text["conv_L_cache"] - 1) * value_bytes)
-    if "mamba_num_heads" in text or "mamba_n_heads" in text:
-        return StateSize("Mamba-2", layers, _mamba_2(text, value_bytes))
-    return None
+    names = next((names for names in _MAMBA_2 if names[0] in text), None)
+    return None if names is None else StateSize("Mamba-2", layers, _mamba_2(text, names, value_bytes))
 
 
-def _mamba_2(text: Settings, value_bytes: int) -> int:
-    names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
-    if "mamba_num_heads" not in text:
-        names = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+def _mamba_2(text: Settings, names: Sequence[str], value_bytes: int) -> int:
     heads, width, groups, state, kernel = (int(text[name]) for name in names)
     kept_in = text.get("mamba_ssm_cache_dtype")
     wide = 4 if kept_in == "float32" or (kept_in is None and "mamba_num_heads" in text) else value_bytes

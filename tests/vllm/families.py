@@ -223,6 +223,29 @@ def granite_4(**changes: Any) -> Any:
     )
 
 
+def zamba2() -> Any:
+    """Layers of Mamba-2, and one with attention as well."""
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    mixer = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 1, "n_mamba_heads": 8}
+    attention = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_head_dim": 64, "use_mem_rope": True}
+    return Zamba2ForCausalLM(
+        Zamba2Config(
+            vocab_size=VOCAB,
+            max_position_embeddings=MAX_POSITION,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            layers_block_type=["mamba", "mamba", "hybrid", "mamba"],
+            **mixer,
+            **attention,
+            chunk_size=32,
+            num_mem_blocks=1,
+            adapter_rank=8,
+        )
+    )
+
+
 def qwen3_next() -> Any:
     """Three layers of gated delta nets for one of attention; heads have the only sizes that vLLM has on CPU."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -314,6 +337,9 @@ RECURRENT = {
     "Mamba-2, Nemotron-H": Family(nemotron_h, groups=3, blocks=60, own=3, unit=64, vllm=mamba_cpu.exported),
     "Mamba-2 in each layer, Falcon-H1": Family(falcon_h1, groups=2, blocks=90, own=8, unit=32, vllm=mamba_cpu.split),
     "Mamba-2, Granite-4": Family(granite_4, groups=4, blocks=70, own=4, unit=64, vllm=mamba_cpu.split),
+    "Mamba-2, several groups in an entry, Zamba2": Family(
+        zamba2, groups=5, blocks=125, own=5, unit=32, vllm=mamba_cpu.split
+    ),
     "gated delta net, Qwen3-Next": Family(
         qwen3_next,
         {"dtype": "bfloat16", "max_num_batched_tokens": 1200},

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 from attrs import frozen
+from redis import Redis
 
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.chunks.hashing import state_keys
+from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.cacheable import check_states
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, NEVER, eventually, listing_every
+from tests.servers import redis_server
 from tests.vllm import mamba_cpu
 from tests.vllm.families import Family, nemotron_h
 from tests.vllm.harness import Engine, engine, external_hits, prompt
@@ -152,6 +155,30 @@ def test_what_is_refused(changes: dict[str, Any], recurrent: tuple[bool, ...], r
     check_states(config, [False, False], scratch=scratch)
     with pytest.raises(ValueError, match=reason):
         check_states(config, recurrent, scratch=scratch)
+
+
+def test_states_in_a_shared_tier_are_found_by_asking(case: Case, tmp_path: Path) -> None:
+    """Stored behind the engine's back, which lists nothing again: also of a prompt that parts from the stored one."""
+    parts = [*IDS[:700], *prompt(4, 200)]
+    with redis_server("redis", tmp_path) as server, Redis.from_url(server.url) as client:
+        extra = {"remote_url": server.url, "remote_timeout": LIMIT}
+        with engine(case.folder, clock=ManualClock(), extra=extra, **OPTIONS) as first:
+            ask(first, [IDS])
+            assert first.store.drain(LIMIT)
+        stored = {name: client.get(name) for name in client.scan_iter()}
+        client.flushdb()
+        with listing_every(NEVER), engine(case.folder, clock=ManualClock(), extra=extra, **OPTIONS) as second:
+            assert external_hits(ask(second, [prompt(5, 300)])[0]) == 0
+            client.mset(stored)
+            (other,) = ask(second, [parts])
+            second.forget_local()
+            (output,) = ask(second, [IDS])
+            assert external_hits(output) == WHOLE
+            assert output.kv_transfer_params["lmkv"]["sources"]["redis"] > 0
+            assert distance(answers_of([output]), case.expected) < 1e-3
+            # The step of 480 tokens that began the stored prompt ended at 448.
+            assert external_hits(other) == 448
+            second.assert_nothing_leaked()
 
 
 def test_kv_events_tell_where_states_are(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from attrs import field, frozen
 
 from tests.vllm import mamba_cpu
-from tests.vllm.families import Family, nemotron_h
+from tests.vllm.families import RECURRENT, Family, nemotron_h
 from tests.vllm.harness import engine, external_hits, pipelining, prompt
 from tests.vllm.test_recurrent import answers_of, ask, distance, slot_bytes
 
@@ -96,3 +96,24 @@ def test_random_prompts(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     assert stats.states <= 70 * 2 // 3
     if name != BUDGET:
         assert behind, "no hit of lmkv's was behind one of vLLM's own"
+
+
+def test_a_block_that_takes_several_steps(tmp_path: Path) -> None:
+    """Steps of 333 tokens, blocks of 544: a state moves on within its block, and is kept at its end alone."""
+    family = RECURRENT["gated delta net, Qwen3-Next"]
+    folder = family.write(tmp_path / "model")
+    heads = {1200: prompt(1, 1200), 600: prompt(1, 600)}
+    asked = [prompt(1, 1500), *([*heads[at], *prompt(at + n, 100)] for at in heads for n in range(2))]
+    options = {**family.options, "max_num_batched_tokens": 333, "kv_cache_memory_bytes": 64 << 20}
+    with engine(folder, connector=None, **options) as plain:
+        expected = [answers_of(ask(plain, [ids], max_tokens=30))[0] for ids in asked]
+    with engine(folder, **options) as running:
+        for turn in range(2):
+            hits = []
+            for ids, wanted in zip(asked, expected, strict=True):
+                running.forget_local()
+                outputs = ask(running, [ids], max_tokens=30)
+                assert distance(answers_of(outputs), [wanted]) < 1e-3
+                hits += map(external_hits, outputs)
+            assert hits == ([1088, 1088, 1088, 544, 544] if turn else [0, 1088, 1088, 0, 544])
+        running.assert_nothing_leaked()
