@@ -57,7 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "agent": STORE,
     "vllm": BUILT | {"vllm.requests", "vllm.observe", "vllm.scheduler", "agent"},
     "vllm.requests": STORE | {"vllm"},
-    "vllm.observe": STORE | {"vllm", "vllm.requests"},
+    "vllm.observe": STORE | {"vllm", "vllm.requests", "policies"},
     "vllm.scheduler": STORE | {"vllm", "vllm.requests", "vllm.observe"},
     "testing": BASE | {"memory", "backends"},
     "cli.measure": BUILT | {"", "engine"},
