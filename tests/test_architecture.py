@@ -68,31 +68,31 @@ ALLOWED: dict[str, frozenset[str]] = {
 BUDGET = {
     "errors": 59,
     "outcomes": 40,
-    "protocols": 94,
+    "protocols": 100,
     "chunks": 541,
     "plugins": 33,
-    "policies": 668,
-    "simulation": 257,
-    "config": 671,
+    "policies": 1017,
+    "simulation": 357,
+    "config": 697,
     "memory": 1115,
     "store.tiers": 1250,
-    "store": 1090,
+    "store": 1171,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
-    "build": 96,
+    "build": 101,
     "engine": 463,
     "registry": 24,
     "": 60,
-    "agent": 896,
-    "vllm": 1765,
-    "vllm.requests": 260,
-    "vllm.observe": 561,
-    "vllm.scheduler": 1193,
+    "agent": 910,
+    "vllm": 1767,
+    "vllm.requests": 277,
+    "vllm.observe": 737,
+    "vllm.scheduler": 1202,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 13801
+WHOLE = 14586
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

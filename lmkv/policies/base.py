@@ -69,6 +69,13 @@ class PolicyBase(ABC):
     """Those whose turn came, by their priority. They are not in the order."""
     _evictable_bytes: int = field(init=False, default=0)
     _largest: int = field(init=False, default=0)
+    _notes: bool = field(init=False)
+    """Whether the subclass wants to know of victims."""
+
+    @_notes.default
+    def _wants_victims(self) -> bool:
+        own = type(self)
+        return own.evicted is not PolicyBase.evicted or own.forget is not PolicyBase.forget
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._evictable_bytes:,} evictable bytes, {len(self.held)} keys held>"
@@ -194,7 +201,7 @@ class PolicyBase(ABC):
         victims: list[ChunkKey] = []
         protected: list[ChunkKey] = []
         found = 0
-        pop = self.pop
+        pop, notes = self.pop, self._notes
         sizes, held, children, passed, kept = self.sizes, self.held, self._children, self.passed, self._kept
         parents, forks, first, evicted = self._parents, self._forks, self._first, self.evicted
         while found < nbytes:
@@ -216,7 +223,7 @@ class PolicyBase(ABC):
             found += size
             if given_up:
                 self.forget(key)
-            else:
+            elif notes:
                 evicted(key, size)
             del sizes[key]
             parent = parents.pop(key, None)
@@ -229,7 +236,7 @@ class PolicyBase(ABC):
                     if parent in passed and parent not in held:
                         del passed[parent]
                         self.put_back(parent)
-            if key in forks:
+            if forks and key in forks:
                 forks.discard(key)
         for key in reversed(protected):
             self.put_back(key)

@@ -21,6 +21,8 @@ _NOW: Final = SIZES.index(1.0)
 _SAMPLED_CHUNKS: Final = 1024
 _MAX_SHARE: Final = 0.001
 """Share of the wall time that may be spent here; where more is, fewer requests are sampled."""
+_FEWEST_CHUNKS: Final = 512
+"""A shadow of fewer chunks says nothing."""
 _SETTLE_SECONDS: Final = 5.0
 _KEPT: Final = 0.999
 """A sampled request counts so much less with each one after it."""
@@ -75,7 +77,8 @@ class MemoryValue:
                 self._try(keys, own, tokens)
         now = self._clock()
         self._spent += now - started
-        if now - self._started > _SETTLE_SECONDS and self._spent > _MAX_SHARE * (now - self._started):
+        too_long = now - self._started > _SETTLE_SECONDS and self._spent > _MAX_SHARE * (now - self._started)
+        if too_long and self._rate * self._store.slab.num_slots > _FEWEST_CHUNKS:
             with self._lock:
                 self._begin(self._rate / 2)
             self._spent, self._started, self._tokens = 0.0, now, 0.0
