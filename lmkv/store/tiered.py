@@ -185,9 +185,8 @@ class TieredStore:
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note the use of a chain's chunks, head first, in every tier."""
         with self._lock:
-            self._primary.policy.touch(keys)
-            for tier in self._tiers:
-                tier.index.policy.touch(keys)
+            for policy in (self._primary.policy, *(tier.index.policy for tier in self._tiers)):
+                policy.touch(keys)
 
     # -- writing ------------------------------------------------------------------------------------------
 
@@ -291,11 +290,9 @@ class TieredStore:
     def wait_indexed(self, timeout: float | None = None) -> bool:
         """Wait until the persistent tiers are indexed, at most `timeout` seconds; whether they are."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        listed = all(
+        for scanner in self._scanners:
             scanner.listed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            for scanner in self._scanners
-        )
-        return listed and not self._closed
+        return all(scanner.listed.is_set() for scanner in self._scanners) and not self._closed
 
     # -- removing -----------------------------------------------------------------------------------------
 
