@@ -18,8 +18,8 @@ from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
 from lmkv.memory.machine import check_in_memory, clamp_shared_memory
-from lmkv.policies import make_admission, make_policy
-from lmkv.protocols import Backend, Tier
+from lmkv.policies import Quotas, make_admission, make_policy
+from lmkv.protocols import Backend, Policy, Tier
 from lmkv.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def build_store(
         config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines
     )
     return TieredStore(
-        Tier(host, make_policy(config.cache_policy)),
+        Tier(host, _policy(config)),
         list(_lower_tiers(config, namespace, config.authentication_bytes)),
         io_threads=config.disk_io_threads,
         prefetch_share=config.prefetch_share,
@@ -51,6 +51,13 @@ def build_store(
         spans=layout.spans,
         sizes=layout.sizes,
     )
+
+
+def _policy(config: Config) -> Policy:
+    if not config.quotas:
+        return make_policy(config.cache_policy)
+    shares = {share.name: share.percent / 100 for share in config.quotas}
+    return Quotas(lambda: make_policy(config.cache_policy), shares)
 
 
 def stored_namespace(namespace: Namespace, key: bytes | None) -> Namespace:
@@ -83,7 +90,7 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
         )
         backend = plugins.make(url.place, f"remote_url {url}", Backend, url.text, namespace.digest, options)
         # No capacity: the remote store bounds and evicts by itself.
-        yield Tier(backend, make_policy(config.cache_policy))
+        yield Tier(backend, _policy(config))
 
 
 def _shared_memory_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None) -> Tier:
@@ -100,7 +107,7 @@ def _shared_memory_tier(config: Config, folder: str, namespace: Namespace, key: 
     describe(folder, namespace)
     check_in_memory(folder)
     capacity = clamp_shared_memory(folder, config.max_shared_memory_bytes, used=backend.reserve_bytes(0))
-    return Tier(backend, make_policy(config.cache_policy), capacity_bytes=capacity)
+    return Tier(backend, _policy(config), capacity_bytes=capacity)
 
 
 def _disk_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None) -> Tier:
@@ -118,7 +125,7 @@ def _disk_tier(config: Config, folder: str, namespace: Namespace, key: bytes | N
     describe(folder, namespace)
     return Tier(
         backend,
-        make_policy(config.cache_policy),
+        _policy(config),
         capacity_bytes=config.max_local_disk_bytes,
         admission=make_admission(config.disk_admission),
         write=config.disk_write,

@@ -5,7 +5,7 @@ Capabilities beyond the plain `Backend` are protocols of their own, found with `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from attrs import define, field, frozen, validators
@@ -195,6 +195,19 @@ class TakesHints(Protocol):
 
         Among priorities above 0 the lowest goes first. Keys may be unknown, and are then not remembered.
         """
+        ...
+
+
+@runtime_checkable
+class LabelsKeys(Protocol):
+    """A policy with quotas of tenants."""
+
+    def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
+        """Chunks with these keys, once they are inserted, belong to the first of these names that has a quota."""
+        ...
+
+    def used_bytes(self) -> Mapping[str, int]:
+        """Bytes of each tenant that has any; "" for those without a quota."""
         ...
 
 

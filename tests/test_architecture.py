@@ -57,7 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "agent": STORE,
     "vllm": BUILT | {"vllm.requests", "vllm.observe", "vllm.scheduler", "agent"},
     "vllm.requests": STORE | {"vllm"},
-    "vllm.observe": STORE | {"vllm", "vllm.requests"},
+    "vllm.observe": STORE | {"vllm", "vllm.requests", "policies"},
     "vllm.scheduler": STORE | {"vllm", "vllm.requests", "vllm.observe"},
     "testing": BASE | {"memory", "backends"},
     "cli.measure": BUILT | {"", "engine"},
@@ -68,31 +68,31 @@ ALLOWED: dict[str, frozenset[str]] = {
 BUDGET = {
     "errors": 59,
     "outcomes": 40,
-    "protocols": 94,
+    "protocols": 100,
     "chunks": 541,
     "plugins": 33,
-    "policies": 883,
+    "policies": 1011,
     "simulation": 357,
-    "config": 671,
+    "config": 697,
     "memory": 1115,
     "store.tiers": 1250,
-    "store": 1156,
+    "store": 1168,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
-    "build": 96,
+    "build": 101,
     "engine": 463,
     "registry": 24,
     "": 60,
-    "agent": 896,
-    "vllm": 1779,
-    "vllm.requests": 273,
-    "vllm.observe": 563,
-    "vllm.scheduler": 1211,
+    "agent": 910,
+    "vllm": 1781,
+    "vllm.requests": 277,
+    "vllm.observe": 739,
+    "vllm.scheduler": 1213,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14229
+WHOLE = 14604
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

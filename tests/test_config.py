@@ -30,6 +30,7 @@ DEFAULTS: dict[str, object] = {
     "local_disk": None,
     "max_local_disk_size": 0.0,
     "cache_policy": "LRU",
+    "quotas": None,
     "save_decode_cache": True,
     "state_interval": 0,
     "save_unfull_chunk": True,

@@ -85,6 +85,14 @@ class _Calls(ABC, Generic[Answer]):
         """Samples of the counters over the last hour."""
         return self.send("GET", "/v1/history")
 
+    def trace(self, after: int = 0) -> Answer:
+        """The requests from this number on, under `requests`, by the chunks that they used."""
+        return self.send("GET", f"/v1/trace?after={after}")
+
+    def value(self) -> Answer:
+        """What more or less of each tier would find."""
+        return self.send("GET", "/v1/value")
+
     def announce(self, engine: int) -> Answer:
         """Announce another engine to the first one of its server."""
         return self.send("POST", "/v1/engines", {"engine": engine})

@@ -205,6 +205,16 @@ def application(
         """Samples of the counters over the last hour."""
         return history.snapshot()
 
+    @v1.get("/trace")
+    async def trace(after: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
+        """Which chunks the requests used from this number on, by names of this process alone: see lmkv record."""
+        return dict(await run_in_threadpool(service.trace, after))
+
+    @v1.get("/value")
+    async def value() -> dict[str, Any]:
+        """What more or less of each tier would find, estimated from a sample of this engine's requests."""
+        return dict(await run_in_threadpool(service.value))
+
     @v1.get("/requests")
     async def requests(limit: Annotated[int, Query(ge=1)] = 200) -> dict[str, Any]:
         """Reports of the last requests, 200 at most, newest first: found and missed tokens."""

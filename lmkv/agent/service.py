@@ -98,6 +98,8 @@ class CacheService:
         Receives the keys of deleted chunks.
     longest : int, optional
         Tokens of the longest prompt that the engine takes.
+    trace, value : callable, optional
+        Give the requests since a number, and what more memory would find.
     states : int
         State entries of each boundary between chunks, of a model with recurrent layers.
 
@@ -139,6 +141,8 @@ class CacheService:
         clear_namespace: ClearNamespace | None = None,
         deleted: Deleted = lambda keys: None,
         longest: int | None = None,
+        trace: Callable[[int], Mapping[str, Any]] = lambda after: {"next": 0, "requests": []},
+        value: Callable[[], Mapping[str, Any]] = lambda: {"tiers": []},
         states: int = 0,
     ) -> None:
         self._store = store
@@ -150,6 +154,8 @@ class CacheService:
         self._clear_namespace = clear_namespace
         self._deleted = deleted
         self._longest = longest
+        self.trace = trace
+        self.value = value
         self._boundaries = Boundaries(store, states)
         # Not thread-safe by itself.
         self._lock = threading.Lock()

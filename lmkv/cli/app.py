@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lmkv import __version__
-from lmkv.cli import bench, checkpoint, config, demo, doctor, inspect, server, simulate, top
+from lmkv.cli import bench, checkpoint, config, demo, doctor, inspect, record, server, simulate, top
 
 app = typer.Typer(
     name="lmkv",
@@ -23,6 +23,7 @@ app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("prune")(inspect.prune)
 app.command("clear")(inspect.clear)
+app.command("record")(record.record)
 app.command("simulate")(simulate.simulate)
 app.command("top")(top.top)
 app.command("lookup")(server.lookup)

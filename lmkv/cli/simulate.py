@@ -215,5 +215,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         unbounded = next(row.hit_ratio for row in own if row.policy == UNBOUNDED)
         axes.axhline(unbounded, color="grey", linestyle=":", label=UNBOUNDED)
         axes.set(title=trace, xlabel="capacity, GB", xscale="log", ylabel="share of tokens found", ylim=(0, None))
+        sizes = sorted({row.capacity_bytes / 1e9 for row in own if row.capacity_bytes})
+        axes.set_xticks(sizes, [f"{gigabytes:,.0f}" for gigabytes in sizes])
+        axes.minorticks_off()
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BINS = 24
+_FEW = 50
+"""Sampled requests, below which there is no advice."""
+_NOTHING = 0.0005
 _BESIDE = 8
 """Lines of the terminal for headings and borders."""
 
@@ -32,6 +35,7 @@ def top(
     url: Annotated[str, typer.Argument(help="URL, HOST:PORT or unix:/path; else agent_listen.")] = "",
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds from one look to the next.")] = 2.0,
     token_file: TokenFile = None,
+    advise: Annotated[bool, typer.Option("--advise", help="Say what more memory or disk would save.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One look, as one JSON object.")] = False,
 ) -> None:
     """Watch a running server's tiers and requests until Ctrl+C; print them once if the output is no terminal."""
@@ -40,6 +44,9 @@ def top(
         seen = look(client)
         if as_json:
             typer.echo(json.dumps(seen))
+        elif advise:
+            for sentence in advice(seen["value"]):
+                console.print(sentence)
         elif not console.is_terminal:
             console.print(picture(seen, rows=20))
         else:
@@ -47,7 +54,7 @@ def top(
 
 
 def look(client: Client) -> dict[str, Any]:
-    return {"stats": client.stats(), "history": client.history(), **client.requests()}
+    return {"stats": client.stats(), "history": client.history(), "value": client.value(), **client.requests()}
 
 
 def watch(console: Console, client: Client, seen: dict[str, Any], interval: float) -> None:
@@ -70,7 +77,7 @@ def room(console: Console, seen: dict[str, Any]) -> int:
 
 def picture(seen: dict[str, Any], rows: int) -> Group:
     stats = seen["stats"]
-    parts: list[RenderableType] = [headline(seen), Text(), tiers(stats["tiers"])]
+    parts: list[RenderableType] = [headline(seen), Text(), tiers(stats["tiers"], seen.get("value", {}))]
     if "engines" in stats:
         parts += [Text(), engines(stats["engines"])]
     return Group(*parts, Text(), requests(seen["requests"][:rows], stats["time"]))
@@ -111,14 +118,39 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     return made
 
 
-def tiers(found: list[dict[str, Any]]) -> Table:
-    made = table("tier", "in use", "", "chunks", "served", "evicted", right=("chunks", "served", "evicted"))
+def tiers(found: list[dict[str, Any]], value: dict[str, Any]) -> Table:
+    right = ("chunks", "served", "evicted", "half", "now", "twice")
+    made = table("tier", "in use", "", "chunks", "served", "evicted", *right[3:], right=right)
+    sampled = value.get("tiers", ()) if value.get("sampled_requests") else ()
+    predicted = {tier["name"]: tier["points"] for tier in sampled}
     for tier in found:
         failing = "open" in (tier["breaker"], tier["write_breaker"])
         name = Text(tier["name"].replace("_", " "), "red" if failing else "bold")
         numbers = (f"{tier[each]:,}" for each in ("chunks", "hits", "evictions"))
-        made.add_row(name, bar(tier), in_use(tier), *numbers)
+        ratios = [f"{point['hit_ratio']:.0%}" for point in predicted.get(tier["name"], ())[:3]]
+        made.add_row(name, bar(tier), in_use(tier), *numbers, *ratios)
     return made
+
+
+def advice(value: dict[str, Any]) -> Iterator[str]:
+    """What another size of each tier would save, in sentences."""
+    if value.get("sampled_requests", 0) < _FEW:
+        yield f"Only {value.get('sampled_requests', 0)} requests were sampled yet: ask again later."
+        return
+    for tier in value["tiers"]:
+        half, now, *larger = tier["points"]
+        name = tier["name"].replace("_", " ")
+        for point in larger:
+            more = point["hit_ratio"] - now["hit_ratio"]
+            saved = point["saved_seconds"]
+            hours = "" if saved is None else f": {saved / 3600:.1f} hours of prefill a day"
+            extra = size(point["bytes"] - now["bytes"])
+            yield f"{extra} more of {name} would find {more:.1%} more of all tokens{hours}."
+        lost = now["hit_ratio"] - half["hit_ratio"]
+        if lost < _NOTHING:
+            yield f"Half of {name} would find as much."
+        else:
+            yield f"Half of {name} would find {lost:.1%} less of all tokens."
 
 
 def bar(tier: dict[str, Any]) -> ProgressBar | Text:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
+from attrs import frozen
+
 from lmkv.config.lmcache import BOOLEANS, NOTHING
 from lmkv.config.remote_url import RemoteURL, Secret, schemes
 from lmkv.plugins import is_place
@@ -139,6 +141,34 @@ def urls(value: object) -> tuple[RemoteURL, ...]:
     except ValueError:  # it may quote a part of a password
         raise ValueError("must have a valid host and port; in a password / is %2F, ? is %3F, # is %23") from None
     return tuple(found)
+
+
+@frozen
+class Share:
+    """A tenant's share of a tier, in percent."""
+
+    name: str
+    percent: float
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.percent:g}"
+
+
+def shares(value: object) -> tuple[Share, ...]:
+    """From a mapping of names to percents, or `name=percent` with blanks or commas between."""
+    if is_nothing(value):
+        return ()
+    if isinstance(value, list | tuple) and all(isinstance(each, Share) for each in value):
+        return tuple(value)
+    if isinstance(value, str):
+        value = dict(part.rpartition("=")[::2] for part in re.split(r"[\s,]+", value.strip()) if part)
+    if not isinstance(value, dict) or not all(isinstance(name, str) and name for name in value):
+        raise ValueError("must be name=percent, several with blanks between")
+    percent = number(0, 100)
+    found = tuple(Share(name, percent(str(share).removesuffix("%"))) for name, share in value.items())
+    if sum(share.percent for share in found) > 100:
+        raise ValueError("must be 100 percent together at most")
+    return found
 
 
 def secret(value: object) -> Secret | None:

@@ -21,6 +21,7 @@ from lmkv.config import lmcache
 from lmkv.config.folders import are_nested
 from lmkv.config.parsers import (
     Parse,
+    Share,
     boolean,
     integer,
     number,
@@ -29,6 +30,7 @@ from lmkv.config.parsers import (
     path,
     plugin_name,
     secret,
+    shares,
     text,
     urls,
 )
@@ -133,6 +135,9 @@ class Config:
     max_local_disk_size: float = _option(0.0, number(0), "Capacity of the disk tier", "GiB")
     cache_policy: str = _option(
         "LRU", plugin_name(policy_names), f"Eviction order: {', '.join(POLICIES)}, or package.module:Class of your own"
+    )
+    quotas: tuple[Share, ...] = _option(
+        (), shares, "Percents of each tier that tenants keep: name=40; a name is a cache_salt, or a tag as name:value"
     )
     save_decode_cache: bool = _option(True, boolean, "Store generated tokens' chunks too")
     save_unfull_chunk: bool = _option(True, boolean, "Store and find the tokens after a prompt's last whole chunk, too")

@@ -13,9 +13,11 @@ from lmkv.policies.arc import ARC
 from lmkv.policies.base import PolicyBase
 from lmkv.policies.fifo import FIFO
 from lmkv.policies.lfu import LFU
+from lmkv.policies.like import like
 from lmkv.policies.lru import LRU
 from lmkv.policies.mru import MRU
 from lmkv.policies.queue import QueuePolicy
+from lmkv.policies.quota import Quotas
 from lmkv.policies.s3fifo import S3FIFO
 from lmkv.policies.shadow import Shadow
 from lmkv.policies.sieve import SIEVE
@@ -39,9 +41,11 @@ __all__ = [
     "AdmitNone",
     "PolicyBase",
     "QueuePolicy",
+    "Quotas",
     "SecondTouch",
     "Shadow",
     "WeightedAge",
+    "like",
     "make_admission",
     "make_policy",
     "policy_names",

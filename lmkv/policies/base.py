@@ -69,6 +69,13 @@ class PolicyBase(ABC):
     """Those whose turn came, by their priority. They are not in the order."""
     _evictable_bytes: int = field(init=False, default=0)
     _largest: int = field(init=False, default=0)
+    _notes: bool = field(init=False)
+    """Whether the subclass wants to know of victims."""
+
+    @_notes.default
+    def _wants_victims(self) -> bool:
+        own = type(self)
+        return own.evicted is not PolicyBase.evicted or own.forget is not PolicyBase.forget
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._evictable_bytes:,} evictable bytes, {len(self.held)} keys held>"
@@ -121,20 +128,17 @@ class PolicyBase(ABC):
         sizes = self.sizes
         if key in sizes:
             raise UsageError(f"chunk {key.hex()} is already in the policy")
-        if size < 1:
-            raise UsageError(f"chunk {key.hex()} has the size {size}")
-        sizes[key] = size
         if size > self._largest:
             self._largest = size
+        elif size < 1:
+            raise UsageError(f"chunk {key.hex()} has the size {size}")
+        sizes[key] = size
         if parent:
             self._parents[key] = parent
             children = self._children
-            if parent in children:
-                children[parent] += 1
-                if children[parent] >= BRANCHES:
-                    self._forks.add(parent)
-            else:
-                children[parent] = 1
+            count = children[parent] = children.get(parent, 0) + 1
+            if count >= BRANCHES:
+                self._forks.add(parent)
         self.total_bytes += size
         self._evictable_bytes += size
         self.add(key)
@@ -194,7 +198,7 @@ class PolicyBase(ABC):
         victims: list[ChunkKey] = []
         protected: list[ChunkKey] = []
         found = 0
-        pop = self.pop
+        pop, notes = self.pop, self._notes
         sizes, held, children, passed, kept = self.sizes, self.held, self._children, self.passed, self._kept
         parents, forks, first, evicted = self._parents, self._forks, self._first, self.evicted
         while found < nbytes:
@@ -202,34 +206,32 @@ class PolicyBase(ABC):
             key = self._revive(next(iter(first))) if given_up else pop()
             if key is None:
                 key = self._reluctantly(protect)
-            elif key in children or key in held:
+            elif key in children or (held and key in held):
                 passed[key] = None
                 continue
-            elif key in protect:
+            elif protect and key in protect:
                 protected.append(key)
                 continue
             elif kept and key in kept:
                 self._last.setdefault(kept[key], OrderedDict())[key] = None
                 continue
             victims.append(key)
-            size = sizes[key]
-            found += size
-            if given_up:
-                self.forget(key)
-            else:
-                evicted(key, size)
-            del sizes[key]
+            if notes:
+                # It still knows the size.
+                if given_up:
+                    self.forget(key)
+                else:
+                    evicted(key, sizes[key])
+            found += sizes.pop(key)
             parent = parents.pop(key, None)
             if parent is not None:
-                count = children[parent]
+                count = children.pop(parent)
                 if count > 1:
                     children[parent] = count - 1
-                else:
-                    del children[parent]
-                    if parent in passed and parent not in held:
-                        del passed[parent]
-                        self.put_back(parent)
-            if key in forks:
+                elif passed and parent in passed and parent not in held:
+                    del passed[parent]
+                    self.put_back(parent)
+            if forks:
                 forks.discard(key)
         for key in reversed(protected):
             self.put_back(key)

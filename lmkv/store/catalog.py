@@ -10,7 +10,7 @@ from attrs import define
 
 from lmkv.chunks.hashing import state_keys
 from lmkv.outcomes import Presence
-from lmkv.protocols import ChunkKey
+from lmkv.protocols import ChunkKey, Policy
 from lmkv.store.promoter import Promoter
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.lower import LowerTier, Operation, first_with
@@ -93,6 +93,12 @@ class Catalog:
         """
         with self._lock:
             return self._primary.prefixes.longest(origin, tokens)
+
+    def sizes(self) -> list[tuple[str, int, Policy]]:
+        """Name, capacity in bytes and policy of each tier that has a capacity; host memory comes first."""
+        own = (self._primary.name, self._primary.slab.num_slots * self._primary.slot_bytes, self._primary.policy)
+        lower = [(tier.name, tier.index.capacity, tier.index.policy) for tier in self._tiers]
+        return [own, *((name, nbytes, policy) for name, nbytes, policy in lower if nbytes is not None)]
 
     def tier_of(self, key: ChunkKey) -> str | None:
         """Name of the fastest lower tier that stores the chunk, None when none does."""

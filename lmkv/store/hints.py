@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from attrs import define, field
 from cachetools import LRUCache
 
-from lmkv.protocols import ChunkKey, Clock, Policy, TakesHints
+from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, TakesHints
 from lmkv.store.tiers.locking import locked
 
 _MAX_SESSIONS: Final = 1 << 14
@@ -29,20 +29,24 @@ class Hints:
     >>> policy = LRU()
     >>> for name in (b"a", b"b"):
     ...     policy.insert(name, size=10)
-    >>> hints = Hints(threading.Lock(), [policy], clock=lambda: 0.0)
+    >>> hints = Hints(threading.Lock(), {"cpu": policy}, clock=lambda: 0.0)
     >>> hints.session("worker-7", [b"b"], ended=True)
     >>> policy.evict(5)
     [b'b']
     """
 
     _lock: threading.Lock
-    _policies: Sequence[Policy]
+    _policies: Mapping[str, Policy]
     _clock: Clock
+    _labelled: list[LabelsKeys] = field(init=False)
     _ends: dict[ChunkKey, tuple[float, Sequence[ChunkKey]]] = field(init=False, factory=dict)
     """When the priority of a chain ends, by its last key."""
     _next_end: float = field(init=False, default=math.inf)
     _sessions: LRUCache[str, list[Sequence[ChunkKey]]] = field(init=False, factory=lambda: LRUCache(_MAX_SESSIONS))
     """The branches of each session, by their last chains."""
+
+    def __attrs_post_init__(self) -> None:
+        self._labelled = [policy for policy in self._policies.values() if isinstance(policy, LabelsKeys)]
 
     def give(self, keys: Sequence[ChunkKey], priority: int, seconds: float | None = None) -> None:
         """See `TakesHints.hint`. `seconds`: a priority above 0 lasts so long; None: until another hint."""
@@ -53,7 +57,7 @@ class Hints:
     def _give(self, keys: Sequence[ChunkKey], priority: int, seconds: float | None = None) -> None:
         if not keys:
             return
-        for policy in self._policies:
+        for policy in self._policies.values():
             if isinstance(policy, TakesHints):
                 policy.hint(keys, priority)
         self._ends.pop(keys[-1], None)
@@ -61,6 +65,20 @@ class Hints:
             end = self._clock() + seconds
             self._ends[keys[-1]] = end, keys
             self._next_end = min(self._next_end, end)
+
+    def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
+        """Chunks with these keys belong to the first of these tenants that has a quota."""
+        if not self._labelled or not names:
+            return
+        with self._lock:
+            for policy in self._labelled:
+                policy.label(keys, names)
+
+    def used_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes of each tenant in each tier that has quotas."""
+        with self._lock:
+            tiers = self._policies.items()
+            return {name: dict(policy.used_bytes()) for name, policy in tiers if isinstance(policy, LabelsKeys)}
 
     def session(self, name: str, keys: Sequence[ChunkKey], *, ended: bool = False) -> None:
         """A request of a session has ended. Chunks that it has replaced are given up.

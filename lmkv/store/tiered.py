@@ -119,8 +119,7 @@ class TieredStore:
         """Chunks that can be stored at a time without a write to a lower tier being refused for them."""
         self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
         self._pins = Pins(self._primary, clock)
-        policies = self._primary.policy, *(tier.index.policy for tier in self._tiers)
-        self.hints = Hints(self._lock, policies, clock)
+        self.hints = Hints(self._lock, {tier.name: tier.policy for tier in (primary, *lower)}, clock)
         self._flusher = Flusher(self._lock, self._primary, self._tiers, self._resume)
         flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
         self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)
@@ -186,9 +185,8 @@ class TieredStore:
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note the use of a chain's chunks, head first, in every tier."""
         with self._lock:
-            self._primary.policy.touch(keys)
-            for tier in self._tiers:
-                tier.index.policy.touch(keys)
+            for policy in (self._primary.policy, *(tier.index.policy for tier in self._tiers)):
+                policy.touch(keys)
 
     # -- writing ------------------------------------------------------------------------------------------
 
@@ -292,11 +290,9 @@ class TieredStore:
     def wait_indexed(self, timeout: float | None = None) -> bool:
         """Wait until the persistent tiers are indexed, at most `timeout` seconds; whether they are."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        listed = all(
+        for scanner in self._scanners:
             scanner.listed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            for scanner in self._scanners
-        )
-        return listed and not self._closed
+        return all(scanner.listed.is_set() for scanner in self._scanners) and not self._closed
 
     # -- removing -----------------------------------------------------------------------------------------
 
@@ -349,9 +345,8 @@ class TieredStore:
         with self._lock:
             primary = self._primary
             tiers = (primary.stats(), *(tier.stats() for tier in self._tiers))
-            leased, pinned = primary.referenced, len(self._pins)
-            writing, loading = primary.writing, primary.loading
-        return StoreStats(tiers, leased, pinned, writing, loading, self._pool.pending)
+            counts = primary.referenced, len(self._pins), primary.writing, primary.loading
+        return StoreStats(tiers, *counts, self._pool.pending)
 
     def wait_for_room(self, timeout: float) -> bool:
         """Wait until `max_pending_stores` chunks can be stored without a refusal, at most `timeout` seconds."""

@@ -54,6 +54,8 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         deleted=scheduler.forget_evictions,
         states=model.block_map.states,
         longest=longest,
+        trace=scheduler.observer.recorder.since,
+        value=lambda: scheduler.observer.value.report(scheduler.loading.wait.cost.prefill_speed),
     )
     # Once: its file may be a pipe.
     token = config.token

@@ -68,6 +68,8 @@ METRICS = {
     "lmkv_tier_operation_seconds": _histogram("Time of a chunk's read or write that succeeded.", _SECONDS, *_CALLS),
     "lmkv_tier_used_bytes": _gauge("Bytes in use.", *_TIER),
     "lmkv_tier_capacity_bytes": _gauge("Bytes that may be used; absent without a limit.", *_TIER),
+    "lmkv_tenant_used_bytes": _gauge("Bytes of a tenant that has a quota; of all others, empty.", "tier", "tenant"),
+    "lmkv_predicted_hit_ratio": _gauge("Share of tokens found if the tier had so many times its size.", "tier", "size"),
     "lmkv_tier_chunks": _gauge("Chunks stored.", *_TIER),
     "lmkv_tier_evicted_chunks": _counter("Chunks evicted by the tier's policy.", *_TIER),
     "lmkv_tier_dropped_chunks": _counter("Chunks not written because too many writes waited.", *_TIER),

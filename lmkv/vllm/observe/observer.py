@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from lmkv.protocols import ChunkKey, Clock
@@ -9,7 +10,9 @@ from lmkv.store.tiered import TieredStore
 from lmkv.vllm.observe.events import Event, EventRecorder
 from lmkv.vllm.observe.explain import Explainer
 from lmkv.vllm.observe.recent import RecentRequests
+from lmkv.vllm.observe.recorder import TraceRecorder
 from lmkv.vllm.observe.telemetry import Telemetry
+from lmkv.vllm.observe.value import MemoryValue
 from lmkv.vllm.requests.request import RequestState
 
 
@@ -17,13 +20,17 @@ class SchedulerObserver:
     """Passes each event of the scheduler side to those that want it. Called on the scheduling thread; never waits.
 
     `telemetry` counts for vLLM's `/metrics`, `explainer` finds the reasons of misses, `recent` keeps the reports
-    of the last requests for the agent API. `events` makes KV events; None if vLLM publishes none.
+    of the last requests for the agent API, `recorder` their chunks for `lmkv record`, and `value` estimates what more
+    memory would find. `events` makes KV events; None if vLLM publishes none.
     """
 
     def __init__(self, store: TieredStore, chunk_size: int, clock: Clock, events: EventRecorder | None) -> None:
         self.telemetry = Telemetry(store, clock)
         self.explainer = Explainer(store, chunk_size, clock)
         self.recent = RecentRequests()
+        self.recorder = TraceRecorder(chunk_size, store.slab.slot_bytes, time.time)
+        self.value = MemoryValue(store, chunk_size)
+        self.telemetry.predicted = self.value.report
         self.events = events
 
     def __repr__(self) -> str:
@@ -34,6 +41,13 @@ class SchedulerObserver:
         state.counted = True
         tokens, chunks = (state.sources, state.source_chunks) if found else ({}, {})
         self.telemetry.looked_up(tokens, chunks, state.miss)
+
+    def finished(self, state: RequestState) -> None:
+        """A request has ended: its chunks count as used."""
+        self.recent.finished(state)
+        keys = state.chain.keys
+        self.recorder.finished(state, keys)
+        self.value.finished(keys, getattr(state.request, "num_prompt_tokens", state.request.num_tokens))
 
     def track(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
         """Publish KV events of these chunks, the leading ones of a request, from now on."""

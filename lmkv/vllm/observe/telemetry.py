@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lmkv.protocols import Clock
 from lmkv.store.tiered import TieredStore
@@ -46,6 +47,8 @@ class Telemetry:
         self._samples = Samples()
         self._before: Sequence[TierCounters] = ()
         self._next = float("-inf")
+        self.predicted: Callable[[], Mapping[str, Any]] = lambda: {"tiers": ()}
+        """What other sizes of the tiers would find."""
 
     def take(self) -> Values:
         """Values counted since the last call."""
@@ -114,6 +117,12 @@ class Telemetry:
         self._before = stats.tiers
         for name, operation, seconds in self._store.catalog.drain_latencies():
             self._samples.observe("lmkv_tier_operation_seconds", seconds, name, operation)
+        for name, tenants in self._store.hints.used_bytes().items():
+            for tenant, used in tenants.items():
+                put("lmkv_tenant_used_bytes", used, name, tenant)
+        for each in self.predicted()["tiers"]:
+            for point in each["points"]:
+                put("lmkv_predicted_hit_ratio", point["hit_ratio"], each["name"], f"{point['bytes'] / each['bytes']:g}")
         put("lmkv_leased_chunks", stats.leased)
         put("lmkv_host_states", stats.primary.states)
         put("lmkv_pinned_chunks", stats.pinned)

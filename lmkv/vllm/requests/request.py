@@ -142,6 +142,12 @@ class RequestState:
         self.tail_chunk, self.tail_due = len(self.chain.keys), True
 
     @property
+    def tenants(self) -> list[str]:
+        """What a quota may name: the request's salt, and its tags as `name:value`."""
+        salt = getattr(self.request, "cache_salt", None)
+        return [*([salt] if salt else ()), *(f"{name}:{value}" for name, value in self.options.tags)]
+
+    @property
     def request_id(self) -> str:
         return self.request.request_id
 

@@ -110,6 +110,7 @@ class Scheduler:
         """Hash the request's prompt, once, and promote its chunks before it is scheduled."""
         state = self._state_of(request)
         keys = state.keys_with_tail(request.num_tokens // self._chunk_size)
+        self._store.hints.label(keys, state.tenants)
         other = state.options.prefetch_tokens
         for chain in (keys if state.options.prefetch else (), self._keys(state.root, other) if other else ()):
             if wanted := self.boundaries.wanted(chain):
@@ -149,7 +150,7 @@ class Scheduler:
         state = self._forget(request.request_id)
         if state is None:
             return None
-        self._observer.recent.finished(state)
+        self._observer.finished(state)
         keys = state.keys_with_tail(len(state.chain.keys))
         wanted = self.boundaries.wanted(keys)
         # States are evicted before the chunks that they need.

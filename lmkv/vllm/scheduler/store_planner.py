@@ -70,6 +70,7 @@ class StorePlanner:
         first = state.stored
         if first == complete:
             return
+        self._store.hints.label(keys[first:], state.tenants)
         # Protected: to store the end of a prompt must not evict its beginning, without which it is not found.
         reservation = self._store.reserve(
             keys[first:],

@@ -1,0 +1,176 @@
+"""`Quotas`: a share of a tier for each tenant, which no other tenant's chunks push out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from attrs import define, field
+
+from lmkv.errors import UsageError
+from lmkv.protocols import ChunkKey, Policy, TakesHints
+
+NOBODY = ""
+"""The tenant of chunks that were not labelled. It has no quota: it uses what others leave."""
+
+
+@define(eq=False)
+class Quotas:
+    """A policy that evicts from the tenant that exceeds its quota by the most bytes.
+
+    A tenant may use more than its quota while nobody else wants the room. Chunks of a tenant within its quota are
+    evicted only when no tenant exceeds its own, or all that do are held.
+
+    Parameters
+    ----------
+    make : callable
+        Makes an eviction policy; each tenant has one of its own.
+    shares : mapping
+        Of each tenant, its share of the tier, 0 to 1; together 1 at most.
+
+    Raises
+    ------
+    UsageError
+        A share is negative, or all together exceed 1.
+
+    Notes
+    -----
+    A chunk belongs to the tenant that `label` named for it before it was inserted, or else to that of its parent.
+
+    Examples
+    --------
+    >>> from lmkv.policies import LRU
+    >>> policy = Quotas(LRU, {"alice": 0.5})
+    >>> policy.label([b"a"], ["alice"])
+    >>> for name in (b"a", b"b", b"c"):
+    ...     policy.insert(name, size=10)
+    >>> policy.evict(15), policy.used_bytes()
+    ([b'b', b'c'], {'alice': 10})
+    """
+
+    make: Callable[[], Policy]
+    shares: Mapping[str, float] = field()
+    total_bytes: int = field(init=False, default=0)
+    _policies: dict[str, Policy] = field(init=False, factory=dict)
+    _used: dict[str, int] = field(init=False, factory=dict)
+    _free: dict[str, int] = field(init=False, factory=dict)
+    """Bytes of each tenant's chunks that are not held."""
+    _tenants: dict[ChunkKey, str] = field(init=False, factory=dict)
+    """Of known keys, and of those that were labelled last."""
+    _labelled: dict[ChunkKey, None] = field(init=False, factory=dict)
+    _sizes: dict[ChunkKey, int] = field(init=False, factory=dict)
+    _held: set[ChunkKey] = field(init=False, factory=set)
+
+    @shares.validator
+    def _check(self, _: object, shares: Mapping[str, float]) -> None:
+        if any(share < 0 for share in shares.values()) or sum(shares.values()) > 1 + 1e-9:
+            raise UsageError(f"quotas must be 0 or more, and 100 % together at most, not {dict(shares)}")
+
+    def __repr__(self) -> str:
+        return f"<Quotas: {len(self._sizes)} keys of {len(self._policies)} tenants>"
+
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes of each tenant that has any."""
+        return {tenant: used for tenant, used in self._used.items() if used}
+
+    def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
+        """Chunks with these keys, once they are inserted, belong to the first of these tenants that has a quota.
+
+        Known keys keep theirs.
+        """
+        tenant = next((name for name in names if name in self.shares), NOBODY)
+        for key in keys:
+            if key not in self._sizes:
+                self._tenants[key] = tenant
+                self._labelled.pop(key, None)
+                self._labelled[key] = None
+        while len(self._labelled) > _MAX_LABELLED:
+            oldest = next(iter(self._labelled))
+            del self._labelled[oldest], self._tenants[oldest]
+
+    def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
+        tenant = self._tenants.get(key)
+        if tenant is None:
+            tenant = self._tenants.get(parent, NOBODY)
+        self._of(tenant).insert(key, size, parent)
+        self._labelled.pop(key, None)
+        self._tenants[key] = tenant
+        self._sizes[key] = size
+        self.total_bytes += size
+        self._used[tenant] = self._used.get(tenant, 0) + size
+        self._free[tenant] = self._free.get(tenant, 0) + size
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """A chain may begin with chunks of another tenant, if a tag decides and not the salt."""
+        for tenant in {self._tenants[key] for key in keys if key in self._sizes}:
+            self._policies[tenant].touch(keys)
+
+    def discard(self, key: ChunkKey) -> None:
+        if key in self._sizes:
+            self._policies[self._tenants[key]].discard(key)
+            self._forget(key)
+
+    def hold(self, key: ChunkKey) -> None:
+        self._of(self._tenants.get(key, NOBODY)).hold(key)
+        if key not in self._held:
+            self._held.add(key)
+            self._free[self._tenants[key]] -= self._sizes[key]
+
+    def release(self, key: ChunkKey) -> None:
+        self._of(self._tenants.get(key, NOBODY)).release(key)
+        if key in self._held:
+            self._held.discard(key)
+            self._free[self._tenants[key]] += self._sizes[key]
+
+    def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
+        for tenant in {self._tenants[key] for key in keys if key in self._sizes}:
+            policy = self._policies[tenant]
+            if isinstance(policy, TakesHints):
+                policy.hint(keys, priority)
+
+    def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
+        """Victims of `nbytes` together, first of those that exceed their quota; None, and no change, if too few."""
+        spared: dict[str, int] = {}
+        for key in protect:
+            if key in self._sizes and key not in self._held:
+                tenant = self._tenants[key]
+                spared[tenant] = spared.get(tenant, 0) + self._sizes[key]
+        free = {tenant: bytes_ - spared.get(tenant, 0) for tenant, bytes_ in self._free.items()}
+        if sum(free.values()) < nbytes:
+            return None
+        capacity = self.total_bytes
+        over = {tenant: self._used[tenant] - self.shares.get(tenant, 0.0) * capacity for tenant in free}
+        victims: list[ChunkKey] = []
+        found = 0
+        while found < nbytes:
+            able = [tenant for tenant in free if free[tenant] > 0]
+            tenant = max(able, key=over.__getitem__)
+            # No more of it than brings it to its quota, or to the next one that exceeds its own as much.
+            others = sorted((over[other] for other in able if other != tenant), reverse=True)
+            until = max(others[0], 0.0) if others and others[0] < over[tenant] else over[tenant]
+            wanted = min(nbytes - found, free[tenant], max(1, int(over[tenant] - until) or nbytes - found))
+            evicted = self._policies[tenant].evict(wanted, protect)
+            assert evicted
+            freed = sum(self._sizes[key] for key in evicted)
+            for key in evicted:
+                self._forget(key)
+            victims += evicted
+            found, free[tenant], over[tenant] = found + freed, free[tenant] - freed, over[tenant] - freed
+        return victims
+
+    def _of(self, tenant: str) -> Policy:
+        policy = self._policies.get(tenant)
+        if policy is None:
+            policy = self._policies[tenant] = self.make()
+        return policy
+
+    def _forget(self, key: ChunkKey) -> None:
+        tenant, size = self._tenants.pop(key), self._sizes.pop(key)
+        self.total_bytes -= size
+        self._used[tenant] -= size
+        if key in self._held:
+            self._held.discard(key)
+        else:
+            self._free[tenant] -= size
+
+
+_MAX_LABELLED = 1 << 16

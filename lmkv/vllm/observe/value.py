@@ -1,0 +1,136 @@
+"""`MemoryValue`: what more or less of each tier would find, by shadows of the tiers that a sample of requests feeds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from attrs import define, field
+from cachetools import LRUCache
+
+from lmkv.policies import Shadow, like
+from lmkv.policies.base import BRANCHES
+from lmkv.protocols import ChunkKey, Clock
+from lmkv.store.tiered import TieredStore
+
+SIZES: Final = (0.5, 1.0, 2.0, 4.0)
+"""Sizes of each tier that are tried, as multiples of what it has."""
+_NOW: Final = SIZES.index(1.0)
+_SAMPLED_CHUNKS: Final = 1024
+_MAX_SHARE: Final = 0.001
+"""Share of the wall time that may be spent here; where more is, fewer requests are sampled."""
+_FEWEST_CHUNKS: Final = 512
+"""A shadow of fewer chunks says nothing."""
+_SETTLE_SECONDS: Final = 5.0
+_KEPT: Final = 0.999
+"""A sampled request counts so much less with each one after it."""
+_DEPTH: Final = 16
+"""Chunks from the head on, among which conversations part."""
+_DAY: Final = 86_400
+
+
+@define(eq=False)
+class _Tier:
+    name: str
+    nbytes: int
+    shadows: list[Shadow]
+    found: list[float] = field(factory=lambda: [0.0] * len(SIZES))
+    """Tokens that would have been found with each size of this tier, all others being as they are."""
+
+
+class MemoryValue:
+    """Feeds shadows of the tiers on the scheduling thread; `report` is for any thread. Never waits.
+
+    Whole subtrees of prompts are sampled, from where conversations part: chunks that are found together are in the
+    sample together.
+    """
+
+    def __init__(self, store: TieredStore, chunk_tokens: int, clock: Clock = time.perf_counter) -> None:
+        self._store = store
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._children: LRUCache[ChunkKey, int] = LRUCache(1 << 16)
+        self._known: LRUCache[ChunkKey, None] = LRUCache(1 << 16)
+        self._started = clock()
+        self._spent = self._tokens = 0.0
+        self._begin(min(1.0, _SAMPLED_CHUNKS / max(1, store.slab.num_slots)))
+
+    def _begin(self, rate: float) -> None:
+        self._rate, self._sampled_tokens, self._sampled = rate, 0.0, 0
+        self._tiers = [
+            _Tier(name, nbytes, [Shadow(like(policy), rate * nbytes * size) for size in SIZES])
+            for name, nbytes, policy in self._store.catalog.sizes()
+        ]
+
+    def finished(self, keys: Sequence[ChunkKey], tokens: int) -> None:
+        """A request with a prompt of so many tokens has ended that used these whole chunks, head first."""
+        if not keys:
+            return
+        started = self._clock()
+        self._tokens += tokens
+        own = self._part(keys)
+        if int.from_bytes(keys[own][:4]) < self._rate * (1 << 32):
+            with self._lock:
+                self._try(keys, own, tokens)
+        now = self._clock()
+        self._spent += now - started
+        too_long = now - self._started > _SETTLE_SECONDS and self._spent > _MAX_SHARE * (now - self._started)
+        if too_long and self._rate * self._store.slab.num_slots > _FEWEST_CHUNKS:
+            with self._lock:
+                self._begin(self._rate / 2)
+            self._spent, self._started, self._tokens = 0.0, now, 0.0
+
+    def _part(self, keys: Sequence[ChunkKey]) -> int:
+        """Number of the first chunk that not many conversations share."""
+        parent = None
+        for key in keys[:_DEPTH]:
+            if key not in self._known:
+                self._known[key] = None
+                if parent is not None:
+                    self._children[parent] = self._children.get(parent, 0) + 1
+            parent = key
+        own = 0
+        while own < len(keys) - 1 and self._children.get(keys[own], 0) >= BRANCHES:
+            own += 1
+        return own
+
+    def _try(self, keys: Sequence[ChunkKey], own: int, tokens: int) -> None:
+        # Chunks that many share are in every tier of any size, and would fill a sampled one.
+        sampled = keys[own:] if self._rate < 1 else keys
+        shared = len(keys) - len(sampled)
+        size = self._store.slab.slot_bytes
+        hits = [[shadow.request(sampled, size) for shadow in tier.shadows] for tier in self._tiers]
+        self._sampled_tokens = self._sampled_tokens * _KEPT + tokens
+        self._sampled += 1
+        for place, tier in enumerate(self._tiers):
+            beside = max((each[_NOW] for number, each in enumerate(hits) if number != place), default=0)
+            for number, hit in enumerate(hits[place]):
+                found = min((shared + max(hit, beside)) * self._chunk_tokens, tokens)
+                tier.found[number] = tier.found[number] * _KEPT + found
+
+    def report(self, prefill_speed: float = 0.0) -> dict[str, Any]:
+        """For each tier, what each size would find. `prefill_speed`: measured, tokens a second; 0: not known.
+
+        `saved_seconds`: of prefill, a day, beside the present size.
+        """
+        with self._lock:
+            a_day = self._tokens / max(self._clock() - self._started, 1e-9) * _DAY
+            whole = self._sampled_tokens
+            tiers = []
+            for tier in self._tiers:
+                ratios = [found / whole if whole else 0.0 for found in tier.found]
+                points = [
+                    {
+                        "bytes": int(size * tier.nbytes),
+                        "hit_ratio": round(ratio, 5),
+                        "saved_seconds": round((ratio - ratios[_NOW]) * a_day / prefill_speed, 1)
+                        if prefill_speed
+                        else None,
+                    }
+                    for size, ratio in zip(SIZES, ratios, strict=True)
+                ]
+                tiers.append({"name": tier.name, "bytes": tier.nbytes, "points": points})
+            return {"sampled_requests": self._sampled, "sampled_share": self._rate, "tiers": tiers}
