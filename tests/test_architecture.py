@@ -71,12 +71,12 @@ BUDGET = {
     "protocols": 100,
     "chunks": 541,
     "plugins": 33,
-    "policies": 1017,
+    "policies": 1011,
     "simulation": 357,
     "config": 697,
     "memory": 1115,
     "store.tiers": 1250,
-    "store": 1171,
+    "store": 1168,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
@@ -85,14 +85,14 @@ BUDGET = {
     "registry": 24,
     "": 60,
     "agent": 910,
-    "vllm": 1767,
+    "vllm": 1781,
     "vllm.requests": 277,
-    "vllm.observe": 737,
-    "vllm.scheduler": 1202,
+    "vllm.observe": 739,
+    "vllm.scheduler": 1213,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14586
+WHOLE = 14604
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

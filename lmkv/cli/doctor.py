@@ -207,20 +207,28 @@ def examine_model(size: KVSize) -> Iterator[Finding]:
     yield Finding(
         "model", "10,000 tokens", f"{size.token_bytes / 1e5:.2f} GB", note=gibibytes(10_000 * size.token_bytes)
     )
+    if size.states is not None:
+        kept = size.states
+        yield Finding(
+            "model", "one state", f"{kept.nbytes:,} bytes", note=f"{kept.layers} layers of {kept.kind}, at a boundary"
+        )
+        block = size.chunk_tokens(0)
+        yield Finding("model", "a chunk", f"about {block:,} tokens", note="vLLM's block, which holds a layer's state")
     in_gib = f"{size.tokens_in(GIB):,} tokens in one GiB"
     yield Finding("model", "one GB", f"{size.tokens_in(10**9):,} tokens", note=in_gib)
 
 
 def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
     """How many tokens each configured tier holds."""
-    chunk, slot = config.chunk_size, size.slot_bytes(config.chunk_size)
+    chunk, slot = size.chunk_tokens(config.chunk_size), size.slot_bytes(config.chunk_size)
     try:
         chunks = clamp_capacity(config.max_local_cpu_bytes, slot) // slot
     except ConfigError as error:
         yield Finding("model", "in host memory", "none", problem=str(error))
     else:
         passing = "" if config.local_cpu else "; they only pass through it, as local_cpu is off"
-        note = f"{chunks:,} chunks of {chunk}{passing}"
+        states = "" if size.states is None else ", states among them"
+        note = f"{chunks:,} chunks of {chunk}{passing}{states}"
         yield Finding("model", "in host memory", f"{chunks * chunk:,} tokens", note=note)
     if config.local_disk:
         chunks = config.max_local_disk_bytes // size.file_bytes(chunk)

@@ -12,6 +12,7 @@ from attrs import frozen
 
 from lmkv.chunks import codec
 from lmkv.chunks.layout import align_up
+from lmkv.cli.states import StateSize, layer_kinds, state_size
 
 Settings = Mapping[str, Any]
 
@@ -51,13 +52,17 @@ class Layer:
 
 @frozen
 class KVSize:
-    """The KV of one token. `rank_bytes`: in the KV space of each rank; `parts`: ranks that store theirs."""
+    """The KV of one token. `rank_bytes`: in the KV space of each rank; `parts`: ranks that store theirs.
+
+    `states`: of recurrent layers.
+    """
 
     attention: str
     layers: int
     dtype: KVDtype
     rank_bytes: int
     parts: int
+    states: StateSize | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -67,14 +72,20 @@ class KVSize:
     def tokens_in(self, nbytes: int) -> int:
         return nbytes // self.token_bytes
 
+    def chunk_tokens(self, chunk_size: int) -> int:
+        """Tokens of a chunk: with recurrent layers those of vLLM's block, whatever was asked for."""
+        if self.states is None:
+            return chunk_size
+        return self.states.block_tokens(max(1, self.token_bytes // self.layers))
+
     def slot_bytes(self, chunk_size: int) -> int:
         """Host memory of one chunk."""
-        return align_up(chunk_size * self.token_bytes)
+        return align_up(self.chunk_tokens(chunk_size) * self.token_bytes)
 
     def file_bytes(self, chunk_size: int) -> int:
         """A chunk's file: header and payload."""
         payload = self.slot_bytes(chunk_size)
-        return codec.header_bytes(payload, codec.DEFAULT_SEGMENT_BYTES, chunk_size) + payload
+        return codec.header_bytes(payload, codec.DEFAULT_SEGMENT_BYTES, self.chunk_tokens(chunk_size)) + payload
 
 
 def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSize:
@@ -93,6 +104,7 @@ def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSiz
             rank_bytes=sum(layer.on_a_rank(ranks) for layer in layers) * BYTES[kept],
             # Every rank has the same latent, so lmkv stores one copy.
             parts=1 if latent else ranks,
+            states=state_size(text, BYTES[_loaded_as(given) if dtype is not KVDtype.FLOAT32 else dtype]),
         )
     except (KeyError, IndexError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"{model} does not describe a transformer that generates text: {error!r}") from None
@@ -110,6 +122,10 @@ def _read(file: Path) -> Settings:
 
 def _layers(text: Settings) -> Iterator[Layer]:
     """The layers that keep KV of their own."""
+    mixed = layer_kinds(text) if state_size(text, 1) is not None else None
+    if mixed is not None:
+        yield from (_layer(text, kind) for kind in mixed if kind in KINDS)
+        return
     count = text["num_hidden_layers"] - (text.get("num_kv_shared_layers") or 0)
     kinds = text.get("layer_types") or ["full_attention"] * count
     names = {name for name, value in text.items() if name.startswith(NOT_CACHED) and value}
@@ -125,7 +141,12 @@ def _layer(text: Settings, kind: str) -> Layer:
         return Layer(1, text["kv_lora_rank"] + text["qk_rope_head_dim"])
     heads = text.get("num_key_value_heads") or text["num_attention_heads"]
     wide = text.get("global_head_dim") if kind == "full_attention" else None
-    width = wide or text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    width = (
+        wide
+        or text.get("head_dim")
+        or text.get("attention_head_dim")
+        or text["hidden_size"] // text["num_attention_heads"]
+    )
     return Layer(heads, 2 * width)
 
 

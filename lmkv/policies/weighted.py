@@ -34,9 +34,8 @@ class WeightedAge(PolicyBase):
     ...     policy.insert(name, size=10)
     ...     policy.touch([name])
     >>> policy.touch([b"a"])
-    >>> policy.touch([b"b", b"c"])
     >>> policy.evict(15)
-    [b'c', b'b']
+    [b'b', b'c']
     """
 
     weight: float = field(default=2.0)

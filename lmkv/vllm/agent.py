@@ -14,6 +14,7 @@ from lmkv.errors import BackendError, ConfigError, UsageError
 from lmkv.vllm import compat
 from lmkv.vllm.model import ServedModel
 from lmkv.vllm.scheduler.scheduler import Scheduler
+from lmkv.vllm.tokenizer import tokenizer
 
 if TYPE_CHECKING:
     from lmkv.agent.http import AgentServer
@@ -45,7 +46,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
     service = CacheService(
         scheduler.store,
         scheduler.keys_of,
-        compat.tokenizer(vllm_config),
+        tokenizer(vllm_config),
         chunk_size=model.block_map.chunk_size,
         pin_ttl=config.pin_ttl,
         requests=scheduler.observer.recent.snapshot,

@@ -37,7 +37,10 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
             "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; set it to 'recompute'",
             transfer.kv_load_failure_policy,
         )
-    if model.block_map.chunk_size != config.chunk_size:
+    if model.block_map.states:
+        size = model.block_map.chunk_size
+        logger.info("lmkv: with recurrent layers a chunk is vLLM's block of %d tokens, whatever chunk_size says", size)
+    elif model.block_map.chunk_size != config.chunk_size:
         logger.warning(
             "lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d",
             config.chunk_size,
@@ -57,16 +60,15 @@ def make_scheduler(
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
         save_decode=config.save_decode_cache,
-        # A tail's KV would depend on the token after it, and a recurrent layer has no state within a block.
-        save_unfull_chunk=config.save_unfull_chunk
-        and not (compat.drafts_from_hidden_states(vllm_config) or model.block_map.states),
+        # A recurrent layer has no state within a block.
+        save_unfull_chunk=config.save_unfull_chunk and not model.block_map.states,
         whole_blocks=_is_layerwise(vllm_config, config) and model.block_map.one_full_table,
         min_retrieve_tokens=config.min_retrieve_tokens,
         load_or_recompute=config.load_or_recompute,
         load_mode=_load_mode(vllm_config, config),
         concurrent_copies=has_device,
         prefetch_deadline=config.prefetch_deadline,
-        tail_depends_on_next=compat.drafts_from_hidden_states(vllm_config),
+        lookahead=compat.draft_lookahead(vllm_config),
         state_interval=config.state_interval,
         pin_ttl=config.pin_ttl,
     )

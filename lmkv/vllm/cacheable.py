@@ -76,15 +76,17 @@ def is_state(spec: Any) -> bool:
     return type(spec).__name__ == "MambaSpec"
 
 
-def check_states(vllm_config: Any, recurrent: Sequence[bool]) -> None:
+def check_states(vllm_config: Any, recurrent: Sequence[bool], *, scratch: bool) -> None:
     """Raise ValueError, with the reason, if states of recurrent layers cannot be stored and restored.
 
-    `recurrent`: for each KV cache group whether it has such layers.
+    `recurrent`: for each KV cache group with prefixes whether it has such layers. `scratch`: there are other groups.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
     if not any(recurrent):
         return
+    if scratch:
+        raise ValueError("vLLM computes the last tokens of a hit again, and a recurrent layer's state cannot go back")
     if all(recurrent):
         raise ValueError("all its layers are recurrent, not supported yet")
     mode = getattr(vllm_config.cache_config, "mamba_cache_mode", "none")

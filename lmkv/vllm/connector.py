@@ -246,7 +246,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._plan_stores(self._scheduler, scheduler_output)
         except Exception:
-            logger.exception("lmkv: this step's stores could not be planned")
+            logger.exception("lmkv: this step could not be planned; loads between steps are given up")
+            # vLLM keeps a request that loads until the load is reported as ended.
+            self._scheduler.loading.jobs.give_up()
         # Also after an error: vLLM counts on the loads that were promised.
         plan = self._scheduler.take_plan()
         if not (scheduler_output.total_num_scheduled_tokens or plan.loads):

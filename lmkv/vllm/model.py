@@ -90,7 +90,8 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
     if not groups:
         raise ValueError("it has no KV cache")
     recurrent = any(group.recurrent for group in groups)
-    check_states(vllm_config, [group.recurrent for group in groups])
+    scratch = len(groups) < len(kv_cache_config.kv_cache_groups)
+    check_states(vllm_config, [group.recurrent for group in groups], scratch=scratch)
     # vLLM may shorten a hit to whole blocks of all tables.
     blocks = math.lcm(*block_sizes(kv_cache_config, context))
     # With recurrent layers a hit ends where there is a state, which is between blocks.
@@ -111,7 +112,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
         Group(group.block_size, group.window, group.number, state) for group, state in zip(groups, states, strict=True)
     )
     return ServedModel(
-        block_map=BlockMap(size, tables, scratch=len(groups) < len(kv_cache_config.kv_cache_groups)),
+        block_map=BlockMap(size, tables, scratch=scratch),
         layout=KVLayout(size, ranks.widest_stage(pages, stage), ranks.shards),
         layers=tuple(name for name, _ in layers),
         fused=fused,

@@ -123,6 +123,32 @@ def test_what_has_no_such_size_is_refused(config: dict[str, Any], reason: str, f
         kv_size(model(folder, config))
 
 
+QWEN3_NEXT_80B = {
+    "num_hidden_layers": 48,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "dtype": "bfloat16",
+}
+
+
+def test_a_recurrent_layers_state(folder: Path) -> None:
+    size = kv_size(model(folder, QWEN3_NEXT_80B))
+    assert size.states is not None
+    assert (size.layers, size.token_bytes) == (12, 12 * 2 * 2 * 256 * 2)
+    # Of a layer: 32 heads of 128 x 128 in float32, and the last three inputs of a convolution over 8,192 values.
+    assert size.states.nbytes == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) == 77_266_944
+    assert size.chunk_tokens(256) == 1056
+    assert size.slot_bytes(256) == 1056 * size.token_bytes
+
+
 def test_heads_that_cannot_be_split(folder: Path) -> None:
     with pytest.raises(ValueError, match="8 KV heads cannot be split over 3 ranks"):
         kv_size(model(folder, QWEN3_8B), ranks=3)

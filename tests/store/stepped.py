@@ -101,6 +101,10 @@ class SteppedPool:
         self._running: list[_Running] = []
         self._closed = False
 
+    @staticmethod
+    def runs_here() -> bool:
+        return False
+
     def submit(self, jobs: Sequence[Job]) -> list[Job]:
         return [job for job in jobs if not self._queue(job)]
 

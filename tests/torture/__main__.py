@@ -2,10 +2,11 @@
 
     python -m tests.torture --minutes 10 --seed 1
     python -m tests.torture --requests 10000 --json
+    python -m tests.torture --runner v2 --variants drafts
 
 Small models in float32, random conversations over shared beginnings, salts, aborts at any step, chunked
-prefill, too few KV blocks, a tiny host memory over a small disk, and five in a hundred copies, reads and writes
-failing, beside damaged files and a disk that is away now and then.
+prefill, drafts of every kind, too few KV blocks, a tiny host memory over a small disk, and five in a hundred
+copies, reads and writes failing, beside damaged files and a disk that is away now and then.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from tests.torture.run import Run
 from tests.torture.watchdog import Watchdog
+from tests.vllm import triton_cpu
 
 
 def arguments() -> argparse.Namespace:
@@ -30,6 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=None, help="end after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", default="", help="only engines whose names contain this")
+    parser.add_argument("--runner", choices=("v1", "v2"), default="v1", help="vLLM's model runner")
     parser.add_argument("--json", action="store_true", help="end with the counts as JSON")
     return parser.parse_args()
 
@@ -37,6 +40,9 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     minutes = options.minutes or (10.0 if options.requests is None else float("inf"))
+    if options.runner == "v2":
+        os.environ[triton_cpu.SWITCH] = "1"
+        triton_cpu.install()
     deadline = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="lmkv-torture-") as folder:
         run = Run(Path(folder), random.Random(options.seed), options.seed, options.variants)

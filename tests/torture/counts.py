@@ -13,7 +13,8 @@ MUST_NOT_HAPPEN = ("differences", "leaks", "hangs")
 class Counts:
     """`problems` says in words what `differences`, `leaks` and `hangs` count.
 
-    `aborted_loads`: of those that were `aborted`, while a load between steps filled their blocks.
+    `aborted_loads`: of those that were `aborted`, while a load between steps filled their blocks. `drafting`: an
+    engine with drafts was among them.
     """
 
     requests: int = 0
@@ -29,6 +30,8 @@ class Counts:
     resets: int = 0
     engines: int = 0
     steps: int = 0
+    accepted_drafts: int = 0
+    drafting: bool = False
     problems: list[str] = field(factory=list)
 
     def differ(self, what: str) -> None:
@@ -44,10 +47,11 @@ class Counts:
         self.problems.append(f"hang: {what}")
 
     def as_dict(self) -> dict[str, int]:
-        return attrs.asdict(self, filter=attrs.filters.exclude("problems"))
+        return attrs.asdict(self, filter=attrs.filters.exclude("problems", "drafting"))
 
     def verdict(self) -> list[str]:
         """Why the run failed; empty when it did not. Who tested nothing has failed, too."""
         counted = self.as_dict()
         wrong = [f"{counted[name]} {name}" for name in MUST_NOT_HAPPEN if counted[name]]
-        return wrong + [f"no {name}: nothing was tested" for name in MUST_HAPPEN if not counted[name]]
+        must_happen = (*MUST_HAPPEN, "accepted_drafts") if self.drafting else MUST_HAPPEN
+        return wrong + [f"no {name}: nothing was tested" for name in must_happen if not counted[name]]

@@ -225,7 +225,7 @@ class Drive:
         for name in ("leased", "pinned", "writing", "loading", "pending_io"):
             if getattr(stats, name):
                 self.counts.leak(f"{getattr(stats, name)} chunks {name}")
-        slots = store.slab.num_slots - store.slab.free_slots - stats.primary.chunks
+        slots = store.slab.num_slots - store.slab.free_slots - stats.primary.chunks - stats.primary.states
         if slots:
             self.counts.leak(f"{slots} slots are neither free nor in use")
         blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.torture.conversations import Turn, converse
 from tests.torture.counts import Counts
 from tests.torture.drive import PATIENCE, Drive
-from tests.torture.engines import VARIANTS, Variant, reference, slot_bytes, tortured, write_models
+from tests.torture.engines import VARIANTS, Model, Variant, reference, slot_bytes, tortured, write_models
 from tests.torture.sabotage import Saboteur
 from tests.vllm.harness import ENVIRONMENT
 
@@ -31,11 +31,9 @@ class Run:
         self._folder = folder
         self._rng = rng
         self._seed = seed
-        self._variants = {
-            name: variant for name, variant in VARIANTS.items() if only in name and (only or not variant.alone)
-        }
+        self._variants = {name: variant for name, variant in VARIANTS.items() if only in name}
         self._turns: dict[str, list[Turn]] = {}
-        self._slot_bytes: dict[str, int] = {}
+        self._slot_bytes: dict[Path, int] = {}
         self._started = self._reported = time.monotonic()
         self._faults = 0
 
@@ -52,20 +50,20 @@ class Run:
             if left <= 0 or time.monotonic() > deadline:
                 return
             variant = self._variants[name]
-            self._prepare(variant, models)
+            model = models[variant.model]
+            self._prepare(model)
             alive()
-            self._live(name, variant, models[variant.model], left, alive)
+            self._live(name, variant, model, left, alive)
             alive()
-            if variant.alone:
-                return
 
-    def _prepare(self, variant: Variant, models: dict[str, Path]) -> None:
-        if variant.model not in self._turns:
-            with reference(variant, models[variant.model]) as plain:
-                self._turns[variant.model] = converse(plain, self._rng, _CONVERSATIONS)
-                self._slot_bytes[variant.model] = slot_bytes(plain)
+    def _prepare(self, model: Model) -> None:
+        if model.target not in self._turns:
+            with reference(model) as plain:
+                self._turns[model.target] = converse(plain, self._rng, _CONVERSATIONS)
+        if model.path not in self._slot_bytes:
+            self._slot_bytes[model.path] = slot_bytes(model)
 
-    def _live(self, name: str, variant: Variant, model: Path, requests: int, alive: Callable[[], None]) -> None:
+    def _live(self, name: str, variant: Variant, model: Model, requests: int, alive: Callable[[], None]) -> None:
         threads = set(threading.enumerate())
         disk = self._folder / "disk" / name
         saboteur = Saboteur(disk, self._rng)
@@ -76,9 +74,12 @@ class Run:
             self.counts.faults = before + saboteur.faults
             self._report(name)
 
-        capacity = variant.disk * self._slot_bytes[variant.model]
-        with saboteur.at_work(), tortured(variant, model, disk, self._slot_bytes[variant.model]) as running:
-            Drive(running, self._turns[variant.model], self._rng, self.counts, saboteur, stepped).run(requests)
+        capacity = variant.disk * self._slot_bytes[model.path]
+        with saboteur.at_work(), tortured(variant, model, disk, self._slot_bytes[model.path]) as running:
+            Drive(running, self._turns[model.target], self._rng, self.counts, saboteur, stepped).run(requests)
+            if model.drafts is not None:
+                self.counts.drafting = True
+                self.counts.accepted_drafts += running.accepted_drafts
         self.counts.engines += 1
         self._report(name, now=True)
         for thread in set(threading.enumerate()) - threads:

@@ -38,8 +38,8 @@ class Family:
 
     `groups`: block tables that vLLM gives it. `blocks`: KV blocks that three to four requests of 1,500 tokens
     fill. `own`: layers with KV of their own. `unit`: tokens of a chunk of a model with recurrent layers, with whose
-    end a hit ends; 0 for others. `batches`: how far log-probabilities may be apart when a batch is another one; 0: vLLM
-    answers otherwise in another batch. `vllm`: what vLLM wants to run it.
+    end a hit ends; 0 for others. `noise`, `batches`: how far vLLM's own log-probabilities are apart where it computes a
+    prompt in other steps, or in another batch. `vllm`: what vLLM wants to run it.
     """
 
     make: Callable[[], Any]
@@ -48,6 +48,7 @@ class Family:
     blocks: int = 60
     own: int = 4
     unit: int = 0
+    noise: float = 1e-3
     batches: float = 1e-3
     vllm: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -136,10 +137,10 @@ def deepseek_v2(**changes: Any) -> Any:
     return DeepseekV2ForCausalLM(DeepseekV2Config(**{**_latent(), **changes}))
 
 
-def deepseek_v3() -> Any:
+def deepseek_v3(**changes: Any) -> Any:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**_latent()))
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**_latent(), **changes}))
 
 
 def _latent() -> dict[str, Any]:
@@ -218,6 +219,29 @@ def granite_4(**changes: Any) -> Any:
             shared_intermediate_size=256,
             position_embedding_type="rope",
             attention_multiplier=0.17,
+        )
+    )
+
+
+def zamba2() -> Any:
+    """Layers of Mamba-2, and one with attention as well."""
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    mixer = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 1, "n_mamba_heads": 8}
+    attention = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_head_dim": 64, "use_mem_rope": True}
+    return Zamba2ForCausalLM(
+        Zamba2Config(
+            vocab_size=VOCAB,
+            max_position_embeddings=MAX_POSITION,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            layers_block_type=["mamba", "mamba", "hybrid", "mamba"],
+            **mixer,
+            **attention,
+            chunk_size=32,
+            num_mem_blocks=1,
+            adapter_rank=8,
         )
     )
 
@@ -313,6 +337,9 @@ RECURRENT = {
     "Mamba-2, Nemotron-H": Family(nemotron_h, groups=3, blocks=60, own=3, unit=64, vllm=mamba_cpu.exported),
     "Mamba-2 in each layer, Falcon-H1": Family(falcon_h1, groups=2, blocks=90, own=8, unit=32, vllm=mamba_cpu.split),
     "Mamba-2, Granite-4": Family(granite_4, groups=4, blocks=70, own=4, unit=64, vllm=mamba_cpu.split),
+    "Mamba-2, several groups in an entry, Zamba2": Family(
+        zamba2, groups=5, blocks=125, own=5, unit=32, vllm=mamba_cpu.split
+    ),
     "gated delta net, Qwen3-Next": Family(
         qwen3_next,
         {"dtype": "bfloat16", "max_num_batched_tokens": 1200},
@@ -322,7 +349,7 @@ RECURRENT = {
         unit=544,
         batches=0.1,
     ),
-    "short convolution, LFM2": Family(lfm2, groups=4, blocks=120, own=4, unit=32, batches=0.0),
+    "short convolution, LFM2": Family(lfm2, groups=4, blocks=120, own=4, unit=32, noise=0.05, batches=0.1),
 }
 """Models with layers that keep a state instead of KV for each token."""
 

@@ -18,6 +18,7 @@ import pytest
 from lmkv.protocols import Clock
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.compat import vllm_version
+from tests.kit import LIMIT
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -50,6 +51,7 @@ def engine(
     `clock`: all that lmkv's scheduler side knows of time. One that stands still lets nothing be late or slow.
     """
     os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    replace_kernels_once()
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -82,6 +84,18 @@ def engine(
                 llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
+
+
+@functools.cache
+def replace_kernels_once() -> None:
+    """vLLM looks through all modules for kernels that its CPU build replaces, with each engine, and dies of llvmlite's.
+
+    That was imported by an engine with n-grams: the next one did not start. The first engine replaces all of them.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
 
 
 @functools.cache
@@ -213,8 +227,15 @@ class Engine:
 
         return get_kv_transfer_group()._worker
 
+    @property
+    def accepted_drafts(self) -> int:
+        """Since the engine's start, as vLLM counts them; `disable_log_stats` must be False."""
+        name = "vllm:spec_decode_num_accepted_tokens"
+        return int(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
+
     def assert_nothing_leaked(self) -> None:
         """No lease, reservation or job is left once no request is running."""
+        assert self.store.drain(LIMIT), "copies to lower tiers end"
         stats = self.store.stats()
         assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
         assert not self.connector._scheduler.busy

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kit import LIMIT, eventually
 from tests.servers import free_port
+from tests.vllm import triton_cpu
 from tests.vllm.harness import BLOCK, ENVIRONMENT
 
 START_TIMEOUT = 400.0
@@ -76,7 +77,8 @@ def child_environment(**more: str) -> dict[str, str]:
     """For vLLM's processes of their own: as in the harness, but logging as users see it."""
     quiet = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_CONFIGURE_LOGGING"}
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "LMKV_"))}
-    return {**mine, **quiet, **more}
+    made = {**mine, **quiet, **more}
+    return made | triton_cpu.child_environment(made) if triton_cpu.is_wanted() else made
 
 
 class Server:

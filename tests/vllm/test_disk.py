@@ -36,6 +36,7 @@ def sources(output: Any) -> dict[str, int]:
     return dict(output.kv_transfer_params["lmkv"]["sources"])
 
 
+@pytest.mark.runner_v2
 def test_a_prompt_hits_disk_after_a_restart(model: Path, tmp_path: Path) -> None:
     ids = prompt(30, 1500)
     with over_disk(model, tmp_path) as first:
@@ -81,6 +82,7 @@ def test_another_model_does_not_see_the_files(model: Path, tmp_path: Path) -> No
         assert external_hits(second.run([ids])[0]) == 0
 
 
+@pytest.mark.runner_v2
 def test_a_prompt_four_times_the_ram_tier_is_loaded_from_disk(model: Path, tmp_path: Path) -> None:
     ids = prompt(32, 16 * 256 + 40)
     space = {"max_model_len": 4608, "kv_cache_memory_bytes": 20 << 20, "max_num_batched_tokens": 512}
@@ -101,6 +103,7 @@ def test_a_prompt_four_times_the_ram_tier_is_loaded_from_disk(model: Path, tmp_p
         running.assert_nothing_leaked()
 
 
+@pytest.mark.runner_v2
 def test_damaged_files_are_recomputed_with_equal_output(model: Path, tmp_path: Path) -> None:
     ids = prompt(33, 1500)
     with over_disk(model, tmp_path) as first:
@@ -121,6 +124,7 @@ def test_damaged_files_are_recomputed_with_equal_output(model: Path, tmp_path: P
         second.assert_nothing_leaked()
 
 
+@pytest.mark.runner_v2
 @pytest.mark.parametrize("length", [1500, 4136])
 def test_files_lost_after_the_promise_are_recomputed(model: Path, tmp_path: Path, length: int) -> None:
     """Both ways of loading: promoted while queued, and between steps after the blocks are allocated."""

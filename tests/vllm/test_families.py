@@ -62,7 +62,14 @@ def refuse_what_vllm_cannot(error: Exception) -> None:
     pytest.skip(f"vLLM does not run it here: {reason}")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+ON_V2 = ("MQA", "window everywhere, smaller than a chunk")
+"""In every run: they take the least time there."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.runner_v2] if name in ON_V2 else []) for name in FAMILIES],
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     family = FAMILIES[request.param]
     folder = family.write(tmp_path_factory.mktemp("family"))

@@ -204,6 +204,7 @@ def block_hashes(running: Engine, ids: list[int]) -> list[Any]:
     return list(map(maybe_convert_block_hash, asked(running, 0, ids).block_hashes))
 
 
+@pytest.mark.runner_v2
 def test_events_say_what_vllm_says_of_its_own_blocks(model: Path, tmp_path: Path) -> None:
     ids = prompt(66, 600)
     with engine(model, **publishing(tmp_path)) as running, subscriber(tmp_path) as events:

@@ -76,6 +76,7 @@ def answer(output: Any) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+@pytest.mark.runner_v2
 @pytest.mark.parametrize("first", ["lmkv", "example"])
 def test_a_repeated_prompt_is_loaded_by_the_first_connector(
     model: Path, tmp_path: Path, expected: dict[int, list[int]], first: str
@@ -119,6 +120,7 @@ def test_what_only_one_of_them_has_is_loaded_by_that_one_and_stored_by_the_other
         running.assert_nothing_leaked()
 
 
+@pytest.mark.runner_v2
 def test_a_failed_load_is_recomputed_and_leaves_the_other_connector_alone(
     model: Path, tmp_path: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

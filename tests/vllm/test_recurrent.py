@@ -14,6 +14,7 @@ import pytest
 from attrs import frozen
 
 from lmkv.chunks.hashing import StateKey, state_keys
+from lmkv.cli.sizing import KVDtype, kv_size
 from lmkv.vllm.scheduler.async_load import AsyncLoad
 from lmkv.vllm.scheduler.load_jobs import LoadJobs
 from tests.vllm.families import RECURRENT, Family
@@ -25,9 +26,6 @@ LONGEST = LENGTHS[-1]
 CUTS = (1100, 800, 300)
 SLOTS = 120
 
-
-CLOSE_ENOUGH = 1e-3
-"""Of log-probabilities: far below what a state that is left out does, and far above what was ever seen else."""
 
 Answers = list[list[dict[int, float]]]
 """Of each answer and each of its tokens: that token first, and the likeliest, with their log-probabilities."""
@@ -81,18 +79,15 @@ class Case:
         return (tokens - 1) // self.family.unit * self.family.unit
 
     def ask(self, prompts: Sequence[list[int]], *, max_tokens: int = 8) -> list[Any]:
-        return ask(self.family, self.running, prompts, max_tokens=max_tokens)
+        return ask(self.running, prompts, max_tokens=max_tokens)
 
     def keys(self, tokens: list[int]) -> list[bytes]:
         found: list[bytes] = self.running.connector._scheduler.keys_of(tokens, None, {})
         return found
 
 
-def ask(family: Family, running: Engine, prompts: Sequence[list[int]], *, max_tokens: int = 8) -> list[Any]:
-    """All at once, or one by one where vLLM's answers depend on the batch."""
-    if family.batches:
-        return running.run(prompts, max_tokens=max_tokens, logprobs=3)
-    return [running.run([ids], max_tokens=max_tokens, logprobs=3)[0] for ids in prompts]
+def ask(running: Engine, prompts: Sequence[list[int]], *, max_tokens: int = 8) -> list[Any]:
+    return running.run(prompts, max_tokens=max_tokens, logprobs=3)
 
 
 def repeated() -> list[list[int]]:
@@ -102,6 +97,13 @@ def repeated() -> list[list[int]]:
 def siblings() -> list[list[int]]:
     """Prompts that leave the longest of `repeated` at different places, each twice with ends of their own."""
     return [prompt(LONGEST, LONGEST)[:cut] + prompt(cut + twin, 90) for cut in CUTS for twin in range(3)]
+
+
+def gathered(family: Family) -> list[list[int]]:
+    """Prompts with a few common beginnings, of several chunks each."""
+    if family.unit < 500:
+        return crowd()
+    return [prompt(index % 4, 700 + 200 * (index % 4)) + prompt(500 + index, 20 + index % 7) for index in range(8)]
 
 
 def second_turn(answer: Sequence[int]) -> list[int]:
@@ -121,14 +123,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     options = {**TIGHT, "num_gpu_blocks_override": family.blocks, **family.options}
     with family.vllm():
         with engine(folder, connector=None, **options) as plain:
-            turn = ask(family, plain, [prompt(600, 600)], max_tokens=3 * TURN)
+            turn = ask(plain, [prompt(600, 600)], max_tokens=3 * TURN)
             continued = second_turn(turn[0].outputs[0].token_ids)
             asked = {
-                "repeated": [ask(family, plain, [ids])[0] for ids in repeated()],
-                "siblings": [ask(family, plain, [ids])[0] for ids in siblings()],
+                "repeated": [ask(plain, [ids])[0] for ids in repeated()],
+                "siblings": [ask(plain, [ids])[0] for ids in siblings()],
                 "first turn": turn,
-                "second turn": ask(family, plain, [continued]),
-                "crowd": ask(family, plain, crowd(), max_tokens=TURN),
+                "second turn": ask(plain, [continued]),
+                "crowd": ask(plain, gathered(family), max_tokens=TURN),
             }
             answers = {name: answers_of(outputs) for name, outputs in asked.items()}
             ram = SLOTS * slot_bytes(plain)
@@ -145,16 +147,28 @@ def test_vllm_makes_of_it_what_is_expected(case: Case) -> None:
     assert max(model.layout.sizes[1:]) <= model.layout.sizes[0], "no slot is larger than a chunk needs"
 
 
+def test_doctor_knows_its_sizes(case: Case) -> None:
+    layout = case.running.connector._model.layout
+    dtype = KVDtype.FLOAT32 if case.family.options.get("dtype") is None else KVDtype.BFLOAT16
+    size = kv_size(case.folder, dtype)
+    assert size.states is not None
+    assert size.states.nbytes == sum(layer.nbytes for layer in layout.layers if layer.state)
+    assert size.token_bytes * case.family.unit == layout.chunk_bytes
+    # Here blocks are whole multiples of 32 tokens.
+    assert 0 <= case.family.unit - size.chunk_tokens(256) < 32
+
+
 @pytest.mark.parametrize("index", range(len(LENGTHS)), ids=map(str, LENGTHS))
 def test_a_repeated_prompt_hits_up_to_the_last_boundary(case: Case, index: int) -> None:
     ids, expected = repeated()[index], case.answers["repeated"][index]
     case.running.forget_local()
-    cold = case.ask([ids])[0]
+    cold, own = case.ask([ids])[0], case.ask([ids])[0]
     case.running.forget_local()
     warm = case.ask([ids])[0]
     assert external_hits(cold) == 0
+    assert external_hits(warm) >= own.num_cached_tokens, "at least what vLLM's own cache has"
     assert external_hits(warm) == warm.num_cached_tokens == case.whole(len(ids))
-    assert distance(answers_of([cold, warm]), [expected, expected]) < CLOSE_ENOUGH
+    assert distance(answers_of([cold, warm]), [expected, expected]) < case.family.noise
     case.running.assert_nothing_leaked()
 
 
@@ -164,7 +178,7 @@ def test_prompts_that_part_find_a_state_there_from_the_third_on(case: Case) -> N
     for ids, expected in zip(siblings(), case.answers["siblings"], strict=True):
         case.running.forget_local()
         output = case.ask([ids])[0]
-        assert distance(answers_of([output]), [expected]) < CLOSE_ENOUGH
+        assert distance(answers_of([output]), [expected]) < case.family.noise
         hits.append(external_hits(output))
     for number, cut in enumerate(CUTS):
         assert hits[3 * number + 1 : 3 * number + 3] == [cut // case.family.unit * case.family.unit] * 2, hits
@@ -174,11 +188,11 @@ def test_prompts_that_part_find_a_state_there_from_the_third_on(case: Case) -> N
 def test_a_second_turn_loads_up_to_the_last_boundary_of_the_answer(case: Case) -> None:
     case.running.forget_local()
     first = case.ask([prompt(600, 600)], max_tokens=3 * TURN)
-    assert distance(answers_of(first), case.answers["first turn"]) < CLOSE_ENOUGH
+    assert distance(answers_of(first), case.answers["first turn"]) < case.family.noise
     case.running.forget_local()
     ids = second_turn(first[0].outputs[0].token_ids)
     output = case.ask([ids])[0]
-    assert distance(answers_of([output]), case.answers["second turn"]) < CLOSE_ENOUGH
+    assert distance(answers_of([output]), case.answers["second turn"]) < case.family.noise
     # The last token of an answer is never computed.
     assert external_hits(output) == case.whole(600 + 3 * TURN)
     case.running.assert_nothing_leaked()
@@ -191,7 +205,7 @@ def test_a_hit_of_vllms_own_with_a_longer_one_behind_it(case: Case, local: int) 
     case.running.forget_local()
     case.ask([ids[:local]])
     output = case.ask([ids])[0]
-    assert distance(answers_of([output]), [expected]) < CLOSE_ENOUGH
+    assert distance(answers_of([output]), [expected]) < case.family.noise
     assert output.num_cached_tokens == case.whole(LONGEST)
     case.running.assert_nothing_leaked()
 
@@ -206,7 +220,7 @@ def test_chunks_without_a_state_are_a_miss(case: Case) -> None:
     output = case.ask([ids])[0]
     assert external_hits(output) == 0
     assert output.kv_transfer_params["lmkv"]["missed"]["reason"] == "no_state"
-    assert distance(answers_of([output]), [expected]) < CLOSE_ENOUGH
+    assert distance(answers_of([output]), [expected]) < case.family.noise
     case.running.forget_local()
     assert external_hits(case.ask([ids])[0]) == case.whole(len(ids)), "it is stored again"
 
@@ -225,12 +239,12 @@ def test_a_failed_load_is_recomputed(case: Case, monkeypatch: pytest.MonkeyPatch
         patch.setattr(case.running.worker._copier, "load", breaks)
         failed = case.ask([ids])[0]
     assert broken, "nothing was loaded"
-    assert distance(answers_of([failed]), [expected]) < CLOSE_ENOUGH
+    assert distance(answers_of([failed]), [expected]) < case.family.noise
     case.running.assert_nothing_leaked()
     case.running.forget_local()
     again = case.ask([ids])[0]
     assert external_hits(again) == case.whole(LONGEST), "what was recomputed is stored anew"
-    assert distance(answers_of([again]), [expected]) < CLOSE_ENOUGH
+    assert distance(answers_of([again]), [expected]) < case.family.noise
 
 
 def test_a_load_that_has_lost_only_its_state_has_failed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +263,7 @@ def test_a_load_that_has_lost_only_its_state_has_failed(case: Case, monkeypatch:
         patch.setattr(LoadJobs, "begin", loses)
         output = case.ask([ids])[0]
     assert len(lost) == case.states
-    assert distance(answers_of([output]), [expected]) < CLOSE_ENOUGH
+    assert distance(answers_of([output]), [expected]) < case.family.noise
     case.running.assert_nothing_leaked()
 
 
@@ -258,38 +272,39 @@ def test_outputs_stay_equal_under_preemption_and_eviction(case: Case, monkeypatc
     before, hits = case.running.store.stats().primary.evictions, 0
     for _ in range(3):
         case.running.forget_local()
-        outputs = case.ask(crowd(), max_tokens=TURN)
-        assert distance(answers_of(outputs), case.answers["crowd"]) < (case.family.batches or CLOSE_ENOUGH)
+        outputs = case.ask(gathered(case.family), max_tokens=TURN)
+        assert distance(answers_of(outputs), case.answers["crowd"]) < case.family.batches
         hits += sum(map(external_hits, outputs))
         case.running.assert_nothing_leaked()
         stats = case.running.store.stats().primary
         assert stats.states <= SLOTS * 2 // 3
     assert hits, "nothing was ever loaded"
-    assert preempted or not case.family.batches, "the KV space was not tight enough to preempt"
     if case.family.unit < 500:
+        assert preempted, "the KV space was not tight enough to preempt"
         assert case.running.store.stats().primary.evictions > before, "the tier was not small enough to evict"
 
 
 @pytest.mark.parametrize("how", ["left out", "within the step"])
 def test_wrong_states_would_show(case: Case, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of all others: KV alone, or a state that comes once vLLM has read it."""
+    if case.family.noise > 0.01:
+        pytest.skip("on a CPU vLLM's own outputs of this model vary more than with a missing state")
     prompts, expected = repeated()[2:], case.answers["repeated"][2:]
+    answers: Answers = []
     for ids in prompts:
+        case.running.forget_local()
         case.ask([ids])
-    with monkeypatch.context() as patch:
-        if how == "left out":
-            patch.setattr(AsyncLoad, "_state_copies", lambda self, lease: [])
-        else:
-            loading = case.running.connector._scheduler.loading
-            patch.setattr(loading, "_may_load_within_step", True)
-            patch.setattr(LoadJobs, "order", _load_within_the_step)
-        answers: Answers = []
-        for ids in prompts:
-            case.running.forget_local()
+        case.running.forget_local()
+        with monkeypatch.context() as patch:
+            if how == "left out":
+                patch.setattr(AsyncLoad, "_state_copies", lambda self, lease: [])
+            else:
+                patch.setattr(case.running.connector._scheduler.loading, "_may_load_within_step", True)
+                patch.setattr(LoadJobs, "order", _load_within_the_step)
             output = case.ask([ids])[0]
-            assert external_hits(output) or len(ids) < case.family.unit
-            answers += answers_of([output])
-    assert distance(answers, expected) > CLOSE_ENOUGH
+        assert external_hits(output) == case.whole(len(ids))
+        answers += answers_of([output])
+    assert distance(answers, expected) > case.family.noise
     case.running.forget_local()
 
 

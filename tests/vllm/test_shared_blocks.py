@@ -47,6 +47,7 @@ def test_the_one_that_was_to_recompute_them_is_aborted(
         running.assert_nothing_leaked()
 
 
+@pytest.mark.runner_v2
 def test_a_load_fails_while_the_next_step_is_scheduled_already(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pipelining(), engine(model, max_num_batched_tokens=480) as running:
         expected = running.ids([FIRST, SECOND], max_tokens=20)

@@ -10,7 +10,7 @@ import pytest
 from vllm.config import ModelConfig
 
 from lmkv.errors import UsageError
-from lmkv.vllm import compat
+from lmkv.vllm.tokenizer import tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def tokenize(model: Path) -> Any:
     config: Any = SimpleNamespace(model_config=ModelConfig(model=str(model)))
-    return compat.tokenizer(config)
+    return tokenizer(config)
 
 
 def test_a_template_is_given_what_it_reads(tokenize: Any) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from lmkv.vllm.layerwise import LayerwiseTransfer
+from tests.vllm import triton_cpu
 from tests.vllm.harness import BLOCK, engine, external_hits, prompt
 
 
+@pytest.mark.runner_v2
 def test_loads_start_where_the_local_prefix_cache_ends(model: Path) -> None:
     ids = prompt(4, 1500)
     # A small KV space: running other prompts leaves a part of the first one in vLLM's own cache.
@@ -28,6 +30,7 @@ def test_loads_start_where_the_local_prefix_cache_ends(model: Path) -> None:
         running.assert_nothing_leaked()
 
 
+@pytest.mark.runner_v2
 def test_without_prefix_caching_every_repetition_is_loaded(model: Path) -> None:
     ids = prompt(7, 1500)
     with engine(model, enable_prefix_caching=False) as running:
@@ -88,6 +91,7 @@ def test_a_bad_option_names_key_and_value(model: Path) -> None:
         pass
 
 
+@pytest.mark.skipif(triton_cpu.is_wanted(), reason="off with vLLM's V2 runner: test_runner_v2.py")
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_layer_by_layer(model: Path, monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
     """Equal outputs; loads and stores really go by layers; and no load failed for a layer not waited for."""
@@ -114,6 +118,7 @@ def test_layer_by_layer(model: Path, monkeypatch: pytest.MonkeyPatch, eager: boo
         running.assert_nothing_leaked()
 
 
+@pytest.mark.runner_v2
 def test_loads_between_steps(model: Path) -> None:
     ids = [prompt(25, 1500), prompt(26, 700)]
     with engine(model, extra={"load_mode": "async"}) as running:

@@ -10,15 +10,24 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+HERE = Path(__file__).parent
 
 
 def is_wanted() -> bool:
     """Whether this process is to run vLLM's V2 runner: its own variable says so."""
     return os.environ.get(SWITCH) == "1"
+
+
+def child_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """What makes the processes that are started with it run the V2 runner, too."""
+    paths = [str(HERE / "v2_processes"), str(HERE.parents[1]), given.get("PYTHONPATH", "")]
+    return {SWITCH: "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def install() -> None:
@@ -32,6 +41,45 @@ def install() -> None:
 
     backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
     driver.set_active(Driver())
+    _make_masks_bool()
+    _save_time()
+
+
+def _make_masks_bool() -> None:
+    """The interpreter keeps the `&` of a scalar and a vector of booleans as integers, and then refuses it as a mask."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def as_bool(mask: TensorHandle) -> TensorHandle:
+        return TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    def masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        return load(self, pointers, as_bool(mask), *rest)
+
+    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return store(self, pointers, value, as_bool(mask), *rest)
+
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = masked_load, masked_store
+
+
+def _save_time() -> None:
+    """Half of it: the interpreter patches Triton's language before each launch, and looks for overflows of integers."""
+    from triton.runtime import interpreter
+
+    patch, nothing_to_restore = interpreter._patch_lang, interpreter._LangPatchScope()
+    patched: set[frozenset[int]] = set()
+
+    def patch_once(function: Any) -> Any:
+        seen = frozenset(map(id, function.__globals__.values())) & language
+        if seen not in patched:
+            patch(function)
+            patched.add(seen)
+        return nothing_to_restore
+
+    language = {id(interpreter.tl), id(interpreter.tl.core)}
+    interpreter._patch_lang = patch_once
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 class Driver:

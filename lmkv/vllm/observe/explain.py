@@ -106,16 +106,19 @@ class Explainer:
         self.evictions.forget()
         self.first_chunks.clear()
 
-    def explain(self, state: RequestState, keys: Sequence[ChunkKey], end: int, *, few: bool, late: bool) -> Miss | None:
+    def explain(
+        self, state: RequestState, keys: Sequence[ChunkKey], end: int, covered: int, *, few: bool, late: bool
+    ) -> Miss | None:
         """Why tokens from number `end` on are not loaded; None when they need not be.
 
-        `keys`: of all chunks that a load may end with. `few`: less was found than the least that is loaded.
-        `late`: the request may not wait any more.
+        `keys`: of all chunks that a load may end with. `covered`: tokens of the chunks that were found, of which a
+        load need not bring all. `few`: less was found than the least that is loaded. `late`: the request may not
+        wait any more.
         """
         missing = state.last_token - end
         if missing <= 0:
             return None
-        index = end // self._chunk_size
+        index = covered // self._chunk_size
         if few or index >= len(keys):
             return Miss("limited" if state.loadable < state.last_token and not few else "too_short", missing)
         found = self._store.count_prefix(keys)[1]

@@ -148,6 +148,14 @@ class LoadJobs:
             if load.ended:
                 del self._async_loads[state.request_id]
 
+    def give_up(self) -> None:
+        """A step could not be planned: end the loads between steps, those that are being copied with a later call."""
+        for state, load in list(self._async_loads.values()):
+            load.stop()
+            if not load.copying:
+                self._order_window(state, load, load.give_up())
+                del self._async_loads[state.request_id]
+
     def _begin_timing(self, tokens: int) -> None:
         self._last_step += 1
         self._steps[self._last_step] = (tokens, self._clock())

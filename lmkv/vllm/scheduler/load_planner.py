@@ -84,13 +84,14 @@ class LoadPlanner:
         self._stop_where_prompts_part(state, wanted, max(hit, num_computed_tokens))
         few = 0 < need < self._options.min_retrieve_tokens
         end = num_computed_tokens + (0 if few else need)
-        state.miss = self._observer.explainer.explain(state, wanted, end, few=few, late=state.patience.late)
+        covered = end + self._options.lookahead if hit else end
+        state.miss = self._observer.explainer.explain(state, wanted, end, covered, few=few, late=state.patience.late)
         self._log(state, hit, need)
         if few or not need:
             state.drop_promotion()
             return 0, False
-        if self._options.tail_depends_on_next:
-            chunks -= 1
+        if self._options.lookahead:
+            chunks = -(-hit // self._chunk_size)
         self._promise(state, keys[:chunks], first, ready, need, between_steps)
         return need, between_steps
 
@@ -117,9 +118,13 @@ class LoadPlanner:
 
     def _hit_tokens(self, state: RequestState, chunks: int, last: int) -> int:
         """Tokens of a hit of so many chunks, `last` of them in the last one, that may be loaded."""
-        if self._options.tail_depends_on_next and chunks:
-            chunks, last = chunks - 1, self._chunk_size
-        hit = min((chunks - 1) * self._chunk_size + last, state.last_token) if chunks else 0
+        lookahead = self._options.lookahead
+        whole = self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)
+        if chunks and lookahead and whole:
+            # Elsewhere than with a chunk such a hit cannot end: pages of the window before were not stored.
+            chunks, last, lookahead = chunks - 1, self._chunk_size, 0
+        found = (chunks - 1) * self._chunk_size + last if chunks else 0
+        hit = max(0, min(found - lookahead, state.last_token))
         return hit - hit % self._block_map.groups[0].block_size if self._options.whole_blocks else hit
 
     def _keys(self, state: RequestState) -> list[ChunkKey]:

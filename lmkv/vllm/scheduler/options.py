@@ -21,10 +21,10 @@ class SchedulerOptions:
     `min_retrieve_tokens`: smaller hits are computed. `load_or_recompute`: compute chunks that are measured
     to load more slowly. `load_mode`: within the step that reads the KV ("sync"), between steps ("async"), or as it
     delays others less ("auto"). `concurrent_copies`: the device copies while it computes.
-    `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `tail_depends_on_next`: the
-    KV at the end of a chunk depends on the token after it, which the chunk's key does not cover. `state_interval`:
-    of a long prompt a recurrent layer's state is kept every so many chunks; 0: as often as states take as much room as
-    chunks. `pin_ttl`: seconds that a prefetch is kept. `clock`: in seconds.
+    `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `lookahead`: so many
+    tokens after a position its KV depends on, so that the end of what a key covers cannot be served.
+    `state_interval`: of a long prompt a recurrent layer's state is kept every so many chunks; 0: as often as states
+    take as much room as chunks. `pin_ttl`: seconds that a prefetch is kept. `clock`: in seconds.
     """
 
     ranks: int = 1
@@ -38,7 +38,7 @@ class SchedulerOptions:
     load_mode: Literal["auto", "sync", "async"] = "auto"
     concurrent_copies: bool = False
     prefetch_deadline: float = 30.0
-    tail_depends_on_next: bool = False
+    lookahead: int = 0
     state_interval: int = 0
     pin_ttl: float = 300.0
     clock: Clock = time.monotonic

@@ -41,6 +41,8 @@ class StorePlanner:
         self._chunk_size = context.chunk_size
         self._builder = context.builder
         self._save_decode = context.options.save_decode
+        # The KV of a chunk's last positions is computed again once the tokens are known that it depends on.
+        self._late = max(0, context.options.lookahead - 1)
         # With windows a hit ends where a chunk or tail ends: a tail is found by its prompt only.
         self._by_prefix = context.options.save_unfull_chunk and not context.block_map.windowed
         self._jobs: dict[int, _StoreJob] = {}
@@ -48,7 +50,7 @@ class StorePlanner:
     def completes(self, state: RequestState, computed: int) -> int:
         """How many leading chunks are complete after `computed` tokens; 0 when all of them are stored."""
         # With asynchronous scheduling, tokens are computed before their ids are known here.
-        known = min(computed, state.request.num_tokens)
+        known = min(computed, state.request.num_tokens) - self._late
         if not self._save_decode:
             known = min(known, getattr(state.request, "num_prompt_tokens", known))
         if state.options.max_offload_tokens is not None:

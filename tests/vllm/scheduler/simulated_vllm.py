@@ -102,6 +102,8 @@ class SimulatedRequest:
     """Counts preemptions and rewinds: what was sampled before one is void."""
     tainted: bool = False
     """It has read blocks whose load failed: until that is known, all that it computes is rubbish."""
+    loaded: int = 0
+    """Tokens that it had when it began to compute."""
     admitted: bool = False
     """It has been scheduled once."""
     replays: bool = False
@@ -137,10 +139,11 @@ class SimulatedVLLM:
 
     `io_moves`: how often jobs get on between two steps, at most; three times, and one is done. `device`: each
     rank computes and copies on a simulated device of its own, some time after it was told to. `medium`: of the
-    lower tier, with what an engine before has stored there. `describe`: have events recorded. `load_or_recompute`:
-    wait for loads by what they save, where a step takes 0.01 simulated seconds; otherwise 0.8 for any. `context`:
-    over so many ranks the tokens of a block are spread, one after the other. `block_map`: of a model with scratch
-    blocks, some of the `groups`.
+    lower tier, with what an engine before has stored there. `lookahead`: the second layer of each group is one of a
+    draft model, whose KV depends on so many tokens after its own. `describe`: have events recorded.
+    `load_or_recompute`: wait for loads by what they save, where a step takes 0.01 simulated seconds; otherwise 0.8
+    for any. `context`: over so many ranks the tokens of a block are spread, one after the other. `block_map`: of a
+    model with scratch blocks, some of the `groups`.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class SimulatedVLLM:
         ranks: int = 1,
         layerwise: bool = False,
         load_mode: Literal["auto", "sync", "async"] = "auto",
-        tail_depends_on_next: bool = False,
+        lookahead: int = 0,
         save_unfull_chunk: bool = True,
         prefix_caching: bool = False,
         aborts: float = 0.0,
@@ -185,13 +188,15 @@ class SimulatedVLLM:
         self.depth = depth
         self.states = [index for index, group in enumerate(self.groups) if group.state]
         self.drafts = drafts and not self.states
-        tail_depends_on_next = tail_depends_on_next and not self.states
+        lookahead = 0 if self.states else lookahead
         save_unfull_chunk = save_unfull_chunk and not self.states
         self.offers: dict[str, list[tuple[int, int, int]]] = {}
         self.load_faults, self.store_faults = load_faults, store_faults
         self.aborts = aborts
         self.local_hits = 0.3
-        self.shares = prefix_caching and block_map.one_full_table
+        self.chunk_size, self.lookahead = chunk_size, lookahead
+        # Where draft layers look ahead, vLLM drops the end of its own hits, which is not simulated.
+        self.shares = prefix_caching and block_map.one_full_table and not lookahead
         self.num_blocks = num_blocks
         self.free = list(range(1, num_blocks))
         self.users: Counter[int] = Counter()
@@ -228,8 +233,8 @@ class SimulatedVLLM:
             SchedulerOptions(
                 ranks=ranks,
                 load_mode="async" if depth > 1 else load_mode,
-                tail_depends_on_next=tail_depends_on_next,
-                save_unfull_chunk=save_unfull_chunk and not tail_depends_on_next,
+                lookahead=lookahead,
+                save_unfull_chunk=save_unfull_chunk,
                 whole_blocks=layerwise and block_map.one_full_table,
                 load_or_recompute=load_or_recompute,
                 prefetch_deadline=30.0 if load_or_recompute else 0.8,
@@ -247,7 +252,7 @@ class SimulatedVLLM:
         """Ranks on which the load of a request has ended, until it has on all of them."""
         self.failed_on: set[str] = set()
         self.wrong: list[str] = []
-        """What the devices have read that was not right."""
+        """What the devices have read that was not right; where anything else is, rubbish only."""
         for rank in range(ranks):
             every = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in range(2 * len(self.groups))]
             rows = [every[layer] for table in self.prefixes for layer in self._layers(table)]
@@ -335,9 +340,10 @@ class SimulatedVLLM:
 
         self._launch(rank, write)
 
-    def _read(self, rank: int, row: np.ndarray, place: tuple[int, slice], expected: bytes, where: str) -> None:
+    def _read(self, rank: int, row: np.ndarray, place: tuple[int, slice], expected: bytes | None, where: str) -> None:
         def read() -> None:
-            if row[place].tobytes() != expected:
+            found = row[place].tobytes()
+            if found == b"\xdd" * len(found) if expected is None else found != expected:
                 self.wrong.append(where)
 
         self._launch(rank, read)
@@ -580,6 +586,7 @@ class SimulatedVLLM:
                 return
             request.replays = start > 0
             if not self.shares:
+                request.loaded = 0
                 self._fill(request, local, states=not external)
             elif not asynchronous:
                 self._share(request, start + count)
@@ -587,7 +594,7 @@ class SimulatedVLLM:
             self.looked_up += 0 if request.admitted else request.num_tokens - 1 - local
             request.admitted = True
             self.waiting.remove(request)
-            request.computed = start
+            request.computed = request.loaded = start
             self.counts["hits"] += external > 0
             self.counts["partial_hits"] += external > 0 and start % self.groups[0].block_size > 0
             self.counts["shared"] += bool(shared)
@@ -606,7 +613,8 @@ class SimulatedVLLM:
         if self.rng.random() >= self.local_hits or len(prefixes) > 1 or prefixes[0].window is not None:
             return 0
         size = prefixes[0].block_size
-        return self.rng.randint(0, (request.num_tokens - 1) // size) * size
+        most = max(0, request.num_tokens - max(1, self.lookahead))
+        return self.rng.randint(0, most // size) * size
 
     def _fill(self, request: SimulatedRequest, upto: int, *, states: bool) -> None:
         for group in self.prefixes:
@@ -623,11 +631,36 @@ class SimulatedVLLM:
 
     def _compute(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
         """Write the KV of tokens [low, high); that of the others in their blocks stays."""
-        for at, block, place, ranks in self._places(request, group, low, high):
-            for rank, layer in itertools.product(ranks, self._layers(group)):
-                kv = kv_of(request.cache_salt, bytes(request.truth(at + 1)), layer, place.stop - place.start)
-                value = 0xDD if request.tainted else np.frombuffer(kv, np.uint8)
-                self._write(rank, self.memories[rank][layer], (block, place), value)
+        known = max(request.num_tokens, high + 1)
+        for layer in self._layers(group):
+            ahead = self._ahead(layer)
+            # As vLLM's modules of MTP: once more when the tokens are known that they look ahead to.
+            first = min(low, max(request.loaded, low - max(0, ahead - 1)))
+            for at, block, place, ranks in self._places(request, group, first, high):
+                kv = self._kv(request, at, layer, place)
+                rubbish = request.tainted or at + ahead >= known
+                value = 0xDD if rubbish else np.frombuffer(kv, np.uint8)
+                for rank in ranks:
+                    self._write(rank, self.memories[rank][layer], (block, place), value)
+
+    def _ahead(self, layer: int) -> int:
+        """How many tokens after its own decide the KV of this layer, none in scratch blocks."""
+        return self.lookahead if layer % 2 and layer // 2 in self.prefixes else 0
+
+    def _kv(self, request: SimulatedRequest, at: int, layer: int, place: slice) -> bytes:
+        upto = at + 1 + self._ahead(layer)
+        return kv_of(request.cache_salt, bytes(request.truth(upto)), layer, place.stop - place.start)
+
+    def _is_loose(self, request: SimulatedRequest, at: int, layer: int) -> bool:
+        """Whether the KV of a token may be that of a request which went on otherwise after the chunk that it stored.
+
+        It costs an accepted draft at most.
+        """
+        return at < request.loaded and at % self.chunk_size >= self.chunk_size - self._ahead(layer)
+
+    def _is_due(self, request: SimulatedRequest, at: int, layer: int) -> bool:
+        """Whether the KV of a token is computed once more, when the tokens are known that it looks ahead to."""
+        return at >= request.loaded and at + self._ahead(layer) >= max(request.num_tokens, request.computed + 2)
 
     def _spoil(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
         """What is computed for drafts that are rejected."""
@@ -677,10 +710,14 @@ class SimulatedVLLM:
 
     def _read_tokens(self, request: SimulatedRequest, group: int, low: int) -> None:
         for at, block, place, ranks in self._places(request, group, low, request.computed):
-            for rank, layer in itertools.product(ranks, self._layers(group)):
-                kv = kv_of(request.cache_salt, bytes(request.truth(at + 1)), layer, place.stop - place.start)
+            for layer in self._layers(group):
+                if self._is_due(request, at, layer):
+                    continue
+                loose = self._is_loose(request, at, layer)
+                kv = None if loose else self._kv(request, at, layer, place)
                 where = f"{request.request_id}: wrong KV of token {at} in layer {layer}"
-                self._read(rank, self.memories[rank][layer], (block, place), kv, where)
+                for rank in ranks:
+                    self._read(rank, self.memories[rank][layer], (block, place), kv, where)
 
     def _execute(self, plan: Any, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> _Step:
         reports, failed_blocks = [], set()
@@ -852,8 +889,8 @@ class SimulatedVLLM:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
-        assert not self.wrong
         self.scheduler.close()
+        assert not self.wrong
 
 
 def _broken(worker: Worker) -> set[int]:

@@ -49,7 +49,7 @@ engines = st.fixed_dictionaries(
         "ranks": st.sampled_from([1, 1, 2]),
         "context": st.sampled_from([1, 1, 2]),
         "layerwise": st.booleans(),
-        "tail_depends_on_next": st.sampled_from([False, False, True]),
+        "lookahead": st.sampled_from([0, 0, 1, 3]),
         "save_unfull_chunk": st.sampled_from([True, True, False]),
         "load_mode": st.sampled_from(["auto", "auto", "async"]),
         "prefix_caching": st.booleans(),
@@ -171,19 +171,50 @@ def _small(seed: int, **options: Any) -> closing[SimulatedVLLM]:
     return closing(SimulatedVLLM(rng, groups=[Group(4)], chunk_size=8, ram_chunks=20, **options))
 
 
-@pytest.mark.parametrize(("chunks", "depends", "hit"), [(3, False, 3), (3, True, 2), (1, True, 0), (0, True, 0)])
-def test_the_last_chunk_of_a_hit_is_left_out_where_it_depends_on_what_follows(
-    chunks: int, depends: bool, hit: int
+@pytest.mark.parametrize(
+    ("groups", "stored", "asked", "hit"),
+    [
+        # The tokens that the KV of the last ones looks ahead to are the prompt's, and were found.
+        ("full attention", 21, 21, {0: 20, 1: 20, 3: 18}),
+        ("full attention", 21, 30, {0: 21, 1: 20, 3: 18}),
+        # A whole chunk, after which the prompts go on otherwise.
+        ("full attention", 16, 24, {0: 16, 1: 15, 3: 13}),
+        ("full attention", 5, 13, {0: 5, 1: 4, 3: 2}),
+        ("window alone", 16, 24, {0: 16, 1: 15, 3: 8}),
+        ("window alone", 21, 21, {0: 20, 1: 20, 3: 16}),
+    ],
+)
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+def test_the_end_of_a_hit_is_left_out_where_it_depends_on_what_follows(
+    groups: str, stored: int, asked: int, hit: dict[int, int], lookahead: int
 ) -> None:
-    with _small(0, num_blocks=60, tail_depends_on_next=depends, save_unfull_chunk=False) as engine:
-        tokens = list(range(8 * chunks + 1))
-        first = SimulatedRequest("first", list(tokens), len(tokens), 1, "a")
+    rng = random.Random(0)
+    with closing(
+        SimulatedVLLM(rng, groups=GROUPS[groups], num_blocks=60, chunk_size=8, ram_chunks=20, lookahead=lookahead)
+    ) as engine:
+        engine.local_hits = 0.0
+        tokens = list(range(stored))
+        engine.add(SimulatedRequest("first", list(tokens), stored, 5, "a"))
+        engine.finish()
+        again = SimulatedRequest("again", [*tokens, *[49] * (asked - stored)], asked, 1, "a")
+        assert engine.scheduler.get_num_new_matched_tokens(again, 0)[0] == hit[lookahead]
+        engine.scheduler.request_finished(again)
+        engine.add(SimulatedRequest("another", list(again.all_token_ids), asked, 1, "a"))
+        engine.finish()
+
+
+def test_a_chunk_is_stored_when_all_of_it_was_computed_for_the_last_time() -> None:
+    """Modules of MTP compute the end of what was generated again, with the tokens that come after it."""
+    with _small(0, num_blocks=60, lookahead=3) as engine:
+        engine.local_hits = 0.0
+        first = SimulatedRequest("first", list(range(6)), 6, 30, "a")
         engine.add(first)
         engine.finish()
-        again = SimulatedRequest("again", list(tokens), len(tokens), 1, "a")
-        assert engine.scheduler.get_num_new_matched_tokens(again, 0)[0] == 8 * hit
-        engine.scheduler.request_finished(again)
+        again = SimulatedRequest("again", [*first.all_token_ids, 49], first.num_tokens + 1, 1, "a")
+        engine.add(again)
         engine.finish()
+        assert engine.counts["hits"] == 1
+        assert again.loaded == first.num_tokens // 8 * 8 - 3
 
 
 @pytest.mark.parametrize("arrives", ["with it", "after it"])

@@ -1,0 +1,118 @@
+"""Conversations with a model that has recurrent layers: what a turn hits, how soon its first token comes, what is kept.
+
+    python benchmarks/recurrent.py [--conversations 3] [--turns 6] [--interval 0] [--quick] [--json]
+
+A small Nemotron-H in float32 on vLLM's CPU build. Each conversation is had three times in turn, each with a salt of its
+own: with vLLM's own prefix cache alone, with lmkv alone (vLLM's cache is emptied before each turn), and without either.
+`--interval`: lmkv's `state_interval`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import random
+import statistics
+import tempfile
+import time
+from typing import Any
+
+from attrs import define, field
+
+from benchmarks._timing import Row, arguments_of, finish
+from tests.vllm import mamba_cpu
+from tests.vllm.families import MAX_POSITION, Family, nemotron_h
+from tests.vllm.harness import Engine, engine, external_hits
+
+QUESTION, ANSWER = 330, 60
+OWN, LMKV, NONE = "vLLM's own cache", "lmkv alone", "neither"
+PARAMS: dict[str, dict[str, Any]] = {
+    OWN: {"lmkv.skip_load": True, "lmkv.skip_save": True},
+    LMKV: {},
+    NONE: {"lmkv.skip_load": True, "lmkv.skip_save": True},
+}
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "hybrid_override_pattern": "M-M*" * 3,
+    "num_hidden_layers": 12,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 32,
+}
+
+
+@define
+class Arm:
+    """Of each turn but the first: seconds to its first token, tokens hit, and tokens of the turn before."""
+
+    seconds: list[float] = field(factory=list)
+    hits: list[int] = field(factory=list)
+    before: list[int] = field(factory=list)
+
+
+def converse(running: Engine, arm: str, number: int, turns: int, into: Arm) -> list[list[int]]:
+    """One conversation; its answers."""
+    rng, history, answers = random.Random(number), [], []
+    for turn in range(turns):
+        history += [rng.randrange(5, 1000) for _ in range(QUESTION)]
+        salt = f"{arm} {number} {turn if arm == NONE else ''}"
+        if arm != OWN:
+            running.forget_local()
+        started = time.perf_counter()
+        (output,) = running.run([history], max_tokens=1, salts=[salt], params=PARAMS[arm])
+        seconds = time.perf_counter() - started
+        if turn:
+            into.seconds.append(seconds)
+            into.hits.append(external_hits(output) if arm == LMKV else output.num_cached_tokens)
+            into.before.append(len(history) - QUESTION)
+        (whole,) = running.run([history], max_tokens=ANSWER, salts=[salt], params=PARAMS[arm])
+        answers.append(list(whole.outputs[0].token_ids))
+        history += answers[-1]
+    return answers
+
+
+def main() -> int:
+    parser = arguments_of(__doc__, quick="one conversation of three turns")
+    parser.add_argument("--conversations", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--interval", type=int, default=0)
+    options = parser.parse_args()
+    conversations, turns = (1, 3) if options.quick else (options.conversations, options.turns)
+    arms = {name: Arm() for name in (OWN, LMKV, NONE)}
+    with tempfile.TemporaryDirectory(prefix="lmkv-recurrent-") as folder, mamba_cpu.exported():
+        model = Family(lambda: nemotron_h(**SIZES)).write(Path(folder) / "model")
+        extra = {"max_local_cpu_size": 1.0, "load_or_recompute": False, "state_interval": options.interval}
+        room = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 512 << 20}
+        with engine(model, extra=extra, **room) as running:
+            running.run([[7] * 700], max_tokens=2)
+            before = running.store.stats().primary
+            for number in range(conversations):
+                answers = [converse(running, name, number, turns, arm) for name, arm in arms.items()]
+                assert answers[0] == answers[1] == answers[2], "the outputs differ"
+            running.run([[9] * 9])
+            after, slot = running.store.stats().primary, running.connector._model.layout.slot_bytes
+            unit = running.connector._model.block_map.chunk_size
+    made = [Row("tokens of a chunk", unit, "tokens")]
+    for name, arm in arms.items():
+        ratios = [one / other for one, other in zip(arm.seconds, arms[OWN].seconds, strict=True)]
+        ratio = None if name == OWN else statistics.median(ratios)
+        made.append(Row(f"first token of a later turn, {name}", statistics.median(arm.seconds), "s", OWN, ratio))
+        if name != NONE:
+            left = [of - hit for of, hit in zip(arm.before, arm.hits, strict=True)]
+            made.append(Row(f"of the turns before not hit, {name}", statistics.median(left), "tokens"))
+            share = sum(arm.hits) / sum(of + QUESTION for of in arm.before)
+            made.append(Row(f"share of a later turn's prompt hit, {name}", share, ""))
+    kept = (("KV", after.chunks - before.chunks), ("states", after.states - before.states))
+    made += [Row(f"{what} kept for a conversation", n * slot / conversations / 2**20, "MiB") for what, n in kept]
+    return finish(made, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Nemotron-H under each of vLLM's ways to schedule, hash and keep its states: random prompts, and what is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import field, frozen
+
+from tests.vllm import mamba_cpu
+from tests.vllm.families import RECURRENT, Family, nemotron_h
+from tests.vllm.harness import engine, external_hits, pipelining, prompt
+from tests.vllm.test_recurrent import answers_of, ask, distance, slot_bytes
+
+UNIT = 64
+TIGHT = {"max_model_len": 1600, "max_num_batched_tokens": 333, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20}
+BUDGET = "a state at each boundary, by a step of its own"
+
+
+@contextlib.contextmanager
+def pipelined() -> Iterator[None]:
+    with mamba_cpu.exported(), pipelining():
+        yield
+
+
+@frozen
+class Mode:
+    """`options`: of the engine. `vllm`: around it. `extra`: lmkv's settings."""
+
+    options: dict[str, Any] = field(factory=dict)
+    vllm: Callable[[], AbstractContextManager[Any]] = mamba_cpu.exported
+    extra: dict[str, Any] = field(factory=dict)
+
+
+MODES = {
+    "asynchronous scheduling": Mode(vllm=pipelined),
+    "steps that end at boundaries": Mode(vllm=mamba_cpu.split),
+    BUDGET: Mode({"max_num_batched_tokens": UNIT, "max_num_seqs": 4}, vllm=contextlib.nullcontext),
+    "hits within a block": Mode({"prefix_match_unit": 32}, vllm=mamba_cpu.split),
+    "hits within a block, exported": Mode({"prefix_match_unit": 32}),
+    "vLLM keeps every state": Mode({"prefix_cache_retention_interval": None}),
+    "vLLM keeps every fourth state": Mode({"prefix_cache_retention_interval": 4 * UNIT}),
+    "lmkv keeps every state": Mode(extra={"state_interval": 1}),
+    "lmkv keeps ends alone": Mode(extra={"state_interval": 10_000}),
+    "prompts alone": Mode(extra={"save_decode_cache": False}),
+}
+
+
+def prompts(rng: random.Random) -> list[list[int]]:
+    """Of few beginnings, cut anywhere, with few endings, so that all of it comes again."""
+    found = []
+    for _ in range(24):
+        beginning = prompt(rng.randrange(4), 900)[: rng.choice((64, 128, 200, 300, 511, 640, 900))]
+        found.append(beginning + prompt(100 + rng.randrange(5), rng.choice((1, 3, 31, 33, 64, 100, 200))))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Family(nemotron_h).write(tmp_path_factory.mktemp("nemotron"))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_random_prompts(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some find a part in vLLM's own cache and more behind it, some are preempted; host memory is soon full."""
+    mode, rng = MODES[name], random.Random(5)
+    asked = prompts(rng)
+    options = {**TIGHT, "num_gpu_blocks_override": 60, **mode.options}
+    with mode.vllm():
+        with engine(folder, connector=None, **options) as plain:
+            expected = [answers_of(ask(plain, [ids], max_tokens=70))[0] for ids in asked]
+            ram = 70 * slot_bytes(plain) / 2**30
+        extra = {"max_local_cpu_size": ram, "prefetch_deadline": 60.0, **mode.extra}
+        hits = behind = 0
+        with engine(folder, extra=extra, **options) as running:
+            for turn in range(4):
+                order = rng.sample(range(len(asked)), len(asked))
+                for first in range(0, len(order), 6):
+                    if rng.random() < 0.6:
+                        running.forget_local()
+                    these = order[first : first + 6]
+                    outputs = ask(running, [asked[index] for index in these], max_tokens=70)
+                    assert distance(answers_of(outputs), [expected[index] for index in these]) < 1e-3, (turn, these)
+                    hits += sum(map(external_hits, outputs))
+                    behind += sum(0 < external_hits(each) < (each.num_cached_tokens or 0) for each in outputs)
+            ask(running, [prompt(1, 5)])
+            running.assert_nothing_leaked()
+            stats = running.store.stats().primary
+    assert hits > 1000
+    assert stats.evictions
+    assert stats.states <= 70 * 2 // 3
+    if name != BUDGET:
+        assert behind, "no hit of lmkv's was behind one of vLLM's own"
+
+
+def test_a_block_that_takes_several_steps(tmp_path: Path) -> None:
+    """Steps of 333 tokens, blocks of 544: a state moves on within its block, and is kept at its end alone."""
+    family = RECURRENT["gated delta net, Qwen3-Next"]
+    folder = family.write(tmp_path / "model")
+    heads = {1200: prompt(1, 1200), 600: prompt(1, 600)}
+    asked = [prompt(1, 1500), *([*heads[at], *prompt(at + n, 100)] for at in heads for n in range(2))]
+    options = {**family.options, "max_num_batched_tokens": 333, "kv_cache_memory_bytes": 64 << 20}
+    with engine(folder, connector=None, **options) as plain:
+        expected = [answers_of(ask(plain, [ids], max_tokens=30))[0] for ids in asked]
+    with engine(folder, **options) as running:
+        for turn in range(2):
+            hits = []
+            for ids, wanted in zip(asked, expected, strict=True):
+                running.forget_local()
+                outputs = ask(running, [ids], max_tokens=30)
+                assert distance(answers_of(outputs), [wanted]) < 1e-3
+                hits += map(external_hits, outputs)
+            assert hits == ([1088, 1088, 1088, 544, 544] if turn else [0, 1088, 1088, 0, 544])
+        running.assert_nothing_leaked()
