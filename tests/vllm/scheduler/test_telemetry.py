@@ -210,6 +210,7 @@ def test_every_counted_name_is_described() -> None:
             "lmkv_failed_stores",
             "lmkv_promotion_seconds",
             "lmkv_stored_states",
+            "lmkv_tenant_used_bytes",
         }
 
 

@@ -1,0 +1,100 @@
+"""Hints reach the policies of all tiers: ended sessions, priorities that end, and quotas of tenants."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lmkv.config import Config
+from lmkv.errors import ConfigError
+from lmkv.policies import LRU, POLICIES, Quotas, make_policy
+from lmkv.store.hints import Hints
+from lmkv.testing.clocks import ManualClock
+from tests.kit import chain
+
+A, B, C = chain("a", 4), chain("b", 4), chain("c", 4)
+
+
+def filled(name: str = "LRU") -> tuple[Hints, object, ManualClock]:
+    policy, clock = make_policy(name), ManualClock()
+    for keys in (A, B, C):
+        for at in reversed(range(4)):
+            policy.insert(keys[at], 10, keys[at - 1] if at else b"")
+        policy.touch(keys)
+    return Hints(threading.Lock(), {"cpu": policy}, clock), policy, clock
+
+
+def expire(hints: Hints) -> None:
+    with hints._lock:
+        hints.expire()
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_an_ended_session_goes_first(name: str) -> None:
+    hints, policy, _ = filled(name)
+    hints.session("agent", B[:3])
+    hints.session("agent", B, ended=True)
+    assert policy.evict(40) == B[::-1]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_priority_is_kept_until_its_time_is_over(name: str) -> None:
+    hints, policy, clock = filled(name)
+    hints.give(B, 1, seconds=30)
+    assert {*(policy.evict(80) or ())} == {*A, *C}
+    expire(hints)
+    for keys in (A, C):
+        for at in reversed(range(4)):
+            policy.insert(keys[at], 10, keys[at - 1] if at else b"")
+    clock.advance(31)
+    expire(hints)
+    policy.hint([*A, *C], 1)
+    assert policy.evict(40) == B[::-1]
+
+
+def test_chunks_that_another_session_shares_are_not_given_up() -> None:
+    hints, policy, _ = filled()
+    branch = [*B[:2], b"x" * 32]
+    policy.insert(branch[2], 10, B[1])
+    hints.session("other", branch)
+    hints.session("agent", B, ended=True)
+    assert policy.evict(20) == [B[3], B[2]]
+    assert policy.evict(10) == [A[3]]
+
+
+def test_a_use_takes_the_end_back() -> None:
+    hints, policy, _ = filled()
+    hints.session("agent", C, ended=True)
+    policy.touch(C)
+    assert policy.evict(10) == [A[3]]
+
+
+def test_a_chunk_that_the_session_has_replaced_is_given_up() -> None:
+    """Its last chunk had fewer tokens, or other ones."""
+    hints, policy, _ = filled()
+    hints.session("agent", C)
+    hints.session("agent", [*C[:3], b"y" * 32])
+    assert policy.evict(10) == [C[3]]
+
+
+def test_labels_reach_the_policies_with_quotas() -> None:
+    quotas = Quotas(LRU, {"alice": 0.5})
+    hints = Hints(threading.Lock(), {"cpu": quotas, "disk": LRU()}, ManualClock())
+    hints.label(A, ["nobody", "alice"])
+    quotas.insert(A[0], 10)
+    quotas.insert(A[1], 10, A[0])
+    quotas.insert(B[0], 10)
+    assert hints.used_bytes() == {"cpu": {"alice": 20, "": 10}}
+
+
+def test_quotas_are_read_as_people_write_them() -> None:
+    given = ("alice=40 team:red=20", "alice=40%, team:red=20", {"alice": 40, "team:red": "20"})
+    assert {str(Config(quotas=each).quotas) for each in given} == {str(Config(quotas=given[0]).quotas)}
+    assert [(share.name, share.percent) for share in Config(quotas=given[0]).quotas] == [
+        ("alice", 40),
+        ("team:red", 20),
+    ]
+    for bad in ("alice", "alice=x", "=4", "alice=60 bob=60", 7, {"alice": -1}):
+        with pytest.raises(ConfigError, match="quotas"):
+            Config(quotas=bad)
