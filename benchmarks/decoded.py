@@ -166,6 +166,7 @@ def main() -> int:
                     if engine == PROMPTS:
                         first = found
                     title = f"{name}, {share} room, {engine}"
+                    print(f"{title}: {found}", file=sys.stderr, flush=True)
                     hit = found["cached"] / found["asked"]
                     rows.append(Row(f"{title}: prompt tokens not computed", hit, "of all"))
                     of = None if found is first else PROMPTS
