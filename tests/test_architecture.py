@@ -71,11 +71,11 @@ BUDGET = {
     "protocols": 100,
     "chunks": 541,
     "plugins": 33,
-    "policies": 1011,
+    "policies": 1020,
     "simulation": 357,
-    "config": 697,
+    "config": 698,
     "memory": 1115,
-    "store.tiers": 1250,
+    "store.tiers": 1248,
     "store": 1168,
     "backends": 375,
     "backends.disk": 937,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14604
+WHOLE = 14612
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -194,3 +194,10 @@ def text(value: object) -> str:
     if not isinstance(value, str | None):
         raise ValueError("must be a text")
     return value or ""
+
+
+def readable(value: object) -> object:
+    """A parsed value for people to read, without passwords."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or None
+    return str(value) if isinstance(value, Secret) else value

@@ -29,6 +29,7 @@ from lmkv.config.parsers import (
     optional_text,
     path,
     plugin_name,
+    readable,
     secret,
     shares,
     text,
@@ -353,9 +354,9 @@ class Config:
         return [
             Setting(
                 name=name,
-                value=_readable(getattr(self, name)),
+                value=readable(getattr(self, name)),
                 source=self.source(name),
-                default=_readable(option.default),
+                default=readable(option.default),
                 unit=option.metadata["unit"],
                 doc=option.metadata["doc"],
             )
@@ -372,13 +373,6 @@ class Config:
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
         raise ConfigError(f"{self.source(name)}: {name} = {short_repr(getattr(self, name))} {reason}")
-
-
-def _readable(value: object) -> object:
-    """A value for people to read, without passwords."""
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or None
-    return str(value) if isinstance(value, Secret) else value
 
 
 _OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(

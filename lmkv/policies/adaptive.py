@@ -7,7 +7,7 @@ from typing import Final
 
 from attrs import define, field
 
-from lmkv.policies.base import BRANCHES
+from lmkv.policies.base import BRANCHES, CHILDREN
 from lmkv.policies.shadow import Shadow
 from lmkv.policies.weighted import WeightedAge
 from lmkv.protocols import ChunkKey
@@ -68,11 +68,11 @@ class ADAPTIVE(WeightedAge):
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         super().touch(keys)
-        children, last = self._children, len(keys) - 1
+        nodes, last = self.nodes, len(keys) - 1
         if last < 0:
             return
         own = 0
-        while own < last and children.get(keys[own], 0) >= BRANCHES:
+        while own < last and keys[own] in nodes and nodes[keys[own]][CHILDREN] >= BRANCHES:
             own += 1
         if int.from_bytes(keys[own][:4]) < self._rate * (1 << 32):
             self._try(keys, own)

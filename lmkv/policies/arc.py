@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
-from lmkv.policies.base import PolicyBase
+from lmkv.policies.base import SIZE, PolicyBase
 from lmkv.policies.ghosts import Ghosts
 from lmkv.protocols import ChunkKey
 
@@ -43,7 +43,7 @@ class ARC(PolicyBase):
     """Which queue the last `pop` took its key from."""
 
     def add(self, key: ChunkKey) -> None:
-        size = self.sizes[key]
+        size = self.nodes[key][SIZE]
         once, again = self.ghosts_once, self.ghosts_again
         if key in once:
             self.target = min(self.total_bytes, self.target + size * max(1.0, again.total_bytes / once.total_bytes))
@@ -66,7 +66,7 @@ class ARC(PolicyBase):
             elif key in once:
                 if once[key]:
                     del once[key]
-                    size = self.sizes[key]
+                    size = self.nodes[key][SIZE]
                     self.once_bytes -= size
                     self.again_bytes += size
                     again[key] = None
@@ -77,13 +77,13 @@ class ARC(PolicyBase):
     def pop(self) -> ChunkKey | None:
         if self.once and (self.once_bytes > self.target or not self.again):
             key, _ = self.once.popitem(last=False)
-            self.once_bytes -= self.sizes[key]
+            self.once_bytes -= self.nodes[key][SIZE]
             self.from_once = True
             return key
         if not self.again:
             return None
         key, _ = self.again.popitem(last=False)
-        self.again_bytes -= self.sizes[key]
+        self.again_bytes -= self.nodes[key][SIZE]
         self.from_once = False
         return key
 
@@ -91,11 +91,11 @@ class ARC(PolicyBase):
         # A key that waited for its children was used at least as often as they were.
         self.again[key] = None
         self.again.move_to_end(key, last=False)
-        self.again_bytes += self.sizes[key]
+        self.again_bytes += self.nodes[key][SIZE]
 
     def rejoin(self, key: ChunkKey) -> None:
         self.again[key] = None
-        self.again_bytes += self.sizes[key]
+        self.again_bytes += self.nodes[key][SIZE]
 
     def evicted(self, key: ChunkKey, size: int) -> None:
         (self.ghosts_once if self.from_once else self.ghosts_again).add(key, size)
@@ -109,7 +109,7 @@ class ARC(PolicyBase):
         super().remove(key, size)
 
     def drop(self, key: ChunkKey) -> None:
-        size = self.sizes[key]
+        size = self.nodes[key][SIZE]
         if self.once.pop(key, None) is not None:
             self.once_bytes -= size
         elif key in self.again:

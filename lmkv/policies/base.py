@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 from attrs import define, field
 
@@ -14,6 +14,12 @@ from lmkv.protocols import ChunkKey
 
 BRANCHES: Final = 8
 """A chunk that so many others follow belongs to no single conversation."""
+
+Node: TypeAlias = list[Any]
+"""What the base knows of a key. It is a list, because an object takes three times as long to make."""
+KEY, SIZE, PARENT, CHILDREN, FORK = range(5)
+"""Where a node has: the key; its bytes, 0 if only children of it are known; the parent's node or None; how many of
+its children are known; whether there have been `BRANCHES` of them, so that it belongs to no single conversation."""
 
 
 @define(eq=False)
@@ -47,16 +53,11 @@ class PolicyBase(ABC):
     [b'tail']
     """
 
-    sizes: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """Bytes of each known key."""
+    nodes: dict[ChunkKey, Node] = field(init=False, factory=dict)
+    """Of each known key, and of each parent of one: `policy.nodes[key][SIZE]` is the size of a known key."""
     total_bytes: int = field(init=False, default=0)
     """Bytes of all known keys. When `pop` is called, this is about the capacity of the tier."""
     held: set[ChunkKey] = field(init=False, factory=set)
-    _parents: dict[ChunkKey, ChunkKey] = field(init=False, factory=dict)
-    _children: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """How many children of a key are known; the key itself need not be, yet."""
-    _forks: set[ChunkKey] = field(init=False, factory=set)
-    """Keys that have had `BRANCHES` children: they belong to no single conversation."""
     passed: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     """Keys whose turn came while they were held or had children. They are not in the order."""
     _first: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
@@ -67,7 +68,7 @@ class PolicyBase(ABC):
     """Keys with a priority above 0."""
     _last: dict[int, OrderedDict[ChunkKey, None]] = field(init=False, factory=dict)
     """Those whose turn came, by their priority. They are not in the order."""
-    _evictable_bytes: int = field(init=False, default=0)
+    _held_bytes: int = field(init=False, default=0)
     _largest: int = field(init=False, default=0)
     _notes: bool = field(init=False)
     """Whether the subclass wants to know of victims."""
@@ -78,7 +79,12 @@ class PolicyBase(ABC):
         return own.evicted is not PolicyBase.evicted or own.forget is not PolicyBase.forget
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self._evictable_bytes:,} evictable bytes, {len(self.held)} keys held>"
+        free = self.total_bytes - self._held_bytes
+        return f"<{type(self).__name__}: {free:,} evictable bytes, {len(self.held)} keys held>"
+
+    def sizes(self) -> dict[ChunkKey, int]:
+        """Bytes of each known key. O(keys)."""
+        return {key: node[SIZE] for key, node in self.nodes.items() if node[SIZE]}
 
     # -- the order ----------------------------------------------------------------------------------------
 
@@ -125,22 +131,25 @@ class PolicyBase(ABC):
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
         """Add an evictable key of `size` bytes. Raises UsageError for a known key."""
-        sizes = self.sizes
-        if key in sizes:
+        nodes = self.nodes
+        node = nodes.get(key)
+        if node is not None and node[SIZE]:
             raise UsageError(f"chunk {key.hex()} is already in the policy")
         if size > self._largest:
             self._largest = size
         elif size < 1:
             raise UsageError(f"chunk {key.hex()} has the size {size}")
-        sizes[key] = size
+        if node is None:
+            node = nodes[key] = [key, size, None, 0, False]
+        else:
+            node[SIZE] = size
         if parent:
-            self._parents[key] = parent
-            children = self._children
-            count = children[parent] = children.get(parent, 0) + 1
-            if count >= BRANCHES:
-                self._forks.add(parent)
+            # It is new, most often: a chain is inserted tail first.
+            node[PARENT] = above = nodes.setdefault(parent, [parent, 0, None, 0, False])
+            above[CHILDREN] += 1
+            if above[CHILDREN] >= BRANCHES:
+                above[FORK] = True
         self.total_bytes += size
-        self._evictable_bytes += size
         self.add(key)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
@@ -159,83 +168,81 @@ class PolicyBase(ABC):
 
     def discard(self, key: ChunkKey) -> None:
         """Forget a key, known or not."""
-        if key not in self.sizes:
+        node = self.nodes.get(key)
+        if node is None or not node[SIZE]:
             return
         self._take_out(key)
         self.forget(key)
-        size = self.sizes.pop(key)
-        self.total_bytes -= size
+        self.total_bytes -= node[SIZE]
         if key in self.held:
             self.held.discard(key)
-        else:
-            self._evictable_bytes -= size
-        self._unlink(key)
+            self._held_bytes -= node[SIZE]
+        self._unlink(node)
 
     def hold(self, key: ChunkKey) -> None:
         """Keep a known key from eviction until it is released. Idempotent."""
-        size = self.sizes.get(key)
-        if size is None:
-            raise self._unknown(key)
+        size = self._known(key)[SIZE]
         if key not in self.held:
             self.held.add(key)
-            self._evictable_bytes -= size
+            self._held_bytes += size
 
     def release(self, key: ChunkKey) -> None:
         """A known key may be evicted again. Idempotent."""
+        node = self._known(key)
         if key in self.held:
             self.held.discard(key)
-            self._evictable_bytes += self.sizes[key]
-            if key in self.passed and key not in self._children:
+            self._held_bytes -= node[SIZE]
+            if key in self.passed and not node[CHILDREN]:
                 del self.passed[key]
                 self.rejoin(key)
-        elif key not in self.sizes:
-            raise self._unknown(key)
 
     def evict(self, nbytes: int, protect: Set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
         """Remove and return evictable keys of `nbytes` together; None, and no change, when there are not."""
-        if nbytes > self._evictable_bytes or not self._leaves(nbytes, protect):
+        if not self._leaves(nbytes, protect):
             return None
         victims: list[ChunkKey] = []
         protected: list[ChunkKey] = []
         found = 0
-        pop, notes = self.pop, self._notes
-        sizes, held, children, passed, kept = self.sizes, self.held, self._children, self.passed, self._kept
-        parents, forks, first, evicted = self._parents, self._forks, self._first, self.evicted
+        key: ChunkKey | None
+        pop, notes, evicted = self.pop, self._notes, self.evicted
+        nodes, held, passed, first, kept = self.nodes, self.held, self.passed, self._first, self._kept
         while found < nbytes:
-            given_up = bool(first)
-            key = self._revive(next(iter(first))) if given_up else pop()
+            if first:
+                given_up, key = True, self._revive(next(iter(first)))
+            else:
+                given_up, key = False, pop()
             if key is None:
                 key = self._reluctantly(protect)
-            elif key in children or (held and key in held):
-                passed[key] = None
-                continue
-            elif protect and key in protect:
-                protected.append(key)
-                continue
-            elif kept and key in kept:
-                self._last.setdefault(kept[key], OrderedDict())[key] = None
-                continue
+                node = nodes[key]
+            else:
+                node = nodes[key]
+                if node[CHILDREN] or (held and key in held):
+                    passed[key] = None
+                    continue
+                if protect and key in protect:
+                    protected.append(key)
+                    continue
+                if kept and key in kept:
+                    self._last.setdefault(kept[key], OrderedDict())[key] = None
+                    continue
             victims.append(key)
+            size = node[SIZE]
             if notes:
-                # It still knows the size.
                 if given_up:
                     self.forget(key)
                 else:
-                    evicted(key, sizes[key])
-            found += sizes.pop(key)
-            parent = parents.pop(key, None)
-            if parent is not None:
-                count = children.pop(parent)
-                if count > 1:
-                    children[parent] = count - 1
-                elif passed and parent in passed and parent not in held:
-                    del passed[parent]
-                    self.put_back(parent)
-            if forks:
-                forks.discard(key)
+                    evicted(key, size)
+            found += size
+            parent = node[PARENT]
+            if node[CHILDREN] or passed or (parent is not None and not parent[SIZE]):
+                self._unlink(node)
+            else:
+                # The same, where nothing more is to be done: this is most of the time that storing takes.
+                del nodes[key]
+                if parent is not None:
+                    parent[CHILDREN] -= 1
         for key in reversed(protected):
             self.put_back(key)
-        self._evictable_bytes -= found
         self.total_bytes -= found
         return victims
 
@@ -248,60 +255,58 @@ class PolicyBase(ABC):
             self._give_up(keys)
             return
         for key in keys:
-            if key in self.sizes and self._kept.get(key, 0) != priority:
-                self._take_back(key)
+            node = self.nodes.get(key)
+            if node is not None and node[SIZE] and self._kept.get(key, 0) != priority:
+                if self._take_back(key):
+                    self.rejoin(key)
                 if priority:
                     self._kept[key] = priority
 
     # -- inside -------------------------------------------------------------------------------------------
 
     def _give_up(self, keys: Sequence[ChunkKey]) -> None:
-        children, ended = self._children, self._ended
-        for key in reversed(keys):
-            if key in self._forks or children.get(key, 0) > ended.get(key, 0):
+        ended = self._ended
+        for node in filter(None, map(self.nodes.get, reversed(keys))):
+            key, size, parent, children, fork = node
+            if fork or children > ended.get(key, 0):
                 return
-            if key in self.sizes and key not in self._first:
+            if size and key not in self._first:
                 self._take_out(key)
                 self._first[key] = None
-                parent = self._parents.get(key)
                 if parent is not None:
-                    ended[parent] = ended.get(parent, 0) + 1
+                    ended[parent[KEY]] = ended.get(parent[KEY], 0) + 1
 
     def _revive(self, key: ChunkKey) -> ChunkKey:
         """It is given up no more: it was used, or is evicted now."""
         del self._first[key]
-        parent = self._parents.get(key)
+        parent = self.nodes[key][PARENT]
         if parent is not None:
-            self._ended[parent] -= 1
-            if not self._ended[parent]:
-                del self._ended[parent]
+            self._ended[parent[KEY]] -= 1
+            if not self._ended[parent[KEY]]:
+                del self._ended[parent[KEY]]
         return key
 
-    def _take_out(self, key: ChunkKey) -> None:
-        """Out of the order, or of where it is instead."""
+    def _take_back(self, key: ChunkKey) -> bool:
+        """Whether a hint has taken it out of the order. If so it is nowhere now."""
         priority = self._kept.pop(key, 0)
         if key in self._first:
             self._revive(key)
-        elif key in self.passed:
-            del self.passed[key]
-        elif priority in self._last and key in self._last[priority]:
+        elif key in self._last.get(priority, ()):
             del self._last[priority][key]
             if not self._last[priority]:
                 del self._last[priority]
         else:
-            self.drop(key)
+            return False
+        return True
 
-    def _take_back(self, key: ChunkKey) -> None:
-        """Into the order again, if a hint has taken it out."""
-        priority = self._kept.pop(key, 0)
-        if key in self._first:
-            self._revive(key)
-            self.rejoin(key)
-        elif priority in self._last and key in self._last[priority]:
-            del self._last[priority][key]
-            if not self._last[priority]:
-                del self._last[priority]
-            self.rejoin(key)
+    def _take_out(self, key: ChunkKey) -> None:
+        """Out of the order, or of where it is instead."""
+        if self._take_back(key):
+            return
+        if key in self.passed:
+            del self.passed[key]
+        else:
+            self.drop(key)
 
     def _reluctantly(self, protect: Set[ChunkKey]) -> ChunkKey:
         """The order is empty: a key of the lowest priority, or one whose children are all held or protected."""
@@ -312,28 +317,38 @@ class PolicyBase(ABC):
     def _left(self, protect: Set[ChunkKey]) -> Iterator[ChunkKey]:
         kept = [key for priority in sorted(self._last) for key in self._last[priority]]
         out = self.held | protect
-        yield from (key for key in kept if key not in out and key not in self._children)
+        yield from (key for key in kept if key not in out and not self.nodes[key][CHILDREN])
         yield from (key for key in (*self.passed, *kept) if key not in out)
 
     def _leaves(self, nbytes: int, protect: Set[ChunkKey]) -> bool:
         """Whether so many bytes can be evicted without the protected keys."""
-        spare = self._evictable_bytes - nbytes
+        spare = self.total_bytes - self._held_bytes - nbytes
         if len(protect) * self._largest <= spare:
             return True
-        sizes, held = self.sizes, self.held
-        return sum(sizes[key] for key in protect if key in sizes and key not in held) <= spare
+        nodes, held = self.nodes, self.held
+        spared: int = sum(nodes[key][SIZE] for key in protect if key in nodes and key not in held)
+        return spared <= spare
 
-    def _unlink(self, key: ChunkKey) -> None:
-        self._forks.discard(key)
-        parent = self._parents.pop(key, None)
+    def _unlink(self, node: Node) -> None:
+        """Its key is not known any more."""
+        key, _, parent, children, _ = node
+        if children:
+            node[:] = key, 0, None, children, False
+        else:
+            del self.nodes[key]
         if parent is None:
             return
-        self._children[parent] -= 1
-        if not self._children[parent]:
-            del self._children[parent]
-            if parent in self.passed and parent not in self.held:
-                del self.passed[parent]
-                self.put_back(parent)
+        parent[CHILDREN] -= 1
+        if not parent[CHILDREN]:
+            key = parent[KEY]
+            if not parent[SIZE]:
+                del self.nodes[key]
+            elif key in self.passed and key not in self.held:
+                del self.passed[key]
+                self.put_back(key)
 
-    def _unknown(self, key: ChunkKey) -> UsageError:
-        return UsageError(f"chunk {key.hex()} is not in the policy")
+    def _known(self, key: ChunkKey) -> Node:
+        node = self.nodes.get(key)
+        if node is None or not node[SIZE]:
+            raise UsageError(f"chunk {key.hex()} is not in the policy")
+        return node

@@ -41,7 +41,7 @@ class QueuePolicy(PolicyBase):
         """Do nothing: use does not count."""
 
     def pop(self) -> ChunkKey | None:
-        return self.queue.popitem(last=False)[0] if self.queue else None
+        return self.queue.popitem(False)[0] if self.queue else None
 
     def put_back(self, key: ChunkKey) -> None:
         self.queue[key] = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
-from lmkv.policies.base import PolicyBase
+from lmkv.policies.base import SIZE, PolicyBase
 from lmkv.policies.ghosts import Ghosts
 from lmkv.protocols import ChunkKey
 
@@ -48,7 +48,7 @@ class S3FIFO(PolicyBase):
             self.main[key] = None
         else:
             self.small[key] = None
-            self.small_bytes += self.sizes[key]
+            self.small_bytes += self.nodes[key][SIZE]
 
     def use(self, keys: Sequence[ChunkKey]) -> None:
         uses = self.uses
@@ -57,11 +57,11 @@ class S3FIFO(PolicyBase):
                 uses[key] += 1
 
     def pop(self) -> ChunkKey | None:
-        small, main, uses, sizes = self.small, self.main, self.uses, self.sizes
+        small, main, uses, nodes = self.small, self.main, self.uses, self.nodes
         limit = _SMALL_SHARE * self.total_bytes
         while small and (self.small_bytes > limit or not main):
             key, _ = small.popitem(last=False)
-            self.small_bytes -= sizes[key]
+            self.small_bytes -= nodes[key][SIZE]
             if uses[key] < 1:
                 self.from_small = True
                 return key
@@ -96,6 +96,6 @@ class S3FIFO(PolicyBase):
     def drop(self, key: ChunkKey) -> None:
         if key in self.small:
             del self.small[key]
-            self.small_bytes -= self.sizes[key]
+            self.small_bytes -= self.nodes[key][SIZE]
         else:
             self.main.pop(key, None)

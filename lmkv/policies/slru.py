@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
-from lmkv.policies.base import PolicyBase
+from lmkv.policies.base import SIZE, PolicyBase
 from lmkv.protocols import ChunkKey
 
 _PROTECTED_SHARE = 0.8
@@ -37,7 +37,7 @@ class SLRU(PolicyBase):
         self.probation[key] = False
 
     def use(self, keys: Sequence[ChunkKey]) -> None:
-        probation, protected, sizes = self.probation, self.protected, self.sizes
+        probation, protected, nodes = self.probation, self.protected, self.nodes
         for key in reversed(keys):
             if key in protected:
                 protected.move_to_end(key)
@@ -45,14 +45,14 @@ class SLRU(PolicyBase):
                 if probation[key]:
                     del probation[key]
                     protected[key] = None
-                    self.protected_bytes += sizes[key]
+                    self.protected_bytes += nodes[key][SIZE]
                 else:
                     probation[key] = True
                     probation.move_to_end(key)
         limit = _PROTECTED_SHARE * self.total_bytes
         while self.protected_bytes > limit:
             key, _ = protected.popitem(last=False)
-            self.protected_bytes -= sizes[key]
+            self.protected_bytes -= nodes[key][SIZE]
             probation[key] = True
 
     def pop(self) -> ChunkKey | None:
@@ -61,7 +61,7 @@ class SLRU(PolicyBase):
         if not self.protected:
             return None
         key, _ = self.protected.popitem(last=False)
-        self.protected_bytes -= self.sizes[key]
+        self.protected_bytes -= self.nodes[key][SIZE]
         return key
 
     def put_back(self, key: ChunkKey) -> None:
@@ -71,4 +71,4 @@ class SLRU(PolicyBase):
     def drop(self, key: ChunkKey) -> None:
         if self.probation.pop(key, None) is None and key in self.protected:
             del self.protected[key]
-            self.protected_bytes -= self.sizes[key]
+            self.protected_bytes -= self.nodes[key][SIZE]

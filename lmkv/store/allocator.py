@@ -29,7 +29,7 @@ class SlotAllocator:
 
     def allocate(self, key: ChunkKey, after: AfterLock, protect: set[ChunkKey] | None = None) -> int | None:
         """A free slot for a chunk, evicting if need be. None: every slot is referenced or being flushed."""
-        share = self._primary.shares.get(type(key))
+        share = None if type(key) is bytes else self._primary.shares.get(type(key))
         if share is not None and share.full and not self._evict_from(share, after):
             return None
         while (slot := self._slab.allocate()) is None:

@@ -58,12 +58,12 @@ class Reservation(AbstractContextManager["Reservation"]):
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: dict[ChunkKey, Entry],
         accepted: int,
         commit: Callable[[Sequence[Entry]], None],
         abort: Callable[[Sequence[Entry]], None],
     ) -> None:
-        self._open = {entry.key: entry for entry in entries}
+        self._open = entries
         self._commit, self._abort = commit, abort
         self.accepted = accepted
 

@@ -43,7 +43,7 @@ class Reserver:
         after: AfterLock,
     ) -> Reservation:
         """See `TieredStore.reserve`, whose `protect` is the `chain`."""
-        entries: list[Entry] = []
+        entries: dict[ChunkKey, Entry] = {}
         accepted = 0
         width = len(tokens) // len(keys) if keys else 0
         kept = self._only_copies(keys, chain)
@@ -61,7 +61,7 @@ class Reserver:
                     break
                 ids = tokens[accepted * width : (accepted + 1) * width] if width else b""
                 origin = origins[accepted] if origins else b""
-                entries.append(enter(key, slot, writing, parent, ids, origin))
+                entries[key] = enter(key, slot, writing, parent, ids, origin)
             elif kept is not None and first_with(self._tiers, key) is None:
                 kept.add(key)
             accepted += 1
@@ -93,7 +93,7 @@ class Reserver:
                 primary.mark_ready(entry)
                 if entry.origin:
                     primary.drop_shorter_tails(entry)
-                if entry in waiters:
+                if waiters and entry in waiters:
                     self._promoter.wake(entry, after)
             if self._tiers:
                 self._flusher.write_through(entries, chain, after)

@@ -36,7 +36,7 @@ def filled(make: Callable[[], PolicyBase], *keys: bytes, size: int = 10) -> Poli
 
 
 def known(policy: PolicyBase) -> list[bytes]:
-    return sorted(policy.sizes)
+    return sorted(policy.sizes())
 
 
 def order(policy: PolicyBase) -> list[bytes]:

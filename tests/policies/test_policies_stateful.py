@@ -110,7 +110,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @invariant()
     def knows_the_same_keys(self) -> None:
-        assert self.policy.sizes == {key: known.size for key, known in self.known.items()}
+        assert self.policy.sizes() == {key: known.size for key, known in self.known.items()}
 
     @precondition(lambda self: self.known)
     @invariant()

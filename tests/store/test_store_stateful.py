@@ -291,7 +291,7 @@ class StoreMachine(RuleBasedStateMachine):
         stats = store.stats()
         assert stats.writing == store._primary.writing >= 0
         assert stats.primary.chunks == sum(entry.ready for entry in entries)
-        assert len(store._primary.policy.sizes) == sum(entry.in_policy for entry in entries)
+        assert len(store._primary.policy.sizes()) == sum(entry.in_policy for entry in entries)
 
     @invariant()
     def no_tier_takes_more_than_its_capacity(self) -> None:
@@ -350,7 +350,7 @@ class StoreMachine(RuleBasedStateMachine):
         for tier in store._tiers:
             assert not tier.index._reclaiming
             assert tier.index._reclaiming_bytes == 0
-            assert len(tier.index.policy.sizes) == len(tier.index)
+            assert len(tier.index.policy.sizes()) == len(tier.index)
             evictable = copy.deepcopy(tier.index.policy).evict(len(tier.index) * SLOT)
             assert evictable is not None, "nobody reads it, and yet it is held"
         for key in ALL:

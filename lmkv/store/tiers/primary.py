@@ -127,7 +127,7 @@ class PrimaryTier:
     ) -> Entry:
         """A new entry, whose only reference is that of the writer or the load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
-        if type(key) in self.shares:
+        if type(key) is not bytes and type(key) in self.shares:
             self.shares[type(key)].add(entry)
         self.referenced += 1
         if state is _WRITING:
@@ -160,8 +160,13 @@ class PrimaryTier:
         elif entry.state is _LOADING:
             self.loading -= 1
         else:
-            self._note_removed(entry)
-        if type(entry.key) in self.shares:
+            # It is not found any more.
+            self.counters.prefetch_expired += entry.prefetched
+            if entry.origin:
+                self.prefixes.discard(entry.origin, entry.tokens, entry.key)
+            for observer in self._observers:
+                observer.removed(self.name, entry.key)
+        if type(entry.key) is not bytes and type(entry.key) in self.shares:
             self.shares[type(entry.key)].discard(entry.key)
         if entry.in_policy:
             self.policy.discard(entry.key)
@@ -169,14 +174,6 @@ class PrimaryTier:
             self._end_flush(entry)
         if not entry.refs:
             self.slab.free(entry.slot)
-
-    def _note_removed(self, entry: Entry) -> None:
-        """An entry that was READY is not found any more."""
-        self.counters.prefetch_expired += entry.prefetched
-        if entry.origin:
-            self.prefixes.discard(entry.origin, entry.tokens, entry.key)
-        for observer in self._observers:
-            observer.removed(self.name, entry.key)
 
     def drop_shorter_tails(self, entry: Entry) -> None:
         """Remove the tails that are prefixes of a READY entry."""

@@ -201,7 +201,7 @@ class Medium:
         assert 0 <= index.used <= index.capacity
         assert index._reclaiming_bytes >= 0
         assert index.used == sum(SIZES[key] for key in index._sizes) + sum(SIZES[writer.key] for writer in self.writers)
-        assert len(index.policy.sizes) == len(index)
+        assert len(index.policy.sizes()) == len(index)
         assert self.told.of.get("medium", set()) == {key for key in index._sizes if key in index}
         if self.alone:
             assert sum(SIZES[key] for key in self.chunks) <= index.capacity, "the medium is over its capacity"
