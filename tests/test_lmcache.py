@@ -274,7 +274,7 @@ def test_an_engine_logs_what_there_is_to_say(caplog: pytest.LogCaptureFixture) -
         ("max_local_cpu_size", "5GB"),
         ("max_local_cpu_size", 0),
         ("max_local_cpu_size", "nan"),
-        ("cache_policy", "MRU"),
+        ("cache_policy", "CLOCK"),
         ("local_disk", "s3://bucket/x"),
         ("local_disk", "file:///a/,file:///b/"),
         ("local_disk", 5),
