@@ -94,8 +94,10 @@ def replace_kernels_once() -> None:
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
-    CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
+    # vLLM 0.29 replaces none.
+    replace = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
+    if replace is not None:
+        CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(replace))
 
 
 @functools.cache
