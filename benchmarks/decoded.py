@@ -5,7 +5,8 @@
 Each user sends a prompt, waits for the answer, and sends it all again with a question or a tool's result behind it;
 a template that strips thinking leaves the first part of each answer out. vLLM's KV space takes a third of the
 conversations, and its own prefix cache is on. lmkv stores prompts only, or generated tokens too; each with host
-memory for everything, and for a third of it. All figures are counts: other programs that run hardly change them.
+memory for everything, and for a third of it. Beside it stands what a lazy store would write: the blocks that vLLM's
+own cache evicts. All figures are counts: other programs that run do not change them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.small_model import SmallModel
 from lmkv.cli.measure.vllm_engines import ONE_PROCESS, VOCABULARY, EngineSpec, leave, open_engine
 
-CHUNK = 64
+CHUNK = 128
+"""Tokens: as many as a block of vLLM's has on CPUs."""
 SHARES = {"ample": 1.2, "a third": 0.33}
 
 
@@ -80,6 +82,7 @@ def run_engine(workload: Workload, engine: str, share: str, users: int, turns: i
     made = spec(workload, engine, share, users, turns)
     llm = open_engine(made, folder)
     core = llm.llm_engine
+    evicted = evictions(core.engine_core.engine_core.scheduler.kv_cache_manager.block_pool)
     length = workload.thinking + workload.answer
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
 
@@ -105,11 +108,26 @@ def run_engine(workload: Workload, engine: str, share: str, users: int, turns: i
                     turn[user] += 1
                     if turn[user] < turns:
                         send(user)
-        return {"asked": asked, "cached": cached, "stored": stored_bytes(llm, made.model)}
+        page = core.vllm_config.cache_config.block_size * made.model.kv_bytes_per_token
+        lazy = len(evicted) * page
+        return {"asked": asked, "cached": cached, "stored": stored_bytes(llm, made.model), "lazy": lazy}
 
     for _ in questions:
         questions.answer(run())
     leave(llm)
+
+
+def evictions(block_pool: Any) -> set[Any]:
+    """The hashes of the blocks that vLLM's own cache evicts from now on."""
+    found: set[Any] = set()
+    evict = block_pool._maybe_evict_cached_block
+
+    def noted(block: Any, *more: Any) -> Any:
+        found.update([block.block_hash] if block.block_hash is not None else ())
+        return evict(block, *more)
+
+    block_pool._maybe_evict_cached_block = noted
+    return found
 
 
 def stored_bytes(llm: Any, model: Any) -> int:
@@ -162,6 +180,7 @@ def main() -> int:
                             of and found["stored"] / first["stored"],
                         )
                     )
+                rows.append(Row(f"{name}, {share} room: evicted from the device", found["lazy"] / 2**20, "MiB"))
     return finish(rows, options.json)
 
 
