@@ -27,12 +27,12 @@ def test_the_guides_store_serves_hits(
     monkeypatch.syspath_prepend(str(guide))
     extra = {
         "remote_url": f"sqlite://{tmp_path / 'kv.sqlite'}",
-        "cache_policy": "own_policy:MRU",
+        "cache_policy": "own_policy:Shallow",
         "load_or_recompute": False,
     }
     options = {"max_num_batched_tokens": 480}
     with engine(model, extra=extra, **options) as first:
-        assert type(first.store._primary.policy).__name__ == "MRU"
+        assert type(first.store._primary.policy).__name__ == "Shallow"
         assert first.ids([prompt(0, 1500)]) == [expected[0]]
         assert first.store.drain(60)
         assert first.store.stats().tiers[1].name == "sqlite"
