@@ -156,7 +156,7 @@ def may_be_block_major(vllm_config: Any) -> bool:
     """
     chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
     # Pipeline stages with fewer layers have smaller blocks.
-    alike = getattr(getattr(vllm_config, "parallel_config", None), "pipeline_parallel_size", 1) == 1
+    alike = vllm_config.parallel_config.pipeline_parallel_size == 1
     return alike and not chosen and not getattr(vllm_config.model_config, "is_hybrid", False)
 
 

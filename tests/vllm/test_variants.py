@@ -144,6 +144,7 @@ def test_what_vllm_asks_the_class() -> None:
             device_config=device_config,
             cache_config=SimpleNamespace(user_specified_block_size=block_size),
             model_config=SimpleNamespace(is_hybrid=hybrid),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         )
         return LMKVConnector.get_required_kvcache_layout(asked)
 
