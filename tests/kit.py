@@ -36,12 +36,14 @@ NEVER = 1e6
 """More seconds than any test takes."""
 
 
-def eventually(true: Callable[[], bool], what: str = "", limit: float = LIMIT) -> None:
-    """Wait for a state that another thread or process brings about; TimeoutError if none does."""
+def eventually(
+    true: Callable[[], bool], what: str = "", limit: float = LIMIT, seen: Callable[[], object] | None = None
+) -> None:
+    """Wait for a state that another thread or process brings about; TimeoutError, with what is `seen`, if none does."""
     deadline = time.monotonic() + limit
     while not true():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {limit:.0f} s: {what}")
+            raise TimeoutError(f"not within {limit:.0f} s: {what}" + (f"; seen: {seen()}" if seen else ""))
         time.sleep(0.002)
 
 

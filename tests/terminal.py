@@ -82,11 +82,11 @@ def terminal(*words: str, **environment: str) -> Iterator[Terminal]:
 def assert_top_follows(url: str, token: str, change: Callable[[], object]) -> None:
     """`lmkv top` shows what the server's stats say, before and after a change, until Ctrl+C."""
     with Client(url, token) as client, terminal("top", url, "--interval", "0.5", LMKV_AGENT_TOKEN=token) as top:
-        eventually(lambda: shows(top.screen(), client.stats()), "what there is")
+        eventually(lambda: shows(top.screen(), client.stats()), "what there is", seen=top.screen)
         before = client.stats()
         change()
         eventually(lambda: rows_of(client.stats()) != rows_of(before), "a change")
-        eventually(lambda: shows(top.screen(), client.stats()), "what has changed")
+        eventually(lambda: shows(top.screen(), client.stats()), "what has changed", seen=top.screen)
         assert max(map(len, top.screen())) <= COLUMNS
         assert len(top.screen()) <= ROWS
         top.press(b"\x03")
@@ -100,6 +100,7 @@ def rows_of(stats: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def shows(screen: list[str], stats: dict[str, Any]) -> bool:
-    words = [line.split() for line in screen]
-    found = {line[0]: line[-3:] for line in words if line and line[0] in rows_of(stats)}
+    """Whether the first table has each tier's counts, and the first line the tokens."""
+    tiers = screen[: len(stats["tiers"]) + 3]
+    found = {line[0]: line[-3:] for line in map(str.split, tiers) if line and line[0] in rows_of(stats)}
     return found == rows_of(stats) and f"of {stats['lookup_tokens']:,} tokens" in screen[0]

@@ -71,13 +71,16 @@ def watch(console: Console, client: Client, seen: dict[str, Any], interval: floa
 
 def room(console: Console, seen: dict[str, Any]) -> int:
     """Number of requests that fit the terminal."""
-    stats = seen["stats"]
-    return max(1, console.height - _BESIDE - len(stats["tiers"]) - len(stats.get("engines", ())))
+    stats, value = seen["stats"], sampled(seen)
+    beside = _BESIDE + len(stats["tiers"]) + len(stats.get("engines", ())) + (len(value) + 2 if value else 0)
+    return max(1, console.height - beside)
 
 
 def picture(seen: dict[str, Any], rows: int) -> Group:
     stats = seen["stats"]
-    parts: list[RenderableType] = [headline(seen), Text(), tiers(stats["tiers"], seen.get("value", {}))]
+    parts: list[RenderableType] = [headline(seen), Text(), tiers(stats["tiers"])]
+    if value := sampled(seen):
+        parts += [Text(), sizes(value)]
     if "engines" in stats:
         parts += [Text(), engines(stats["engines"])]
     return Group(*parts, Text(), requests(seen["requests"][:rows], stats["time"]))
@@ -118,17 +121,32 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     return made
 
 
-def tiers(found: list[dict[str, Any]], value: dict[str, Any]) -> Table:
-    right = ("chunks", "served", "evicted", "half", "now", "twice")
-    made = table("tier", "in use", "", "chunks", "served", "evicted", *right[3:], right=right)
-    sampled = value.get("tiers", ()) if value.get("sampled_requests") else ()
-    predicted = {tier["name"]: tier["points"] for tier in sampled}
+def tiers(found: list[dict[str, Any]]) -> Table:
+    made = table("tier", "in use", "", "chunks", "served", "evicted", right=("chunks", "served", "evicted"))
     for tier in found:
         failing = "open" in (tier["breaker"], tier["write_breaker"])
-        name = Text(tier["name"].replace("_", " "), "red" if failing else "bold")
+        name = Text(shown(tier), "red" if failing else "bold")
         numbers = (f"{tier[each]:,}" for each in ("chunks", "hits", "evictions"))
-        ratios = [f"{point['hit_ratio']:.0%}" for point in predicted.get(tier["name"], ())[:3]]
-        made.add_row(name, bar(tier), in_use(tier), *numbers, *ratios)
+        made.add_row(name, bar(tier), in_use(tier), *numbers)
+    return made
+
+
+def shown(tier: dict[str, Any]) -> str:
+    return str(tier["name"]).replace("_", " ")
+
+
+def sampled(seen: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each size of each tier would find; nothing before a request was sampled."""
+    value = seen.get("value", {})
+    return list(value["tiers"]) if value.get("sampled_requests") else []
+
+
+def sizes(found: list[dict[str, Any]]) -> Table:
+    """The share of all tokens that each tier would find with another size."""
+    columns = ("half of it", "as it is", "twice", "four times")
+    made = table("hit rate by size", *columns, right=columns)
+    for tier in found:
+        made.add_row(shown(tier), *(f"{point['hit_ratio']:.0%}" for point in tier["points"]))
     return made
 
 
@@ -139,7 +157,7 @@ def advice(value: dict[str, Any]) -> Iterator[str]:
         return
     for tier in value["tiers"]:
         half, now, *larger = tier["points"]
-        name = tier["name"].replace("_", " ")
+        name = shown(tier)
         for point in larger:
             more = point["hit_ratio"] - now["hit_ratio"]
             saved = point["saved_seconds"]
@@ -164,7 +182,9 @@ def in_use(tier: dict[str, Any]) -> str:
 
 
 def size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:.1f} GiB"
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.0f} KiB"
 
 
 def engines(found: list[dict[str, Any]]) -> Table:

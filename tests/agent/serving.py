@@ -65,6 +65,7 @@ def service_of_scheduler(scheduler: Scheduler, chunk_size: int) -> CacheService:
         pin_ttl=60.0,
         requests=requests,
         deleted=scheduler.forget_evictions,
+        value=lambda: scheduler.observer.value.report(scheduler.loading.wait.cost.prefill_speed),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -162,10 +163,27 @@ def test_top_shows_what_requests_missed() -> None:
             shown = says("top", server.url).splitlines()
     rows = [line.split() for line in shown if "chatcmpl" in line]
     assert len(rows) == len(OTHERS) + 3
+    sizes = next(index for index, line in enumerate(shown) if line.startswith("hit rate by size"))
+    assert shown[sizes].split()[4:] == ["half", "of", "it", "as", "it", "is", "twice", "four", "times"]
+    half, now, twice, most = (int(share.rstrip("%")) for share in shown[sizes + 1].split()[1:])
+    assert half <= now <= twice <= most < 100
     last, warm = rows[0], rows[-2]
     assert last[1:5] == ["chatcmpl-00…00000010", str(len(PROMPT)), "0", "0"]
     assert " ".join(last[5:]).startswith("evicted from cpu")
     assert warm[2:] == [str(len(PROMPT)), "0", str(len(PROMPT) - 1)]
+
+
+def test_top_says_what_more_memory_would_save() -> None:
+    with closing(engine_of(ram_chunks=6)) as engine, serving(service_of_scheduler(engine.scheduler, CHUNK)) as servers:
+        url = servers[0].url
+        assert says("top", "--advise", url) == "Only 0 requests were sampled yet: ask again later."
+        for number in range(60):
+            tokens = OTHERS[number % 6]
+            engine.add(SimulatedRequest(f"r{number}", list(tokens), len(tokens), 1, "a"))
+            engine.finish()
+        sentences = " ".join(says("top", "--advise", url).split())
+    assert re.search(r"KiB more of cpu would find [1-9]\d\.\d% more of all tokens", sentences), sentences
+    assert "Half of cpu would find as much." in sentences
 
 
 # -- what can go wrong --------------------------------------------------------------------------------------
