@@ -31,7 +31,7 @@ class ARC(PolicyBase):
     """
 
     once: OrderedDict[ChunkKey, bool] = field(init=False, factory=OrderedDict)
-    """Whether the key has been used since it was inserted: the first use is that of the insertion."""
+    """Whether the key has been used. The request that inserts a key is its first use."""
     again: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     once_bytes: int = field(init=False, default=0)
     again_bytes: int = field(init=False, default=0)

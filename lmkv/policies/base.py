@@ -54,7 +54,7 @@ class PolicyBase(ABC):
     """
 
     nodes: dict[ChunkKey, Node] = field(init=False, factory=dict)
-    """Of each known key, and of each parent of one: `policy.nodes[key][SIZE]` is the size of a known key."""
+    """Each known key and each parent has a node; `policy.nodes[key][SIZE]` is the size of a known key."""
     total_bytes: int = field(init=False, default=0)
     """Bytes of all known keys. When `pop` is called, this is about the capacity of the tier."""
     held: set[ChunkKey] = field(init=False, factory=set)

@@ -30,11 +30,11 @@ class LFU(PolicyBase):
 
     ranks: dict[ChunkKey, int] = field(init=False, factory=dict)
     uses: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """Of every known key."""
+    """How often each known key was used."""
     buckets: dict[int, OrderedDict[ChunkKey, None]] = field(init=False, factory=dict)
     """The keys of each rank, least recently used first."""
     age: int = field(init=False, default=0)
-    """The rank that was evicted last: no key has a lower one."""
+    """The rank that was evicted last. No key has a lower one."""
 
     def add(self, key: ChunkKey) -> None:
         self.uses[key] = 0

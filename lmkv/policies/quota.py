@@ -24,8 +24,8 @@ class Quotas:
     ----------
     make : callable
         Makes an eviction policy; each tenant has one of its own.
-    shares : mapping
-        Of each tenant, its share of the tier, 0 to 1; together 1 at most.
+    shares : dict[str, float]
+        The share of the tier that each tenant gets, 0 to 1; their sum is 1 at most.
 
     Raises
     ------

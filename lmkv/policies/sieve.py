@@ -27,7 +27,7 @@ class SIEVE(PolicyBase):
     """
 
     uses: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """Of every known key: -1 until that of its insertion, 1 if the hand is to spare it."""
+    """Each known key has -1 until the use of its insertion, 0 after it, 1 if the hand is to spare it."""
     ahead: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     """From the hand to the newest key."""
     behind: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)

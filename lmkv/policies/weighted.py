@@ -40,7 +40,7 @@ class WeightedAge(PolicyBase):
 
     weight: float = field(default=2.0)
     once: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
-    """When each key was used last; negative: not since it was inserted."""
+    """When each key was used last. It is negative until a use after the insertion."""
     again: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     now: int = field(init=False, default=1)
     """Chunks that were used, repetitions included."""
