@@ -76,7 +76,7 @@ BUDGET = {
     "config": 698,
     "memory": 1115,
     "store.tiers": 1248,
-    "store": 1168,
+    "store": 1173,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
@@ -86,7 +86,7 @@ BUDGET = {
     "": 60,
     "agent": 910,
     "vllm": 1781,
-    "vllm.requests": 277,
+    "vllm.requests": 282,
     "vllm.observe": 739,
     "vllm.scheduler": 1213,
 }
