@@ -246,3 +246,77 @@ def _update_drafts(update: Any) -> Any:
                 states[block] = state
 
     return updates
+
+
+@contextlib.contextmanager
+def scanned() -> Iterator[None]:
+    """Engines made in here run Mamba-1, whose kernels vLLM lacks on a CPU, or has for other shapes."""
+    from vllm.model_executor.layers.mamba import mamba_mixer
+
+    forward, convolve = mamba_mixer.MambaMixer.forward_impl, mamba_mixer.causal_conv1d_update
+
+    def convolve_rows(x: Any, *given: Any, **more: Any) -> Any:
+        return convolve(x.contiguous(), *given, **more)
+
+    def contiguous(self: Any, **given: Any) -> None:
+        # What it does for LoRA, the CPU's products of matrices need at some sizes.
+        self.is_lora_enabled = True
+        forward(self, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mamba_mixer.MambaMixer, "forward_impl", contiguous)
+        patch.setattr(mamba_mixer, "selective_scan_fn", _scan)
+        patch.setattr(mamba_mixer, "selective_state_update", _scan_on)
+        patch.setattr(mamba_mixer, "causal_conv1d_update", convolve_rows)
+        yield
+
+
+def _scan(
+    u: Any,
+    states: Any,
+    delta: Any,
+    A: Any,  # noqa: N803 - vLLM's names
+    B: Any,  # noqa: N803
+    C: Any,  # noqa: N803
+    D: Any,  # noqa: N803
+    z: Any,
+    delta_bias: Any,
+    *,
+    cache_indices: Any,
+    has_initial_state: Any,
+    query_start_loc: Any,
+    **_: Any,
+) -> Any:
+    """As `selective_scan_fwd`; u, delta, z: [channel, token], B, C: [state, token], states: [block, channel, state]."""
+    out = torch.empty_like(u)
+    times = torch.nn.functional.softplus(delta + delta_bias[:, None])
+    for row, (start, end) in enumerate(itertools.pairwise(query_start_loc.tolist())):
+        block = int(cache_indices[row])
+        state = states[block].clone() if has_initial_state[row] else torch.zeros_like(states[block])
+        for at in range(start, end):
+            state = state * torch.exp(A * times[:, at, None]) + (times[:, at] * u[:, at])[:, None] * B[:, at]
+            out[:, at] = (state * C[:, at]).sum(-1) + D * u[:, at]
+        states[block] = state
+    return out * torch.nn.functional.silu(z)
+
+
+def _scan_on(
+    states: Any,
+    x: Any,
+    dt: Any,
+    A: Any,  # noqa: N803 - vLLM's names
+    B: Any,  # noqa: N803
+    C: Any,  # noqa: N803
+    D: Any,  # noqa: N803
+    dt_bias: Any,
+    *,
+    z: Any,
+    state_batch_indices: Any,
+    out: Any,
+    **_: Any,
+) -> None:
+    """As `selective_state_update`, of a token for each sequence; x, dt, z: [sequence, channel], B, C the same."""
+    blocks, times = state_batch_indices.flatten(), torch.nn.functional.softplus(dt + dt_bias)
+    state = states[blocks] * torch.exp(times[..., None] * A) + (times * x)[..., None] * B[:, None]
+    states[blocks] = state
+    out.copy_(((state * C[:, None]).sum(-1) + D * x) * torch.nn.functional.silu(z))
