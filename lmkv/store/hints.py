@@ -1,4 +1,4 @@
-"""`Hints`: what callers know about the next use of chunks, for the policies of all tiers."""
+"""`Hints`: passes what callers know about chunks on to the policies and admission filters of all tiers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from attrs import define, field
 from cachetools import LRUCache
 
-from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, TakesHints
+from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, SeesPrompts, TakesHints
 from lmkv.store.tiers.locking import locked
 
 _MAX_SESSIONS: Final = 1 << 14
@@ -38,6 +38,7 @@ class Hints:
     _lock: threading.Lock
     _policies: Mapping[str, Policy]
     _clock: Clock
+    _admissions: Sequence[SeesPrompts] = ()
     _labelled: list[LabelsKeys] = field(init=False)
     _ends: dict[ChunkKey, tuple[float, Sequence[ChunkKey]]] = field(init=False, factory=dict)
     """When the priority of a chain ends, by its last key."""
@@ -65,6 +66,13 @@ class Hints:
             end = self._clock() + seconds
             self._ends[keys[-1]] = end, keys
             self._next_end = min(self._next_end, end)
+
+    def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
+        """See `SeesPrompts.prompt`."""
+        if self._admissions:
+            with self._lock:
+                for admission in self._admissions:
+                    admission.prompt(keys, tokens)
 
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
         """Chunks with these keys belong to the first of these tenants that has a quota."""
