@@ -84,7 +84,7 @@ BUDGET = {
     "engine": 464,
     "registry": 24,
     "": 60,
-    "agent": 910,
+    "agent": 915,
     "vllm": 1781,
     "vllm.requests": 277,
     "vllm.observe": 739,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14650
+WHOLE = 14655
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

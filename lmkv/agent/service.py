@@ -241,10 +241,11 @@ class CacheService:
         return {"deleted_chunks": self._clear_namespace(beginning)}
 
     def stats(self) -> dict[str, Any]:
-        """The store's counters by tier, and tokens that requests looked up and found."""
+        """The store's counters by tier, bytes by tenant, and tokens that requests looked up and found."""
         found = self._requests()
         totals = {name: found[name] for name in ("lookup_tokens", "hit_tokens")}
-        return {"time": time.time(), **asdict(self._store.stats()), **totals}
+        tenants = self._store.hints.used_bytes()
+        return {"time": time.time(), **asdict(self._store.stats()), "tenants": tenants, **totals}
 
     def requests(self) -> dict[str, Any]:
         """Reports of the last requests, newest first."""
