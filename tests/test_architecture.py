@@ -76,7 +76,7 @@ BUDGET = {
     "config": 700,
     "memory": 1115,
     "store.tiers": 1248,
-    "store": 1176,
+    "store": 1182,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
@@ -84,7 +84,7 @@ BUDGET = {
     "engine": 464,
     "registry": 24,
     "": 60,
-    "agent": 915,
+    "agent": 923,
     "vllm": 1781,
     "vllm.requests": 277,
     "vllm.observe": 739,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14655
+WHOLE = 14669
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -213,6 +213,10 @@ class CacheService:
             prefetch.end()
         return prefetch is not None
 
+    def end_session(self, name: str) -> bool:
+        """Evict a session's chunks first, those that no other one shares; returns whether it was known."""
+        return self._store.hints.end_session(name)
+
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
         """Keep a prompt's chunks in host memory, as many of the leading ones as are there."""
         keys = self._boundaries.wanted(self._read(prompt)[1])

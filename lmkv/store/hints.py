@@ -96,6 +96,14 @@ class Hints:
         with self._lock:
             self._session(name, keys, ended=ended)
 
+    def end_session(self, name: str) -> bool:
+        """A session has ended, without another request: its chunks are given up. Returns whether it was known."""
+        with self._lock:
+            branches = self._sessions.pop(name, [])
+            for branch in branches:
+                self._give(branch, -1)
+        return bool(branches)
+
     @locked
     def _session(self, name: str, keys: Sequence[ChunkKey], *, ended: bool) -> None:
         branches = self._sessions.pop(name, [])

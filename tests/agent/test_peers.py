@@ -101,6 +101,20 @@ def test_stats_add_up_what_each_has_of_its_own(stores: list[TieredStore], client
     assert [engine["tiers"][0]["chunks"] for engine in engines_of(client.stats()).values()] == [6, 2]
 
 
+def test_a_session_is_ended_where_it_is_known(stores: list[TieredStore], client: Client) -> None:
+    name = "team a/agent 7?"
+    kept = put(stores[1], "another prompt")
+    ended = put(stores[1], TEXT)
+    stores[1].hints.session(name, ended)
+    assert client.end_session(name) == {"session": name, "ended": True}
+    with pytest.raises(httpx.HTTPStatusError, match="404"):
+        client.end_session(name)
+    for number in range(30):
+        put(stores[1], f"{number:04}" * 2)
+    assert stores[1].count_prefix(kept)[0] == len(kept)
+    assert stores[1].count_prefix(ended)[0] == 0
+
+
 def test_tenants_add_up_too(tmp_path: Path) -> None:
     def quotas() -> Quotas:
         return Quotas(LRU, {"alice": 0.5})
