@@ -123,7 +123,7 @@ def path(value: object) -> str | None:
         raise ValueError("must be a path or file:///path")
     path = os.path.normpath(os.path.expanduser(text))
     if "\0" in text or path.strip("/") == "":
-        raise ValueError("must be a path or file:///path, and not that of everything")
+        raise ValueError("must be a path or file:///path, and not /")
     # Keep ./none as a folder, so that it is not read as unset later.
     return os.path.join(os.curdir, path) if is_nothing(path) else path
 

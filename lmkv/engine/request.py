@@ -13,7 +13,7 @@ from lmkv.store.tiered import TieredStore
 
 
 class Request:
-    """`keys`: of the whole chunks that `blocks` covers. `chunk_size`: tokens per chunk. `pages`: blocks per chunk."""
+    """The `keys` of the whole chunks that `blocks` covers, each of `chunk_size` tokens and `pages` blocks."""
 
     def __init__(self, chain: KeyChain, blocks: object, chunk_size: int, pages: int) -> None:
         self._chain = chain

@@ -44,8 +44,8 @@ def make_copier(
 ) -> Copier:
     """A copier for the memory's device. Populates the rank's part of the slab, in the background.
 
-    `share`: (n, of how many ranks) that have that part. Raises UsageError when memory, layout and slab do not fit,
-    and the exceptions of torch for the device.
+    `share`: (index, count) of this rank among those that have that part. Raises UsageError when memory, layout and
+    slab do not fit, and the exceptions of torch for the device.
     """
     staging = staging or make_staging(memory)
     if staging is not None:

@@ -33,7 +33,7 @@ class AdmitAll:
 
 
 class AdmitNone:
-    """Admits no chunk: the tier serves its present chunks.
+    """Admits no chunk: the tier only serves the chunks that it has.
 
     Examples
     --------
@@ -57,12 +57,12 @@ class SecondTouch:
     Parameters
     ----------
     max_keys
-        How many keys to remember, the last ones that were offered.
+        How many of the last offered keys to remember.
 
     Raises
     ------
     UsageError
-        When `max_keys` is not positive.
+        `max_keys` is not positive.
 
     Notes
     -----

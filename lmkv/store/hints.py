@@ -15,7 +15,7 @@ from lmkv.store.tiers.locking import locked
 
 _MAX_SESSIONS: Final = 1 << 14
 _MAX_BRANCHES: Final = 16
-"""Of a session: an agent's own conversation, and those of agents that it has started."""
+"""Most branches of a session: an agent's own conversation, and those of agents that it has started."""
 
 
 @define(eq=False, repr=False)
@@ -89,9 +89,9 @@ class Hints:
             return {name: dict(policy.used_bytes()) for name, policy in tiers if isinstance(policy, LabelsKeys)}
 
     def session(self, name: str, keys: Sequence[ChunkKey], *, ended: bool = False) -> None:
-        """A request of a session has ended. Chunks that it has replaced are given up.
+        """Note the end of a session's request, and give up the chunks that it has replaced.
 
-        `ended`: the session has, too: all its chunks that no other session shares are given up.
+        `ended`: the session has ended, too, so that all its chunks are given up that no other session shares.
         """
         with self._lock:
             self._session(name, keys, ended=ended)

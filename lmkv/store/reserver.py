@@ -22,7 +22,7 @@ from lmkv.store.tiers.primary import PrimaryTier
 
 @define(eq=False, repr=False)
 class Reserver:
-    """`lock`: the store's."""
+    """Plans reservations, and publishes or frees their slots. `lock`: the store's."""
 
     _lock: threading.Lock
     _primary: PrimaryTier

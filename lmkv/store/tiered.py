@@ -116,7 +116,7 @@ class TieredStore:
         self._tiers = [LowerTier(tier, nbytes, self._lock, clock, self._observers) for tier in lower]
         # Writes must not refer to so many slots that loads find none.
         self.max_pending_stores = max(1, min(_MAX_STORES, slots // 2)) if lower else slots
-        """Chunks that can be stored at a time without a write to a lower tier being refused for them."""
+        """Chunks that can be stored at a time without a refused write to a lower tier."""
         self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
         self._pins = Pins(self._primary, clock)
         policies = {tier.name: tier.policy for tier in (primary, *lower)}
@@ -150,7 +150,7 @@ class TieredStore:
 
     @contextmanager
     def _planned(self) -> Iterator[AfterLock]:
-        """Hold the lock; run after its release everything that was planned under it."""
+        """Hold the lock; after its release, run everything that was planned under it."""
         after = AfterLock()
         with self._lock:
             yield after
@@ -397,5 +397,5 @@ class TieredStore:
 
 
 def _deletion(work: Callable[[], None]) -> Job:
-    """Refused by a closed pool, it is not needed: the store serves nothing any more."""
+    """A job that a closed pool may refuse: then the store serves nothing that it would delete."""
     return Job(lambda after: work(), Priority.LOAD, lambda after: None)

@@ -71,7 +71,7 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """Queued: things to do, events to wait for, events to let happen."""
+    """A queue of things to do, events to wait for and events to let happen."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
@@ -154,11 +154,11 @@ class SimulatedDevice:
             self._owners.append(storage)
 
     def launch(self, work: Callable[[], object]) -> None:
-        """The model computes, some time after now."""
+        """Queue computation of the model, for some later time."""
         self.compute.do(work)
 
     def fail(self, why: str) -> None:
-        """The context is dead: nothing that is queued is done, and every call raises."""
+        """End the context: nothing that is queued is done, and every call raises."""
         self._error = why
         for stream in self.streams:
             stream.queue.clear()
@@ -246,7 +246,7 @@ class SimulatedDevice:
     # -- execution ------------------------------------------------------------------------------------------
 
     def _launch(self, stream: Stream, works: list[Callable[[], object]]) -> None:
-        """One call, that does several things in any order."""
+        """Queue a call that does several things in any order."""
         assert isinstance(stream, SimulatedStream)
         self.rng.shuffle(works)
         stream.do(lambda: [work() for work in works])

@@ -51,7 +51,7 @@ class TierIndex:
         self.capacity = capacity
         self.used = self.other_namespace = 0
         self.clearing = False
-        """Everything is being deleted, chunks that were never indexed included: nothing is written until then."""
+        """Whether everything is being deleted, even chunks that were never indexed. Nothing is written meanwhile."""
         self._name = name
         self._observers = observers
         self._sizes: dict[ChunkKey, int] = {}
@@ -83,7 +83,7 @@ class TierIndex:
         self.policy.hold(key)
 
     def end_read(self, key: ChunkKey) -> None:
-        """It has been read, which counts as a use; it may have been removed meanwhile."""
+        """End a read, which counts as a use; the chunk may have been removed meanwhile."""
         if key in self._sizes:
             self.policy.release(key)
 
@@ -128,7 +128,7 @@ class TierIndex:
     def end_write(
         self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True, parent: ChunkKey = b""
     ) -> None:
-        """A write has ended: index the chunk if it was `stored`; delete it if it is not `wanted` now."""
+        """End a write: index the chunk if it was `stored`; delete it if it is not `wanted` now."""
         self._writing.discard(key)
         self._note(key)
         self.used -= nbytes
@@ -187,19 +187,19 @@ class TierIndex:
     # -- removing -----------------------------------------------------------------------------------------
 
     def discard(self, key: ChunkKey) -> None:
-        """The backend has turned out not to have it."""
+        """Forget a chunk that the backend turned out not to have."""
         if key in self._sizes:
             self._drop(key)
             self.policy.discard(key)
 
     def doubt(self, key: ChunkKey) -> None:
-        """It could not be read, which says nothing about its bytes."""
+        """Doubt a chunk that could not be read, though its bytes may be right."""
         if key in self:
             self._tell_removed(key)
             self._doubted.add(key)
 
     def _trust(self, key: ChunkKey) -> None:
-        """It was seen on the medium: if it was doubted, it may be tried again."""
+        """Trust a doubted chunk again, because it was seen on the medium."""
         if key in self._doubted:
             self._doubted.discard(key)
             self._tell_stored(key)
@@ -239,7 +239,7 @@ class TierIndex:
         return victims
 
     def reclaimed(self, victims: Victims, ok: bool, replaced_by: int = 0) -> None:
-        """The deletion of these tombstones has ended; if not `ok`, they are tombstones again."""
+        """End the deletion of these tombstones; if not `ok`, they are tombstones again."""
         self._reclaiming.difference_update(victims)
         for key in victims:
             self._note(key)
@@ -292,7 +292,7 @@ class TierIndex:
         return key in self._tombstones or key in self._reclaiming
 
     def begin_listing(self) -> bool:
-        """A listing of the medium begins. False: not now."""
+        """Begin a listing of the medium; False if there can be none now."""
         self._listing = self.begin_scan()
         if self._listing is None:
             return False

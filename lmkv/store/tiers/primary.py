@@ -33,9 +33,9 @@ class HostMemory(Protocol):
 
 
 class PrimaryTier:
-    """`retain`: False makes the slots mere staging: a chunk is removed with its last reference.
+    """The chunks in host memory. `retain`: False makes it mere staging: a chunk is removed with its last reference.
 
-    `spans`, `sizes`: see `Payloads`. `shares`: of the slots, for tails and for states, by the type of their keys.
+    `spans`, `sizes`: see `Payloads`. `shares`: the slots for tails and for states, by the type of their keys.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class PrimaryTier:
         return entry
 
     def mark_ready(self, entry: Entry) -> None:
-        """Its bytes are complete. The writer or load that filled it still refers to it."""
+        """Make an entry READY: its bytes are complete. The writer or load that filled it still refers to it."""
         if not entry.removed:
             if entry.state is _WRITING:
                 self.writing -= 1
@@ -150,7 +150,7 @@ class PrimaryTier:
         entry.state = _READY
 
     def remove(self, entry: Entry) -> None:
-        """Take it out of the index, filled or not; its slot is freed with its last reference. Idempotent."""
+        """Take an entry out of the index, filled or not; its slot is freed with its last reference. Idempotent."""
         if entry.removed:
             return
         entry.removed = True
