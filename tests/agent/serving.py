@@ -64,6 +64,7 @@ def service_of_scheduler(scheduler: Scheduler, chunk_size: int) -> CacheService:
         chunk_size=chunk_size,
         pin_ttl=60.0,
         requests=requests,
+        trace=scheduler.observer.recorder.since,
         deleted=scheduler.forget_evictions,
         value=lambda: scheduler.observer.value.report(scheduler.loading.wait.cost.prefill_speed),
     )
