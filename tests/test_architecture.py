@@ -73,9 +73,9 @@ BUDGET = {
     "plugins": 33,
     "policies": 1039,
     "simulation": 359,
-    "config": 700,
+    "config": 702,
     "memory": 1115,
-    "store.tiers": 1248,
+    "store.tiers": 1259,
     "store": 1182,
     "backends": 375,
     "backends.disk": 937,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14669
+WHOLE = 14682
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
