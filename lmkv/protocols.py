@@ -218,6 +218,15 @@ class Admission(Protocol):
     def admit(self, key: ChunkKey) -> bool: ...
 
 
+@runtime_checkable
+class SeesPrompts(Protocol):
+    """An admission filter that decides by the lengths of prompts."""
+
+    def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
+        """Chunks with these keys may soon be offered. They belong to a request with so many tokens."""
+        ...
+
+
 class Clock(Protocol):
     """Monotonic seconds; tests bring their own."""
 

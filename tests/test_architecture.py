@@ -67,30 +67,30 @@ ALLOWED: dict[str, frozenset[str]] = {
 BUDGET = {
     "errors": 59,
     "outcomes": 40,
-    "protocols": 100,
+    "protocols": 104,
     "chunks": 541,
     "plugins": 33,
-    "policies": 1020,
-    "simulation": 357,
-    "config": 698,
+    "policies": 1039,
+    "simulation": 359,
+    "config": 700,
     "memory": 1115,
-    "store.tiers": 1248,
-    "store": 1168,
+    "store.tiers": 1259,
+    "store": 1182,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
     "build": 101,
-    "engine": 487,
+    "engine": 488,
     "": 60,
-    "agent": 910,
+    "agent": 923,
     "vllm": 1781,
     "vllm.requests": 277,
     "vllm.observe": 739,
-    "vllm.scheduler": 1213,
+    "vllm.scheduler": 1215,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14612
+WHOLE = 14680
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

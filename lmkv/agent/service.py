@@ -213,6 +213,10 @@ class CacheService:
             prefetch.end()
         return prefetch is not None
 
+    def end_session(self, name: str) -> bool:
+        """Evict a session's chunks first, those that no other one shares; returns whether it was known."""
+        return self._store.hints.end_session(name)
+
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
         """Keep a prompt's chunks in host memory, as many of the leading ones as are there."""
         keys = self._boundaries.wanted(self._read(prompt)[1])
@@ -241,10 +245,11 @@ class CacheService:
         return {"deleted_chunks": self._clear_namespace(beginning)}
 
     def stats(self) -> dict[str, Any]:
-        """The store's counters by tier, and tokens that requests looked up and found."""
+        """The store's counters by tier, bytes by tenant, and tokens that requests looked up and found."""
         found = self._requests()
         totals = {name: found[name] for name in ("lookup_tokens", "hit_tokens")}
-        return {"time": time.time(), **asdict(self._store.stats()), **totals}
+        tenants = self._store.hints.used_bytes()
+        return {"time": time.time(), **asdict(self._store.stats()), "tenants": tenants, **totals}
 
     def requests(self) -> dict[str, Any]:
         """Reports of the last requests, newest first."""

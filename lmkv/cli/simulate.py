@@ -191,8 +191,9 @@ def tables(rows: Sequence[Row], token_bytes: int, *, assumed: bool) -> Iterator[
         yield table
         yield ""
     speeds = [row.accesses_per_second for row in rows if row.policy not in (UNBOUNDED, CLAIRVOYANT)]
+    limits = dict.fromkeys(f"{speed:,.0f}" for speed in (min(speeds), max(speeds)))
     note = " (an 8B model's; --model names another)" if assumed else ""
-    yield f"{token_bytes:,} bytes a token{note}; {min(speeds):,.0f} to {max(speeds):,.0f} chunk accesses a CPU second"
+    yield f"{token_bytes:,} bytes a token{note}; {' to '.join(limits)} chunk accesses a CPU second"
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -165,7 +165,9 @@ def advice(value: dict[str, Any]) -> Iterator[str]:
             extra = size(point["bytes"] - now["bytes"])
             yield f"{extra} more of {name} would find {more:.1%} more of all tokens{hours}."
         lost = now["hit_ratio"] - half["hit_ratio"]
-        if lost < _NOTHING:
+        if now["hit_ratio"] - tier["without"]["hit_ratio"] < _NOTHING:
+            yield f"As much would be found without {name}: it is useless here, at its size."
+        elif lost < _NOTHING:
             yield f"Half of {name} would find as much."
         else:
             yield f"Half of {name} would find {lost:.1%} less of all tokens."

@@ -30,6 +30,7 @@ class Request:
         """Reserve slots for chunks [first, end)."""
         keys = self.keys[first:end]
         ids = self._chain.token_bytes(first, first + len(keys))
+        store.hints.prompt(keys, len(self.keys) * self._chunk_size)
         return store.reserve(keys, parent=self._chain.parent(first), tokens=ids, protect=self.keys)
 
     def copies_to_slots(self, slots: Mapping[ChunkKey, int], first: int, end: int) -> list[ChunkCopy]:

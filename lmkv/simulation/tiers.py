@@ -9,7 +9,7 @@ from attrs import define, field, frozen
 
 from lmkv.errors import UsageError
 from lmkv.policies import Shadow
-from lmkv.protocols import Admission, ChunkKey
+from lmkv.protocols import Admission, ChunkKey, SeesPrompts
 from lmkv.simulation.trace import Trace, TraceRequest
 
 ROUTERS = ("prefix", "round-robin", "least-loaded")
@@ -83,6 +83,8 @@ def replay_tiers(
         far = near
         if disk is not None:
             far = max(near, disk.leading(keys))
+            if isinstance(admission, SeesPrompts):
+                admission.prompt(keys, request.tokens)
             wanted = keys if admission is None else _admitted(keys, disk, admission)
             disk.request(wanted, chunk_bytes)
         near_tokens = min(near * size, request.tokens)

@@ -46,8 +46,7 @@ class SlotAllocator:
         """
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:
-            for victim in self._primary.victims(protect, missing):
-                self._primary.remove(victim)
+            self._primary.evict(protect, missing)
 
     def _evict(self, after: AfterLock, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
         """Evict for one slot, at once or once flushed; False when the policy has no victim."""

@@ -193,6 +193,20 @@ class PrimaryTier:
         self.counters.evictions += len(entries)
         return entries
 
+    def evict(self, protect: frozenset[ChunkKey] | set[ChunkKey], slots: int) -> None:
+        """Evict entries for so many slots, or none, and remove them."""
+        entries, free, observers = self.entries, self.slab.free, self._observers
+        for victim in self.victims(protect, slots):
+            if victim.origin or victim.prefetched or type(victim.key) is not bytes:
+                self.remove(victim)
+            else:
+                # `remove` for the most frequent case, inlined: storing spends much of its time here.
+                victim.removed = True
+                del entries[victim.key]
+                for observer in observers:
+                    observer.removed(self.name, victim.key)
+                free(victim.slot)
+
     def evict_from(self, share: Share) -> Entry | None:
         """The least recently used entry of a kind, evicted; the caller removes or flushes it. None: all are in use."""
         victim = share.oldest_unused()

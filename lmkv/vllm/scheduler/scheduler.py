@@ -111,6 +111,7 @@ class Scheduler:
         state = self._state_of(request)
         keys = state.keys_with_tail(request.num_tokens // self._chunk_size)
         self._store.hints.label(keys, state.tenants)
+        self._store.hints.prompt(keys, request.num_tokens)
         other = state.options.prefetch_tokens
         for chain in (keys if state.options.prefetch else (), self._keys(state.root, other) if other else ()):
             if wanted := self.boundaries.wanted(chain):

@@ -71,6 +71,7 @@ class StorePlanner:
         if first == complete:
             return
         self._store.hints.label(keys[first:], state.tenants)
+        self._store.hints.prompt(keys[first:], state.request.num_tokens)
         # Protected: to store the end of a prompt must not evict its beginning, without which it is not found.
         reservation = self._store.reserve(
             keys[first:],
