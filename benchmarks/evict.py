@@ -49,26 +49,25 @@ def full_store(policy: str, pinned: int) -> tuple[TieredStore, list[bytes]]:
     return store, keys
 
 
-def storing(store: TieredStore) -> Callable[[], None]:
-    """Store a request's chunks; their keys are made beforehand."""
-    keys = iter(lambda: new_keys(BATCH), None)
-    ready = [next(keys)]
+def storing(store: TieredStore) -> tuple[Callable[[], None], Callable[[], None]]:
+    """`(run, prepare)`: store a request's chunks, and make the keys of the next request."""
+    ready = [new_keys(BATCH)]
 
     def run() -> None:
         store.reserve(ready[0]).commit()
 
     def prepare() -> None:
-        ready[0] = next(keys)
+        ready[0] = new_keys(BATCH)
 
-    run.prepare = prepare  # type: ignore[attr-defined]
-    return run
+    return run, prepare
 
 
 def eviction(rounds: int) -> Iterator[Row]:
     for policy in POLICIES:
         stores = {f"{pinned:,} pinned": full_store(policy, pinned)[0] for pinned in (0, PINNED)}
         cases = {name: storing(store) for name, store in stores.items()}
-        times = interleaved(cases, rounds, before=lambda name, cases=cases: cases[name].prepare())
+        runs = {name: run for name, (run, _) in cases.items()}
+        times = interleaved(runs, rounds, before=lambda name, cases=cases: cases[name][1]())
         for name, found in times.items():
             micros = statistics.median(found) / BATCH * 1e6
             yield Row(

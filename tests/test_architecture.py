@@ -52,8 +52,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     # Only what is built from a Config sees one.
     "build": BUILT,
     "engine": BUILT,
-    "registry": frozenset({"errors", "engine"}),
-    "": BUILT | {"engine", "registry"},
+    "": BUILT | {"engine"},
     "agent": STORE,
     "vllm": BUILT | {"vllm.requests", "vllm.observe", "vllm.scheduler", "agent"},
     "vllm.requests": STORE | {"vllm"},
@@ -73,7 +72,7 @@ BUDGET = {
     "plugins": 33,
     "policies": 1039,
     "simulation": 359,
-    "config": 702,
+    "config": 700,
     "memory": 1115,
     "store.tiers": 1259,
     "store": 1182,
@@ -81,8 +80,7 @@ BUDGET = {
     "backends.disk": 937,
     "backends.remote": 1352,
     "build": 101,
-    "engine": 464,
-    "registry": 24,
+    "engine": 488,
     "": 60,
     "agent": 923,
     "vllm": 1781,
@@ -92,7 +90,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14682
+WHOLE = 14680
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -30,7 +30,7 @@ def explained(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sentences(report: Mapping[str, Any]) -> list[str]:
     loaded = " and ".join(f"{tokens:,} from {tier}" for tier, tokens in report["sources"].items()) or "none"
-    found = f"Of {report['tokens']:,} tokens vLLM's own cache had {report['vllm_tokens']:,}; lmkv loaded {loaded}."
+    found = f"vLLM's own cache had {report['vllm_tokens']:,} of {report['tokens']:,} tokens; lmkv loaded {loaded}."
     missed = report.get("missed")
     return [found] if missed is None else [found, _miss(missed), ADVICE.get(missed["reason"], "")]
 

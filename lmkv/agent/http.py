@@ -218,7 +218,7 @@ def application(
 
     @v1.get("/value")
     async def value() -> dict[str, Any]:
-        """What more or less of each tier would find, estimated from a sample of this engine's requests."""
+        """Estimates of the hits with more or less of each tier, from a sample of this engine's requests."""
         return dict(await run_in_threadpool(service.value))
 
     @v1.get("/requests")

@@ -76,7 +76,7 @@ def prune(
 def clear(
     path: Annotated[Path | None, typer.Argument(exists=True, file_okay=False, help=_FOLDER)] = None,
     namespace: Which = "",
-    url: Annotated[str, typer.Option(help="Of a running server's agent API: URL, HOST:PORT or unix:/path.")] = "",
+    url: Annotated[str, typer.Option(help="A running server's agent API: URL, HOST:PORT or unix:/path.")] = "",
     text: Annotated[str, typer.Option(help="With --url: only this prompt's chunks; - reads standard input.")] = "",
     tokens: server.TokenIds = "",
     cache_salt: server.Salt = None,

@@ -51,7 +51,8 @@ class Row:
 def simulate(
     traces: Annotated[list[Path], typer.Argument(help="Traces of Mooncake, RAGPulse, sessions or lmkv record.")],
     policy: Annotated[
-        list[str] | None, typer.Option(help="A name, or package.module:Class; several times. [default: LRU, ADAPTIVE]")
+        list[str] | None,
+        typer.Option(help="A name, or package.module:Class; may be repeated. [default: LRU, ADAPTIVE]"),
     ] = None,
     capacity: Annotated[
         str, typer.Option(help="Sizes with commas between: 5% of all chunks, 64GiB or GB, or a number of chunks.")
@@ -67,7 +68,7 @@ def simulate(
         float, typer.Option(min=0, max=1, help="Share of sessions that name themselves and tell their end.")
     ] = 0.0,
     spread: Annotated[float, typer.Option(min=0, help="Start sessions at random within so many seconds.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of these random times.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of these random times.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw hit ratios over capacity in GB.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object.")] = False,
 ) -> None:

@@ -234,9 +234,7 @@ class Config:
         self._check_folder("local_disk", "max_local_disk_size")
         if self.shared_memory and self.local_disk and are_nested(self.shared_memory, self.local_disk):
             other = f"shared_memory = {short_repr(self.shared_memory)} (by: {self.source('shared_memory')})"
-            reason = (
-                "are one folder, or one is in the other: each would delete the other's chunks; name two separate ones"
-            )
+            reason = "are one folder, or nested: each would delete the other's chunks; name two separate folders"
             self._refuse("local_disk", f"and {other} {reason}")
         for name in ("remote_password", "agent_token", "authentication_key"):
             if getattr(self, name) and getattr(self, f"{name}_file"):

@@ -163,8 +163,8 @@ def may_be_block_major(vllm_config: Any) -> bool:
 def recomputes_within_step(vllm_config: Any) -> bool:
     """Whether vLLM can recompute blocks that a load within a step has failed to fill.
 
-    Not once the next step is scheduled, as it is for each pipeline stage. Nor with its Model Runner V2, which then
-    writes outside its KV space.
+    It cannot once the next step is scheduled, as with pipeline stages, nor with its Model Runner V2, which then writes
+    outside its KV space.
     """
     pipelined = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     return not (pipelined or _has_runner_v2(vllm_config))
@@ -209,10 +209,10 @@ def _calls_hooks(module: Any) -> bool:
 
 
 def yield_gil() -> None:
-    """For a step that computes nothing: let the threads run that it waits for.
+    """Let other threads run, in a step that computes nothing and waits for them.
 
-    An engine core in a process of its own pauses after such a step. One in the caller's process does not: it
-    took the interpreter from the disk's threads, so that a hit came from there four times later.
+    An engine core in a process of its own pauses after such a step. One in the caller's process does not: it kept
+    the interpreter from the disk's threads, so that a hit from there took four times as long.
     """
     from vllm import envs
 
@@ -302,7 +302,7 @@ def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str]
 def recompute(scheduler: Any, request_id: str) -> None:
     """Have vLLM 0.29 compute a request whose load has failed from its beginning, as later versions do.
 
-    It cannot be told of failed blocks where there are several KV cache groups.
+    vLLM 0.29 cannot be told of failed blocks if there are several KV cache groups.
     """
     request = scheduler.requests.get(request_id)
     if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":

@@ -50,7 +50,7 @@ class LayerwiseTransfer:
             self._attempt(lambda: pipeline.save(layer))
 
     def _fail(self) -> None:
-        """Once the copies that have begun have ended: their slots may be given to others next."""
+        """Fail after the copies that have begun have ended: their slots may be given to others next."""
         pipeline, self._pipeline = self._pipeline, None
         if isinstance(pipeline, LayerWriter):
             with contextlib.suppress(Exception):

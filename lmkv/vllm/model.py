@@ -48,7 +48,7 @@ class ServedModel:
 
     @cached_property
     def namespace(self) -> Namespace:
-        """Made on first use: it samples the weights, which workers need not do."""
+        """The namespace of its KV, made on first use: it samples the weights, which workers need not do."""
         return self._make_namespace()
 
     def paged_memory(self, rows: Sequence[torch.Tensor]) -> PagedMemory:
@@ -253,7 +253,7 @@ def _page_format(vllm_config: Any) -> str:
 
 
 def _state_format(vllm_config: Any) -> str:
-    """What decides the bytes of a recurrent layer's state besides its shape and type."""
+    """Everything that decides the bytes of a recurrent layer's state besides its shape and type."""
     from vllm import envs
 
     return f"{getattr(envs, 'VLLM_SSM_CONV_STATE_LAYOUT', None)} {getattr(vllm_config, 'mamba_config', None)}"

@@ -176,7 +176,7 @@ def test_top_shows_what_requests_missed() -> None:
 def test_top_says_what_more_memory_would_save() -> None:
     with closing(engine_of(ram_chunks=6)) as engine, serving(service_of_scheduler(engine.scheduler, CHUNK)) as servers:
         url = servers[0].url
-        assert says("top", "--advise", url) == "Only 0 requests were sampled yet: ask again later."
+        assert says("top", "--advise", url) == "Only 0 requests were sampled so far: ask again later."
         for number in range(60):
             tokens = OTHERS[number % 6]
             engine.add(SimulatedRequest(f"r{number}", list(tokens), len(tokens), 1, "a"))

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-import lmkv.vllm.worker
 from lmkv.memory.copier_factory import make_copier
 from lmkv.testing.faults import FaultyCopier
 from lmkv.vllm.connector import LMKVConnector
@@ -23,7 +23,7 @@ class BreakableConnector(LMKVConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.WORKER:
-            lmkv.vllm.worker.make_copier = _make_copier  # type: ignore[attr-defined]
+            pytest.MonkeyPatch().setattr("lmkv.vllm.worker.make_copier", _make_copier)
 
 
 def _make_copier(memory: Any, layout: Any, slab: Any, rank: int, *more: Any) -> Any:

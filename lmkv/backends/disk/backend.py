@@ -58,8 +58,8 @@ class LocalDiskBackend:
     namespace
         32 bytes, `Namespace.digest`. Chunks of other namespaces are never served.
     sync
-        When a stored chunk survives a power failure. "none": perhaps not, only the death of the process, and
-        writing is up to twice as fast. "data": its bytes are on the medium before the file gets its name.
+        Whether a stored chunk survives a power failure. "none": perhaps not, but it survives the death of the process,
+        and writing is up to twice as fast. "data": its bytes are on the medium before the file gets its name.
         "full": so is the name. Checksums detect damage in any case.
     direct
         O_DIRECT, so that the page cache holds no second copy of host memory. "auto" uses it where it

@@ -28,7 +28,7 @@ START_TIMEOUT = 900.0
 VOCABULARY = 1000
 """Prompts are random ids below this: every model has these tokens."""
 MAX_SOCKET_FOLDER = 70
-"""Characters of a folder's path: vLLM's sockets have names of their own below it, and a limit for both."""
+"""Most characters of a folder's path: the names of vLLM's sockets follow it, and both together have a limit."""
 WRITES_ENDED = 0.5
 """Seconds without a new file after which the disk tier counts as written."""
 

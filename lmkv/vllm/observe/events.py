@@ -26,14 +26,14 @@ from lmkv.vllm.requests.request import Request, RequestState
 logger = logging.getLogger("lmkv.vllm")
 
 BlockHash = int | bytes
-"""As vLLM's own events have it."""
+"""The hash of a block in vLLM's own events."""
 
 _BATCH_CHANGES = 1024
 """Changes that one step makes events of; the next step goes on."""
 
 
 class Place(NamedTuple):
-    """Where a tier is, in the words of vLLM's events. Routers know no more than these: a tier's name is no place."""
+    """Where a tier is, in the words of vLLM's events. Routers know these words, and no names of tiers."""
 
     medium: str
     locality: str
@@ -137,9 +137,9 @@ class EventRecorder:
     # -- the scheduling thread ----------------------------------------------------------------------------
 
     def track(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
-        """Tell from now on where these chunks are, the leading ones of a request, and the states behind them.
+        """Publish from now on where the leading chunks of a request are, and the states behind them.
 
-        One that is another request's is passed over: it was learned from that one.
+        A chunk that is another request's is skipped: it was tracked with that one.
         """
         try:
             self._track({key: _Chunk(blocks) for key, blocks in self._unknown(state, keys) if blocks})

@@ -1,4 +1,4 @@
-"""`MemoryValue`: what more or less of each tier would find, by shadows of the tiers that a sample of requests feeds."""
+"""`MemoryValue`: estimates the hits with more or less of each tier, by shadows that replay a sample of requests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SIZES: Final = (0.5, 1.0, 2.0, 4.0)
 _NOW: Final = SIZES.index(1.0)
 _SAMPLED_CHUNKS: Final = 4096
 _MAX_SHARE: Final = 0.001
-"""Share of the wall time that may be spent here; where more is, fewer requests are sampled."""
+"""Largest share of the wall time to spend here. Beyond it fewer requests are sampled."""
 _FEWEST_CHUNKS: Final = 512
 """A shadow of fewer chunks says nothing."""
 _SETTLE_SECONDS: Final = 5.0
 KEPT: Final = 0.999
-"""A sampled request counts so much less with each one after it."""
+"""The weight of a sampled request is multiplied by this with each one after it."""
 _DEPTH: Final = 16
-"""Chunks from the head on, among which conversations part."""
+"""Leading chunks among which the point is found where conversations part."""
 _DAY: Final = 86_400
 
 
@@ -45,8 +45,7 @@ class _Tier:
 class MemoryValue:
     """Feeds shadows of the tiers on the scheduling thread; `report` is for any thread. Never waits.
 
-    Whole subtrees of prompts are sampled, from where conversations part: chunks that are found together are in the
-    sample together.
+    The sample is whole subtrees of prompts, from where conversations part, so that it has all chunks of a hit or none.
     """
 
     def __init__(self, store: TieredStore, chunk_tokens: int, clock: Clock = time.perf_counter) -> None:
@@ -114,9 +113,9 @@ class MemoryValue:
                 tier.found[number] = tier.found[number] * KEPT + found
 
     def report(self, prefill_speed: float = 0.0) -> dict[str, Any]:
-        """For each tier, what each size would find. `prefill_speed`: measured, tokens a second; 0: not known.
+        """Estimates for each size of each tier. `prefill_speed`: measured tokens per second; 0 if not known.
 
-        `saved_seconds`: of prefill, a day, beside the present size.
+        `saved_seconds`: seconds of prefill a day, compared with the present size.
         """
         with self._lock:
             a_day = self._tokens / max(self._clock() - self._started, 1e-9) * _DAY

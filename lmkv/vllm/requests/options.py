@@ -68,7 +68,7 @@ def _is_true(value: object) -> bool:
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
-    """() for anything but a list of token ids: a client's mistake must not fail the request."""
+    """The token ids of a list, () for anything else: a client's mistake must not fail the request."""
     if not isinstance(value, list | tuple):
         return ()
     valid = all(isinstance(token, int) and 0 <= token < 2**32 for token in value)

@@ -18,9 +18,9 @@ MIN_STEP_TOKENS = 64
 _PROBE_EVERY = 16
 """Every sixteenth load that looks too slow is done while its request computes, to measure the tier again."""
 _USUAL = 4.0
-"""A load that takes so many times as long as expected will not come."""
+"""A load that takes this many times as long as expected is given up."""
 _STAKE = 0.25
-"""Share of the seconds that computing takes which may be waited for any load that is expected to be faster."""
+"""A request may always wait this share of its computing time for a load that is expected to be faster."""
 
 
 @define
@@ -32,7 +32,7 @@ class LoadTime:
 
     nbytes: float = 0.0
     seconds: float = 0.0
-    """The means."""
+    """Means of the loads' bytes and seconds."""
     _variance: float = 0.0
     _covariance: float = 0.0
 
@@ -92,7 +92,7 @@ class LoadCost:
         return False
 
     def wants_probe(self, tier: str) -> bool:
-        """Whether the tier's load that was last found too slow is to be done, while its request computes."""
+        """Whether to do the tier's load that was last found too slow, while its request computes."""
         return self.skipped[tier] % _PROBE_EVERY == 0
 
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:

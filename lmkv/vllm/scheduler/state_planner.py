@@ -34,10 +34,10 @@ class _StateJob:
 
 
 class StatePlanner:
-    """Which states are stored in which step. Called on the scheduling thread only.
+    """Decides which states are stored in which step. Called on the scheduling thread only.
 
-    Kept are those that vLLM keeps, at prompts' ends and where prompts part; while a prompt is computed in several
-    steps, one every few chunks; and the last one of an answer.
+    It stores the states that vLLM keeps, at prompts' ends and where prompts part; one every few chunks, while a prompt
+    is computed in several steps; and the last one of an answer.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -94,7 +94,7 @@ class StatePlanner:
         return tokens % self._chunk_size == 0 and 0 < tokens <= min(limits)
 
     def _step_ended(self, state: RequestState, chunks: int, blocks: Mapping[int, int]) -> None:
-        """A step ends behind so many chunks: of a prompt some of these states are kept, of an answer the last."""
+        """A step ends behind so many chunks: keep some of these states of a prompt, and the last of an answer."""
         prompt: int = getattr(state.request, "num_prompt_tokens", state.request.num_tokens)
         if chunks * self._chunk_size > prompt:
             replaces, state.last_states = state.last_states, chunks

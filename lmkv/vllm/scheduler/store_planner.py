@@ -25,14 +25,14 @@ class _StoreJob:
     first_chunk: int
     stored: int
     total: int
-    """Tokens that this job stores, and those that are stored once it has ended."""
+    """Leading tokens that are stored once this job has ended; `stored` of them by the job."""
     chunks: int = 1
     tainted: bool = False
     """Ordered before a failed load was reported: its KV may have been computed from unfilled blocks."""
 
 
 class StorePlanner:
-    """Which chunks are stored in which step. Called on the scheduling thread only."""
+    """Decides which chunks are stored in which step. Called on the scheduling thread only."""
 
     def __init__(self, context: PlanContext) -> None:
         self._store = context.store
