@@ -48,6 +48,10 @@ class SchedulerObserver:
         keys = state.chain.keys
         self.recorder.finished(state, keys)
         self.value.finished(keys, getattr(state.request, "num_prompt_tokens", state.request.num_tokens))
+        # A tier may have chunks of it that it has neither loaded nor stored, after a failed store for instance.
+        # Before a reset it had another meaning.
+        if not state.options.skip_load:
+            self.track(state, state.keys_with_tail(len(keys)))
 
     def track(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
         """Publish KV events of these chunks, the leading ones of a request, from now on."""
