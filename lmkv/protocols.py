@@ -175,7 +175,7 @@ class Policy(Protocol):
         ...
 
     def release(self, key: ChunkKey) -> None:
-        """A known key may be evicted again; this counts as a use. Idempotent."""
+        """Let a known key be evicted again; this counts as a use. Idempotent."""
         ...
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:

@@ -115,7 +115,7 @@ def size_of(text: str, chunk_bytes: int, unique: int) -> int:
 
 @frozen
 class Runner:
-    """Replays of one trace. `chunk_bytes`: of a whole chunk."""
+    """Replays one trace. `chunk_bytes`: size of a whole chunk."""
 
     trace: Trace
     chunk_bytes: int

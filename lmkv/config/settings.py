@@ -364,7 +364,7 @@ class Config:
         ]
 
     def _check_folder(self, folder: str, capacity: str) -> None:
-        """A folder and its capacity are given together."""
+        """Refuse a folder without a capacity, or a capacity without a folder."""
         given, size = getattr(self, folder), getattr(self, capacity)
         if given is not None and size == 0:
             self._refuse(capacity, f"must be above 0 when {folder} is set (by: {self.source(folder)})")

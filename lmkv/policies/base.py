@@ -1,4 +1,4 @@
-"""`PolicyBase`: the keys of a tier, their prefix tree, and what may be evicted; a policy adds the order."""
+"""`PolicyBase`: the keys of a tier, their prefix tree, and which keys may be evicted; a policy adds the order."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class PolicyBase(ABC):
             self._held_bytes += size
 
     def release(self, key: ChunkKey) -> None:
-        """A known key may be evicted again. Idempotent."""
+        """Let a known key be evicted again. Idempotent."""
         node = self._known(key)
         if key in self.held:
             self.held.discard(key)

@@ -1,4 +1,4 @@
-"""`Hints`: passes what callers know about chunks on to the policies and admission filters of all tiers."""
+"""`Hints`: passes on what callers know about chunks to the policies and admission filters of all tiers."""
 
 from __future__ import annotations
 

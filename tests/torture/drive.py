@@ -16,7 +16,7 @@ from tests.torture.sabotage import Saboteur
 from tests.vllm.harness import Engine
 
 CLOSE_ENOUGH = 1e-3
-"""Largest difference of log-probabilities. Another order of summing in float32 stays below it, a wrong page does not."""
+"""Largest difference of log-probabilities. Another order of summing in float32 stays below it, a wrong page not."""
 
 PATIENCE = 120.0
 """Seconds after which a request that has not ended never will."""

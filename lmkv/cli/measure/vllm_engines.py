@@ -124,7 +124,7 @@ class EngineProcess(ChildProcess):
     """An engine in a process of its own, ready to answer.
 
     `folder`: for its log, its sockets and a small model. `python`: an interpreter of an environment with vLLM
-    and what this module imports. Raises ChildFailedError.
+    and the other imports of this module. Raises ChildFailedError.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class SchedulerObserver:
         self.telemetry.looked_up(tokens, chunks, state.miss)
 
     def finished(self, state: RequestState) -> None:
-        """A request has ended: its chunks count as used."""
+        """Note that a request has ended: its chunks count as used."""
         self.recent.finished(state)
         keys = state.chain.keys
         self.recorder.finished(state, keys)

@@ -116,7 +116,7 @@ MAX_STALL = 0.005
 
 @define
 class LoadMode:
-    """Whether to load within a step or between steps.
+    """Decides whether to load within a step or between steps.
 
     `concurrent`: the device can copy while it computes. A CPU cannot: loads between steps gain nothing there.
     `computing`: requests of the last step, which a load within the next step would delay.

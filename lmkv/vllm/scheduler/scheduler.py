@@ -162,7 +162,7 @@ class Scheduler:
         return self._answer(state) or None
 
     def _pass_on(self, hint: AgentHint, keys: Sequence[ChunkKey]) -> None:
-        """Tell the policies what the request's agent knows of its chunks."""
+        """Pass the request's hints about its chunks on to the policies."""
         if hint.session or hint.ended:
             self._store.hints.session(hint.session, keys, ended=hint.ended)
         if not hint.ended and (hint.priority or hint.waits):
