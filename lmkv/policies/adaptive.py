@@ -7,7 +7,7 @@ from typing import Final
 
 from attrs import define, field
 
-from lmkv.policies.base import BRANCHES, CHILDREN
+from lmkv.policies.base import DEPTH, FORK
 from lmkv.policies.shadow import Shadow
 from lmkv.policies.weighted import WeightedAge
 from lmkv.protocols import ChunkKey
@@ -71,9 +71,8 @@ class ADAPTIVE(WeightedAge):
         nodes, last = self.nodes, len(keys) - 1
         if last < 0:
             return
-        own = 0
-        while own < last and keys[own] in nodes and nodes[keys[own]][CHILDREN] >= BRANCHES:
-            own += 1
+        shared = range(min(last, DEPTH), 0, -1)
+        own = next((at for at in shared if keys[at - 1] in nodes and nodes[keys[at - 1]][FORK]), 0)
         if int.from_bytes(keys[own][:4]) < self._rate * (1 << 32):
             self._try(keys, own)
 

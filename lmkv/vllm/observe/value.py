@@ -11,7 +11,7 @@ from attrs import define, field
 from cachetools import LRUCache
 
 from lmkv.policies import Shadow, like
-from lmkv.policies.base import BRANCHES
+from lmkv.policies.base import BRANCHES, DEPTH
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.tiered import TieredStore
 
@@ -26,8 +26,6 @@ _FEWEST_CHUNKS: Final = 512
 _SETTLE_SECONDS: Final = 5.0
 KEPT: Final = 0.999
 """The weight of a sampled request is multiplied by this with each one after it."""
-_DEPTH: Final = 16
-"""Leading chunks among which the point is found where conversations part."""
 _DAY: Final = 86_400
 
 
@@ -87,13 +85,13 @@ class MemoryValue:
     def _part(self, keys: Sequence[ChunkKey]) -> int:
         """Number of the first chunk that not many conversations share."""
         parent = None
-        for key in keys[:_DEPTH]:
+        for key in keys[:DEPTH]:
             if key not in self._known:
                 self._known[key] = None
                 if parent is not None:
                     self._children[parent] = self._children.get(parent, 0) + 1
             parent = key
-        shared = range(min(len(keys) - 1, _DEPTH), 0, -1)
+        shared = range(min(len(keys) - 1, DEPTH), 0, -1)
         return next((own for own in shared if self._children.get(keys[own - 1], 0) >= BRANCHES), 0)
 
     def _try(self, keys: Sequence[ChunkKey], own: int, tokens: int) -> None:
