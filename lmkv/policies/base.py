@@ -16,7 +16,7 @@ BRANCHES: Final = 8
 """A chunk with this many children is shared by several conversations."""
 
 DEPTH: Final = 16
-"""Chunks from the head on, among which conversations part."""
+"""Leading chunks among which the point is found where conversations part."""
 
 Node: TypeAlias = list[Any]
 """The base's record of a key. It is a list, because an object takes three times as long to make."""
