@@ -223,7 +223,7 @@ class SeesPrompts(Protocol):
     """An admission filter that decides by the lengths of prompts."""
 
     def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
-        """Chunks with these keys may soon be offered. They belong to a request with so many tokens."""
+        """Note that chunks with these keys may soon be offered. They belong to a request with `tokens` tokens."""
         ...
 
 

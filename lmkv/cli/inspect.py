@@ -60,7 +60,7 @@ def inspect(
 
 def prune(
     path: Root,
-    older_than: Annotated[str, typer.Option(help="Chunks that were not used for so long: 30m, 12h, 7d, 2w.")] = "",
+    older_than: Annotated[str, typer.Option(help="Chunks that were not used for this time: 30m, 12h, 7d, 2w.")] = "",
     max_size: Annotated[float | None, typer.Option(min=0, help="GiB to leave at most.")] = None,
     namespace: Which = "",
     as_json: AsJson = False,

@@ -67,7 +67,7 @@ def simulate(
     told_ends: Annotated[
         float, typer.Option(min=0, max=1, help="Share of sessions that name themselves and tell their end.")
     ] = 0.0,
-    spread: Annotated[float, typer.Option(min=0, help="Start sessions at random within so many seconds.")] = 0.0,
+    spread: Annotated[float, typer.Option(min=0, help="Start sessions at random within this number of seconds.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of these random times.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw hit ratios over capacity in GB.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object.")] = False,

@@ -170,7 +170,7 @@ class Config:
         "all",
         plugin_name(lambda: ADMISSIONS, numbered="min_tokens"),
         "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; min_tokens:8192: those "
-        "of requests with so many tokens; none; or package.module:Class of your own",
+        "of requests with at least 8192 tokens; none; or package.module:Class of your own",
     )
     remote_url: tuple[RemoteURL, ...] = _option(
         (), urls, "Stores that others share, nearest first: redis://[user[:password]@]host[:port][/db] and so on"
