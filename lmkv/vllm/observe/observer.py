@@ -68,7 +68,7 @@ class SchedulerObserver:
             self.events.reannounce()
 
     def reset(self) -> None:
-        """Everything was deleted: its chunks are gone, and earlier evictions explain nothing any more."""
+        """Note that everything was deleted: publish that, and let earlier evictions explain nothing any more."""
         self.explainer.clear()
         if self.events is not None:
             self.events.reset()
