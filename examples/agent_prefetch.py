@@ -1,4 +1,4 @@
-"""A tool-calling agent that prefetches its next prompt while its tool runs, and how much time to the first token it saves.
+"""A tool-calling agent that prefetches its next prompt while its tool runs, and the time that this saves.
 
     vllm serve ... --enable-auto-tool-choice --tool-call-parser hermes ...   # with lmkv, see docs/agent-api.md
     python examples/agent_prefetch.py --token TOKEN
