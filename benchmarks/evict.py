@@ -38,7 +38,7 @@ def new_keys(count: int) -> list[bytes]:
 
 
 def full_store(policy: str, pinned: int) -> tuple[TieredStore, list[bytes]]:
-    """Every slot taken; the oldest chunks are pinned. Returns their keys, too."""
+    """A store whose slots are all taken and whose oldest chunks are pinned, and the keys of its chunks."""
     host = CPUPinnedBackend(SLOTS * SLOT_BYTES, SLOT_BYTES, populate=False)
     store = TieredStore(Tier(host, make_policy(policy)))
     keys = new_keys(SLOTS)

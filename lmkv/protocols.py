@@ -175,7 +175,7 @@ class Policy(Protocol):
         ...
 
     def release(self, key: ChunkKey) -> None:
-        """A known key may be evicted again; this counts as a use. Idempotent."""
+        """Let a known key be evicted again; this counts as a use. Idempotent."""
         ...
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
@@ -223,7 +223,7 @@ class SeesPrompts(Protocol):
     """An admission filter that decides by the lengths of prompts."""
 
     def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
-        """Chunks with these keys may soon be offered. They belong to a request with so many tokens."""
+        """Note that chunks with these keys may soon be offered. They belong to a request with `tokens` tokens."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Who may import whom: docs/concepts keeps the picture, this test keeps to it.
 
-Imports are read from the source, those inside functions and under TYPE_CHECKING included: what a module
-needs only for its types, it knows all the same.
+Imports are read from the source, those inside functions and under TYPE_CHECKING included: a module knows the
+modules that it needs only for types, too.
 """
 
 from __future__ import annotations
@@ -85,18 +85,18 @@ BUDGET = {
     "agent": 923,
     "vllm": 1781,
     "vllm.requests": 277,
-    "vllm.observe": 739,
+    "vllm.observe": 740,
     "vllm.scheduler": 1215,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14680
+WHOLE = 14681
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
     "config": frozenset({"torch", "numpy"}),
 }
-"""What these may not import from outside."""
+"""Packages from outside that these rooms may not import."""
 
 STANDARD_LIBRARY_AND_ATTRS = frozenset({"errors", "outcomes", "protocols"})
 STANDARD_LIBRARY = "lmkv.chunks.hashing"
@@ -258,7 +258,7 @@ def test_an_allowed_import_is_not_complained_of(module: str, source: str) -> Non
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    """Those inside functions and under TYPE_CHECKING included, so that the whole can be read from below."""
+    """Imports inside functions and under TYPE_CHECKING count, so that the whole can be read from below."""
     below = {
         name: {
             target
@@ -273,7 +273,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def test_protocols_ask_for_six_members_at_most() -> None:
-    """Or nobody writes one."""
+    """With more, nobody would write one."""
     required = {}
     for name, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -117,7 +117,7 @@ class Client(_Calls[dict[str, Any]]):
     Raises
     ------
     httpx.HTTPStatusError
-        By each call, for an answer that is an error; httpx.TransportError where nobody answers.
+        Each call raises it for an answer that is an error, and httpx.TransportError if nobody answers.
 
     Notes
     -----

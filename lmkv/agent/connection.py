@@ -18,7 +18,7 @@ REQUEST_SECONDS = 10.0
 
 _MAX_CONNECTIONS = 128
 _SHARE_OF_FILES = 8
-"""Connections may take one of so many files that the process may open."""
+"""Connections may take this fraction of the files that the process may open."""
 _HEADER_STEP = 512
 
 # uvicorn logs a warning for each malformed request, with which anybody could fill the log.

@@ -352,7 +352,7 @@ class AgentServer:
             logger.exception("lmkv: the agent API at %s has ended; the engine goes on without it", self.url)
 
     def close(self) -> None:
-        """End it, within seconds. Idempotent."""
+        """End the server, within seconds. Idempotent."""
         with suppress(OSError):
             # The path may be another server's socket by now. While ours is open, no other file has its inode.
             if self._file and os.path.samestat(self._file, os.stat(path := self.url.removeprefix(_UNIX))):

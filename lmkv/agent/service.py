@@ -281,7 +281,7 @@ class CacheService:
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
 
     def _found(self, keys: list[ChunkKey], tokens: int) -> list[ChunkKey]:
-        """The keys that a request with a prompt of so many tokens may load, after shared tiers were asked."""
+        """The keys that a request with a prompt of `tokens` tokens may load, after shared tiers were asked."""
         shared_lookup = self._store.look_up_shared(keys, self._boundaries.states)
         if shared_lookup is not None:
             shared_lookup.wait(_SHARED_LOOKUP_LIMIT)

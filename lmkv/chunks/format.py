@@ -71,7 +71,7 @@ class SegmentDigests:
         return os.urandom(SALT_BYTES) if self._format.authenticator else b""
 
     def add(self, payload: memoryview) -> None:
-        """Whole segments; the payload's last one may be shorter."""
+        """Add whole segments; the payload's last one may be shorter."""
         first, size = len(self.checksums), self._format.segment_bytes
         self.checksums += codec.segment_checksums(payload, size)
         if self._format.authenticator:

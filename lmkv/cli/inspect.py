@@ -60,7 +60,7 @@ def inspect(
 
 def prune(
     path: Root,
-    older_than: Annotated[str, typer.Option(help="Chunks that were not used for so long: 30m, 12h, 7d, 2w.")] = "",
+    older_than: Annotated[str, typer.Option(help="Chunks that were not used for this time: 30m, 12h, 7d, 2w.")] = "",
     max_size: Annotated[float | None, typer.Option(min=0, help="GiB to leave at most.")] = None,
     namespace: Which = "",
     as_json: AsJson = False,
@@ -138,7 +138,7 @@ def seconds_of(duration: str) -> float:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Any]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal, nothing elsewhere."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)

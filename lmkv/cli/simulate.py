@@ -67,7 +67,7 @@ def simulate(
     told_ends: Annotated[
         float, typer.Option(min=0, max=1, help="Share of sessions that name themselves and tell their end.")
     ] = 0.0,
-    spread: Annotated[float, typer.Option(min=0, help="Start sessions at random within so many seconds.")] = 0.0,
+    spread: Annotated[float, typer.Option(min=0, help="Start sessions at random within this number of seconds.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of these random times.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw hit ratios over capacity in GB.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object.")] = False,
@@ -115,7 +115,7 @@ def size_of(text: str, chunk_bytes: int, unique: int) -> int:
 
 @frozen
 class Runner:
-    """Replays of one trace. `chunk_bytes`: of a whole chunk."""
+    """Replays one trace. `chunk_bytes`: size of a whole chunk."""
 
     trace: Trace
     chunk_bytes: int

@@ -170,7 +170,7 @@ class Config:
         "all",
         plugin_name(lambda: ADMISSIONS, numbered="min_tokens"),
         "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; min_tokens:8192: those "
-        "of requests with so many tokens; none; or package.module:Class of your own",
+        "of requests with at least 8192 tokens; none; or package.module:Class of your own",
     )
     remote_url: tuple[RemoteURL, ...] = _option(
         (), urls, "Stores that others share, nearest first: redis://[user[:password]@]host[:port][/db] and so on"
@@ -364,7 +364,7 @@ class Config:
         ]
 
     def _check_folder(self, folder: str, capacity: str) -> None:
-        """A folder and its capacity are given together."""
+        """Refuse a folder without a capacity, or a capacity without a folder."""
         given, size = getattr(self, folder), getattr(self, capacity)
         if given is not None and size == 0:
             self._refuse(capacity, f"must be above 0 when {folder} is set (by: {self.source(folder)})")

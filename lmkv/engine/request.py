@@ -23,7 +23,7 @@ class Request:
         self.keys = chain.keys[: len(self._blocks) // pages]
 
     def chunks_in(self, tokens: object) -> int:
-        """How many of the chunks lie in so many leading tokens. Raises UsageError for anything but a count."""
+        """How many of the chunks lie in the first `tokens` tokens. Raises UsageError for anything but a count."""
         return min(not_negative(tokens, "skip_tokens") // self._chunk_size, len(self.keys))
 
     def reserve(self, store: TieredStore, first: int, end: int) -> Reservation:

@@ -97,7 +97,7 @@ class MinTokens:
     Parameters
     ----------
     min_tokens
-        Requests with at least so many tokens count as long.
+        Requests with at least this number of tokens count as long.
     max_keys
         How many keys of long prompts to remember, the last ones that were seen.
 

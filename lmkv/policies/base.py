@@ -1,4 +1,4 @@
-"""`PolicyBase`: the keys of a tier, their prefix tree, and what may be evicted; a policy adds the order."""
+"""`PolicyBase`: the keys of a tier, their prefix tree, and which keys may be evicted; a policy adds the order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BRANCHES: Final = 8
 """A chunk with this many children is shared by several conversations."""
 
 DEPTH: Final = 16
-"""Chunks from the head on, among which conversations part."""
+"""Leading chunks among which the point is found where conversations part."""
 
 Node: TypeAlias = list[Any]
 """The base's record of a key. It is a list, because an object takes three times as long to make."""
@@ -190,7 +190,7 @@ class PolicyBase(ABC):
             self._held_bytes += size
 
     def release(self, key: ChunkKey) -> None:
-        """A known key may be evicted again. Idempotent."""
+        """Let a known key be evicted again. Idempotent."""
         node = self._known(key)
         if key in self.held:
             self.held.discard(key)

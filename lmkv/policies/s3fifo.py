@@ -34,7 +34,7 @@ class S3FIFO(PolicyBase):
     """
 
     uses: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """How often each known key was used after its insertion. It is -1 until the insertion's own use."""
+    """How often each known key was used; -1 until the request that inserted it has touched it."""
     small: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     main: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     small_bytes: int = field(init=False, default=0)

@@ -1,4 +1,4 @@
-"""`SIEVE`: a hand passes over the queue and evicts what was not used since it came by."""
+"""`SIEVE`: a hand passes over the queue and evicts chunks that were not used since it came by."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class TraceRequest:
 
 @define(eq=False, slots=False)
 class Trace:
-    """`chunk_tokens`: tokens of a whole chunk."""
+    """The requests of a server. `chunk_tokens`: tokens of a whole chunk."""
 
     name: str
     chunk_tokens: int

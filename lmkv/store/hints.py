@@ -1,4 +1,4 @@
-"""`Hints`: passes what callers know about chunks on to the policies and admission filters of all tiers."""
+"""`Hints`: passes on what callers know about chunks to the policies and admission filters of all tiers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Hints:
         self._labelled = [policy for policy in self._policies.values() if isinstance(policy, LabelsKeys)]
 
     def give(self, keys: Sequence[ChunkKey], priority: int, seconds: float | None = None) -> None:
-        """See `TakesHints.hint`. `seconds`: a priority above 0 lasts so long; None: until another hint."""
+        """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; None: until another hint."""
         with self._lock:
             self._give(keys, priority, seconds)
 

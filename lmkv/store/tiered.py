@@ -381,7 +381,7 @@ class TieredStore:
             attempt(backend.close, partial(logger.warning, "lmkv: closing %s failed: %r", backend.name))
 
     def after_fork(self) -> None:
-        """The child has none of the threads: the store is closed there."""
+        """Close the store in a forked child, which has none of the threads."""
         self._closed = self.forked = self._promoter.forked = True
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
         self._pool.after_fork()

@@ -7,7 +7,7 @@ Memory is host memory, and addresses are real. Whatever CUDA could do may happen
 * an event that is reached may not be seen to be for a while;
 * a copy that crosses the border of a registration, or mixes registered with other host memory, is refused;
 * a copy of host memory that is not registered blocks the caller until its stream is done;
-* a stream takes so many calls, and then blocks the caller until there is room;
+* a stream takes a number of calls, and then blocks the caller until there is room;
 * memory ends;
 * an access outside the device's memory is an error that sticks: everything fails from then on.
 """
@@ -271,7 +271,7 @@ class SimulatedDevice:
             raise DeviceError(f"invalid argument: {nbytes} bytes of host memory are not in one registration")
 
     def run(self, steps: int) -> bool:
-        """Do up to so many things that may be done now; False when there was nothing."""
+        """Do up to `steps` things that may be done now; False when there was nothing."""
         for _ in range(steps):
             ready = [stream for stream in self.streams if stream.ready]
             if not ready:

@@ -258,9 +258,9 @@ def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int,
 
 
 def stop_at(request: Any, tokens: int) -> None:
-    """Have vLLM end a step of this request after so many tokens, and keep the recurrent layers' states there.
+    """Have vLLM end a step of this request after `tokens` tokens, and keep the recurrent layers' states there.
 
-    It does so by itself where its own prefix cache has a prefix of several prompts without a state at its end.
+    vLLM does so by itself where its own prefix cache has a prefix of several prompts without a state at its end.
     """
     if tokens > getattr(request, "shared_prefix_boundary", tokens):
         request.shared_prefix_boundary = tokens

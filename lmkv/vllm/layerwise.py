@@ -43,7 +43,7 @@ class LayerwiseTransfer:
             self._attempt(lambda: pipeline.wait(layer))
         elif layer in self._saved:
             if pipeline is not None:
-                logger.error("lmkv: the model computed a layer twice in one step; what was stored of it is discarded")
+                logger.error("lmkv: the model computed a layer twice in one step; its store is discarded")
             self._fail()
         elif pipeline is not None:
             self._saved.add(layer)

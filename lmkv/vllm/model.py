@@ -125,7 +125,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
 def _state_entries(groups: list[KVGroup], chunk_size: int) -> list[int]:
     """For each group the number of the state entry that it is part of, 0 for one with the KV of tokens.
 
-    As many groups share an entry as are together no larger than a chunk: slots have one size, that of the largest.
+    Groups share an entry as long as they are together no larger than a chunk: slots have the size of the largest entry.
     """
     chunk = sum(sum(group.page_bytes) * (chunk_size // group.block_size) for group in groups if not group.recurrent)
     entries, number, room = [], 0, 0

@@ -15,7 +15,7 @@ from lmkv.vllm.cacheable import check_parallel
 class Ranks:
     """The workers of an engine: pipeline stages, of context ranks, of tensor ranks.
 
-    `replicas`: so many consecutive ranks have the same KV, of which one copy is stored. `stages`: hidden layers of
+    `replicas`: how many consecutive ranks have the same KV, of which one copy is stored. `stages`: hidden layers of
     each pipeline stage.
     """
 

@@ -71,7 +71,7 @@ def service_of_scheduler(scheduler: Scheduler, chunk_size: int) -> CacheService:
 
 
 def put(store: TieredStore, text: str, salt: str | None = None, **tags: str) -> list[ChunkKey]:
-    """As an engine stores a prompt: to host memory and the disk."""
+    """Store a prompt as an engine does: to host memory and the disk."""
     keys = keys_of(tokenize(text), salt, tags)
     with store.reserve(keys) as reservation:
         reservation.commit()

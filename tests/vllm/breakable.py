@@ -18,7 +18,7 @@ SWITCH = "TEST_BREAKS_COPIES"
 
 
 class BreakableConnector(LMKVConnector):
-    """As `LMKVConnector`, in vLLM's `kv_connector_module_path`: vLLM spawns workers, which know no patch of a test."""
+    """An `LMKVConnector` for vLLM's `kv_connector_module_path`: spawned workers know no patch of a test."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -300,7 +300,7 @@ class LocalDiskBackend:
         return STORED
 
     def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
-        """Size of the chunk's file when it cannot be read, 0 when there is none; None when it is stored there.
+        """Size of the chunk's file if it cannot be read, 0 without a file, None if the chunk is stored there.
 
         A file that is not this chunk's is removed. So is one of another length, because its reads would fail for ever.
         """

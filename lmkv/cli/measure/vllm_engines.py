@@ -70,7 +70,7 @@ class EngineSpec:
 def engine_specs(
     folder: Path, tokens: int, *, model: str | None = None, host_gib: float = 4.0, requests: int = 1
 ) -> dict[str, EngineSpec]:
-    """The engines that are compared, by name, for so many requests of so many tokens at a time.
+    """The engines that are compared, by name, for `requests` requests of `tokens` tokens at a time.
 
     `folder`: where a disk tier, or one in shared memory, stores its chunks. Without `model` a small one, with
     KV space for the requests.
@@ -124,7 +124,7 @@ class EngineProcess(ChildProcess):
     """An engine in a process of its own, ready to answer.
 
     `folder`: for its log, its sockets and a small model. `python`: an interpreter of an environment with vLLM
-    and what this module imports. Raises ChildFailedError.
+    and the other imports of this module. Raises ChildFailedError.
     """
 
     def __init__(

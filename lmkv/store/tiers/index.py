@@ -118,7 +118,7 @@ class TierIndex:
         return self.take_tombstones(nbytes)
 
     def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
-        """Evict more than this tier's own capacity demands; None when it has not so many bytes to evict."""
+        """Evict more than this tier's own capacity demands; None when it cannot evict `nbytes`."""
         evicted = self._evict_bytes(nbytes, protect)
         if evicted is None:
             return None

@@ -137,7 +137,7 @@ class IOPool:
             return self._pending
 
     def wait_for_room(self, stores: int, timeout: float) -> bool:
-        """Wait until so many stores would be taken, at most `timeout` seconds; True when that is so."""
+        """Wait until the pool would take `stores` stores, at most `timeout` seconds; True when it would."""
         with self._lock:
             return self._room.wait_for(lambda: self._stores + stores <= self._max_stores, timeout)
 

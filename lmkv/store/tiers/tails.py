@@ -63,7 +63,7 @@ class Share:
 
 
 def shares(num_slots: int) -> dict[type, Share]:
-    """The shares of so many slots, by the type of the keys."""
+    """The shares of `num_slots` slots, by the type of the keys."""
     kinds = ((TailKey, _TAIL_SHARE), (StateKey, _STATE_SHARE))
     return {kind: Share(max(1, num_slots * part // of)) for kind, (part, of) in kinds}
 
@@ -72,7 +72,7 @@ def shares(num_slots: int) -> dict[type, Share]:
 class Payloads:
     """Which bytes of a slot lower tiers get: a whole chunk, a whole state, or the pages of a tail.
 
-    `spans(tokens)`: where the bytes of a tail of so many tokens are in a slot. `sizes`: bytes of a chunk, and of each
+    `spans(tokens)`: where the bytes of a tail of `tokens` tokens are in a slot. `sizes`: bytes of a chunk, and of each
     state entry; none where all of them fill their slots.
     """
 

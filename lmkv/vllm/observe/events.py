@@ -171,7 +171,7 @@ class EventRecorder:
         return [blocks for blocks in described if blocks is not None]
 
     def _state_blocks(self, request: Request, end: int, number: int) -> list[Blocks]:
-        """The blocks of recurrent layers whose state, behind so many tokens, is in that entry."""
+        """The blocks of recurrent layers whose state after `end` tokens is in entry `number`."""
         groups = [(index, group.block_size) for index, group in self._state_groups if group.state == number]
         described = (self._describe(request, index, end - size, end) for index, size in groups)
         return [blocks for blocks in described if blocks is not None]

@@ -43,7 +43,7 @@ class SchedulerObserver:
         self.telemetry.looked_up(tokens, chunks, state.miss)
 
     def finished(self, state: RequestState) -> None:
-        """A request has ended: its chunks count as used."""
+        """Note that a request has ended: its chunks count as used."""
         self.recent.finished(state)
         keys = state.chain.keys
         self.recorder.finished(state, keys)
@@ -68,7 +68,7 @@ class SchedulerObserver:
             self.events.reannounce()
 
     def reset(self) -> None:
-        """Everything was deleted: its chunks are gone, and earlier evictions explain nothing any more."""
+        """Note that everything was deleted: publish that, and let earlier evictions explain nothing any more."""
         self.explainer.clear()
         if self.events is not None:
             self.events.reset()

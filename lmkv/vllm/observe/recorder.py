@@ -15,7 +15,7 @@ from lmkv.vllm.requests.request import RequestState
 
 _MAX_REQUESTS = 10_000
 _WANTED_SECONDS = 60.0
-"""Requests are noted for so long after somebody asked for them."""
+"""How long requests are noted after somebody asked for them."""
 _NAME_BYTES = 8
 
 

@@ -29,7 +29,7 @@ _TOTALS = (
     ("read_failures", "lmkv_tier_failures", ("read",)),
     ("write_failures", "lmkv_tier_failures", ("write",)),
 )
-"""Counter of a tier, and the metric it is."""
+"""Counters of a tier, and their metrics."""
 
 _PREFETCH = (
     ("prefetched", "lmkv_prefetched_chunks"),

@@ -65,7 +65,7 @@ class MemoryValue:
         ]
 
     def finished(self, keys: Sequence[ChunkKey], tokens: int) -> None:
-        """A request with a prompt of so many tokens has ended that used these whole chunks, head first."""
+        """Note the end of a request with a prompt of `tokens` tokens, which used these whole chunks, head first."""
         if not keys:
             return
         started = self._clock()

@@ -117,7 +117,7 @@ class LoadPlanner:
                 self.stop_at(state.request, shared)
 
     def _hit_tokens(self, state: RequestState, chunks: int, last: int) -> int:
-        """Tokens of a hit of so many chunks, `last` of them in the last one, that may be loaded."""
+        """Tokens of a hit of `chunks` chunks, `last` of them in the last one, that may be loaded."""
         lookahead = self._options.lookahead
         whole = self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)
         if chunks and lookahead and whole:

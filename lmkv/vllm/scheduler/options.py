@@ -23,8 +23,8 @@ class SchedulerOptions:
     delays others less ("auto"). `concurrent_copies`: the device copies while it computes.
     `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `lookahead`: how many
     tokens after a position its KV depends on, so that the end of a key's tokens cannot be served.
-    `state_interval`: of a long prompt a recurrent layer's state is kept every so many chunks; 0: as often as states
-    take as much room as chunks. `pin_ttl`: seconds that a prefetch is kept. `clock`: in seconds.
+    `state_interval`: chunks from one kept state of a long prompt to the next; 0: so many that states take as much room
+    as chunks. `pin_ttl`: seconds that a prefetch is kept. `clock`: in seconds.
     """
 
     ranks: int = 1

@@ -162,7 +162,7 @@ class Scheduler:
         return self._answer(state) or None
 
     def _pass_on(self, hint: AgentHint, keys: Sequence[ChunkKey]) -> None:
-        """Tell the policies what the request's agent knows of its chunks."""
+        """Pass the request's hints about its chunks on to the policies."""
         if hint.session or hint.ended:
             self._store.hints.session(hint.session, keys, ended=hint.ended)
         if not hint.ended and (hint.priority or hint.waits):
@@ -329,9 +329,9 @@ class Scheduler:
         return self.loading.jobs.busy or self.storing.busy or self._states.busy
 
     def reset(self, *, delete: bool = True) -> None:
-        """Serve nothing of before any more, and delete it from every tier.
+        """Serve no earlier chunk any more, and delete them all from every tier.
 
-        Without `delete` lower tiers keep it, for other processes and for the next start: from now on this one
+        Without `delete` lower tiers keep them, for other processes and for the next start: from now on this one
         has other keys.
         """
         if not delete:

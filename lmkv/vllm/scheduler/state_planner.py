@@ -94,7 +94,7 @@ class StatePlanner:
         return tokens % self._chunk_size == 0 and 0 < tokens <= min(limits)
 
     def _step_ended(self, state: RequestState, chunks: int, blocks: Mapping[int, int]) -> None:
-        """A step ends behind so many chunks: keep some of these states of a prompt, and the last of an answer."""
+        """A step ends behind `chunks` chunks: keep some of these states of a prompt, and the last of an answer."""
         prompt: int = getattr(state.request, "num_prompt_tokens", state.request.num_tokens)
         if chunks * self._chunk_size > prompt:
             replaces, state.last_states = state.last_states, chunks
@@ -106,7 +106,7 @@ class StatePlanner:
             self._order(state, chunks, blocks)
 
     def _order(self, state: RequestState, chunks: int, blocks: Mapping[int, int], replaces: int = 0) -> None:
-        """Order copies of the states behind so many chunks that no tier has."""
+        """Order copies of the states behind `chunks` chunks that no tier has."""
         keys, chain = state.state_keys(chunks), state.keys(chunks)
         missing = keys[self._store.count_prefix(keys)[1] :]
         if not missing or state.stored < chunks:

@@ -101,7 +101,7 @@ class StorePlanner:
     def store_tail(self, state: RequestState, tables: BlockTables) -> None:
         """Order the copy of the prompt's tail, unless a chunk in host memory begins with it.
 
-        It is of use with the chunks before it only, so that none of these is evicted for it.
+        A tail is of use only with the chunks before it, so none of these is evicted for it.
         """
         tail, count, size = state.tail, state.tail_chunk, self._chunk_size
         assert tail is not None
