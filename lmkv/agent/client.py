@@ -82,7 +82,7 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", "/v1/requests")
 
     def explain(self, request: str) -> Answer:
-        """One of these reports, by the id that the answer had, with an `explanation`; `parts`: of several prompts."""
+        """One request's report, by the id of its answer, with an `explanation`; `parts`: those of several prompts."""
         return self.send("GET", f"/v1/explain/{quote(request, safe='')}")
 
     def history(self) -> Answer:

@@ -27,7 +27,7 @@ _errors.setLevel(logging.ERROR)
 
 
 def max_connections() -> int:
-    """Most connections at a time, few beside the files that the engine may open."""
+    """Most connections at a time: a small part of the files that the engine may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // _SHARE_OF_FILES)
 

@@ -87,7 +87,7 @@ class Device(Protocol):
     def allocate(self, nbytes: int) -> tuple[int, object]:
         """Address of new memory on the device, and the object that owns it: it is freed with that object.
 
-        The memory is of no pool that the caller has begun: vLLM's are copied to the host when the engine sleeps.
+        The memory is not in a pool that the caller has begun: vLLM copies its pools to the host when the engine sleeps.
         """
         ...
 

@@ -13,7 +13,7 @@ from lmkv.vllm.cacheable import check_parallel
 
 @frozen
 class Ranks:
-    """The workers of an engine: pipeline stages, of context ranks, of tensor ranks.
+    """The workers of an engine. Each pipeline stage has context ranks, each of which has tensor ranks.
 
     `replicas`: how many consecutive ranks have the same KV, of which one copy is stored. `stages`: hidden layers of
     each pipeline stage.

@@ -91,7 +91,7 @@ until they are closed."""
 def _close_inherited() -> None:
     """In a forked child, close its copies of the parent's files: they would keep locks and deleted files.
 
-    By name: when a thread is in `os.open` while another one forks, nobody knows the descriptor yet.
+    It finds them by name: when a thread is in `os.open` while another one forks, nobody knows the descriptor yet.
     """
     names = {name for opened in _open.values() for name in opened}
     _open.clear()

@@ -185,7 +185,7 @@ class PrimaryTier:
     # -- eviction -----------------------------------------------------------------------------------------
 
     def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
-        """Entries that the policy evicts for `count` slots, or none; the caller removes or flushes them."""
+        """Entries that the policy evicts for `slots` slots, or none; the caller removes or flushes them."""
         evicted = self.policy.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
         for entry in entries:
@@ -194,7 +194,7 @@ class PrimaryTier:
         return entries
 
     def evict(self, protect: frozenset[ChunkKey] | set[ChunkKey], slots: int) -> None:
-        """Evict entries for `count` slots, or none, and remove them."""
+        """Evict entries for `slots` slots, or none, and remove them."""
         entries, free, observers = self.entries, self.slab.free, self._observers
         for victim in self.victims(protect, slots):
             if victim.origin or victim.prefetched or type(victim.key) is not bytes:

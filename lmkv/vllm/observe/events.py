@@ -204,7 +204,7 @@ class EventRecorder:
         return events
 
     def _stored(self, place: Place, blocks: Blocks) -> Iterator[Event]:
-        """One event for each run of blocks that were not there."""
+        """Make an event for each run of blocks that were not there."""
         counts = self._counts.setdefault((place, blocks.group), {})
         for block in blocks.hashes:
             counts[block] = counts.get(block, 0) + 1

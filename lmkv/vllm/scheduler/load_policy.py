@@ -98,8 +98,8 @@ class LoadCost:
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
         """Seconds after which a load of `tokens` is better given up for computing them.
 
-        Never more than computing takes. From a tier whose speed is known a load that is long overdue will not
-        come. Infinite where everything is to be loaded; None while no prefill has been measured.
+        At most the time that computing takes, and less for a tier whose speed is known. Infinite if everything is to
+        be loaded; None while no prefill has been measured.
         """
         if not self.enabled:
             return math.inf
