@@ -29,7 +29,7 @@ from benchmarks._timing import Row, arguments_of, finish, percentile
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.null import NullBackend
-from lmkv.outcomes import Written
+from lmkv.outcomes import STORED, Written
 from lmkv.policies import make_policy
 from lmkv.protocols import Chunk, ChunkKey, Listed, Tier
 from lmkv.store.tiered import TieredStore
@@ -57,7 +57,7 @@ class MadeUp(NullBackend):
             yield [Listed(key_of(number), SLOT_BYTES, float(number)) for number in range(start, start + BATCH)]
 
     def write(self, chunks: Sequence[Chunk]) -> list[Written]:
-        return [Written.stored()] * len(chunks)
+        return [STORED] * len(chunks)
 
 
 def resident_bytes() -> int:
