@@ -74,7 +74,7 @@ BUDGET = {
     "simulation": 359,
     "config": 700,
     "memory": 1115,
-    "store.tiers": 1259,
+    "store.tiers": 1267,
     "store": 1182,
     "backends": 375,
     "backends.disk": 937,
@@ -90,7 +90,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14681
+WHOLE = 14689
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
