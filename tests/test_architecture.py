@@ -83,14 +83,14 @@ BUDGET = {
     "engine": 488,
     "": 60,
     "agent": 923,
-    "vllm": 1781,
+    "vllm": 1789,
     "vllm.requests": 277,
     "vllm.observe": 740,
     "vllm.scheduler": 1215,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14689
+WHOLE = 14697
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

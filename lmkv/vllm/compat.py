@@ -238,6 +238,18 @@ def draft_lookahead(vllm_config: Any) -> int:
     return max(1, getattr(vllm_config, "num_prefill_lookahead_tokens", 1)) if drops() else 0
 
 
+def draft_modules(vllm_config: Any) -> str:
+    """Which of several MTP modules an engine fills the KV of; "" where there are no several.
+
+    All have KV. The V2 runner fills that of as many as it drafts tokens with, the V1 runner other ones.
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    # Older versions have no such models.
+    if not getattr(speculative, "use_multi_module_mtp", lambda: False)():
+        return ""
+    return f"{speculative.num_speculative_tokens} on V{1 + _has_runner_v2(vllm_config)}"
+
+
 def computed_tokens(scheduler_output: Any) -> dict[str, int]:
     """For each request of the step, its tokens whose KV is valid after it, without drafts."""
     scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens

@@ -19,7 +19,7 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.memory.paged import PagedMemory, padded
 from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.cacheable import check_model, check_states
-from lmkv.vllm.compat import KVGroup, block_sizes, kv_groups, vllm_version
+from lmkv.vllm.compat import KVGroup, block_sizes, draft_modules, kv_groups, vllm_version
 from lmkv.vllm.identity import fingerprint
 from lmkv.vllm.ranks import Ranks
 
@@ -161,6 +161,7 @@ def _namespace(
             "code": _code(model),
             "inputs": _inputs(model),
             "page_format": _page_format(vllm_config),
+            **({"draft_modules": modules} if (modules := draft_modules(vllm_config)) else {}),
             **({"states": _state_format(vllm_config)} if any(group.recurrent for group in groups) else {}),
         },
     )

@@ -67,6 +67,8 @@ class Ranks:
         if len(self.stages) == 1:
             return tuple(layers)
         hidden = self.stages[stage]
+        if not hidden:
+            raise ValueError(f"pipeline stage {stage} has no layers, so that it does not know those of the others")
         pattern = tuple(layers[: len(layers) // hidden])
         if pattern * hidden != tuple(layers):
             raise ValueError("its layers have different KV, so that a pipeline stage does not know that of the others")
