@@ -243,8 +243,7 @@ def draft_modules(vllm_config: Any) -> str:
 
     All have KV. The V2 runner fills that of as many as it drafts tokens with, the V1 runner other ones.
     """
-    speculative = getattr(vllm_config, "speculative_config", None)
-    # Older versions have no such models.
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
     if not getattr(speculative, "use_multi_module_mtp", lambda: False)():
         return ""
     return f"{speculative.num_speculative_tokens} on V{1 + _has_runner_v2(vllm_config)}"
