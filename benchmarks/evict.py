@@ -117,7 +117,6 @@ def pins(rounds: int) -> Iterator[Row]:
         def unpin(store: TieredStore = store, wanted: list[list[bytes]] = wanted) -> None:
             store.unpin(wanted[0])
 
-
         def before(
             name: str, store: TieredStore = store, wanted: list[list[bytes]] = wanted, turn: Iterator = turn
         ) -> None:

@@ -1,10 +1,14 @@
 """Conversations with a model that has recurrent layers: hits and first token of each turn, and bytes that are kept.
 
     python benchmarks/recurrent.py [--conversations 3] [--turns 6] [--interval 0] [--quick] [--json]
+    python benchmarks/recurrent.py --edits [--conversations 3] [--turns 6] [--quick] [--json]
 
 A small Nemotron-H in float32 on vLLM's CPU build. Each conversation is had three times in turn, each with a salt of its
 own: with vLLM's own prefix cache alone, with lmkv alone (vLLM's cache is emptied before each turn), and without either.
 `--interval`: lmkv's `state_interval`.
+
+`--edits`: conversations about a long document, where every second turn changes something that was said before, with
+lmkv alone, in steps of a chunk: what several `state_interval` find and keep. Counts alone, the same on any machine.
 """
 
 from __future__ import annotations
@@ -78,13 +82,62 @@ def converse(running: Engine, arm: str, number: int, turns: int, into: Arm) -> l
     return answers
 
 
+DOCUMENT, STEP = 1500, 64
+INTERVALS = (1, 0, 4, 8, 16, 10_000)
+
+
+def edit(running: Engine, number: int, turns: int) -> tuple[int, int]:
+    """One conversation with edits; the tokens of its later turns that were hit, and all that another one had, too."""
+    rng, seen, hits, shared = random.Random(number), list[list[int]](), 0, 0
+    history = [rng.randrange(5, 1000) for _ in range(DOCUMENT)]
+    for turn in range(turns):
+        if turn and turn % 2 == 0:
+            history = history[: rng.randrange(DOCUMENT // 2, len(history))]
+        history = history + [rng.randrange(5, 1000) for _ in range(QUESTION)]
+        running.forget_local()
+        (output,) = running.run([history], max_tokens=ANSWER, salts=[str(number)])
+        if turn:
+            hits += external_hits(output)
+            shared += max(common(history, other) for other in seen)
+        history = history + list(output.outputs[0].token_ids)
+        seen.append(history)
+    return hits, shared
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Tokens that both begin with."""
+    return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
+
+
+def compare_intervals(conversations: int, turns: int) -> list[Row]:
+    made = []
+    with tempfile.TemporaryDirectory(prefix="lmkv-recurrent-") as folder, mamba_cpu.exported():
+        model = Family(nemotron_h).write(Path(folder) / "model")
+        room = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": STEP, "kv_cache_memory_bytes": 64 << 20}
+        for interval in INTERVALS:
+            extra = {"max_local_cpu_size": 0.25, "load_or_recompute": False, "state_interval": interval}
+            with engine(model, extra=extra, **room) as running:
+                found = [edit(running, number, turns) for number in range(conversations)]
+                running.run([[9] * 9])
+                stats = running.store.stats().primary
+            name = f"state_interval {interval}"
+            made.append(
+                Row(f"of what was said before hit, {name}", sum(h for h, _ in found) / sum(s for _, s in found), "")
+            )
+            made.append(Row(f"slots of states for one of KV, {name}", stats.states / stats.chunks, ""))
+    return made
+
+
 def main() -> int:
     parser = arguments_of(__doc__, quick="one conversation of three turns")
     parser.add_argument("--conversations", type=int, default=3)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--interval", type=int, default=0)
+    parser.add_argument("--edits", action="store_true")
     options = parser.parse_args()
     conversations, turns = (1, 3) if options.quick else (options.conversations, options.turns)
+    if options.edits:
+        return finish(compare_intervals(conversations, turns), options.json)
     arms = {name: Arm() for name in (OWN, LMKV, NONE)}
     with tempfile.TemporaryDirectory(prefix="lmkv-recurrent-") as folder, mamba_cpu.exported():
         model = Family(lambda: nemotron_h(**SIZES)).write(Path(folder) / "model")

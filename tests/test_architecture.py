@@ -75,7 +75,7 @@ BUDGET = {
     "config": 700,
     "memory": 1115,
     "store.tiers": 1267,
-    "store": 1182,
+    "store": 1187,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
@@ -83,14 +83,14 @@ BUDGET = {
     "engine": 488,
     "": 60,
     "agent": 923,
-    "vllm": 1789,
-    "vllm.requests": 277,
+    "vllm": 1787,
+    "vllm.requests": 282,
     "vllm.observe": 740,
-    "vllm.scheduler": 1215,
+    "vllm.scheduler": 1213,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14697
+WHOLE = 14703
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

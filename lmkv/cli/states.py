@@ -43,6 +43,9 @@ def layer_kinds(text: Settings) -> list[str] | None:
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds is None and (pattern := text.get("hybrid_override_pattern")):
         kinds = [_PATTERN.get(each, each) for each in pattern]
+    if kinds is None and (period := text.get("attn_layer_period")):
+        attends, layers = text.get("attn_layer_offset", 0), range(text["num_hidden_layers"])
+        kinds = ["full_attention" if number % period == attends else "mamba" for number in layers]
     if kinds is None and text.get("mamba_d_ssm"):
         # Falcon-H1: both in every layer.
         kinds = ["full_attention", "mamba"] * text["num_hidden_layers"]
@@ -66,6 +69,9 @@ def state_size(text: Settings, value_bytes: int) -> StateSize | None:
         return StateSize("gated delta net", layers, conv + values * text["linear_key_head_dim"] * 4)
     if "conv_L_cache" in text:
         return StateSize("short convolution", layers, text["hidden_size"] * (text["conv_L_cache"] - 1) * value_bytes)
+    if "mamba_dt_rank" in text:
+        kept = text["mamba_d_conv"] - 1 + text["mamba_d_state"]
+        return StateSize("Mamba-1", layers, text["mamba_expand"] * text["hidden_size"] * kept * value_bytes)
     names = next((names for names in _MAMBA_2 if names[0] in text), None)
     return None if names is None else StateSize("Mamba-2", layers, _mamba_2(text, names, value_bytes))
 

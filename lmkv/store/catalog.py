@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 
 from attrs import define
@@ -106,10 +105,19 @@ class Catalog:
             tier = first_with(self._tiers, key)
             return tier.name if tier else None
 
-    def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, int]:
-        """How many of the chunks each lower tier would deliver, in the order of their first chunks; None: no tier."""
+    def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, tuple[int, int]]:
+        """How many of the chunks each lower tier would deliver, and their bytes, in the order of their first chunks.
+
+        None: no tier.
+        """
+        found: dict[str | None, tuple[int, int]] = {}
         with self._lock:
-            return dict(Counter(tier.name if (tier := first_with(self._tiers, key)) else None for key in keys))
+            for key in keys:
+                tier = first_with(self._tiers, key)
+                name = tier.name if tier is not None else None
+                count, nbytes = found.get(name, (0, 0))
+                found[name] = count + 1, nbytes + self._primary.payloads.nbytes(key)
+        return found
 
     def unavailable_in(self, key: ChunkKey) -> str | None:
         """Name of a lower tier that stores the chunk but cannot be read now; None if no tier does."""

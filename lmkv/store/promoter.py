@@ -199,8 +199,8 @@ class Promoter:
         for work in self.waiters.pop(entry, ()):
             promotion, source = work.promotion, work.awaited.pop(entry)
             if entry.ready:
-                count, _ = promotion.delivered.get(source, (0, 0.0))
-                promotion.delivered[source] = count + 1, self._clock()
+                nbytes, _ = promotion.delivered.get(source, (0, 0.0))
+                promotion.delivered[source] = nbytes + self._primary.payloads.nbytes(entry.key), self._clock()
             else:
                 promotion.failed_at = min(promotion.entries.index(entry), len(promotion))
             self._finish_if_complete(work, after)

@@ -34,7 +34,7 @@ class Promotion:
     origins: list[str] = field(init=False, factory=list)
     """For each entry, the tier that had its chunk when the promotion asked for it."""
     delivered: dict[str, tuple[int, float]] = field(init=False, factory=dict)
-    """For each tier, how many chunks have come from it, and when the last one did."""
+    """For each tier, how many bytes of chunks have come from it, and when the last one did."""
     failed_at: int | None = field(init=False, default=None)
     """The first of its chunks that will never arrive."""
     released: bool = field(init=False, default=False)

@@ -103,8 +103,6 @@ def check_states(vllm_config: Any, recurrent: Sequence[bool], *, scratch: bool) 
         raise ValueError(f"recurrent layers with {' and '.join(spread)} > 1 are not supported yet")
     if getattr(vllm_config.cache_config, "use_replayssm", False):
         raise ValueError("with --use-replayssm a block has not the whole state")
-    if getattr(vllm_config, "speculative_config", None) is not None:
-        raise ValueError("with speculative decoding a recurrent layer's states are moved about, not supported yet")
 
 
 def check_spec(spec: Any) -> None:

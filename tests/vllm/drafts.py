@@ -8,9 +8,10 @@ where the KV of the draft layers is right, and one wrong position in it costs so
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import field, frozen
 
@@ -183,6 +184,66 @@ def write_eagle3(folder: Path) -> Path:
         _llama(draft_vocab_size=VOCAB, eagle_aux_hidden_state_layer_ids=[0, 1], num_aux_hidden_states=2),
         weights,
     )
+
+
+def write_qwen3_next(folder: Path) -> Path:
+    """Recurrent layers, and a layer that predicts the token after the next."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    families.RECURRENT["gated delta net, Qwen3-Next"].write(folder)
+    weights = load_file(folder / "model.safetensors")
+    layer = {name: weight for name, weight in weights.items() if name.startswith("model.layers.3.")}
+    hidden = weights["model.norm.weight"].shape[0]
+    # Most of what the target says next is decided by the last token alone.
+    weights["model.embed_tokens.weight"] *= 200
+    weights |= {name.replace("model.layers.3.", "mtp.layers.0."): weight.clone() for name, weight in layer.items()}
+    # Only the token, of what a head gets.
+    weights["mtp.fc.weight"] = torch.cat([10 * torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        weights[f"mtp.{name}.weight"] = torch.zeros(hidden)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    return folder
+
+
+class Known:
+    """Drafts what a model is known to say, for vLLM's method `custom_class`; from a random token on something else.
+
+    `said`: whole sequences, of which no two begin alike. `lengths`: of each, its tokens after each of its steps.
+    """
+
+    said: ClassVar[list[list[int]]] = []
+    lengths: ClassVar[list[list[int]]] = []
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._count = vllm_config.speculative_config.num_speculative_tokens
+        self._vocab = vllm_config.model_config.get_vocab_size()
+
+    @classmethod
+    def tell(cls, said: list[list[int]]) -> None:
+        cls.said, cls.lengths = said, [[] for _ in said]
+
+    def propose(self, sampled: list[list[int]], lengths: Any, tokens: Any, **_: Any) -> list[list[int]]:
+        """One list of drafts for each sequence that has got a token; `tokens`: [sequence, token]."""
+        return [
+            self._drafts(tokens[row, : int(lengths[row])].tolist()) if new else [] for row, new in enumerate(sampled)
+        ]
+
+    def _drafts(self, tokens: list[int]) -> list[int]:
+        at = len(tokens)
+        number = next(number for number, said in enumerate(self.said) if said[:8] == tokens[:8])
+        self.lengths[number].append(at)
+        drafts = (self.said[number][at : at + self._count] + [0] * self._count)[: self._count]
+        right = random.Random(f"{number} {at}").randint(0, self._count)
+        return drafts[:right] + [(token + 1) % self._vocab for token in drafts[right:]]
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """There is none."""
+
+
+KNOWN = {"method": "custom_class", "model": "tests.vllm.drafts.Known", "num_speculative_tokens": 3}
 
 
 @frozen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ _SMALL = {
     "max_position_embeddings": MAX_POSITION,
     "num_hidden_layers": 4,
     "tie_word_embeddings": False,
+}
+
+
+_NETS = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
 }
 
 
@@ -246,16 +256,31 @@ def zamba2() -> Any:
     )
 
 
+def jamba() -> Any:
+    """Three layers of Mamba-1 for one of attention."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    sizes = {name: value for name, value in _SMALL.items() if name != "head_dim"}
+    layers = {"attn_layer_period": 4, "attn_layer_offset": 3, "num_experts": 1}
+    mixer = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 8}
+    return JambaForCausalLM(JambaConfig(**sizes, **layers, **mixer, use_mamba_kernels=False))
+
+
 def qwen3_next() -> Any:
     """Three layers of gated delta nets for one of attention; heads have the only sizes that vLLM has on CPU."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    nets = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 4}
-    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
     return Qwen3NextForCausalLM(
-        Qwen3NextConfig(**_SMALL, **nets, **heads, **experts, shared_expert_intermediate_size=64, mlp_only_layers=[])
+        Qwen3NextConfig(**_SMALL, **_NETS, **experts, shared_expert_intermediate_size=64, mlp_only_layers=[])
     )
+
+
+def qwen3_5() -> Any:
+    """The same without experts."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_SMALL, **_NETS))
 
 
 def lfm2() -> Any:
@@ -333,6 +358,15 @@ FAMILIES = {
     ),
 }
 
+_NET: dict[str, Any] = {
+    "options": {"dtype": "bfloat16", "max_num_batched_tokens": 1200},
+    "groups": 4,
+    "blocks": 24,
+    "own": 4,
+    "unit": 544,
+    "batches": 0.1,
+}
+
 RECURRENT = {
     "Mamba-2, Nemotron-H": Family(nemotron_h, groups=3, blocks=60, own=3, unit=64, vllm=mamba_cpu.exported),
     "Mamba-2 in each layer, Falcon-H1": Family(falcon_h1, groups=2, blocks=90, own=8, unit=32, vllm=mamba_cpu.split),
@@ -340,18 +374,15 @@ RECURRENT = {
     "Mamba-2, several groups in an entry, Zamba2": Family(
         zamba2, groups=5, blocks=125, own=5, unit=32, vllm=mamba_cpu.split
     ),
-    "gated delta net, Qwen3-Next": Family(
-        qwen3_next,
-        {"dtype": "bfloat16", "max_num_batched_tokens": 1200},
-        groups=4,
-        blocks=24,
-        own=4,
-        unit=544,
-        batches=0.1,
-    ),
+    "Mamba-1, Jamba": Family(jamba, groups=4, blocks=70, own=4, unit=64, vllm=mamba_cpu.scanned),
+    "gated delta net, Qwen3-Next": Family(qwen3_next, **_NET),
     "short convolution, LFM2": Family(lfm2, groups=4, blocks=120, own=4, unit=32, noise=0.05, batches=0.1),
 }
 """Models with layers that keep a state instead of KV for each token."""
+
+if find_spec("torchvision") is not None:
+    # vLLM has the text model beside that for images.
+    RECURRENT["gated delta net, Qwen3.5"] = Family(qwen3_5, **_NET)
 
 
 def write_adapter(folder: Path, *, seed: int, hidden: int = 128, layers: int = 4, rank: int = 8) -> Path:

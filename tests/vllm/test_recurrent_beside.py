@@ -136,7 +136,6 @@ def test_without_vllms_prefix_cache_nothing_is_cached(case: Case, caplog: pytest
     ("changes", "recurrent", "reason"),
     [
         ({}, (True, True), "all its layers are recurrent"),
-        ({"speculative_config": object()}, (True, False), "speculative decoding"),
         ({"pipeline_parallel_size": 2}, (True, False), "pipeline_parallel_size > 1"),
         ({"decode_context_parallel_size": 2}, (True, False), "decode_context_parallel_size > 1"),
         ({"use_replayssm": True}, (True, False), "use-replayssm"),
@@ -146,12 +145,11 @@ def test_without_vllms_prefix_cache_nothing_is_cached(case: Case, caplog: pytest
 )
 def test_what_is_refused(changes: dict[str, Any], recurrent: tuple[bool, ...], reason: str) -> None:
     cache = SimpleNamespace(mamba_cache_mode="align", use_replayssm=False)
-    config = SimpleNamespace(cache_config=cache, parallel_config=SimpleNamespace(), speculative_config=None)
+    config = SimpleNamespace(cache_config=cache, parallel_config=SimpleNamespace())
     given = dict(changes)
     scratch = bool(given.pop("scratch", False))
     for name, value in given.items():
-        of = config if name == "speculative_config" else config.parallel_config if "parallel" in name else cache
-        setattr(of, name, value)
+        setattr(config.parallel_config if "parallel" in name else cache, name, value)
     check_states(config, [False, False], scratch=scratch)
     with pytest.raises(ValueError, match=reason):
         check_states(config, recurrent, scratch=scratch)

@@ -13,8 +13,10 @@ import pytest
 from attrs import field, frozen
 
 from tests.vllm import mamba_cpu
+from tests.vllm.drafts import KNOWN, Known
 from tests.vllm.families import RECURRENT, Family, nemotron_h
 from tests.vllm.harness import engine, external_hits, pipelining, prompt
+from tests.vllm.test_families import count_preemptions
 from tests.vllm.test_recurrent import answers_of, ask, distance, slot_bytes
 
 UNIT = 64
@@ -117,3 +119,26 @@ def test_a_block_that_takes_several_steps(tmp_path: Path) -> None:
                 hits += map(external_hits, outputs)
             assert hits == ([1088, 1088, 1088, 544, 544] if turn else [0, 1088, 1088, 0, 544])
         running.assert_nothing_leaked()
+
+
+def test_drafts_in_a_crowd_under_preemption_and_eviction(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt(index, 280 + 7 * index) for index in range(14)]
+    options: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 333}
+    options |= {"num_gpu_blocks_override": 75, "max_num_seqs": len(prompts), "kv_cache_memory_bytes": 64 << 20}
+    with mamba_cpu.exported(), mamba_cpu.drafted():
+        with engine(folder, connector=None, **options) as plain:
+            outputs = ask(plain, prompts, max_tokens=90)
+            expected, ram = answers_of(outputs), 60 * slot_bytes(plain) / 2**30
+        Known.tell([ids + list(output.outputs[0].token_ids) for ids, output in zip(prompts, outputs, strict=True)])
+        extra = {"max_local_cpu_size": ram, "prefetch_deadline": 60.0}
+        with engine(folder, extra=extra, speculative_config=KNOWN, **options) as running:
+            preempted, hits = count_preemptions(running, monkeypatch), 0
+            for _ in range(3):
+                running.forget_local()
+                outputs = ask(running, prompts, max_tokens=90)
+                assert distance(answers_of(outputs), expected) < 1e-3
+                hits += sum(map(external_hits, outputs))
+                running.assert_nothing_leaked()
+            assert preempted, "the KV space was not tight enough to preempt"
+            assert running.store.stats().primary.evictions, "the tier was not small enough to evict"
+            assert hits, "nothing was ever loaded"

@@ -35,6 +35,16 @@ class Request(Protocol):
         ...
 
     @property
+    def num_computed_tokens(self) -> int:
+        """Tokens before the step that is being scheduled, as if all drafts of steps in flight were accepted."""
+        ...
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """Those of them that steps compute whose outputs are not known yet, drafts included."""
+        ...
+
+    @property
     def all_token_ids(self) -> Sequence[int]: ...
 
 
@@ -97,8 +107,6 @@ class RequestState:
     """Leading chunks up to the last states that are kept for other requests."""
     last_states: int = 0
     """Leading chunks up to the last states of its answer, which are replaced by the next."""
-    late_states: tuple[int, dict[int, int]] | None = field(default=None, repr=False)
-    """Tokens of the last step, one of which was not known yet, and the blocks with the states behind them, by group."""
     resumable: float = math.inf
     """Most leading chunks of a hit. The states behind more of them are slower to load than to compute."""
     disabled: bool = False

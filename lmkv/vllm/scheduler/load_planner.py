@@ -105,8 +105,8 @@ class LoadPlanner:
             ready, found = self.wait.match(state, keys)
             if found == len(keys):
                 return keys, ready, found
-            # Some of them are slower to load than to compute, which is decided once.
-            state.resumable, state.pays = min(found, self._boundaries.chunks(len(keys)) - 1), math.inf
+            # Some of them are slower to load than to compute: perhaps those of a shorter hit are not.
+            state.resumable, state.pays = min(found, self._boundaries.chunks(len(keys)) - 1), None
         return keys, *self.wait.match(state, keys)
 
     def _stop_where_prompts_part(self, state: RequestState, chain: Sequence[ChunkKey], hit: int) -> None:

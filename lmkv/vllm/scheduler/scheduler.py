@@ -59,6 +59,10 @@ class Scheduler:
         if block_map.scratch:
             # vLLM computes scratch blocks again from a hit on, which must end with a block.
             self._options = evolve(self._options, save_unfull_chunk=False)
+        if block_map.states:
+            # A hit ends where a state is, though the KV of draft layers there depends on the token that comes next:
+            # this costs an accepted draft at most.
+            self._options = evolve(self._options, lookahead=0)
         self._builder = StepPlanBuilder()
         self._clock = self._options.clock
         self._observer = SchedulerObserver(store, block_map.chunk_size, self._clock, events)

@@ -2,6 +2,10 @@
 
 A state is at a boundary between chunks, and belongs to the chunks before it. It is taken where a step ends there, and
 where vLLM hands one over: where it is at other times only vLLM knows.
+
+With drafts a step has as many ends as tokens may be accepted. Once it is known how many were, vLLM puts the state at
+the last boundary up to there where that of a step without drafts would be. It keeps it for another step if nothing
+was accepted behind the boundary; otherwise, only what the step is sure to compute can be ordered to be stored.
 """
 
 from __future__ import annotations
@@ -53,11 +57,10 @@ class StatePlanner:
     def take(self, state: RequestState, computed: int, tables: BlockTables, offers: Sequence[Offer] = ()) -> None:
         """Order copies of the states that this step completes, once all chunks before them are stored.
 
-        `computed`: tokens after the step, which has no drafts among them. `tables`: after the step.
+        `computed`: tokens after the step, drafts excluded. `tables`: after the step.
         """
         if state.options.skip_save:
             return
-        self._take_late(state, computed, tables)
         handed: dict[int, dict[int, int]] = {}
         for group, block, tokens in offers:
             handed.setdefault(tokens, {})[self._block_map.index(group)] = block
@@ -65,23 +68,16 @@ class StatePlanner:
             if self._keyed(state, tokens):
                 state.kept = max(state.kept, tokens // self._chunk_size)
                 self._order(state, tokens // self._chunk_size, blocks)
-        if computed and computed % self._chunk_size == 0 and computed not in handed:
-            blocks = self._block_map.state_blocks(tables, computed)
-            if computed > state.request.num_tokens:
-                # With asynchronous scheduling the last token becomes known in the next step.
-                state.late_states = computed, blocks
-            elif self._keyed(state, computed):
-                self._step_ended(state, computed // self._chunk_size, blocks)
+        # With asynchronous scheduling the step computes tokens that become known later: what is known was computed by
+        # a step before. With drafts that step may have ended behind its first token.
+        for tokens in {min(computed, state.request.num_tokens), self._accepted(state)} - handed.keys():
+            if self._keyed(state, tokens):
+                self._step_ended(state, tokens // self._chunk_size, self._block_map.state_blocks(tables, tokens))
 
-    def _take_late(self, state: RequestState, computed: int, tables: BlockTables) -> None:
-        """The states of a step whose last token was not known then: vLLM keeps them for one step more."""
-        late, state.late_states = state.late_states, None
-        if late is None:
-            return
-        tokens, blocks = late
-        still = computed == tokens + 1 and self._block_map.state_blocks(tables, tokens) == blocks
-        if still and self._keyed(state, tokens):
-            self._step_ended(state, tokens // self._chunk_size, blocks)
+    def _accepted(self, state: RequestState) -> int:
+        """Tokens of its answer that steps whose end is known have computed, accepted drafts among them; or 0."""
+        tokens = state.request.num_computed_tokens - state.request.num_in_flight_tokens
+        return tokens if tokens > getattr(state.request, "num_prompt_tokens", 0) else 0
 
     def _keyed(self, state: RequestState, tokens: int) -> bool:
         """Whether these tokens are whole chunks with a key, and may be stored."""
@@ -97,6 +93,8 @@ class StatePlanner:
         """A step ends behind `chunks` chunks: keep some of these states of a prompt, and the last of an answer."""
         prompt: int = getattr(state.request, "num_prompt_tokens", state.request.num_tokens)
         if chunks * self._chunk_size > prompt:
+            if chunks <= state.last_states:
+                return
             replaces, state.last_states = state.last_states, chunks
             if replaces - state.kept >= self._interval:
                 state.kept, replaces = replaces, 0

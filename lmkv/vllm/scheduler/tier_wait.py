@@ -35,7 +35,6 @@ class TierWait:
         self._clock = context.options.clock
         self._telemetry = context.observer.telemetry
         self._chunk_size = context.chunk_size
-        self._slot_bytes = context.store.slab.slot_bytes
         self.cost = LoadCost(enabled=context.options.load_or_recompute)
         self.max_promoted = max(1, context.store.slab.num_slots // 2)
         """Chunks of one request that may be promoted at once."""
@@ -58,14 +57,22 @@ class TierWait:
         """
         if state.pays is None:
             state.pays = math.inf
-            for tier, count in self._store.catalog.by_tier(keys[ready:found]).items():
-                nbytes = count * self._slot_bytes
-                if tier is not None and not self.cost.worth_loading(tier, count * self._chunk_size, nbytes):
+            first = state.computed // self._chunk_size
+            for tier, (count, nbytes) in self._store.catalog.by_tier(keys[ready:found]).items():
+                tokens = self._tokens(count, found, first)
+                if tier is not None and not self.cost.worth_loading(tier, tokens, nbytes):
                     state.pays = next(n for n in range(ready, found) if self._store.catalog.tier_of(keys[n]) == tier)
                     if self.cost.wants_probe(tier):
                         self._probe(keys[: min(found, self.max_promoted)])
                     break
         return found if state.pays == math.inf else int(state.pays)
+
+    def _tokens(self, count: int, found: int, first: int) -> int:
+        """Tokens that need not be computed if `count` of `found` entries are loaded, the first `first` of which are.
+
+        With recurrent layers all that a hit has: its chunks are of no use without its states, nor these without them.
+        """
+        return (self._boundaries.chunks(found) - first if self._boundaries.states else count) * self._chunk_size
 
     # -- promotions ---------------------------------------------------------------------------------------
 
@@ -87,9 +94,9 @@ class TierWait:
         promotion = self._store.promote(keys, prefetch=prefetch, limit=limit, ttl=ttl)
 
         def measure() -> None:
-            for tier, (count, at) in promotion.delivered.items():
+            for tier, (nbytes, at) in promotion.delivered.items():
                 if tier != self._store.primary_name:
-                    self.cost.observe_load(tier, count * self._slot_bytes, at - started)
+                    self.cost.observe_load(tier, nbytes, at - started)
                     self._telemetry.promoted(tier, at - started)
 
         promotion.add_done_callback(measure)
@@ -147,7 +154,8 @@ class TierWait:
         if found > self.max_promoted:
             return False
         promotion = state.promotion
-        if not state.patience.lasts(self._clock(), lambda: self.limit(keys, ready, found), ready):
+        first = state.computed // self._chunk_size
+        if not state.patience.lasts(self._clock(), lambda: self.limit(keys, ready, found, first), ready):
             self._give_up(state, keys, ready, found)
             return False
         if promotion is None or (promotion.done and len(promotion) < found):
@@ -167,16 +175,19 @@ class TierWait:
             for key, presence in zip(keys[ready:found], self._store.lookup(keys[ready:found]), strict=True)
             if presence is not Presence.READY
         ]
-        for tier, count in self._store.catalog.by_tier(missing).items() if state.promotion is not None else ():
+        for tier, (_, nbytes) in self._store.catalog.by_tier(missing).items() if state.promotion is not None else ():
             if tier is not None:
-                self.cost.observe_load(tier, count * self._slot_bytes, 2 * state.patience.spent)
+                self.cost.observe_load(tier, nbytes, 2 * state.patience.spent)
         state.drop_promotion()
 
-    def limit(self, keys: Sequence[ChunkKey], ready: int, found: int) -> float | None:
-        """Seconds that a request may wait for chunks `ready` to `found`; None while no speed is known."""
-        tokens = (found - ready) * self._chunk_size
+    def limit(self, keys: Sequence[ChunkKey], ready: int, found: int, first: int = 0) -> float | None:
+        """Seconds that a request may wait for chunks `ready` to `found`; None while no speed is known.
+
+        `first`: how many chunks it has computed.
+        """
+        tokens = self._tokens(found - ready, found, first)
         tiers = self._store.catalog.by_tier(keys[ready:found])
-        limits = [self.cost.patience(tier, tokens, count * self._slot_bytes) for tier, count in tiers.items()]
+        limits = [self.cost.patience(tier, tokens, nbytes) for tier, (_, nbytes) in tiers.items()]
         known = [limit for limit in limits if limit is not None]
         return max(known) if known else None
 

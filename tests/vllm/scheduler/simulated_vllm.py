@@ -97,7 +97,15 @@ class SimulatedRequest:
     """How many of its leading blocks were offered to others once."""
     status: str = "waiting"
     in_flight: int = 0
-    """Tokens sampled on the device and not known to the scheduler yet."""
+    """Tokens sampled on the device and not known to the scheduler yet, as if all drafts were accepted."""
+    num_in_flight_tokens: int = 0
+    """Tokens that steps compute whose outputs the scheduler does not know yet, drafts included."""
+    rejected: int = 0
+    """Those of them that the device has rejected."""
+    ends: set[int] = field(factory=set)
+    """Where steps of it are known to have ended, or to end if nothing is accepted, when another one is scheduled."""
+    state_place: int | None = None
+    """Where in its state tables the last step has left its state; None before its first step."""
     epoch: int = 0
     """Counts preemptions and rewinds: what was sampled before one is void."""
     tainted: bool = False
@@ -115,6 +123,15 @@ class SimulatedRequest:
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.computed
+
+    @property
+    def start(self) -> int:
+        """Tokens before the step that the device is to compute."""
+        return self.computed - self.rejected
+
     def truth(self, upto: int) -> list[int]:
         """All tokens, those the scheduler does not know yet included."""
         tokens = list(self.all_token_ids)
@@ -123,9 +140,21 @@ class SimulatedRequest:
         return tokens[:upto]
 
 
+@frozen
+class _Share:
+    """What a step computes of one request: so many tokens, the last of them drafts, of which some are accepted."""
+
+    request: SimulatedRequest
+    epoch: int
+    tokens: int
+    drafts: int = 0
+    accepted: int = 0
+    samples: bool = False
+
+
 @define(eq=False)
 class _Step:
-    sampled: list[tuple[SimulatedRequest, int]]
+    shares: list[_Share]
     report: Any
     failed_blocks: set[int]
     finished: set[str]
@@ -189,8 +218,8 @@ class SimulatedVLLM:
             self.prefixes = [group.table or 0 for group in block_map.groups]
         self.depth = depth
         self.states = [index for index, group in enumerate(self.groups) if group.state]
-        self.drafts = drafts and not self.states
-        lookahead = 0 if self.states else lookahead
+        self.drafts = drafts
+        lookahead = min(lookahead, 1) if self.states else lookahead
         save_unfull_chunk = save_unfull_chunk and not self.states
         self.offers: dict[str, list[tuple[int, int, int]]] = {}
         self.load_faults, self.store_faults = load_faults, store_faults
@@ -469,13 +498,15 @@ class SimulatedVLLM:
     def _read_states(self, scheduled: dict[SimulatedRequest, int]) -> None:
         """Each step begins with the states before it, before any load of the step."""
         for request in scheduled:
-            for group in self.states if request.computed and not request.tainted else ():
-                place = -(-request.computed // self.groups[group].block_size) - 1
+            for group in self.states if request.start and not request.tainted else ():
+                place = request.state_place
+                if place is None:
+                    place = -(-request.start // self.groups[group].block_size) - 1
                 block = request.blocks[group][place]
-                assert block != NULL, f"{request.request_id}: no state after {request.computed} tokens"
+                assert block != NULL, f"{request.request_id}: no state after {request.start} tokens"
                 for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
-                    state = kv_of(request.cache_salt, bytes(request.truth(request.computed)), layer, PAGE)
-                    where = f"{request.request_id}: wrong state after {request.computed} tokens in layer {layer}"
+                    state = kv_of(request.cache_salt, bytes(request.truth(request.start)), layer, PAGE)
+                    where = f"{request.request_id}: wrong state after {request.start} tokens in layer {layer}"
                     self._read(rank, rows[layer], (block, slice(None)), state, where)
 
     def _write_state(self, request: SimulatedRequest, group: int, tokens: int, place: int) -> None:
@@ -485,24 +516,31 @@ class SimulatedVLLM:
             value = 0xDD if request.tainted else np.frombuffer(state, np.uint8)
             self._write(rank, rows[layer], (block, slice(None)), value)
 
-    def _compute_states(self, request: SimulatedRequest, end: int) -> None:
+    def _compute_states(self, request: SimulatedRequest, end: int, drafts: int, accepted: int) -> None:
+        """Write the states that a step leaves which computes tokens up to `end`, the last of them drafts."""
+        valid = end - drafts + accepted
         for group in self.states:
             size = self.groups[group].block_size
-            self._write_state(request, group, end, -(-end // size) - 1)
+            request.state_place = -(-end // size) - 1
+            self._write_state(request, group, valid, request.state_place)
+            passed = valid // size * size
+            if passed >= end - drafts:
+                self._write_state(request, group, passed, passed // size - 1)
             for offered, block, tokens in self.offers.get(request.request_id, ()):
                 if offered == group and tokens < end and request.blocks[group][tokens // size - 1] == block:
                     self._write_state(request, group, tokens, tokens // size - 1)
 
     def _trim(self, request: SimulatedRequest) -> None:
         """Blocks behind the window become null, before the next tokens are scheduled."""
+        processed = request.computed - request.num_in_flight_tokens
         for index, (group, table) in enumerate(zip(self.groups, request.blocks, strict=False)):
             if group.state:
-                for place in range(-(-request.computed // group.block_size) - 1):
+                for place in range(-(-processed // group.block_size) - 1):
                     if table[place] != NULL:
                         self._release(index, table[place])
                         table[place] = NULL
             if group.window is not None:
-                for place in range(max(0, request.computed - group.window + 1) // group.block_size):
+                for place in range(max(0, processed - group.window + 1) // group.block_size):
                     if table[place] != NULL:
                         self._release(index, table[place])
                         table[place] = NULL
@@ -533,13 +571,18 @@ class SimulatedVLLM:
         tables = {request.request_id: [list(table) for table in request.blocks] for request in scheduled}
         for request, count in scheduled.items():
             self._offer(request, request.computed, request.computed + count)
+            request.ends |= {request.computed - request.num_in_flight_tokens, request.num_tokens}
         self.scheduler.plan_step(progress, tables.get, sum(scheduled.values()), self.offers)
         plan = self.scheduler.take_plan()
         self.pipeline.append(self._execute(plan, scheduled, drafted))
         if self.rng.random() < self.aborts and self.running:
             self.abort(self.rng.choice(self.running))
-        for request, count in scheduled.items():
-            request.computed += count - drafted.get(request.request_id, 0)
+        for share in self.pipeline[-1].shares:
+            # As vLLM: as if all drafts were accepted, until it is known.
+            share.request.computed += share.tokens
+            share.request.num_in_flight_tokens += share.tokens
+            share.request.in_flight += (1 + share.drafts) * share.samples
+            share.request.rejected += share.drafts - share.accepted
         self.offers = {}
         while len(self.pipeline) >= self.depth:
             self._take_output(self.pipeline.pop(0))
@@ -570,8 +613,15 @@ class SimulatedVLLM:
         self.running.remove(request)
         self._free(request)
         request.epoch += 1
-        request.computed, request.status, request.in_flight, request.tainted = 0, "waiting", 0, False
+        request.computed, request.status, request.tainted = 0, "waiting", False
+        self._is_back(request)
         self.waiting.insert(0, request)
+
+    @staticmethod
+    def _is_back(request: SimulatedRequest) -> None:
+        """What steps in flight compute of it is void."""
+        request.in_flight = request.num_in_flight_tokens = request.rejected = 0
+        request.state_place = None
 
     def _schedule_waiting(self, scheduled: dict[SimulatedRequest, int]) -> None:
         for request in list(self.waiting):
@@ -662,7 +712,7 @@ class SimulatedVLLM:
 
     def _is_due(self, request: SimulatedRequest, at: int, layer: int) -> bool:
         """Whether the KV of a token is computed once more, when the tokens are known that it looks ahead to."""
-        return at >= request.loaded and at + self._ahead(layer) >= max(request.num_tokens, request.computed + 2)
+        return at >= request.loaded and at + self._ahead(layer) >= max(request.num_tokens, request.start + 2)
 
     def _spoil(self, request: SimulatedRequest, group: int, low: int, high: int) -> None:
         """What is computed for drafts that are rejected."""
@@ -696,8 +746,8 @@ class SimulatedVLLM:
         for index, group in enumerate(self.groups):
             if group.state or isinstance(group, Ring):
                 continue
-            low = 0 if group.window is None else max(0, request.computed - group.window + 1)
-            blocks = request.blocks[index][low // group.block_size : -(-request.computed // group.block_size)]
+            low = 0 if group.window is None else max(0, request.start - group.window + 1)
+            blocks = request.blocks[index][low // group.block_size : -(-request.start // group.block_size)]
             if failed.intersection(blocks):
                 request.tainted = True
                 return
@@ -708,10 +758,10 @@ class SimulatedVLLM:
         """The tokens of an unfinished group, which this step may overwrite once it has read them."""
         for index, group in enumerate(() if request.tainted else self.groups):
             if isinstance(group, Ring):
-                self._read_tokens(request, index, request.computed // group.ratio * group.ratio)
+                self._read_tokens(request, index, request.start // group.ratio * group.ratio)
 
     def _read_tokens(self, request: SimulatedRequest, group: int, low: int) -> None:
-        for at, block, place, ranks in self._places(request, group, low, request.computed):
+        for at, block, place, ranks in self._places(request, group, low, request.start):
             for layer in self._layers(group):
                 if self._is_due(request, at, layer):
                     continue
@@ -734,15 +784,17 @@ class SimulatedVLLM:
             self._break(worker)
             worker.load()
         # As vLLM: a layer writes the KV of the step's tokens, then waits for its load, then reads.
-        ends = {request: request.computed + count for request, count in scheduled.items()}
+        shares = [self._decide(request, count, drafted) for request, count in scheduled.items()]
+        ends = {request: request.start + count for request, count in scheduled.items()}
         for request in scheduled:
             self._replay(request)
             self._check_rings(request)
-        for request, end in ends.items():
-            valid = end - drafted.get(request.request_id, 0)
-            self._compute_states(request, valid)
+        for share in shares:
+            request, end = share.request, ends[share.request]
+            valid = end - share.drafts + share.accepted
+            self._compute_states(request, end, share.drafts, share.accepted)
             for group in range(len(self.groups)):
-                self._compute(request, group, request.computed, valid)
+                self._compute(request, group, request.start, valid)
                 self._spoil(request, group, valid, end)
         for worker in self.workers:
             for layer in range(2 * len(self.prefixes) if scheduled else 0):
@@ -752,7 +804,7 @@ class SimulatedVLLM:
             sound = not request.tainted
             self._check(request, failed_blocks)
             for group in range(len(self.groups) if sound and request.tainted else 0):
-                self._spoil(request, group, request.computed, end)
+                self._spoil(request, group, request.start, end)
         for worker in self.workers:
             for layer in range(2 * len(self.prefixes) if scheduled else 0):
                 worker.save_layer(layer)
@@ -769,17 +821,19 @@ class SimulatedVLLM:
         for report in present:
             merged = report if merged is None else merged.merge(report)
         ended = self._ended_everywhere(finished)
-        sampled = []
-        for request, count in scheduled.items():
-            if request.computed + count - drafted.get(request.request_id, 0) == request.num_tokens + request.in_flight:
-                request.in_flight += 1
-                sampled.append((request, request.epoch))
         before = {request.request_id: request.computed for request in scheduled}
         # As vLLM: a rank may report the failure before the others have ended.
         self.failed_on |= failed
         failed = self.failed_on & ended
         self.failed_on -= failed
-        return _Step(sampled, merged, failed_blocks, ended, failed, before)
+        return _Step(shares, merged, failed_blocks, ended, failed, before)
+
+    def _decide(self, request: SimulatedRequest, count: int, drafted: dict[str, int]) -> _Share:
+        """How many of the drafts turn out right."""
+        drafts = drafted.get(request.request_id, 0)
+        samples = request.computed + count - drafts == request.num_tokens + request.in_flight
+        accepted = self.rng.randint(0, drafts) if drafts and not request.tainted else 0
+        return _Share(request, request.epoch, count, drafts, accepted, samples)
 
     def _ended_everywhere(self, finished: list[set[str]]) -> set[str]:
         """The requests whose loads have ended on every rank by now, as vLLM counts them."""
@@ -810,13 +864,20 @@ class SimulatedVLLM:
         if step.report is not None:
             self.scheduler.on_report(step.report)
         self.events += self.scheduler.take_events()
-        for request, epoch in step.sampled:
-            if request.status == "running" and request.epoch == epoch:
-                request.in_flight -= 1
+        for share in step.shares:
+            request = share.request
+            if request.status != "running" or request.epoch != share.epoch:
+                continue
+            request.num_in_flight_tokens -= share.tokens
+            request.in_flight -= (1 + share.drafts) * share.samples
+            request.computed -= share.drafts - share.accepted
+            request.rejected -= share.drafts - share.accepted
+            for _ in range((1 + share.accepted) * share.samples):
                 request.all_token_ids.append(next_token(request.cache_salt, request.all_token_ids))
                 if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
                     self.counts["finished"] += 1
                     self._end(request)
+                    break
         for request in [request for request in self.loading if request.request_id in step.finished]:
             self.loading.remove(request)
             if request.status == "ended":
@@ -850,7 +911,7 @@ class SimulatedVLLM:
             recomputed.update(table[place] for place in own)
             self.counts["recomputed"] += 1
             request.computed = own[0] * size if own else before
-            request.in_flight = 0
+            self._is_back(request)
             request.tainted = False
             request.epoch += 1
 

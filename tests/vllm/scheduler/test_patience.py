@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 from hypothesis import given, strategies as st
 
-from lmkv.chunks.hashing import KeyChain
+from lmkv.chunks.hashing import KeyChain, state_keys
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import Chunk
 from lmkv.testing.clocks import ManualClock
@@ -283,3 +283,56 @@ class TestTwoTiers:
         assert answer is not None
         assert answer["lmkv"]["missed"] == {"reason": "slower", "tokens": len(PROMPT) - 1 - 16, "tier": "slow"}
         assert cost.skipped == {"slow": 1}
+
+
+class TestStates:
+    """A fast tier has a prompt's chunks, and the states behind the second; a slow one has those behind the fourth."""
+
+    CHUNK = 8
+    TOKENS = tuple(range(40))
+
+    @pytest.fixture
+    def scheduler(self) -> Iterator[Scheduler]:
+        clock, tiers = ManualClock(), {name: Persistent(memory(64, name)) for name in ("fast", "slow")}
+        namespace = Namespace(model="m", dtype="u8", chunk_size=self.CHUNK, block_size=self.CHUNK)
+        chain = KeyChain(namespace.root(cache_salt="a", lora=None, extra={}), self.CHUNK)
+        chain.extend(self.TOKENS)
+        first, second = (state_keys(chain.keys[end - 1], 1) for end in (2, 4))
+        with listing_every(NEVER):
+            for name, part in (("fast", [*chain.keys, *first]), ("slow", second)):
+                tiers[name].write([Chunk(key, memoryview(payload(key))) for key in part])
+            store = small_store(32, *map(lower, tiers.values()), clock=clock)
+        assert store.wait_indexed(LIMIT)
+        block_map = BlockMap(self.CHUNK, (Group(self.CHUNK), Group(self.CHUNK, state=1)))
+        options = SchedulerOptions(save_unfull_chunk=False, load_mode="async", clock=clock)
+        with closing(Scheduler(store, namespace, block_map, options)) as made:
+            cost, nbytes = made.loading.wait.cost, store.slab.slot_bytes
+            cost.observe_step(1000, 1.0)
+            cost.observe_load("fast", nbytes, 0.001)
+            yield made
+
+    @pytest.mark.parametrize(
+        ("seconds", "computed", "hit"),
+        [
+            # Without it the 32 tokens before it would be computed, not those of a chunk.
+            (0.030, 0, 32),
+            (0.034, 0, 16),
+            # Two chunks are in vLLM's own cache.
+            (0.015, 16, 16),
+            (0.017, 16, 0),
+        ],
+    )
+    def test_a_state_is_worth_what_it_saves_computing(
+        self, scheduler: Scheduler, seconds: float, computed: int, hit: int
+    ) -> None:
+        scheduler.loading.wait.cost.observe_load("slow", scheduler.store.slab.slot_bytes, seconds)
+        request = SimulatedRequest("r", list(self.TOKENS), len(self.TOKENS), 1, "a")
+        answer: list[int | None] = [None]
+
+        def asked() -> bool:
+            answer[0] = scheduler.get_num_new_matched_tokens(request, computed)[0]
+            return answer[0] is not None
+
+        eventually(asked)
+        assert answer == [hit]
+        scheduler.request_finished(request)

@@ -12,6 +12,7 @@ from hypothesis import event, given, strategies as st
 
 from lmkv.vllm.block_map import Group
 from lmkv.vllm.scheduler.async_load import AsyncLoad
+from lmkv.vllm.scheduler.state_planner import StatePlanner
 from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedRequest, SimulatedVLLM, Table
 
 GROUPS: dict[str, list[Table]] = {
@@ -129,6 +130,66 @@ def test_states_that_are_not_loaded_would_show(monkeypatch: pytest.MonkeyPatch) 
     for seed in range(10):
         try:
             _drive(random.Random(seed), GROUPS["a recurrent layer and full"], options)
+        except AssertionError:
+            wrong += 1
+    assert wrong
+
+
+def _second_turns(seed: int, depth: int) -> list[tuple[int, int]]:
+    """`(loaded, best)` of prompts that go on where an answer with drafts has ended: tokens of each hit, and of the best
+
+    that was possible.
+    """
+    rng, size = random.Random(seed), 8
+    groups = GROUPS["a recurrent layer and full"]
+    options: dict[str, Any] = {"num_blocks": 90, "chunk_size": size, "ram_chunks": 200, "drafts": True, "lookahead": 1}
+    found = []
+    with closing(SimulatedVLLM(rng, groups=groups, depth=depth, **options)) as engine:
+        engine.local_hits = 0.0
+        prompts = [[rng.randrange(50) for _ in range(rng.randint(3, 20))] for _ in range(4)]
+        asked = [
+            SimulatedRequest(f"{number}", list(tokens), len(tokens), rng.randint(20, 40), "a")
+            for number, tokens in enumerate(prompts)
+        ]
+        for request in asked:
+            engine.add(request)
+        engine.finish()
+        for request in asked:
+            tokens = [*request.all_token_ids, *[49] * rng.randint(1, 9)]
+            again = SimulatedRequest(f"{request.request_id} again", tokens, len(tokens), 3, "a")
+            engine.add(again)
+            engine.finish()
+            best = [at for at in request.ends if at % size == 0 and at > request.num_prompt_tokens]
+            found.append((again.loaded, max(best, default=request.num_prompt_tokens // size * size)))
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_second_turn_loads_the_last_state_that_no_accepted_draft_has_passed(depth: int) -> None:
+    found = [each for seed in range(20) for each in _second_turns(seed, depth)]
+    assert [loaded for loaded, _ in found] == [best for _, best in found]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_states_that_accepted_drafts_have_passed_would_show(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Had they been looked for once the drafts were accepted, where the step before was to put them."""
+    take, expected = StatePlanner.take, dict[str, Any]()
+
+    def remembers(self: StatePlanner, state: Any, computed: int, tables: Any, offers: Any = ()) -> None:
+        tokens, blocks = expected.pop(state.request_id, (0, {}))
+        if self._keyed(state, tokens):
+            self._step_ended(state, tokens // self._chunk_size, blocks)
+        take(self, state, computed, tables, offers)
+        end = (computed + 3) // self._chunk_size * self._chunk_size
+        if end > state.request.num_tokens > state.request.num_prompt_tokens:
+            expected[state.request_id] = end, self._block_map.state_blocks(tables, end)
+
+    monkeypatch.setattr(StatePlanner, "take", remembers)
+    wrong = 0
+    for seed in range(20):
+        expected.clear()
+        try:
+            _second_turns(seed, depth)
         except AssertionError:
             wrong += 1
     assert wrong
