@@ -65,6 +65,11 @@ def is_scratch(group: Any) -> bool:
     return not getattr(group.kv_cache_spec, "prefix_cacheable", True)
 
 
+def is_replayed(group: Any) -> bool:
+    """Whether vLLM computes the last tokens of each hit again, to fill the blocks of a group."""
+    return getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) > 0
+
+
 def check_group(group: Any) -> None:
     """Raise ValueError, with the layers' names, if a KV cache group is outside the device's block tables."""
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
@@ -76,16 +81,17 @@ def is_state(spec: Any) -> bool:
     return type(spec).__name__ == "MambaSpec"
 
 
-def check_states(vllm_config: Any, recurrent: Sequence[bool], *, scratch: bool) -> None:
+def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool) -> None:
     """Raise ValueError, with the reason, if states of recurrent layers cannot be stored and restored.
 
-    `recurrent`: for each KV cache group with prefixes whether it has such layers. `scratch`: there are other groups.
+    `recurrent`: for each KV cache group with prefixes whether it has such layers. `replayed`: see `is_replayed`, of any
+    other group.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
     if not any(recurrent):
         return
-    if scratch:
+    if replayed:
         raise ValueError("vLLM computes the last tokens of a hit again, and a recurrent layer's state cannot go back")
     if all(recurrent):
         raise ValueError("all its layers are recurrent, not supported yet")

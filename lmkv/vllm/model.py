@@ -18,7 +18,7 @@ from lmkv.chunks.layout import KVLayout, LayerPages, align_up
 from lmkv.chunks.namespace import Namespace
 from lmkv.memory.paged import PagedMemory, padded
 from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.cacheable import check_model, check_states
+from lmkv.vllm.cacheable import check_model, check_states, is_replayed
 from lmkv.vllm.compat import KVGroup, block_sizes, draft_modules, kv_groups, vllm_version
 from lmkv.vllm.identity import fingerprint
 from lmkv.vllm.ranks import Ranks
@@ -91,7 +91,8 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
         raise ValueError("it has no KV cache")
     recurrent = any(group.recurrent for group in groups)
     scratch = len(groups) < len(kv_cache_config.kv_cache_groups)
-    check_states(vllm_config, [group.recurrent for group in groups], scratch=scratch)
+    replayed = any(map(is_replayed, kv_cache_config.kv_cache_groups))
+    check_states(vllm_config, [group.recurrent for group in groups], replayed=replayed)
     # vLLM may shorten a hit to whole blocks of all tables.
     blocks = math.lcm(*block_sizes(kv_cache_config, context))
     # With recurrent layers a hit ends where there is a state, which is between blocks.

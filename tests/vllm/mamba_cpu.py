@@ -115,11 +115,13 @@ def exported() -> Iterator[list[int]]:
 def drafted() -> Iterator[None]:
     """Engines made in here keep a state for each draft, and go on from that of the last one that was accepted."""
     from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.triton_utils import HAS_TRITON
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MambaSpecDecodeGPUContext, "run_fused_precopy", _before_a_step)
-        patch.setattr(MambaSpecDecodeGPUContext, "run_fused_postprocess", _after_a_step)
+        if not HAS_TRITON:
+            patch.setattr(MambaSpecDecodeGPUContext, "run_fused_precopy", _before_a_step)
+            patch.setattr(MambaSpecDecodeGPUContext, "run_fused_postprocess", _after_a_step)
         patch.setattr(mamba_mixer2, "causal_conv1d_update", _convolve_drafts(mamba_mixer2.causal_conv1d_update))
         patch.setattr(mamba_mixer2, "selective_state_update", _update_drafts(mamba_mixer2.selective_state_update))
         yield

@@ -139,7 +139,7 @@ def test_without_vllms_prefix_cache_nothing_is_cached(case: Case, caplog: pytest
         ({"pipeline_parallel_size": 2}, (True, False), "pipeline_parallel_size > 1"),
         ({"decode_context_parallel_size": 2}, (True, False), "decode_context_parallel_size > 1"),
         ({"use_replayssm": True}, (True, False), "use-replayssm"),
-        ({"scratch": True}, (True, False), "cannot go back"),
+        ({"replayed": True}, (True, False), "cannot go back"),
         ({"mamba_cache_mode": "none"}, (True, False), "enable-prefix-caching"),
     ],
 )
@@ -147,12 +147,12 @@ def test_what_is_refused(changes: dict[str, Any], recurrent: tuple[bool, ...], r
     cache = SimpleNamespace(mamba_cache_mode="align", use_replayssm=False)
     config = SimpleNamespace(cache_config=cache, parallel_config=SimpleNamespace())
     given = dict(changes)
-    scratch = bool(given.pop("scratch", False))
+    replayed = bool(given.pop("replayed", False))
     for name, value in given.items():
         setattr(config.parallel_config if "parallel" in name else cache, name, value)
-    check_states(config, [False, False], scratch=scratch)
+    check_states(config, [False, False], replayed=replayed)
     with pytest.raises(ValueError, match=reason):
-        check_states(config, recurrent, scratch=scratch)
+        check_states(config, recurrent, replayed=replayed)
 
 
 def test_states_in_a_shared_tier_are_found_by_asking(case: Case, tmp_path: Path) -> None:

@@ -22,7 +22,10 @@ def vllm_config(model: Path) -> Any:
     os.environ.update(ENVIRONMENT)
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
+    config = EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
+    # As it is for a model with recurrent layers.
+    config.cache_config.mamba_cache_mode = "align"
+    return config
 
 
 def kv_cache_config(*specs: Any) -> Any:
@@ -55,11 +58,21 @@ def window(*, replayed: bool) -> Any:
     return SlidingWindowMLASpec(**form, bounded_replay=replayed)
 
 
+def recurrent() -> Any:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(block_size=8, shapes=((2, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
 MODELS = {
     "ring first": (lambda: [ring(8), latent()], [Ring(8, ratio=2), None]),
     "as DeepSeek-V4.1": (
         lambda: [latent(), window(replayed=True), ring(8), ring(16)],
         [None, Replay(BLOCK, window=8), Ring(8, ratio=2), Ring(16, ratio=4)],
+    ),
+    "as Qwen4-Exp and GLM5-Next": (
+        lambda: [recurrent(), ring(16), latent(block_size=8), recurrent()],
+        [None, Ring(16, ratio=8), None, None],
     ),
     "beside a window that is kept": (lambda: [ring(8), window(replayed=False), latent()], [Ring(8, 2), None, None]),
 }
@@ -80,6 +93,7 @@ def test_scratch_blocks_are_left_out(model: Path, kind: str, seed: int) -> None:
     options: dict[str, Any] = {"groups": tables, "block_map": served.block_map, "num_blocks": 90}
     options |= {"chunk_size": served.block_map.chunk_size, "ram_chunks": 20, "depth": 1 + seed % 2}
     with closing(SimulatedVLLM(random.Random(seed), **options)) as engine:
+        engine.local_hits = 0.0
         size = served.block_map.chunk_size
         tokens = list(range(3 * size + 5))
         for turn in range(3):
@@ -96,6 +110,11 @@ def test_chunks_are_whole_blocks_of_every_table(model: Path) -> None:
     """vLLM shortens a hit to whole blocks of all tables, scratch included, where it computes its end again."""
     served = describe(vllm_config(model), kv_cache_config(latent(), window(replayed=True), ring(16)), CHUNK)
     assert served.block_map.chunk_size == 16
+
+
+def test_a_state_cannot_go_back_for_a_window_that_is_computed_again(model: Path) -> None:
+    with pytest.raises(ValueError, match="a recurrent layer's state cannot go back"):
+        describe(vllm_config(model), kv_cache_config(latent(), window(replayed=True), recurrent()), CHUNK)
 
 
 def test_a_model_of_scratch_alone_is_not_cached(model: Path) -> None:
