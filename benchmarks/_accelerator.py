@@ -41,7 +41,7 @@ class Accelerator:
         return copy
 
     def launch(self, work: Callable[[], object]) -> None:
-        """What computes with the device's tensors, in the order of the calls and after this returns."""
+        """Queue computation with the device's tensors, which runs in the order of the calls, after this returns."""
         if self.simulated is not None:
             self.simulated.launch(work)
         else:
@@ -49,7 +49,7 @@ class Accelerator:
 
 
 def host_memory(nbytes: int, *, populate: bool = True) -> SlabMap:
-    """Memory as a slab's: registered by nobody yet."""
+    """Memory like a slab's, which nobody has registered yet."""
     memory = SlabMap(-1, nbytes, mmap.PAGESIZE)
     if populate:
         memory.prefault(0, nbytes)

@@ -167,7 +167,7 @@ class Engine:
         return ended
 
     def _look(self, name: str, watched: Watched) -> None:
-        """At all blocks of its prompt that are full."""
+        """Note the bytes of all full blocks of its prompt."""
         # vLLM adds to the ids that it is given.
         theirs = next((each for each in self.scheduler.requests if each.startswith(name)), None)
         if not self.is_lmkv or theirs is None:
@@ -190,7 +190,7 @@ def _sampling() -> Any:
 
 
 def compare(expected: Sequence[Watched], found: Sequence[Watched], block_size: int) -> dict[str, Any]:
-    """What was loaded, byte for byte, and outputs, which may differ: batches of other shapes round differently."""
+    """Compare loaded blocks byte for byte, and outputs, which may differ: batches of other shapes round differently."""
     blocks = wrong = outputs = 0
     for each in found:
         other = expected[each.prompt]

@@ -91,7 +91,7 @@ class Peer:
         self._engine.clear()
 
     def check(self) -> None:
-        """What was stored comes back, byte for byte."""
+        """Check that stored KV comes back, byte for byte."""
         wanted = [tensor[:, self._slots].clone() for tensor in self._tensors]
         self.clear()
         self.store()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: common options, turns of engines, and the timing and reports of `lmkv bench`."""
+"""Shared by the benchmarks: common options, turns of engines, and the timing and reports of `lmkv bench`."""
 
 from __future__ import annotations
 

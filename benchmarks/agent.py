@@ -1,4 +1,4 @@
-"""What a prefetch while its tool runs saves an agent: examples/agent_prefetch.py, over a disk and over Redis.
+"""How much an agent saves by prefetching while its tool runs: examples/agent_prefetch.py, over a disk and over Redis.
 
     python benchmarks/agent.py [--turns 4] [--server redis-server] [--quick] [--json]
 

@@ -1,4 +1,4 @@
-"""What callers without a token cost the engine: steps per second beside each attack on the agent API.
+"""How much callers without a token slow the engine: steps per second beside each attack on the agent API.
 
     python benchmarks/agent_attack.py [--seconds 4] [--rounds 5] [--quick] [--json]
 
@@ -104,7 +104,7 @@ ATTACKS: dict[str, tuple[int, Sent]] = {
 
 
 def attack(name: str, port: int) -> None:
-    """For ever, in a process of its own."""
+    """Attack for ever, in a process of its own."""
     os.nice(19)
     threads, send = ATTACKS[name]
 

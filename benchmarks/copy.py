@@ -141,14 +141,14 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
 
 
 def by_layers(pipeline: AbstractContextManager[Any], step: str, layers: int) -> None:
-    """What a model does, without the model."""
+    """Call the pipeline layer by layer as a model does, without the model."""
     with pipeline as opened:
         for layer in range(layers):
             getattr(opened, step)(layer)
 
 
 class _NoCopies:
-    """In place of the copier: what is left is the control path."""
+    """Stands for the copier and copies nothing, so that only the control path is left."""
 
     def store(self, copies: Any) -> Any:
         return DONE

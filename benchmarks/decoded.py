@@ -1,4 +1,4 @@
-"""What storing generated tokens wins and costs, for chats and agents whose templates keep or strip thinking.
+"""The gain and the cost of storing generated tokens, for chats and agents whose templates keep or strip thinking.
 
     python benchmarks/decoded.py [--users 6] [--turns 5] [--quick] [--json]
 
@@ -45,7 +45,7 @@ class Workload:
     stripped: bool = False
 
     def tokens(self, turns: int) -> int:
-        """Of the longest request."""
+        """Tokens of the longest request."""
         return turns * (self.question + self.answer + (0 if self.stripped else self.thinking)) + self.thinking + 16
 
 

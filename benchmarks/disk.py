@@ -92,7 +92,7 @@ def check(right: object) -> None:
 
 
 def raw(name: str, pool: ThreadPoolExecutor | None, sync: Sync) -> Way:
-    """What the disk does for anyone who asks for nothing else: no header, no checksum, no rename."""
+    """Plain files: the disk alone, without header, checksum or rename."""
 
     def store_one(path: Path, buffer: memoryview) -> None:
         fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
@@ -153,7 +153,7 @@ def with_aiofiles(sync: Sync) -> Way:
 
 
 def vllm_tier(pool: ThreadPoolExecutor) -> Way | None:
-    """Its own file names, functions and C extension, in our threads; it syncs nothing and checks nothing."""
+    """vLLM's own file names, functions and C extension, in our threads; it syncs nothing and checks nothing."""
     try:
         from vllm.v1.kv_offload.base import make_offload_key
         from vllm.v1.kv_offload.file_mapper import FileMapper
@@ -211,7 +211,7 @@ def new_folder(root: Path) -> Iterator[Path]:
 
 
 class Folders:
-    """A folder for each of the ways, and what each makes of its own."""
+    """A folder for each of the ways, prepared by it."""
 
     def __init__(self, top: Path, ways: Sequence[Way]) -> None:
         self._ways = {way.name: way for way in ways}
@@ -284,7 +284,7 @@ def listing(root: Path) -> Row:
 
 @contextlib.contextmanager
 def new_store(root: Path, *, disk: bool) -> Iterator[TieredStore]:
-    """Of twice as many slots as the largest batch, so that nothing is refused, and chunks of 1 MiB."""
+    """A store of 1 MiB chunks, with twice as many slots as the largest batch, so that nothing is refused."""
     with new_folder(root) as folder:
         below = [Tier(LocalDiskBackend(folder, NAMESPACE), make_policy("LRU"))] if disk else []
         host = CPUPinnedBackend(128 * MIB, MIB, populate=True)
@@ -304,7 +304,7 @@ def submit(store: TieredStore, count: int, parent: bytes) -> None:
 
 
 def submitting(root: Path, rounds: int) -> Iterator[Row]:
-    """How long `reserve` and `commit` keep the caller, while the disk's threads take what he hands down."""
+    """How long `reserve` and `commit` keep the caller, while the disk's threads write the chunks."""
     with new_store(root, disk=True) as with_disk, new_store(root, disk=False) as without:
         for count in (8, 64):
             check(with_disk.drain(60))

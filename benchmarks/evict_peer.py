@@ -19,24 +19,10 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
-from benchmarks.evict import BATCH, SLOTS, full_store, new_keys
+from benchmarks.evict import BATCH, SLOTS, full_store, storing
 from lmkv.policies import POLICIES
 
 TARGET = 0.6
-
-
-def lmkv_storing(policy: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    store, _ = full_store(policy, 0)
-    ready = [new_keys(BATCH)]
-
-    def run() -> None:
-        store.reserve(ready[0]).commit()
-
-    def prepare() -> None:
-        ready[0] = new_keys(BATCH)
-
-    run.store = store  # type: ignore[attr-defined]
-    return run, prepare
 
 
 def vllm_storing(policy: str) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -71,7 +57,8 @@ def vllm_storing(policy: str) -> tuple[Callable[[], None], Callable[[], None]]:
 def rows(rounds: int) -> Iterator[Row]:
     peers = {f"vLLM {name}": vllm_storing(name) for name in ("lru", "arc")}
     for policy in POLICIES:
-        cases = {policy: lmkv_storing(policy), **peers}
+        store, _ = full_store(policy, 0)
+        cases = {policy: storing(store), **peers}
         runs = {name: run for name, (run, _) in cases.items()}
         times = interleaved(runs, rounds, before=lambda name, cases=cases: cases[name][1]())
         micros = statistics.median(times[policy]) / BATCH * 1e6
@@ -79,7 +66,7 @@ def rows(rounds: int) -> Iterator[Row]:
         for peer in peers:
             ratio = median_ratio(times, policy, peer)
             yield Row(f"{policy} to {peer}", ratio, "x", peer, ratio, TARGET, ratio <= TARGET)
-        cases[policy][0].store.close()  # type: ignore[attr-defined]
+        store.close()
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The first quarter of an hour on a GPU: what to learn there, in the order in which it is worth most.
+"""The first quarter of an hour on a GPU: measure and check the most valuable facts first.
 
     python benchmarks/gpu_first_run.py [--out FILE] [--only STEP,...] [--list] [--simulate]
 
@@ -41,7 +41,7 @@ DISK = {
     "local_disk": "",
     "max_local_disk_size": 8,
     "disk_min_free": 0,
-    # What is on the disk is loaded, however fast a model of random weights computes it.
+    # Load from the disk, however fast a model of random weights computes.
     "load_or_recompute": False,
     "prefetch_deadline": 30,
 }
@@ -78,7 +78,7 @@ def steps(simulate: bool) -> list[Step]:
 
 
 def vllm_steps() -> list[Step]:
-    """With lmkv, with nothing, with vLLM's own connector, with graphs, and with a disk and aborts.
+    """Runs of vLLM with lmkv, with nothing, with vLLM's own connector, with graphs, and with a disk and aborts.
 
     The first one imports vLLM: that takes minutes where nobody has before, and would be counted for another step.
     """
@@ -246,7 +246,7 @@ def failures(found: Mapping[str, Facts]) -> list[str]:
 
 
 def _of_vllm(name: str, facts: Facts, control: Facts) -> list[str]:
-    """What follows from a run on vLLM; `control`: with aborts, and without a connector."""
+    """Advice from a run on vLLM. `control`: a run with aborts and without a connector."""
     todo = []
     if _worst(facts, "blocks with wrong bytes"):
         todo.append(f"{name}: blocks have other bytes than were stored: wrong KV, mend this before anything else")

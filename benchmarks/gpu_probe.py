@@ -1,4 +1,4 @@
-"""What only a GPU and its driver can tell, and what lmkv relies on or works around. A minute; 6 GiB of host memory.
+"""Probes a GPU and its driver for all that lmkv relies on or works around. Takes a minute and 6 GiB of host memory.
 
     python benchmarks/gpu_probe.py [--json] [--simulate]
 
@@ -60,11 +60,11 @@ BESIDE = (
     ("beside calls of 256 MiB", 4, 64),
     ("beside calls of 32 MiB", 4, 8),
 )
-"""What a small copy is beside: MiB of each copy, and how many of them are one call. An order's chunks are one."""
+"""Large copies beside a small one, by name: MiB of each copy, and how many of them are one call."""
 
 
 def locked_memory_facts(output: str, errors: str) -> Iterator[Fact]:
-    """What the child process says of the limit: only an answer of the driver's is one."""
+    """The facts in the child's output about the limit: only an answer of the driver counts."""
     name, last = "locked memory: not root, limit 64 KiB, 1 GiB registered", (errors.strip().splitlines() or ["?"])[-1]
     if "registered" in output.splitlines():
         yield name, True
@@ -119,7 +119,7 @@ class Probe:
         memory.close()
 
     def _statuses(self, stream: Any, hosts: list[int], theirs: list[int]) -> Iterator[Fact]:
-        """What the driver answers to many copies in one call, in either direction; 0: it makes them."""
+        """The driver's status for many copies in one call, in either direction; 0: it makes them."""
         from lmkv.memory.cuda import batched_copy
 
         batched = batched_copy(ctypes.CDLL("libcuda.so.1"))
@@ -257,11 +257,11 @@ class Probe:
 
 
 PARTS = ("batches", "locked_memory", "stalls", "pageable", "queue", "small_beside_large", "borders")
-"""The last one may leave a dead context behind."""
+"""Parts in the order in which they run: the last one may leave a dead context behind."""
 
 
 def facts(probe: Probe) -> Iterator[Fact]:
-    """All of them: a part that fails is a fact as well, and ends no other."""
+    """The facts of all parts. A failed part is a fact as well, and ends no other."""
     yield "device", probe.accelerator.name
     for part in PARTS:
         try:

@@ -1,4 +1,4 @@
-"""Chunk keys of a 131,072-token prompt beside what any chain of sha256 has to pay.
+"""Chunk keys of a 131,072-token prompt beside the cost of any chain of sha256.
 
 python benchmarks/keys.py [--quick] [--json]
 """

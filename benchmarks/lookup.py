@@ -6,7 +6,7 @@ A store of 32,768 chunks, all slots taken, behind the scheduler side that the co
 lookup with its lease, from tokens, beside what any chain of sha256 costs; then each call's p50 and p99 over
 requests of 1, 2 and 128 chunks, of which all is found, or nothing and everything is stored by evicting. p99
 is wall time with the garbage collector on; rows name its pauses. on_new_request hashes the prompt: its target is
-for what it takes beyond the p99 of bare hashing, of as many other tokens before each request.
+the time beyond the p99 of bare hashing, of as many other tokens before each request.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Bench:
         return bench
 
     def fill(self) -> None:
-        """Every slot taken, by prompts of the greatest length."""
+        """Fill every slot with prompts of the greatest length."""
         for seed in range(SLOTS * CHUNK // LONGEST):
             self.prompts.append(tokens_of(LONGEST, seed))
             self.serve(self.request(self.prompts[-1]), Recorder())
@@ -203,7 +203,7 @@ def calls(bench: Bench, length: int, requests: int) -> Iterator[Row]:
 
 
 def refill(bench: Bench) -> None:
-    """Have back what misses evicted."""
+    """Store again the chunks that misses evicted."""
     for prompt in bench.prompts:
         bench.serve(bench.request(prompt), Recorder())
 

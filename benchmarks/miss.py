@@ -1,4 +1,4 @@
-"""What a connector costs where nothing ever repeats: throughput and inter-token latency, on and off.
+"""The cost of a connector where nothing ever repeats: throughput and inter-token latency, on and off.
 
     python benchmarks/miss.py [--rounds 40] [--quick] [--json]
 
@@ -8,7 +8,7 @@ with a 95 % confidence interval that assumes nothing about their distribution.
 
 That interval does not cover what is constant within a process, such as the addresses of its memory, and two
 engines without any connector differ by more than a connector costs. So the time within the connector's
-methods is measured, too: its share of the same engine's wall time is what a miss costs. So is the time that
+methods is measured, too: its share of the same engine's wall time is the cost of a miss. So is the time that
 metrics take on vLLM's thread: to count, to aggregate, and to hand over to Prometheus, which is in the same
 process here.
 """
@@ -112,7 +112,7 @@ def run_engine(folder: Path, name: str) -> None:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Of the median, with a confidence of 95 %: order statistics, whose ranks are binomial."""
+    """Interval of the median with 95 % confidence: order statistics, whose ranks are binomial."""
     values, count = sorted(values), len(values)
     rank = max(0, int((count - 1.96 * math.sqrt(count)) / 2))
     return values[rank], values[count - 1 - rank]

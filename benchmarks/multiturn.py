@@ -50,7 +50,7 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Of the longest conversation."""
+        """Tokens of the longest conversation."""
         return self.turns * (QUESTION + ANSWER)
 
     def question(self, user: int, turn: int) -> list[int]:
@@ -165,7 +165,7 @@ def comparisons(rows: list[Row]) -> list[Comparison]:
 
 
 def draw_earlier(file: Path, picture: Path) -> int:
-    """From what an earlier run printed with --json: its last line."""
+    """Draw an earlier run from the last line that it printed with --json."""
     found = json.loads(file.read_text().splitlines()[-1])
     draw(comparisons([Row(**row) for row in found["rows"]]), found["machine"], picture, title=TITLE)
     return 0

@@ -1,4 +1,4 @@
-"""A remote store that dies, and then hangs, in the middle of load: what requests wait for beyond vLLM alone.
+"""A remote store that dies, and then hangs, under load: how much longer requests wait than with vLLM alone.
 
     python benchmarks/outage.py [--requests 50] [--server redis-server] [--quick] [--json]
 
@@ -84,7 +84,7 @@ class Server:
 
 @define
 class Load:
-    """Which phase it is: each lasts for so many requests that it answers, and, with the server there, for a hit."""
+    """Knows the phase, which lasts for so many answered requests and, with the server there, until a hit."""
 
     requests: int
     _phase: int = 0

@@ -1,4 +1,4 @@
-"""Conversations with a model that has recurrent layers: what a turn hits, how soon its first token comes, what is kept.
+"""Conversations with a model that has recurrent layers: hits and first token of each turn, and bytes that are kept.
 
     python benchmarks/recurrent.py [--conversations 3] [--turns 6] [--interval 0] [--quick] [--json]
     python benchmarks/recurrent.py --edits [--conversations 3] [--turns 6] [--quick] [--json]
@@ -54,7 +54,7 @@ SIZES = {
 
 @define
 class Arm:
-    """Of each turn but the first: seconds to its first token, tokens hit, and tokens of the turn before."""
+    """Seconds to the first token, tokens hit, and tokens of the turn before, for each turn but the first."""
 
     seconds: list[float] = field(factory=list)
     hits: list[int] = field(factory=list)

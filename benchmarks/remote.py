@@ -200,7 +200,7 @@ def measure(url: str, rounds: int) -> Iterator[Row]:
         return lambda: work(0)
 
     def tidy(turn: str) -> None:
-        """Either deletes its own before its turn, so that it has just spoken with the store."""
+        """Delete the values of the side whose turn it is, so that it has just spoken with the store."""
         which = ("lmkv", "the client").index(turn)
         if written[which]:
             (backend.delete, client.delete)[which](written[which])

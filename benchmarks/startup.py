@@ -1,4 +1,4 @@
-"""What lmkv costs before it does anything: import, and time to the first store with a 4 GiB tier.
+"""The cost of a start: import, and time to the first store with a 4 GiB tier.
 
     python benchmarks/startup.py [--quick] [--json]
 

@@ -1,4 +1,4 @@
-"""What waiting for a tier costs and brings: slow, normal and fast stores beside models that compute slowly and fast.
+"""The cost and the gain of waiting for a tier: slow, normal and fast stores, models that compute slowly and fast.
 
     python benchmarks/waits.py [--rounds 12] [--server redis-server] [--quick] [--json]
 
@@ -78,7 +78,7 @@ class Proxy:
                 target.sendall(data)
 
     def _wait(self, nbytes: int) -> float:
-        """Seconds until the line is free of what was sent before; none below a millisecond, which no sleep keeps to."""
+        """Seconds until the line has sent all bytes before; none below a millisecond, which no sleep keeps to."""
         with self._lock:
             now = time.monotonic()
             self._sent_until = max(self._sent_until, now) + nbytes / self.bytes_per_second

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write what pages have from the code, between their marks: python docs/tables.py"""
+"""Write the parts of pages that come from the code, between their marks: python docs/tables.py"""
 
 from __future__ import annotations
 

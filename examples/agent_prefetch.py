@@ -1,12 +1,12 @@
-"""A tool-calling agent that prefetches its next prompt while its tool runs, and the time to the first token that saves.
+"""A tool-calling agent that prefetches its next prompt while its tool runs, and the time that this saves.
 
     vllm serve ... --enable-auto-tool-choice --tool-call-parser hermes ...   # with lmkv, see docs/agent-api.md
     python examples/agent_prefetch.py --token TOKEN
     python examples/agent_prefetch.py --token TOKEN --others 6   # as many prompts of others in each turn
 
-Each turn the model calls a tool with a word, the tool searches a folder of programs for it, and what it found ends the
-next prompt. What others ask meanwhile takes the conversation's place in the GPU's cache and in host memory; it stays on
-disk or in a remote store. Turns with and without a prefetch alternate, in conversations of their own.
+Each turn the model calls a tool with a word, the tool searches a folder of programs for it, and its result ends the
+next prompt. Meanwhile prompts of others take the conversation's place in the GPU's cache and in host memory; it stays
+on disk or in a remote store. Turns with and without a prefetch alternate, in conversations of their own.
 """
 
 from __future__ import annotations
@@ -50,25 +50,29 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--agent", default="http://127.0.0.1:8377", help="the agent API: a URL, or unix:/path")
     parser.add_argument("--token", help="agent_token of the server")
     parser.add_argument("--file", type=Path, help="text to talk about; default: Python's help pages")
-    parser.add_argument("--characters", type=int, default=24_000, help="how much of it")
-    parser.add_argument("--folder", type=Path, default=Path(os.__file__).parent, help="where the tool searches")
-    parser.add_argument("--turns", type=int, default=4, help="of each conversation")
+    parser.add_argument("--characters", type=int, default=24_000, help="characters of it")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(os.__file__).parent, help="folder in which the tool searches"
+    )
+    parser.add_argument("--turns", type=int, default=4, help="turns of each conversation")
     parser.add_argument("--others", type=int, default=0, help="prompts of others in each turn, before the tool runs")
     parser.add_argument("--wait", action="store_true", help="go on when the prefetch has ended, not when the tool has")
-    parser.add_argument("--body", type=json.loads, default={}, help="more of each of the agent's requests, as JSON")
+    parser.add_argument(
+        "--body", type=json.loads, default={}, help="more fields of each of the agent's requests, as JSON"
+    )
     parser.add_argument("--json", action="store_true", help="the result as JSON too, in the last line")
     return parser.parse_args()
 
 
 def search(folder: Path, word: str) -> str:
-    """The tool. It takes its time."""
+    """The agent's tool, which takes its time."""
     lines = [line for file in folder.rglob("*.py") for line in file.read_text(errors="replace").splitlines()]
     return f"{sum(word in line for line in lines)} of {len(lines)} lines have {word!r}."
 
 
 @dataclass
 class Agent:
-    """A conversation. `prefetches`: whether it prefetches; `waits`: and waits for the end of that."""
+    """A conversation. `prefetches`: it prefetches its next prompt; `waits`: it also waits until that is done."""
 
     llm: OpenAI
     cache: Client
@@ -79,7 +83,7 @@ class Agent:
     body: dict[str, Any]
 
     def ask(self) -> tuple[float, str]:
-        """The model calls the tool: seconds to the first token, and the request's id."""
+        """Have the model call the tool; returns the seconds to the first token, and the request's id."""
         given: dict[str, Any] = {"tools": [SEARCH], "tool_choice": CHOICE, "max_tokens": 128, "temperature": 0}
         given["extra_body"] = self.body
         started, seconds, request, words = time.perf_counter(), 0.0, "", ""
@@ -92,7 +96,7 @@ class Agent:
         return seconds, request
 
     def run_tool(self, folder: Path) -> None:
-        """The next prompt begins with what was said so far: it is prefetched while the tool runs."""
+        """Run the tool, and prefetch the beginning of the next prompt meanwhile: the conversation so far."""
         call = self.messages[-1]["tool_calls"][0]
         with ThreadPoolExecutor() as background:
             tool = background.submit(search, folder, json.loads(call["function"]["arguments"])["word"])

@@ -33,20 +33,20 @@ MAX_MODEL_LEN = 16_384
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-prompts", type=int, default=10)
-    parser.add_argument("--num-tokens", type=int, default=10_000, help="tokens of each prompt, about")
+    parser.add_argument("--num-tokens", type=int, default=10_000, help="about how many tokens each prompt has")
     parser.add_argument("--enable-lmkv", action="store_true")
-    parser.add_argument("--model", help="another one than what suits the GPU")
+    parser.add_argument("--model", help="model in place of the one that suits the GPU")
     parser.add_argument("--gpu-memory", type=float, help="GiB of the GPU to use; default: nine tenths of it")
     return parser.parse_args()
 
 
 def create_prompts(number: int, tokens: int) -> list[str]:
-    """They differ at their beginning, so that none shares a prefix with another."""
+    """Prompts that differ at their beginning, so that none shares a prefix with another."""
     return [f"[Prompt {index}] {'Hi ' * tokens} how are you?" for index in range(number)]
 
 
 def model_that_fits(memory_gib: float, capability: tuple[int, int]) -> tuple[str, dict[str, Any]]:
-    """Its name and engine options, for a GPU of so much memory and this compute capability."""
+    """Name and engine options of a model for a GPU of this memory and compute capability."""
     if memory_gib >= 36:
         return "Qwen/Qwen3-8B", {}
     if memory_gib >= 20 and capability >= (8, 9):  # it computes in FP8
@@ -79,7 +79,7 @@ def max_model_len(args: argparse.Namespace) -> int:
 
 
 def host_memory_gib(args: argparse.Namespace, bytes_per_token: float) -> float:
-    """For all prompts, but at most half of the machine's memory, and at least 1 GiB.
+    """Host memory for all prompts, but at most half of the machine's memory, and at least 1 GiB.
 
     lmkv itself cuts this to what is available. It pins the memory through the GPU's driver, for which the limit
     of locked memory (`ulimit -l`) does not count.
@@ -101,7 +101,7 @@ def lmkv(args: argparse.Namespace, bytes_per_token: float) -> KVTransferConfig |
 
 
 def timed_run(name: str, llm: LLM, prompts: list[str]) -> tuple[float, list[str]]:
-    """Seconds, and what was generated."""
+    """Seconds, and the generated texts."""
     started = time.perf_counter()
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     seconds = time.perf_counter() - started

@@ -21,7 +21,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 WITHOUT = {"stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "echo"}
-"""What the request to a prefill server leaves out of the client's."""
+"""Fields of a client's request that the one to a prefill server leaves out."""
 
 OF_ONE_CONNECTION = {"host", "connection", "keep-alive", "content-length", "transfer-encoding"}
 LARGEST_BODY = 256 << 20
@@ -58,7 +58,7 @@ class Proxy:
         return await self.answer(request, json.dumps({**body, "kv_transfer_params": {**params, **stored}}).encode())
 
     async def prefilled(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
-        """What a prefill server answers for the decode server; nothing when it fails."""
+        """A prefill server's parameters for the decode server; none if it fails."""
         url = next(self.prefill) + request.path_qs
         first = {name: value for name, value in body.items() if name not in WITHOUT}
         try:

@@ -4,9 +4,9 @@
     python examples/query_twice.py --file FILE        # about a text of your own
     python examples/query_twice.py --prefix again     # cold again: a prompt is found by its beginning
 
-What answers the second query depends on the server: its own prefix cache as long as the prompt is still there,
-otherwise lmkv. To see lmkv alone, start the server with `--no-enable-prefix-caching`, or let `--between` other
-prompts evict this one. A server with `--enable-prompt-tokens-details` says how many tokens it did not compute.
+The server's own prefix cache answers the second query as long as the prompt is still there, otherwise lmkv does. To
+see lmkv alone, start the server with `--no-enable-prefix-caching`, or let `--between` other prompts evict this one. A
+server with `--enable-prompt-tokens-details` says how many tokens it did not compute.
 """
 
 from __future__ import annotations

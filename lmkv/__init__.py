@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lmkv.chunks.namespace import Namespace as Namespace
     from lmkv.config import Config as Config
     from lmkv.engine import Engine as Engine, EngineStats as EngineStats, Prefetch as Prefetch, Variant as Variant
+    from lmkv.engine.registry import destroy as destroy, get as get, get_or_create as get_or_create
     from lmkv.errors import (
         BackendError as BackendError,
         BackendUnavailable as BackendUnavailable,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from lmkv.memory.paged import PagedMemory as PagedMemory
     from lmkv.outcomes import Presence as Presence
     from lmkv.protocols import Tier as Tier
-    from lmkv.registry import destroy as destroy, get as get, get_or_create as get_or_create
     from lmkv.store.catalog import Catalog as Catalog
     from lmkv.store.leases import Lease as Lease, Reservation as Reservation
     from lmkv.store.promotion import Promotion as Promotion
@@ -39,6 +39,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "engine": ("Engine", "EngineStats", "Prefetch", "Variant"),
+    "engine.registry": ("destroy", "get", "get_or_create"),
     "config": ("Config",),
     "chunks.layout": ("KVLayout", "LayerPages"),
     "chunks.namespace": ("Namespace",),
@@ -49,7 +50,6 @@ _HOMES = {
     "memory.paged": ("PagedMemory",),
     "outcomes": ("Presence",),
     "protocols": ("Tier",),
-    "registry": ("destroy", "get", "get_or_create"),
     "store.catalog": ("Catalog",),
     "store.leases": ("Lease", "Reservation"),
     "store.promotion": ("Promotion",),

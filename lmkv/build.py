@@ -68,7 +68,7 @@ def stored_namespace(namespace: Namespace, key: bytes | None) -> Namespace:
 
 
 def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Iterator[Tier]:
-    """Nearest first."""
+    """The lower tiers of a configuration, nearest first."""
     namespace = stored_namespace(namespace, key)
     if config.shared_memory:
         yield _shared_memory_tier(config, config.shared_memory, namespace, key)
@@ -94,7 +94,7 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
 
 
 def _shared_memory_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None) -> Tier:
-    """Files in memory, so without O_DIRECT, syncs and a reserve of free space."""
+    """A tier of files in memory, which need no O_DIRECT, syncs or reserve of free space."""
     backend = LocalDiskBackend(
         folder,
         namespace.digest,

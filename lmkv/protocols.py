@@ -51,7 +51,7 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether each chunk is there. Asked, of a `Shared` backend, for chunks that the index does not know."""
+        """Whether each chunk is there. A `Shared` backend is asked for chunks that the index does not know."""
         ...
 
     def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
@@ -124,12 +124,12 @@ class SizesChunks(Protocol):
 
 @runtime_checkable
 class RegistersMemory(Protocol):
-    """A backend that moves payloads without a copy where it knows their memory beforehand."""
+    """A backend that moves payloads without a copy if it knows their memory in advance."""
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
-        """Most payloads and buffers will be in these bytes, all of a memory file that is mapped at `address`.
+        """Prepare for payloads and buffers in these bytes, which are all of a memory file, mapped at `address`.
 
-        Called once, before any other call. The descriptor stays the caller's, the memory is there until `close`.
+        Called once, before any other call. The descriptor stays the caller's; the memory exists until `close`.
         """
         ...
 
@@ -138,8 +138,8 @@ class RegistersMemory(Protocol):
 class Shared(Protocol):
     """A backend whose content other processes may change.
 
-    Where `shared` is true a chunk that the index does not know may be there: it is asked for with `contains`
-    when a request arrives, and the backend is listed again and again if it is `ListsKeys`.
+    Where `shared` is true, chunks that the index does not know may be there. The store asks for them with `contains`
+    when a request arrives, and lists the backend again and again if it is `ListsKeys`.
     """
 
     @property
@@ -151,8 +151,8 @@ class Policy(Protocol):
     """An eviction order over keys and sizes in bytes: pure, no clock, no I/O, no values.
 
     Called only under the owning store's lock. A known key is either evictable or held. A key whose parent is gone
-    cannot be found: a policy evicts children before their parents. `lmkv.policies.PolicyBase` has all of it but the
-    order.
+    cannot be found: a policy evicts children before their parents. `lmkv.policies.PolicyBase` implements all of
+    it but the order.
     """
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
@@ -160,7 +160,7 @@ class Policy(Protocol):
         ...
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """A request has ended that used this chain, given head first; keys may be unknown.
+        """Note that a request has ended which used this chain, given head first; keys may be unknown.
 
         The request that stored a chunk touches it, too: the first touch is no reuse.
         """
@@ -175,7 +175,7 @@ class Policy(Protocol):
         ...
 
     def release(self, key: ChunkKey) -> None:
-        """A known key may be evicted again; this counts as a use. Idempotent."""
+        """Let a known key be evicted again; this counts as a use. Idempotent."""
         ...
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
@@ -218,6 +218,15 @@ class Admission(Protocol):
     def admit(self, key: ChunkKey) -> bool: ...
 
 
+@runtime_checkable
+class SeesPrompts(Protocol):
+    """An admission filter that decides by the lengths of prompts."""
+
+    def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
+        """Note that chunks with these keys may soon be offered. They belong to a request with `tokens` tokens."""
+        ...
+
+
 class Clock(Protocol):
     """Monotonic seconds; tests bring their own."""
 
@@ -235,7 +244,7 @@ class Tier:
     policy : Policy
         The order of eviction. Every tier needs a policy object of its own.
     capacity_bytes : int, optional
-        At most so many bytes; None for as many as the backend takes. Ignored for host memory, which has its slots.
+        Most bytes to store; None for as many as the backend takes. Ignored for host memory, which has its slots.
     admission : Admission, optional
         A filter for new chunks; None takes all. Host memory must have none.
     write : str

@@ -20,7 +20,7 @@ os.environ["LMKV_CHECK_LOCKS"] = "1"
 settings.register_profile(
     "dev", deadline=None, max_examples=50, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("ci", settings.get_profile("dev"), max_examples=200, stateful_step_count=50, derandomize=True)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=100, stateful_step_count=50, derandomize=True)
 settings.register_profile(
     "nightly", settings.get_profile("dev"), max_examples=3000, stateful_step_count=100, print_blob=True
 )
@@ -28,7 +28,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `nightly`, unless NIGHTLY=1 or `-m` speaks of it."""
+    """Leave out tests that are marked `nightly`, unless NIGHTLY=1 or `-m` names the mark."""
     if os.environ.get("NIGHTLY") == "1" or "nightly" in config.option.markexpr:
         return
     long = [item for item in items if item.get_closest_marker("nightly")]
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say at the end what nobody may overlook: what was not tested, for want of which program."""
+    """Say at the end which programs were missing, and how many tests were skipped for that."""
     skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
     lines = skipped_as_missing(skipped)
     if lines:
@@ -49,7 +49,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_log_level() -> Iterator[None]:
-    """Commands that run in this process leave its logging as it was."""
+    """Have commands that run in this process leave its logging as it was."""
     logger = logging.getLogger("lmkv")
     level = logger.level
     yield

@@ -20,11 +20,11 @@ _context.set_forkserver_preload(["tests.backends.disk.disk_writer", "tests.store
 Tell = Callable[[Any], None]
 
 barrier = _context.Barrier
-"""For so many children to wait for each other."""
+"""A barrier at which so many children wait for each other."""
 
 
 class Child:
-    """A process that does `work(tell, *args)`: what it tells is heard here. The end of a `with` kills it."""
+    """A process that does `work(tell, *args)`; `heard` returns what it tells. The end of a `with` kills it."""
 
     def __init__(self, work: Callable[..., None], *args: object) -> None:
         self._ear, mouth = _context.Pipe(duplex=False)
@@ -53,7 +53,7 @@ class Child:
         return self._process.exitcode
 
     def kill(self) -> int | None:
-        """By SIGKILL, unless it has ended before; the exit code."""
+        """Kill it by SIGKILL, unless it has ended before; returns the exit code."""
         self._process.kill()
         return self.ended()
 
@@ -64,7 +64,7 @@ def _run(work: Callable[..., None], *args: object) -> None:
 
 
 def _end_with_the_parent() -> None:
-    """What works until it is killed must not go on when the tests were killed first."""
+    """End with the tests: a child that works until it is killed must not outlive them."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -72,7 +72,7 @@ def _end_with_the_parent() -> None:
 
 
 def python(folder: Path, *arguments: str) -> str:
-    """What `python *arguments` prints in `folder`; the arguments are a script's, or `-m` and a module's."""
+    """The output of `python *arguments` in `folder`; the arguments are a script's, or `-m` and a module's."""
     with tempfile.NamedTemporaryFile() as printed:
         with Child(_python, str(folder), arguments, printed.name) as child:
             code = child.ended()

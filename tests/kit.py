@@ -1,7 +1,7 @@
-"""Small stores for the tests, chunks whose bytes say which key they are of, backends that wait or fail.
+"""Small stores for the tests, chunks whose bytes tell their key, backends that wait or fail.
 
-Nothing waits for a time: clocks stand still until a test moves them, and what another thread or process does
-is waited for as a state, for as long as only a hang takes.
+Nothing waits for a time: clocks stand still until a test moves them, and tests wait for states that other threads or
+processes bring about, for as long as only a hang takes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEVER = 1e6
 def eventually(
     true: Callable[[], bool], what: str = "", limit: float = LIMIT, seen: Callable[[], object] | None = None
 ) -> None:
-    """Wait for a state that another thread or process brings about; TimeoutError, with what is `seen`, if none does."""
+    """Wait for a state that another thread or process brings about. Raises TimeoutError, with what is `seen`."""
     deadline = time.monotonic() + limit
     while not true():
         if time.monotonic() > deadline:
@@ -53,7 +53,7 @@ def chain(name: str, count: int) -> list[ChunkKey]:
 
 
 def payload(key: ChunkKey, version: int = 0) -> bytes:
-    """A slot's bytes that no other key, and no other version of this one, has."""
+    """Bytes of a slot that differ for each key and each version of its chunk."""
     return (key + version.to_bytes(4, "little")) * (SLOT // 36) + bytes(SLOT % 36)
 
 
@@ -64,13 +64,13 @@ def memory(slots: int, name: str = "cpu") -> CPUPinnedBackend:
 
 
 def lower(backend: Backend, slots: int | None = None, *, policy: str = "LRU", **options: Any) -> Tier:
-    """`slots`: the tier's capacity."""
+    """A lower tier. `slots`: its capacity."""
     capacity = None if slots is None else slots * SLOT
     return Tier(backend, make_policy(policy), capacity_bytes=capacity, **options)
 
 
 def small_store(slots: int, *tiers: Tier, policy: str = "LRU", **options: Any) -> TieredStore:
-    """Its clock stands still unless `options` bring another: no call is ever slow, and no breaker closes."""
+    """A store whose clock stands still unless `options` bring another: no call is slow, and no breaker closes."""
     with listing_every(NEVER):
         host = Tier(memory(slots), make_policy(policy))
         return TieredStore(host, tiers, **{"clock": ManualClock(), **options})
@@ -78,7 +78,7 @@ def small_store(slots: int, *tiers: Tier, policy: str = "LRU", **options: Any) -
 
 @define
 class Residents:
-    """An observer that keeps which chunks each tier has, and wants every one of them told once."""
+    """An observer that notes which chunks each tier has, and fails when it is told of one twice."""
 
     of: dict[str, set[ChunkKey]] = field(factory=dict)
 
@@ -92,7 +92,7 @@ class Residents:
 
 @contextmanager
 def listing_every(seconds: float) -> Iterator[None]:
-    """Stores that are made in here list a tier again after so long, if it is shared or was not listed."""
+    """Have stores that are made in here list a tier again after so long, if it is shared or was not listed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lmkv.store.tiered, "TierScanner", partial(TierScanner, interval=seconds))
         yield
@@ -138,7 +138,7 @@ def get(store: TieredStore, keys: Sequence[ChunkKey]) -> list[int]:
 
 
 def assert_idle(store: TieredStore) -> None:
-    """Nothing is referenced, nothing is under way, and every slot is either free or an entry's."""
+    """Assert that nothing is referenced or under way, and that every slot is either free or an entry's."""
     assert store.drain(LIMIT)
     stats = store.stats()
     assert (stats.leased, stats.writing, stats.loading, stats.pinned) == (0, 0, 0, 0)
@@ -206,4 +206,4 @@ class Persistent(WrapperBackend):
             yield [Listed(key, SLOT) for key in keys[start : start + 2]]
 
     def close(self) -> None:
-        """It outlives its store."""
+        """Do nothing, because it outlives its store."""

@@ -10,7 +10,7 @@ from attrs import frozen
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "docs" / "index.md"})
-"""Those that are read on GitHub: all but the list of pages that the site is made from."""
+"""Pages that are read on GitHub: all but the list of pages that the site is made from."""
 
 
 FENCE = re.compile(

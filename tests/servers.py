@@ -1,7 +1,7 @@
 """Real servers on loopback for tests: found on this machine or in the environment, started, broken and stopped.
 
-`NEEDED_SERVERS` names those programs and packages that must be there ("valkey redis nixl"): without them a test fails
-instead of being skipped. What was skipped for which of them is told at the end of a run.
+`NEEDED_SERVERS` names programs and packages that must be there ("valkey redis nixl"): without them a test fails
+instead of being skipped. The end of a run says which were missing, and how many tests were skipped for that.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def stop(pid: int, how: signal.Signals = signal.SIGSTOP) -> None:
 
 
 def states(pid: int) -> set[str]:
-    """Of its threads, as in proc(5)."""
+    """States of its threads, as in proc(5)."""
     found = set()
     for task in Path(f"/proc/{pid}/task").glob("*/stat"):
         with suppress(OSError):  # a thread that has ended meanwhile
@@ -333,7 +333,7 @@ class Proxy:
                 self.forwarded += len(data)
                 sink.sendall(data)
         with suppress(OSError):
-            # What ended on one side, or broke, has ended on the other.
+            # A connection that ended or broke on one side ends on the other.
             sink.shutdown(socket.SHUT_WR)
 
     def cut(self) -> None:

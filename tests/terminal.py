@@ -94,7 +94,7 @@ def assert_top_follows(url: str, token: str, change: Callable[[], object]) -> No
 
 
 def rows_of(stats: dict[str, Any]) -> dict[str, list[str]]:
-    """Of each tier its chunks, hits and evictions, as they are shown."""
+    """Each tier's chunks, hits and evictions, as they are shown."""
     names = ("chunks", "hits", "evictions")
     return {tier["name"]: [f"{tier[name]:,}" for name in names] for tier in stats["tiers"]}
 

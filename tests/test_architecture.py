@@ -1,7 +1,7 @@
 """Who may import whom: docs/concepts keeps the picture, this test keeps to it.
 
-Imports are read from the source, those inside functions and under TYPE_CHECKING included: what a module
-needs only for its types, it knows all the same.
+Imports are read from the source, those inside functions and under TYPE_CHECKING included: a module knows the
+modules that it needs only for types, too.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     # Only what is built from a Config sees one.
     "build": BUILT,
     "engine": BUILT,
-    "registry": frozenset({"errors", "engine"}),
-    "": BUILT | {"engine", "registry"},
+    "": BUILT | {"engine"},
     "agent": STORE,
     "vllm": BUILT | {"vllm.requests", "vllm.observe", "vllm.scheduler", "agent"},
     "vllm.requests": STORE | {"vllm"},
@@ -68,37 +67,36 @@ ALLOWED: dict[str, frozenset[str]] = {
 BUDGET = {
     "errors": 59,
     "outcomes": 40,
-    "protocols": 100,
+    "protocols": 104,
     "chunks": 541,
     "plugins": 33,
-    "policies": 1020,
-    "simulation": 357,
-    "config": 698,
+    "policies": 1039,
+    "simulation": 359,
+    "config": 700,
     "memory": 1115,
-    "store.tiers": 1248,
-    "store": 1173,
+    "store.tiers": 1267,
+    "store": 1187,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
     "build": 101,
-    "engine": 463,
-    "registry": 24,
+    "engine": 488,
     "": 60,
-    "agent": 910,
-    "vllm": 1781,
+    "agent": 923,
+    "vllm": 1790,
     "vllm.requests": 282,
-    "vllm.observe": 739,
+    "vllm.observe": 740,
     "vllm.scheduler": 1213,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14618
+WHOLE = 14706
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
     "config": frozenset({"torch", "numpy"}),
 }
-"""What these may not import from outside."""
+"""Packages from outside that these rooms may not import."""
 
 STANDARD_LIBRARY_AND_ATTRS = frozenset({"errors", "outcomes", "protocols"})
 STANDARD_LIBRARY = "lmkv.chunks.hashing"
@@ -260,7 +258,7 @@ def test_an_allowed_import_is_not_complained_of(module: str, source: str) -> Non
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    """Those inside functions and under TYPE_CHECKING included, so that the whole can be read from below."""
+    """Imports inside functions and under TYPE_CHECKING count, so that the whole can be read from below."""
     below = {
         name: {
             target
@@ -275,7 +273,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def test_protocols_ask_for_six_members_at_most() -> None:
-    """Or nobody writes one."""
+    """With more, nobody would write one."""
     required = {}
     for name, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -19,7 +19,7 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.errors import ClosedError, UsageError
-from lmkv.policies import LRU
+from lmkv.policies import LRU, MinTokens
 from lmkv.testing.clocks import ManualClock
 from tests.kit import LIMIT, Gated, assert_idle, eventually
 
@@ -435,6 +435,16 @@ def test_what_another_thread_has_only_reserved_is_not_stored(engine: Engine, mod
 
 
 # -- prefetch --------------------------------------------------------------------------------------------
+
+
+def test_a_disk_may_take_long_prompts_only(model: Model, tmp_path: Path) -> None:
+    tier = Tier(LocalDiskBackend(tmp_path, namespace().digest), LRU(), admission=MinTokens(5 * CHUNK))
+    with open_engine(model, 16, tier) as engine:
+        for number, count in enumerate((4 * CHUNK + 3, 5 * CHUNK)):
+            stored(engine, model, tokens(count, number))
+        drain(engine)
+        assert engine._store.stats().tiers[1].chunks == 5
+        assert tier.backend.contains(engine.keys(tokens(5 * CHUNK, 1))) == [True] * 5
 
 
 @pytest.fixture

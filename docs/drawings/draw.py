@@ -46,7 +46,7 @@ def _fitted(found: re.Match[str]) -> str:
 
 
 def digest(source: Path) -> str:
-    """What the drawing is of; it is in the drawing, so that a test sees when it is out of date."""
+    """Digest of a drawing's source. The drawing has it, so that a test sees when it is out of date."""
     return hashlib.sha256(source.read_bytes() + STYLE.read_bytes()).hexdigest()
 
 

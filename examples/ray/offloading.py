@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
 SMALL = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False}
-"""For a try without a GPU: what is not computed comes from lmkv, as vLLM's own prefix cache is off."""
+"""Options for a try without a GPU: vLLM's own prefix cache is off, so that all hits come from lmkv."""
 
 KV = {"kv_connector": "LMKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 

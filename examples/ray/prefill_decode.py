@@ -15,11 +15,11 @@ from ray.serve.llm import LLMConfig
 from lmkv.vllm.ray import build_pd_openai_app
 
 SMALL = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False}
-"""For a try without a GPU: what is not computed comes from lmkv, as vLLM's own prefix cache is off."""
+"""Options for a try without a GPU: vLLM's own prefix cache is off, so that all hits come from lmkv."""
 
 
 def kv_transfer_config(*, cpu: bool) -> dict[str, Any]:
-    """lmkv first: what it has is loaded from host memory, and only the rest comes from the other engine."""
+    """lmkv first: its hits are loaded from host memory, and only the rest comes from the other engine."""
     lmkv = {
         "kv_connector": "LMKVConnector",
         "kv_role": "kv_both",

@@ -40,11 +40,11 @@ class _Calls(ABC, Generic[Answer]):
         return self._timeout + float((body or {}).get("wait", 0.0))
 
     def lookup(self, prompt: PromptLike, **scope: Any) -> Answer:
-        """`total_tokens`, `hit_tokens` and the `sources` that have them."""
+        """Look a prompt up: `total_tokens`, `hit_tokens` and the `sources` that have them."""
         return self.send("POST", "/v1/lookup", _body(prompt, scope))
 
     def prefetch(self, prompt: PromptLike, *, wait: float = 0.0, **scope: Any) -> Answer:
-        """`id`, `done`, `found_tokens` and `ready_tokens`, after `wait` seconds at most."""
+        """Prefetch a prompt: `id`, `done`, `found_tokens` and `ready_tokens`, after `wait` seconds at most."""
         return self.send("POST", "/v1/prefetch", {**_body(prompt, scope), "wait": wait})
 
     def prefetched(self, name: str) -> Answer:
@@ -55,16 +55,20 @@ class _Calls(ABC, Generic[Answer]):
         """Stop the prefetch with this `id`."""
         return self.send("DELETE", f"/v1/prefetch/{quote(name, safe='')}")
 
+    def end_session(self, name: str) -> Answer:
+        """Evict the chunks of the session with this `session_id` first."""
+        return self.send("DELETE", f"/v1/session/{quote(name, safe='')}")
+
     def pin(self, prompt: PromptLike, *, seconds: float | None = None, **scope: Any) -> Answer:
-        """`pinned_tokens`, and for how many `seconds`."""
+        """Pin a prompt's chunks: `pinned_tokens`, and for how many `seconds`."""
         return self.send("POST", "/v1/pin", {**_body(prompt, scope), "seconds": seconds})
 
     def unpin(self, prompt: PromptLike, **scope: Any) -> Answer:
-        """`unpinned_chunks`."""
+        """End a prompt's pins: `unpinned_chunks`."""
         return self.send("POST", "/v1/unpin", _body(prompt, scope))
 
     def clear(self, prompt: PromptLike | None = None, *, namespace: str | None = None, **scope: Any) -> Answer:
-        """`deleted_chunks`: a prompt's, or of the `namespace` that begins so; without either all there are."""
+        """Delete chunks, those of a prompt, of the `namespace` that begins so, or all: `deleted_chunks`."""
         fields: dict[str, Any] = {} if namespace is None else {"namespace": namespace}
         asked = fields or {"everything": True} if prompt is None else _body(prompt, fields)
         return self.send("POST", "/v1/clear", {**asked, **scope})
@@ -78,7 +82,7 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", "/v1/requests")
 
     def explain(self, request: str) -> Answer:
-        """One of these reports, by the id that the answer had, with an `explanation`; `parts`: of several prompts."""
+        """One request's report, by the id of its answer, with an `explanation`; `parts`: those of several prompts."""
         return self.send("GET", f"/v1/explain/{quote(request, safe='')}")
 
     def history(self) -> Answer:
@@ -90,7 +94,7 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", f"/v1/trace?after={after}")
 
     def value(self) -> Answer:
-        """What more or less of each tier would find."""
+        """Estimates of the hits with more or less of each tier."""
         return self.send("GET", "/v1/value")
 
     def announce(self, engine: int) -> Answer:
@@ -113,7 +117,7 @@ class Client(_Calls[dict[str, Any]]):
     Raises
     ------
     httpx.HTTPStatusError
-        By each call, for an answer that is an error; httpx.TransportError where nobody answers.
+        Each call raises it for an answer that is an error, and httpx.TransportError if nobody answers.
 
     Notes
     -----

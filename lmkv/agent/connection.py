@@ -18,7 +18,7 @@ REQUEST_SECONDS = 10.0
 
 _MAX_CONNECTIONS = 128
 _SHARE_OF_FILES = 8
-"""Connections may take one of so many files that the process may open."""
+"""Connections may take this fraction of the files that the process may open."""
 _HEADER_STEP = 512
 
 # uvicorn logs a warning for each malformed request, with which anybody could fill the log.
@@ -27,7 +27,7 @@ _errors.setLevel(logging.ERROR)
 
 
 def max_connections() -> int:
-    """Most connections at a time, few beside the files that the engine may open."""
+    """Most connections at a time: a small part of the files that the engine may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // _SHARE_OF_FILES)
 

@@ -17,7 +17,7 @@ ADVICE = {
     "not_promoted": "It could not be read, or host memory had no room for it: see max_local_cpu_size.",
     "limited": "The request's max_load_tokens forbids more.",
     "skip_load": "The request asks for no loads with lmkv.skip_load, or its prompt has no tokens.",
-    "not_taken": "vLLM did without what was found, for prompt log-probabilities or another connector.",
+    "not_taken": "vLLM did without the tokens that were found, for prompt log-probabilities or another connector.",
     "failed": "A load for this request failed before: see the log.",
 }
 """Reason of a miss -> its meaning and advice."""
@@ -30,7 +30,7 @@ def explained(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sentences(report: Mapping[str, Any]) -> list[str]:
     loaded = " and ".join(f"{tokens:,} from {tier}" for tier, tokens in report["sources"].items()) or "none"
-    found = f"Of {report['tokens']:,} tokens vLLM's own cache had {report['vllm_tokens']:,}; lmkv loaded {loaded}."
+    found = f"vLLM's own cache had {report['vllm_tokens']:,} of {report['tokens']:,} tokens; lmkv loaded {loaded}."
     missed = report.get("missed")
     return [found] if missed is None else [found, _miss(missed), ADVICE.get(missed["reason"], "")]
 

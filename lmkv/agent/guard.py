@@ -29,7 +29,7 @@ _SHOWN_ERRORS = 3
 class Guard:
     """An ASGI application before another one. With a `token` each request below `/v1/` must have it.
 
-    `most`: bytes of a body.
+    `most`: the largest body in bytes.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, most: int) -> None:

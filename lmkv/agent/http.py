@@ -138,10 +138,10 @@ def application(
         fields = body.model_dump(exclude_defaults=True)
         return merged(await peers.ask(call, "POST", path, fields))
 
-    async def prefetches(call: Callable[[], dict[str, Any] | None], method: str, name: str) -> dict[str, Any]:
-        found = await peers.ask(call, method, f"/v1/prefetch/{quote(name, safe='')}")
+    async def named(call: Callable[[], dict[str, Any] | None], method: str, kind: str, name: str) -> dict[str, Any]:
+        found = await peers.ask(call, method, f"/v1/{kind}/{quote(name, safe='')}")
         if not found:
-            raise HTTPException(404, f"there is no prefetch {name}, or its time is over")
+            raise HTTPException(404, f"there is no {kind} {name}, or its time is over")
         return merged(found)
 
     @v1.post("/lookup")
@@ -165,13 +165,19 @@ def application(
     @v1.get("/prefetch/{name}")
     async def prefetched(name: str) -> dict[str, Any]:
         """How far a prefetch is."""
-        return await prefetches(lambda: service.prefetched(name), "GET", name)
+        return await named(lambda: service.prefetched(name), "GET", "prefetch", name)
 
     @v1.delete("/prefetch/{name}")
     async def cancel(name: str) -> dict[str, Any]:
         """Stop a prefetch, and keep its chunks no longer than any others."""
         answer = {"id": name, "cancelled": True}
-        return await prefetches(lambda: answer if service.cancel(name) else None, "DELETE", name)
+        return await named(lambda: answer if service.cancel(name) else None, "DELETE", "prefetch", name)
+
+    @v1.delete("/session/{name:path}")
+    async def end_session(name: str) -> dict[str, Any]:
+        """End a session of `agent_hint`: its chunks that no other session shares are evicted first."""
+        answer = {"session": name, "ended": True}
+        return await named(lambda: answer if service.end_session(name) else None, "DELETE", "session", name)
 
     @v1.post("/pin")
     async def pin(body: PinBody) -> dict[str, Any]:
@@ -212,7 +218,7 @@ def application(
 
     @v1.get("/value")
     async def value() -> dict[str, Any]:
-        """What more or less of each tier would find, estimated from a sample of this engine's requests."""
+        """Estimates of the hits with more or less of each tier, from a sample of this engine's requests."""
         return dict(await run_in_threadpool(service.value))
 
     @v1.get("/requests")
@@ -346,7 +352,7 @@ class AgentServer:
             logger.exception("lmkv: the agent API at %s has ended; the engine goes on without it", self.url)
 
     def close(self) -> None:
-        """End it, within seconds. Idempotent."""
+        """End the server, within seconds. Idempotent."""
         with suppress(OSError):
             # The path may be another server's socket by now. While ours is open, no other file has its inode.
             if self._file and os.path.samestat(self._file, os.stat(path := self.url.removeprefix(_UNIX))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from inspect import iscoroutinefunction
@@ -144,8 +145,13 @@ def merged_stats(answers: Mapping[int, Answer]) -> Answer:
     tiers = zip(*(answer["tiers"] for answer in here), strict=False)
     whole["tiers"] = [_merged_tier(each, first=not number) for number, each in enumerate(tiers)]
     whole["hit_tokens"] = sum(answer["hit_tokens"] for answer in here)
+    whole["tenants"] = {tier: _summed(answer["tenants"][tier] for answer in here) for tier in whole["tenants"]}
     del whole["engine"]
     return whole
+
+
+def _summed(used: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    return dict(sum((Counter(each) for each in used), Counter[str]()))
 
 
 def _merged_tier(tiers: Iterable[Answer], *, first: bool) -> Answer:

@@ -99,7 +99,7 @@ class CacheService:
     longest : int, optional
         Tokens of the longest prompt that the engine takes.
     trace, value : callable, optional
-        Give the requests since a number, and what more memory would find.
+        Give the requests since a number, and estimates of the hits with more memory.
     states : int
         State entries of each boundary between chunks, of a model with recurrent layers.
 
@@ -213,6 +213,10 @@ class CacheService:
             prefetch.end()
         return prefetch is not None
 
+    def end_session(self, name: str) -> bool:
+        """Evict a session's chunks first, those that no other one shares; returns whether it was known."""
+        return self._store.hints.end_session(name)
+
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
         """Keep a prompt's chunks in host memory, as many of the leading ones as are there."""
         keys = self._boundaries.wanted(self._read(prompt)[1])
@@ -241,10 +245,11 @@ class CacheService:
         return {"deleted_chunks": self._clear_namespace(beginning)}
 
     def stats(self) -> dict[str, Any]:
-        """The store's counters by tier, and tokens that requests looked up and found."""
+        """The store's counters by tier, bytes by tenant, and tokens that requests looked up and found."""
         found = self._requests()
         totals = {name: found[name] for name in ("lookup_tokens", "hit_tokens")}
-        return {"time": time.time(), **asdict(self._store.stats()), **totals}
+        tenants = self._store.hints.used_bytes()
+        return {"time": time.time(), **asdict(self._store.stats()), "tenants": tenants, **totals}
 
     def requests(self) -> dict[str, Any]:
         """Reports of the last requests, newest first."""
@@ -253,8 +258,8 @@ class CacheService:
     def explain(self, request: str) -> dict[str, Any] | None:
         """One request's report, with a sentence; None when it is not among the last ones.
 
-        `request`: as the answer had it. A call with several prompts, or answers, is as many requests: that of the first
-        one is returned, with `parts`, all of them in their order.
+        `request`: as the answer had it. A call with several prompts, or answers, is as many requests: the first one's
+        report is returned, with all reports in their order as `parts`.
         """
         ids = re.compile(_OF_A_CALL.format(re.escape(request)))
         parts: dict[tuple[int, int], dict[str, Any]] = {}
@@ -276,7 +281,7 @@ class CacheService:
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
 
     def _found(self, keys: list[ChunkKey], tokens: int) -> list[ChunkKey]:
-        """What a request with a prompt of so many tokens would load, once shared tiers were asked."""
+        """The keys that a request with a prompt of `tokens` tokens may load, after shared tiers were asked."""
         shared_lookup = self._store.look_up_shared(keys, self._boundaries.states)
         if shared_lookup is not None:
             shared_lookup.wait(_SHARED_LOOKUP_LIMIT)
@@ -297,7 +302,7 @@ class CacheService:
             raise UsageError(f"the tokenizer does not take this prompt: {type(error).__name__}") from error
 
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:
-        """Of these chunks; a state has none."""
+        """Tokens of these chunks; a state has none."""
         chunks = (key for key in keys if not isinstance(key, StateKey))
         return sum(key.tokens if isinstance(key, TailKey) else self._chunk_size for key in chunks)
 

@@ -1,4 +1,4 @@
-"""`CPUPinnedBackend`: host memory, as the primary tier of a store or as a backend by itself."""
+"""`CPUPinnedBackend`: host memory, as the first tier of a store or as a backend by itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CPUPinnedBackend:
 
     Notes
     -----
-    The verbs of `Backend` copy under one lock. A store whose primary tier this is takes the slots over with
+    The verbs of `Backend` copy under one lock. A store that has this as its first tier takes the slots over with
     `take_slab`, copies nothing here, and the verbs raise `UsageError` from then on.
 
     Examples

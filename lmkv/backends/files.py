@@ -43,7 +43,7 @@ class AsyncFileBackend:
     -----
     A file gets its name when it is complete and on the medium, and never changes afterwards. A file of
     another length than the buffer is FAILED; bytes that changed on the medium are not detected. Links are not
-    followed, but whose the folder is it does not ask.
+    followed, but the folder's owner is not checked.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Tags of chunks, for tiers that others may write to: without the key nobody can make them."""
+"""Tags that prove who wrote a chunk, for tiers that others may write to: only holders of the key can make them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NONCE_BYTES = 12
 
 @frozen
 class Authenticator:
-    """AES-GMAC of segments under a key of each file's own, HMAC-SHA256 of headers, all of one secret.
+    """Makes tags from a secret: HMAC-SHA256 of headers, and AES-GMAC of segments with a key for each file.
 
     Parameters
     ----------
@@ -73,9 +73,9 @@ class Authenticator:
         return self._derived(b"identifier").hex()
 
     def of_segments(self, salt: bytes, key: bytes, payload: memoryview, segment_bytes: int, first: int = 0) -> bytes:
-        """The tag of each of consecutive segments of the file of chunk `key`, joined. `first`: number of the first.
+        """The joined tags of consecutive segments in the file of chunk `key`, from number `first` on.
 
-        `salt`: random, and another one for each file: one key and number must never be used for two segments.
+        `salt`: random, and new for each file, because two segments must never have the same key and number.
         """
         mac = self._cipher(hmac.digest(self._segment_key, salt + key, "sha256")).encrypt
         starts = range(0, len(payload), segment_bytes)

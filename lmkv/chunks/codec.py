@@ -133,7 +133,7 @@ def peek_header_bytes(start: memoryview) -> int:
 def parse_header(data: memoryview, authenticator: Authenticator | None = None) -> Header:
     """The header at the start of `data`, which may be longer. Raises `FormatError` and nothing else.
 
-    With an authenticator, only a header that was written with the same key.
+    With an authenticator, it accepts only headers that were written with the same key.
     """
     nbytes = peek_header_bytes(data)
     if nbytes > len(data):

@@ -13,9 +13,9 @@ from lmkv.chunks.codec import FormatError, Header
 
 @frozen
 class ChunkFormat:
-    """What every medium of a namespace's chunks has in common.
+    """Packs and verifies the chunks of a namespace, on any medium.
 
-    `max_tokens`: most token ids that a header records. `authenticator`: of those who have a key; without one,
+    `max_tokens`: most token ids that a header records. `authenticator`: None without a key; then
     checksums alone tell whether bytes are those that were written.
     """
 
@@ -45,7 +45,7 @@ class ChunkFormat:
         codec.pack_header(header, into, self.authenticator)
 
     def parse(self, key: bytes, data: memoryview) -> Header:
-        """The header at the start of `data`, which is the chunk's. Raises `FormatError`."""
+        """The header at the start of `data`, checked to be that of the chunk. Raises `FormatError`."""
         header = codec.parse_header(data, self.authenticator)
         if (header.namespace, header.key) != (self.namespace, key):
             raise FormatError(f"it is chunk {header.key.hex()} of namespace {header.namespace.hex()}")
@@ -58,7 +58,7 @@ class ChunkFormat:
 
 @define
 class SegmentDigests:
-    """What a payload will be verified by, one for each write: `add` its segments, in their order."""
+    """Computes the digests by which one written payload will be verified: `add` its segments, in their order."""
 
     key: bytes
     _format: ChunkFormat
@@ -71,7 +71,7 @@ class SegmentDigests:
         return os.urandom(SALT_BYTES) if self._format.authenticator else b""
 
     def add(self, payload: memoryview) -> None:
-        """Whole segments; the payload's last one may be shorter."""
+        """Add whole segments; the payload's last one may be shorter."""
         first, size = len(self.checksums), self._format.segment_bytes
         self.checksums += codec.segment_checksums(payload, size)
         if self._format.authenticator:

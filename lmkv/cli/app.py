@@ -16,21 +16,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("bench")(bench.bench)
 app.add_typer(config.app, name="config")
-app.command("demo")(demo.demo)
-app.command("doctor")(doctor.doctor)
-app.command("inspect")(inspect.inspect)
-app.command("prune")(inspect.prune)
-app.command("clear")(inspect.clear)
-app.command("record")(record.record)
-app.command("simulate")(simulate.simulate)
-app.command("top")(top.top)
-app.command("lookup")(server.lookup)
-app.command("prefetch")(server.prefetch)
-app.command("pin")(server.pin)
-app.command("unpin")(server.unpin)
-app.command("model")(checkpoint.model)
+for command in (
+    *(bench.bench, demo.demo, doctor.doctor, inspect.inspect, inspect.prune, inspect.clear, record.record),
+    *(simulate.simulate, top.top, server.lookup, server.prefetch, server.pin, server.unpin, checkpoint.model),
+):
+    app.command()(command)
 
 
 @app.command("version")

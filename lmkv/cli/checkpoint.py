@@ -57,6 +57,6 @@ def model(
 
 
 def lines_of(text: Path) -> Iterator[str]:
-    """Its lines, so that a large file is not read as a whole."""
+    """The file's lines, one by one, because it may be large."""
     with text.open(encoding="utf-8", errors="replace") as file:
         yield from file

@@ -60,7 +60,7 @@ def inspect(
 
 def prune(
     path: Root,
-    older_than: Annotated[str, typer.Option(help="Chunks that were not used for so long: 30m, 12h, 7d, 2w.")] = "",
+    older_than: Annotated[str, typer.Option(help="Chunks that were not used for this time: 30m, 12h, 7d, 2w.")] = "",
     max_size: Annotated[float | None, typer.Option(min=0, help="GiB to leave at most.")] = None,
     namespace: Which = "",
     as_json: AsJson = False,
@@ -76,7 +76,7 @@ def prune(
 def clear(
     path: Annotated[Path | None, typer.Argument(exists=True, file_okay=False, help=_FOLDER)] = None,
     namespace: Which = "",
-    url: Annotated[str, typer.Option(help="Of a running server's agent API: URL, HOST:PORT or unix:/path.")] = "",
+    url: Annotated[str, typer.Option(help="A running server's agent API: URL, HOST:PORT or unix:/path.")] = "",
     text: Annotated[str, typer.Option(help="With --url: only this prompt's chunks; - reads standard input.")] = "",
     tokens: server.TokenIds = "",
     cache_salt: server.Salt = None,
@@ -138,7 +138,7 @@ def seconds_of(duration: str) -> float:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Any]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal, nothing elsewhere."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)

@@ -37,7 +37,7 @@ def record(
 
 
 def written(client: Client, file: TextIO, seconds: float, poll: float = _POLL_SECONDS) -> Iterator[int]:
-    """Write what is recorded in so many seconds, 0 for ever; gives the number of requests after each look."""
+    """Record for `seconds`, 0 for ever, into `file`; gives the number of requests after each look."""
     answer = client.trace()
     after, count, end = answer["next"], 0, time.monotonic() + seconds if seconds else float("inf")
     header = {"lmkv_trace": 1, "chunk_tokens": answer["chunk_tokens"], "chunk_bytes": answer["chunk_bytes"]}

@@ -51,7 +51,8 @@ class Row:
 def simulate(
     traces: Annotated[list[Path], typer.Argument(help="Traces of Mooncake, RAGPulse, sessions or lmkv record.")],
     policy: Annotated[
-        list[str] | None, typer.Option(help="A name, or package.module:Class; several times. [default: LRU, ADAPTIVE]")
+        list[str] | None,
+        typer.Option(help="A name, or package.module:Class; may be repeated. [default: LRU, ADAPTIVE]"),
     ] = None,
     capacity: Annotated[
         str, typer.Option(help="Sizes with commas between: 5% of all chunks, 64GiB or GB, or a number of chunks.")
@@ -66,8 +67,8 @@ def simulate(
     told_ends: Annotated[
         float, typer.Option(min=0, max=1, help="Share of sessions that name themselves and tell their end.")
     ] = 0.0,
-    spread: Annotated[float, typer.Option(min=0, help="Start sessions at random within so many seconds.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of these random times.")] = 1,
+    spread: Annotated[float, typer.Option(min=0, help="Start sessions at random within this number of seconds.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of these random times.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw hit ratios over capacity in GB.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object.")] = False,
 ) -> None:
@@ -114,7 +115,7 @@ def size_of(text: str, chunk_bytes: int, unique: int) -> int:
 
 @frozen
 class Runner:
-    """Replays of one trace. `chunk_bytes`: of a whole chunk."""
+    """Replays one trace. `chunk_bytes`: size of a whole chunk."""
 
     trace: Trace
     chunk_bytes: int
@@ -190,8 +191,9 @@ def tables(rows: Sequence[Row], token_bytes: int, *, assumed: bool) -> Iterator[
         yield table
         yield ""
     speeds = [row.accesses_per_second for row in rows if row.policy not in (UNBOUNDED, CLAIRVOYANT)]
+    limits = dict.fromkeys(f"{speed:,.0f}" for speed in (min(speeds), max(speeds)))
     note = " (an 8B model's; --model names another)" if assumed else ""
-    yield f"{token_bytes:,} bytes a token{note}; {min(speeds):,.0f} to {max(speeds):,.0f} chunk accesses a CPU second"
+    yield f"{token_bytes:,} bytes a token{note}; {' to '.join(limits)} chunk accesses a CPU second"
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

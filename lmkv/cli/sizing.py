@@ -37,7 +37,7 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 @frozen
 class Layer:
-    """`values` of each head are kept for a token: of key and value, or of MLA's latent, which is one head."""
+    """A layer keeps `values` of each head for a token: key and value, or MLA's latent, which is one head."""
 
     heads: int
     values: int
@@ -54,7 +54,7 @@ class Layer:
 class KVSize:
     """The KV of one token. `rank_bytes`: in the KV space of each rank; `parts`: ranks that store theirs.
 
-    `states`: of recurrent layers.
+    `states`: those of recurrent layers, if any.
     """
 
     attention: str
@@ -73,7 +73,7 @@ class KVSize:
         return nbytes // self.token_bytes
 
     def chunk_tokens(self, chunk_size: int) -> int:
-        """Tokens of a chunk: with recurrent layers those of vLLM's block, whatever was asked for."""
+        """Tokens of a chunk: with recurrent layers those of vLLM's block, whatever `chunk_size` is."""
         if self.states is None:
             return chunk_size
         return self.states.block_tokens(max(1, self.token_bytes // self.layers))

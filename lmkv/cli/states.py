@@ -22,7 +22,7 @@ _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 @frozen
 class StateSize:
-    """The states of a model's recurrent `layers`. `layer_bytes`: of one layer's state, all ranks together."""
+    """The states of a model's recurrent `layers`. `layer_bytes`: bytes of one layer's state, all ranks together."""
 
     kind: str
     layers: int
@@ -30,11 +30,11 @@ class StateSize:
 
     @property
     def nbytes(self) -> int:
-        """Of all layers: what is kept at one boundary."""
+        """Bytes that are kept at one boundary, all layers together."""
         return self.layers * self.layer_bytes
 
     def block_tokens(self, layer_token_bytes: int) -> int:
-        """Tokens of vLLM's blocks, with so many bytes a token in a layer of attention: one holds a state."""
+        """Tokens of vLLM's blocks, which hold a state each. `layer_token_bytes`: of a token in an attention layer."""
         return -(-self.layer_bytes // (16 * layer_token_bytes)) * 16
 
 
@@ -57,7 +57,7 @@ def layer_kinds(text: Settings) -> list[str] | None:
 
 
 def state_size(text: Settings, value_bytes: int) -> StateSize | None:
-    """Of a model whose values have so many bytes; None without recurrent layers, or with those of an unknown kind."""
+    """The states of a model, of `value_bytes` per value; None without recurrent layers, or with an unknown kind."""
     kinds = layer_kinds(text)
     if kinds is None:
         return None

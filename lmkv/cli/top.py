@@ -35,7 +35,7 @@ def top(
     url: Annotated[str, typer.Argument(help="URL, HOST:PORT or unix:/path; else agent_listen.")] = "",
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds from one look to the next.")] = 2.0,
     token_file: TokenFile = None,
-    advise: Annotated[bool, typer.Option("--advise", help="Say what more memory or disk would save.")] = False,
+    advise: Annotated[bool, typer.Option("--advise", help="Estimate the savings of more memory or disk.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One look, as one JSON object.")] = False,
 ) -> None:
     """Watch a running server's tiers and requests until Ctrl+C; print them once if the output is no terminal."""
@@ -136,7 +136,7 @@ def shown(tier: dict[str, Any]) -> str:
 
 
 def sampled(seen: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each size of each tier would find; nothing before a request was sampled."""
+    """Estimates for each size of each tier; none before a request was sampled."""
     value = seen.get("value", {})
     return list(value["tiers"]) if value.get("sampled_requests") else []
 
@@ -151,9 +151,9 @@ def sizes(found: list[dict[str, Any]]) -> Table:
 
 
 def advice(value: dict[str, Any]) -> Iterator[str]:
-    """What another size of each tier would save, in sentences."""
+    """Sentences on the savings of another size of each tier."""
     if value.get("sampled_requests", 0) < _FEW:
-        yield f"Only {value.get('sampled_requests', 0)} requests were sampled yet: ask again later."
+        yield f"Only {value.get('sampled_requests', 0)} requests were sampled so far: ask again later."
         return
     for tier in value["tiers"]:
         half, now, *larger = tier["points"]
@@ -165,7 +165,9 @@ def advice(value: dict[str, Any]) -> Iterator[str]:
             extra = size(point["bytes"] - now["bytes"])
             yield f"{extra} more of {name} would find {more:.1%} more of all tokens{hours}."
         lost = now["hit_ratio"] - half["hit_ratio"]
-        if lost < _NOTHING:
+        if now["hit_ratio"] - tier["without"]["hit_ratio"] < _NOTHING:
+            yield f"As much would be found without {name}: it is useless here, at its size."
+        elif lost < _NOTHING:
             yield f"Half of {name} would find as much."
         else:
             yield f"Half of {name} would find {lost:.1%} less of all tokens."

@@ -90,11 +90,13 @@ def one_of(*names: str) -> Parse:
     return parse
 
 
-def plugin_name(names: Callable[[], Iterable[str]]) -> Parse:
-    """One of `names()` at the time of parsing, or `package.module:Class`."""
+def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Parse:
+    """One of `names()` at the time of parsing, or `package.module:Class`. `numbered`: it may be followed by `:5`."""
 
     def parse(value: object) -> object:
-        if isinstance(value, str) and is_place(value.strip()):
+        if isinstance(value, str) and (
+            is_place(value.strip()) or (numbered and re.fullmatch(rf"{numbered}:[1-9]\d*", value.strip()))
+        ):
             return value.strip()
         try:
             return one_of(*names())(value)
@@ -121,7 +123,7 @@ def path(value: object) -> str | None:
         raise ValueError("must be a path or file:///path")
     path = os.path.normpath(os.path.expanduser(text))
     if "\0" in text or path.strip("/") == "":
-        raise ValueError("must be a path or file:///path, and not that of everything")
+        raise ValueError("must be a path or file:///path, and not /")
     # Keep ./none as a folder, so that it is not read as unset later.
     return os.path.join(os.curdir, path) if is_nothing(path) else path
 

@@ -63,7 +63,7 @@ def _converting(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any
 
 @frozen
 class _Parsed:
-    """A value that `load` has parsed, and named the source of."""
+    """A value that `load` has parsed, and whose source is noted."""
 
     value: object
 
@@ -168,19 +168,19 @@ class Config:
     )
     disk_admission: str = _option(
         "all",
-        plugin_name(lambda: ADMISSIONS),
-        "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; none; or "
-        "package.module:Class of your own",
+        plugin_name(lambda: ADMISSIONS, numbered="min_tokens"),
+        "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; min_tokens:8192: those "
+        "of requests with at least 8192 tokens; none; or package.module:Class of your own",
     )
     remote_url: tuple[RemoteURL, ...] = _option(
         (), urls, "Stores that others share, nearest first: redis://[user[:password]@]host[:port][/db] and so on"
     )
-    remote_urls: tuple[RemoteURL, ...] = _option((), urls, "More of them, farther than that of remote_url")
-    remote_username: str | None = _option(None, optional_text, "Name to give to remote stores whose URL has none")
-    remote_password: Secret | None = _option(None, secret, "Password to that name; nothing shows it")
+    remote_urls: tuple[RemoteURL, ...] = _option((), urls, "More such stores, farther than those of remote_url")
+    remote_username: str | None = _option(None, optional_text, "User name for remote stores whose URL has none")
+    remote_password: Secret | None = _option(None, secret, "Password of that user; nothing shows it")
     remote_password_file: str | None = _option(None, path, "File that has the password in its first line")
     remote_prefix: str = _option("lmkv:", text, "Prefix of all names in remote stores")
-    remote_ttl: int = _option(0, integer(0), "How long a remote store keeps a chunk; 0: as it evicts", "s")
+    remote_ttl: int = _option(0, integer(0), "How long a remote store keeps a chunk; 0: until it evicts it", "s")
     remote_timeout: float = _option(
         1.0, number(0, above=True), "How long to wait for a remote store's connection or answer", "s"
     )
@@ -188,10 +188,10 @@ class Config:
         None, secret, "Serve only what was written to the lower tiers with this key, 32 bytes or more; nothing shows it"
     )
     authentication_key_file: str | None = _option(
-        None, path, "File that is the key, but for a line break at its end: openssl rand -hex 32 > FILE"
+        None, path, "File with that key; a line break at its end is ignored: openssl rand -hex 32 > FILE"
     )
     prefetch_share: float = _option(
-        0.5, number(0, 1), "Most of host memory that prefetches from disk may take at a time", "0..1"
+        0.5, number(0, 1), "Largest share of host memory that prefetches may take at a time", "0..1"
     )
     prefetch_deadline: float = _option(
         30.0,
@@ -216,13 +216,13 @@ class Config:
         True, boolean, "On CUDA devices, ask vLLM to keep all layers of a block in one run of bytes"
     )
     device_staging_size: float = _option(
-        1.0, number(0, above=True), "Memory of each device for stores on their way; a quarter more for loads", "GiB"
+        1.0, number(0, above=True), "Staging memory of each device for stores, plus a quarter of it for loads", "GiB"
     )
-    pin_ttl: float = _option(300.0, number(0, above=True), "How long a pin lasts that is not released", "s")
+    pin_ttl: float = _option(300.0, number(0, above=True), "How long a pin lasts unless it is released", "s")
     agent_listen: str | None = _option(
         None, optional_text, "Where the agent API listens: 127.0.0.1:8377, or unix:/path; nowhere unless it is set"
     )
-    agent_token: Secret | None = _option(None, secret, "Token of callers of the agent API; nothing shows it")
+    agent_token: Secret | None = _option(None, secret, "Token that callers of the agent API send; nothing shows it")
     agent_token_file: str | None = _option(None, path, "File that has the token in its first line")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
     """Sources of values, by name; `load` fills it in."""
@@ -234,7 +234,7 @@ class Config:
         self._check_folder("local_disk", "max_local_disk_size")
         if self.shared_memory and self.local_disk and are_nested(self.shared_memory, self.local_disk):
             other = f"shared_memory = {short_repr(self.shared_memory)} (by: {self.source('shared_memory')})"
-            reason = "are one folder, or one is within the other: each would delete the other's chunks; name two apart"
+            reason = "are one folder, or nested: each would delete the other's chunks; name two separate folders"
             self._refuse("local_disk", f"and {other} {reason}")
         for name in ("remote_password", "agent_token", "authentication_key"):
             if getattr(self, name) and getattr(self, f"{name}_file"):
@@ -364,7 +364,7 @@ class Config:
         ]
 
     def _check_folder(self, folder: str, capacity: str) -> None:
-        """A folder and its capacity are given together."""
+        """Refuse a folder without a capacity, or a capacity without a folder."""
         given, size = getattr(self, folder), getattr(self, capacity)
         if given is not None and size == 0:
             self._refuse(capacity, f"must be above 0 when {folder} is set (by: {self.source(folder)})")

@@ -164,7 +164,7 @@ class Engine:
         how many leading tokens are stored now: fewer if there is no room, or another thread still stores some.
 
         Without `wait` it copies into host memory and returns; lower tiers that are too slow miss some chunks. With
-        `wait` it goes at their pace for at most so many seconds: every tier gets every chunk that it takes, and the
+        `wait` it goes at their pace for at most `wait` seconds: every tier gets every chunk that it takes, and the
         prompt may be longer than host memory. Calls with `wait` run one at a time.
         """
         request = self._request(tokens, blocks, variant)

@@ -25,7 +25,10 @@ def open_store(
     block_axis: int,
     **identity: Any,
 ) -> tuple[TieredStore, Namespace, KVLayout, PagedMemory]:
-    """`identity`: the fields of the namespace that the tensors do not tell. Raises UsageError."""
+    """The store, namespace, layout and memory of an engine. Raises UsageError.
+
+    `identity`: the fields of the namespace that the tensors do not tell.
+    """
     if not isinstance(config, Config):
         raise UsageError(f"config must be a Config, as Config.load(...) makes one, not {short_repr(config)}")
     try:

@@ -13,7 +13,7 @@ from lmkv.store.tiered import TieredStore
 
 
 class Request:
-    """`keys`: of the whole chunks that `blocks` covers. `chunk_size`: tokens per chunk. `pages`: blocks per chunk."""
+    """The `keys` of the whole chunks that `blocks` covers, each of `chunk_size` tokens and `pages` blocks."""
 
     def __init__(self, chain: KeyChain, blocks: object, chunk_size: int, pages: int) -> None:
         self._chain = chain
@@ -23,13 +23,14 @@ class Request:
         self.keys = chain.keys[: len(self._blocks) // pages]
 
     def chunks_in(self, tokens: object) -> int:
-        """How many of the chunks lie in so many leading tokens. Raises UsageError for anything but a count."""
+        """How many of the chunks lie in the first `tokens` tokens. Raises UsageError for anything but a count."""
         return min(not_negative(tokens, "skip_tokens") // self._chunk_size, len(self.keys))
 
     def reserve(self, store: TieredStore, first: int, end: int) -> Reservation:
         """Reserve slots for chunks [first, end)."""
         keys = self.keys[first:end]
         ids = self._chain.token_bytes(first, first + len(keys))
+        store.hints.prompt(keys, len(self.keys) * self._chunk_size)
         return store.reserve(keys, parent=self._chain.parent(first), tokens=ids, protect=self.keys)
 
     def copies_to_slots(self, slots: Mapping[ChunkKey, int], first: int, end: int) -> list[ChunkCopy]:

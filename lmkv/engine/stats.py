@@ -13,7 +13,7 @@ class EngineStats:
 
     Notes
     -----
-    A snapshot: nothing in it changes. `requested_tokens`: of the chunks that callers asked to be loaded.
+    A snapshot, which never changes. `requested_tokens`: tokens of the chunks that callers asked to load.
     """
 
     stored_tokens: int

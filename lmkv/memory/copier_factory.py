@@ -18,7 +18,7 @@ def check_device(kind: str) -> None:
     """Raise UsageError unless there is a copier for such devices. ROCm's are called "cuda", too."""
     if kind not in ("cpu", "cuda") or (kind == "cuda" and torch.version.hip):
         what = "an AMD GPU" if kind == "cuda" else f"a device of type {kind!r}"
-        raise UsageError(f"lmkv copies to and from CPUs and NVIDIA GPUs, and this is {what}")
+        raise UsageError(f"lmkv copies to and from CPUs and NVIDIA GPUs; this is {what}")
 
 
 def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:
@@ -44,8 +44,8 @@ def make_copier(
 ) -> Copier:
     """A copier for the memory's device. Populates the rank's part of the slab, in the background.
 
-    `share`: (n, of how many ranks) that have that part. Raises UsageError when memory, layout and slab do not fit,
-    and the exceptions of torch for the device.
+    `share`: (index, count) of this rank among those that have that part. Raises UsageError when memory, layout and
+    slab do not fit, and the exceptions of torch for the device.
     """
     staging = staging or make_staging(memory)
     if staging is not None:

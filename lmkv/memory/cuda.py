@@ -101,7 +101,7 @@ class CUDADevice:
             # Single copies work, or raise with a reason; they repeat any part of the batch that is queued already.
             self._batched = None
             logger.warning(
-                "lmkv: the driver refuses many copies in one call (CUDA error %d): from now on each is a call, "
+                "lmkv: the driver refuses many copies in one call (CUDA error %d): from now on each copy is a call, "
                 "which takes the model's thread longer",
                 status,
             )
@@ -136,7 +136,7 @@ def _copy_batch(function: Any, transfers: Transfers, queue: int) -> int:
 
 
 def batched_copy(driver: Any) -> Callable[[Transfers, int], int] | None:
-    """Queues many copies in one call on a stream, and returns a status; None with a driver older than CUDA 12.8."""
+    """A function that queues many copies in one call and returns a status; None with a driver older than CUDA 12.8."""
     function, found = ctypes.c_void_p(), ctypes.c_int()
     find = getattr(driver, "cuGetProcAddress_v2", None)
     if find is None:

@@ -87,7 +87,7 @@ class Device(Protocol):
     def allocate(self, nbytes: int) -> tuple[int, object]:
         """Address of new memory on the device, and the object that owns it: it is freed with that object.
 
-        The memory is of no pool that the caller has begun: vLLM's are copied to the host when the engine sleeps.
+        The memory is not in a pool that the caller has begun: vLLM copies its pools to the host when the engine sleeps.
         """
         ...
 
@@ -118,7 +118,7 @@ class Ring:
         self._uses: deque[tuple[int, int, Event]] = deque()
 
     def take(self, nbytes: int, stream: Stream) -> int:
-        """The address of so many bytes, for work that is queued on `stream` from now on."""
+        """The address of `nbytes`, for work that is queued on `stream` from now on."""
         start = self._next if self._next + nbytes <= self.nbytes else 0
         self._next = start + nbytes
         while any(low < self._next and start < high for low, high, _ in self._uses):

@@ -54,7 +54,7 @@ class LayerReader:
         return self._layers.done == self._layers.num_layers
 
     def wait(self, layer: int) -> None:
-        """Computation that is launched from now on sees this layer, and the layers before it, loaded."""
+        """Have computation that is launched from now on see this layer, and the layers before it, loaded."""
         self._layers.check(layer)
         self._layers.upto(layer)
         self.unread.discard(layer)

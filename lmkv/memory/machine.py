@@ -33,7 +33,7 @@ def available_ram(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/s
 
 
 _SMALL_SHARE = 256
-"""A slab of less than such a share of the memory is a test's or a tool's, and troubles no other engine."""
+"""A slab of less than this fraction of the memory is a test's or a tool's, and does not limit other engines."""
 
 
 def _numbers(path: Path) -> dict[str, int]:

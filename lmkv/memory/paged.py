@@ -39,7 +39,7 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
 
 
 def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
-    """`row` with pages of so many bytes, where there is as much padding behind each page; else as it is."""
+    """`row` with pages of `page_bytes`, if the padding behind each page is large enough; else `row` itself."""
     blocks, stride = row.shape[0], row.stride(0)
     end = row.storage_offset() + (blocks - 1) * stride + page_bytes
     if row.shape[1] < page_bytes <= stride and end <= row.untyped_storage().nbytes():

@@ -24,8 +24,9 @@ class PinnedSlab:
     """One rank's part of a slab, populated and then registered with the device, in pieces of whole slots.
 
     Copies of memory that is not registered, yet or because the driver refuses, are slower and block the calling
-    thread, but are just as correct. `part`: offset and bytes in each slot. `share`: (n, of how many ranks) that have
-    the same part, of which each populates its share. `threads`: with 0, only `pin_next` registers anything.
+    thread, but are just as correct. `part`: offset and bytes in each slot. `share`: (index, count) of this
+    rank among those that have the same part, of which each populates its share. `threads`: with 0, only `pin_next`
+    registers anything.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class PinnedSlab:
         self._pinned[first : last + 1] = True
 
     def wait(self) -> None:
-        """Until all is registered that will be."""
+        """Wait until no more will be registered."""
         for thread in self._threads:
             thread.join()
 

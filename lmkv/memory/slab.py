@@ -44,7 +44,7 @@ class SlabRef:
 
 
 class SlabMap:
-    """A mapping of a slab, without knowledge of which slots are used. Not to be closed while it is used.
+    """A mapping of a slab, without knowledge of which slots are used. Do not close it while it is used.
 
     `array`: uint8 [num_slots, slot_bytes].
     """
@@ -96,8 +96,8 @@ class SlabMap:
     def spans(self, part: tuple[int, int], piece: int, share: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
         """Offset and bytes of a part of every slot; whole slots are joined up to `piece` bytes.
 
-        `share`: (n, of how many processes) that go through the same part. Each begins at a place of its own, so that
-        it comes to the others' pieces when they are populated.
+        `share`: (index, count) of this process among those that go through the same part. Each begins at a place of its
+        own, so that it comes to the others' pieces when they are populated.
         """
         offset, nbytes = part
         together = max(1, piece // self.slot_bytes) if nbytes == self.slot_bytes else 1

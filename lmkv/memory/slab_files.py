@@ -100,7 +100,7 @@ def _lock_file() -> str:
 
 
 def _lock(fd: int, deadline: float) -> None:
-    """A lock of the process, which no child inherits; until the file is closed."""
+    """Lock a file for this process, without its children, until it is closed."""
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
         raise PermissionError(errno.EPERM, "it is no file of this user's: remove it", _lock_file())

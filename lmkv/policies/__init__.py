@@ -8,7 +8,7 @@ from types import MappingProxyType
 from lmkv import plugins
 from lmkv.errors import ConfigError
 from lmkv.policies.adaptive import ADAPTIVE
-from lmkv.policies.admission import ADMISSIONS, AdmitAll, AdmitNone, SecondTouch, make_admission
+from lmkv.policies.admission import ADMISSIONS, AdmitAll, AdmitNone, MinTokens, SecondTouch, make_admission
 from lmkv.policies.arc import ARC
 from lmkv.policies.base import PolicyBase
 from lmkv.policies.fifo import FIFO
@@ -39,6 +39,7 @@ __all__ = [
     "SLRU",
     "AdmitAll",
     "AdmitNone",
+    "MinTokens",
     "PolicyBase",
     "QueuePolicy",
     "Quotas",

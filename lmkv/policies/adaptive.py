@@ -7,27 +7,27 @@ from typing import Final
 
 from attrs import define, field
 
-from lmkv.policies.base import BRANCHES, CHILDREN
+from lmkv.policies.base import DEPTH, FORK
 from lmkv.policies.shadow import Shadow
 from lmkv.policies.weighted import WeightedAge
 from lmkv.protocols import ChunkKey
 
 WEIGHTS: Final = (1.0, 2.0, 4.0, 16.0)
 _SAMPLED_CHUNKS: Final = 1024
-"""A shadow has half as many chunks at least, where the tier has, and as many at most."""
+"""Most chunks of a shadow. It has at least half as many, if the tier does."""
 _MEMORY: Final = 20.0
-"""After so many times the tier's bytes were asked for, a hit counts half."""
+"""A hit counts half after this many times the tier's bytes have been requested."""
 _MARGIN: Final = 0.01
-"""A weight must find so much more than the present one to take its place."""
+"""Another weight replaces the present one when it finds more by this share."""
 
 
 @define(eq=False, repr=False)
 class ADAPTIVE(WeightedAge):
     """A `WeightedAge` that chooses its weight: from LRU, which suits sessions that go on, to scan resistance.
 
-    For each weight a shadow of the tier, keys without bytes, is fed with a sample of the requests: whole subtrees of
-    prompts, so that chunks that depend on each other are in it together or not at all. The weight whose shadow has
-    found the most lately is used. All weights share one order, so that a change costs nothing.
+    Each weight has a shadow of the tier, keys without bytes, that replays a sample of the requests. The sample is whole
+    subtrees of prompts, so that chunks which depend on each other are in it together or not at all. The weight whose
+    shadow has lately found the most is used. All weights share one order, so that a change costs nothing.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class ADAPTIVE(WeightedAge):
 
     Notes
     -----
-    A small tier is shadowed whole, a large one by a sample that costs less: about 1,024 chunks in each shadow.
+    The shadows of a small tier have all its chunks, those of a large one a sample of about 1,024, which costs less.
 
     Examples
     --------
@@ -71,9 +71,8 @@ class ADAPTIVE(WeightedAge):
         nodes, last = self.nodes, len(keys) - 1
         if last < 0:
             return
-        own = 0
-        while own < last and keys[own] in nodes and nodes[keys[own]][CHILDREN] >= BRANCHES:
-            own += 1
+        shared = range(min(last, DEPTH), 0, -1)
+        own = next((at for at in shared if keys[at - 1] in nodes and nodes[keys[at - 1]][FORK]), 0)
         if int.from_bytes(keys[own][:4]) < self._rate * (1 << 32):
             self._try(keys, own)
 

@@ -1,11 +1,13 @@
-"""Admission filters: a tier takes all chunks, none, or those that were offered to it before."""
+"""Admission filters: a tier takes all chunks, none, those that were offered before, or those of long prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Final
 
-from attrs import define, field
+from attrs import Attribute, define, field
 from cachetools import LRUCache
 
 from lmkv import plugins
@@ -13,7 +15,8 @@ from lmkv.errors import ConfigError, UsageError
 from lmkv.protocols import Admission, ChunkKey
 
 DEFAULT_MAX_KEYS = 1 << 16
-"""Keys that "second_touch" remembers: about 19 MB of memory, for 16.8 million tokens in chunks of 256."""
+"""Keys that a filter remembers: about 19 MB of memory, for 16.8 million tokens in chunks of 256."""
+DEFAULT_MIN_TOKENS = 4096
 
 
 class AdmitAll:
@@ -30,7 +33,7 @@ class AdmitAll:
 
 
 class AdmitNone:
-    """Admits no chunk: the tier serves its present chunks.
+    """Admits no chunk: the tier only serves the chunks that it has.
 
     Examples
     --------
@@ -42,9 +45,9 @@ class AdmitNone:
         return False
 
 
-def _positive(_: object, __: object, max_keys: int) -> None:
-    if max_keys < 1:
-        raise UsageError(f"max_keys must be positive, not {max_keys}")
+def _positive(_: object, attribute: Attribute[int], number: int) -> None:
+    if number < 1:
+        raise UsageError(f"{attribute.name} must be positive, not {number}")
 
 
 @define(eq=False, repr=False)
@@ -54,12 +57,12 @@ class SecondTouch:
     Parameters
     ----------
     max_keys
-        How many keys to remember, the last ones that were offered.
+        How many of the last offered keys to remember.
 
     Raises
     ------
     UsageError
-        When `max_keys` is not positive.
+        `max_keys` is not positive.
 
     Notes
     -----
@@ -87,16 +90,68 @@ class SecondTouch:
         return known
 
 
+@define(eq=False)
+class MinTokens:
+    """Admits chunks of long prompts: short ones are computed again sooner than they wear the disk.
+
+    Parameters
+    ----------
+    min_tokens
+        Requests with at least this number of tokens count as long.
+    max_keys
+        How many keys of long prompts to remember, the last ones that were seen.
+
+    Raises
+    ------
+    UsageError
+        When one of them is not positive.
+
+    Notes
+    -----
+    Not thread-safe: the store asks its filters under its lock. A short prompt that grows into a long one is offered
+    again once host memory has evicted it.
+
+    Examples
+    --------
+    >>> admission = MinTokens(1000)
+    >>> admission.prompt([b"a"], tokens=400)
+    >>> admission.prompt([b"b"], tokens=4000)
+    >>> admission.admit(b"a"), admission.admit(b"b")
+    (False, True)
+    """
+
+    min_tokens: int = field(default=DEFAULT_MIN_TOKENS, validator=_positive)
+    max_keys: int = field(default=DEFAULT_MAX_KEYS, validator=_positive)
+    _long: LRUCache[ChunkKey, None] = field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._long = LRUCache(self.max_keys)
+
+    def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
+        if tokens >= self.min_tokens:
+            self._long.update(dict.fromkeys(keys))
+
+    def admit(self, key: ChunkKey) -> bool:
+        return key in self._long
+
+
 ADMISSIONS: Mapping[str, Callable[[], Admission]] = MappingProxyType(
-    {"all": AdmitAll, "second_touch": SecondTouch, "none": AdmitNone}
+    {"all": AdmitAll, "second_touch": SecondTouch, "min_tokens": MinTokens, "none": AdmitNone}
 )
 """The filters that a configuration can name."""
 
+_MIN_TOKENS: Final = re.compile(r"min_tokens:([1-9]\d{0,8})")
+
 
 def make_admission(name: str) -> Admission:
-    """A new admission filter: one of `ADMISSIONS`, or `package.module:Class`. Raises ConfigError for any other."""
+    """A new admission filter: one of `ADMISSIONS`, `min_tokens:8192` for another number, or `package.module:Class`.
+
+    Raises ConfigError for any other.
+    """
     if name in ADMISSIONS:
         return ADMISSIONS[name]()
+    if number := _MIN_TOKENS.fullmatch(name):
+        return MinTokens(int(number[1]))
     if not plugins.is_place(name):
         raise ConfigError(f"unknown admission {name!r}; there are: {', '.join(ADMISSIONS)}")
     admission: Admission = plugins.make(name, f"disk_admission {name!r}", Admission)

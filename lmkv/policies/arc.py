@@ -1,4 +1,4 @@
-"""`ARC`: balances recency and frequency by what it has evicted in vain."""
+"""`ARC`: balances recency and frequency by the evicted chunks that come back."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class ARC(PolicyBase):
     """
 
     once: OrderedDict[ChunkKey, bool] = field(init=False, factory=OrderedDict)
-    """Whether the key has been used. The request that inserts a key is its first use."""
+    """Chunks that were used once. The value says whether the request that inserted the key has touched it yet."""
     again: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     once_bytes: int = field(init=False, default=0)
     again_bytes: int = field(init=False, default=0)
     ghosts_once: Ghosts = field(init=False, factory=Ghosts)
     ghosts_again: Ghosts = field(init=False, factory=Ghosts)
     target: float = field(init=False, default=0.0)
-    """Bytes that chunks of `once` should have."""
+    """Bytes that `once` should have."""
     from_once: bool = field(init=False, default=True)
-    """Which queue the last `pop` took its key from."""
+    """Whether the last evicted key came from `once`."""
 
     def add(self, key: ChunkKey) -> None:
         size = self.nodes[key][SIZE]

@@ -1,4 +1,4 @@
-"""`PolicyBase`: the keys of a tier, their prefix tree, and what may be evicted; a policy adds the order."""
+"""`PolicyBase`: the keys of a tier, their prefix tree, and which keys may be evicted; a policy adds the order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from lmkv.errors import UsageError
 from lmkv.protocols import ChunkKey
 
 BRANCHES: Final = 8
-"""A chunk that so many others follow belongs to no single conversation."""
+"""A chunk with this many children is shared by several conversations."""
+
+DEPTH: Final = 16
+"""Leading chunks among which the point is found where conversations part."""
 
 Node: TypeAlias = list[Any]
-"""What the base knows of a key. It is a list, because an object takes three times as long to make."""
+"""The base's record of a key. It is a list, because an object takes three times as long to make."""
 KEY, SIZE, PARENT, CHILDREN, FORK = range(5)
-"""Where a node has: the key; its bytes, 0 if only children of it are known; the parent's node or None; how many of
-its children are known; whether there have been `BRANCHES` of them, so that it belongs to no single conversation."""
+"""Places in a node. KEY is the key, SIZE its bytes (0 if only children of it are known), PARENT the parent's node or
+None, CHILDREN the number of its known children, FORK whether there have ever been `BRANCHES` of them."""
 
 
 @define(eq=False)
@@ -27,9 +30,9 @@ class PolicyBase(ABC):
     """Base of eviction policies. A subclass keeps the order, in the five methods `add` to `drop`.
 
     The base knows the size of each key, its parent and how many children it has. A key with children, or one that
-    is held, is passed over when its turn comes, and has its turn as soon as neither is so. So no chunk stays whose
-    parent was evicted: it could not be found. The one exception is a chunk whose children are all held or protected,
-    where nothing else is left to evict.
+    is held, is passed over when its turn comes, and is next as soon as it is neither. So a parent is evicted after
+    its children, which could not be found without it. Only if nothing else is left, a key is evicted whose children
+    are all held or protected.
 
     Raises
     ------
@@ -39,7 +42,7 @@ class PolicyBase(ABC):
     Notes
     -----
     Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected), amortised, all
-    else O(1) per key. `hint` is for all policies; see `lmkv.protocols.TakesHints`.
+    else O(1) per key. All policies take hints; see `lmkv.protocols.TakesHints`.
 
     Examples
     --------
@@ -61,13 +64,13 @@ class PolicyBase(ABC):
     passed: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     """Keys whose turn came while they were held or had children. They are not in the order."""
     _first: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    """Keys that a hint has given up: evicted before all others. They are not in the order."""
+    """Keys that a hint has given up. They are evicted before all others, and are not in the order."""
     _ended: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """How many children of a key a hint has given up."""
+    """For each key, how many of its children hints have given up."""
     _kept: dict[ChunkKey, int] = field(init=False, factory=dict)
     """Keys with a priority above 0."""
     _last: dict[int, OrderedDict[ChunkKey, None]] = field(init=False, factory=dict)
-    """Those whose turn came, by their priority. They are not in the order."""
+    """Keys with a priority whose turn came, by priority. They are not in the order."""
     _held_bytes: int = field(init=False, default=0)
     _largest: int = field(init=False, default=0)
     _notes: bool = field(init=False)
@@ -94,38 +97,38 @@ class PolicyBase(ABC):
 
     @abstractmethod
     def use(self, keys: Sequence[ChunkKey]) -> None:
-        """A request has used a chain, given head first. Keys that are not in the order are none of its business.
+        """Note that a request has used a chain, given head first. Ignore keys that are not in the order.
 
         The request that stored a chunk uses it once, too: its first use is no reuse.
         """
 
     @abstractmethod
     def pop(self) -> ChunkKey | None:
-        """Take the key out of the order that should be evicted next; None when it is empty."""
+        """Take the next key to evict out of the order; None when the order is empty."""
 
     @abstractmethod
     def put_back(self, key: ChunkKey) -> None:
-        """Put a key that `pop` has given back, where it is next again."""
+        """Put a key that `pop` returned back into the order, where it is next again."""
 
     @abstractmethod
     def drop(self, key: ChunkKey) -> None:
         """Take a key out of the order. It stays known, unless `forget` follows."""
 
     def rejoin(self, key: ChunkKey) -> None:
-        """A key was used while it was out of the order, or is no longer held."""
+        """Put a key back that was used while it was out of the order, or that is no longer held."""
         self.put_back(key)
 
     def evicted(self, key: ChunkKey, size: int) -> None:
-        """A key that `pop` gave was evicted. A policy that remembers such keys notes it here."""
+        """Note that a key which `pop` returned was evicted. A policy that remembers evicted keys does so here."""
         self.forget(key)
 
     def remove(self, key: ChunkKey, size: int) -> None:
-        """Evict a key that `pop` did not give: another policy chose it."""
+        """Evict a key that `pop` did not return: another policy chose it."""
         self.drop(key)
         self.evicted(key, size)
 
     def forget(self, key: ChunkKey) -> None:  # noqa: B027 - most policies note nothing else
-        """A key is no longer known, and is out of the order. A policy that notes more of its keys deletes that."""
+        """Delete the subclass's own notes about a key that is no longer known, and out of the order."""
 
     # -- the protocol -------------------------------------------------------------------------------------
 
@@ -144,7 +147,7 @@ class PolicyBase(ABC):
         else:
             node[SIZE] = size
         if parent:
-            # It is new, most often: a chain is inserted tail first.
+            # The parent is new, most often: a chain is inserted tail first.
             node[PARENT] = above = nodes.setdefault(parent, [parent, 0, None, 0, False])
             above[CHILDREN] += 1
             if above[CHILDREN] >= BRANCHES:
@@ -187,7 +190,7 @@ class PolicyBase(ABC):
             self._held_bytes += size
 
     def release(self, key: ChunkKey) -> None:
-        """A known key may be evicted again. Idempotent."""
+        """Let a known key be evicted again. Idempotent."""
         node = self._known(key)
         if key in self.held:
             self.held.discard(key)
@@ -197,7 +200,7 @@ class PolicyBase(ABC):
                 self.rejoin(key)
 
     def evict(self, nbytes: int, protect: Set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Remove and return evictable keys of `nbytes` together; None, and no change, when there are not."""
+        """Remove and return evictable keys of at least `nbytes` together. None, and no change, if there are too few."""
         if not self._leaves(nbytes, protect):
             return None
         victims: list[ChunkKey] = []
@@ -237,7 +240,7 @@ class PolicyBase(ABC):
             if node[CHILDREN] or passed or (parent is not None and not parent[SIZE]):
                 self._unlink(node)
             else:
-                # The same, where nothing more is to be done: this is most of the time that storing takes.
+                # `_unlink` for the most frequent case, inlined: storing spends most of its time here.
                 del nodes[key]
                 if parent is not None:
                     parent[CHILDREN] -= 1
@@ -277,7 +280,7 @@ class PolicyBase(ABC):
                     ended[parent[KEY]] = ended.get(parent[KEY], 0) + 1
 
     def _revive(self, key: ChunkKey) -> ChunkKey:
-        """It is given up no more: it was used, or is evicted now."""
+        """A given-up key was used, or is evicted now: forget that it was given up."""
         del self._first[key]
         parent = self.nodes[key][PARENT]
         if parent is not None:
@@ -287,7 +290,7 @@ class PolicyBase(ABC):
         return key
 
     def _take_back(self, key: ChunkKey) -> bool:
-        """Whether a hint has taken it out of the order. If so it is nowhere now."""
+        """Undo the hints about a key. True if one had taken it out of the order: then it is in no queue now."""
         priority = self._kept.pop(key, 0)
         if key in self._first:
             self._revive(key)
@@ -300,7 +303,7 @@ class PolicyBase(ABC):
         return True
 
     def _take_out(self, key: ChunkKey) -> None:
-        """Out of the order, or of where it is instead."""
+        """Take a key out of the order, or out of the queue that it is in instead."""
         if self._take_back(key):
             return
         if key in self.passed:
@@ -309,7 +312,7 @@ class PolicyBase(ABC):
             self.drop(key)
 
     def _reluctantly(self, protect: Set[ChunkKey]) -> ChunkKey:
-        """The order is empty: a key of the lowest priority, or one whose children are all held or protected."""
+        """A victim when the order is empty: a key of the lowest priority, or a parent of held or protected keys."""
         found = next(self._left(protect))
         self._take_out(found)
         return found
@@ -321,7 +324,7 @@ class PolicyBase(ABC):
         yield from (key for key in (*self.passed, *kept) if key not in out)
 
     def _leaves(self, nbytes: int, protect: Set[ChunkKey]) -> bool:
-        """Whether so many bytes can be evicted without the protected keys."""
+        """Whether `nbytes` can be evicted without the protected keys."""
         spare = self.total_bytes - self._held_bytes - nbytes
         if len(protect) * self._largest <= spare:
             return True
@@ -330,7 +333,7 @@ class PolicyBase(ABC):
         return spared <= spare
 
     def _unlink(self, node: Node) -> None:
-        """Its key is not known any more."""
+        """Remove the node of a key that is no longer known, and free its parent if it was the last child."""
         key, _, parent, children, _ = node
         if children:
             node[:] = key, 0, None, children, False

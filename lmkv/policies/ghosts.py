@@ -10,12 +10,12 @@ from attrs import define, field
 from lmkv.protocols import ChunkKey
 
 _MAX_KEYS: Final = 1 << 19
-"""About 80 MB."""
+"""Most keys to remember. They take about 80 MB."""
 
 
 @define(eq=False)
 class Ghosts:
-    """Keys and sizes of evicted chunks, the oldest eviction first. `total_bytes`: of the chunks that they were."""
+    """Keys and sizes of evicted chunks, the oldest eviction first. `total_bytes`: the sum of the sizes."""
 
     keys: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     total_bytes: int = field(init=False, default=0)
@@ -31,6 +31,6 @@ class Ghosts:
         self.total_bytes -= self.keys.pop(key, 0)
 
     def trim(self, limit: float) -> None:
-        """Forget the oldest ones beyond so many bytes, or beyond half a million keys."""
+        """Forget the oldest keys until at most `limit` bytes and half a million keys are left."""
         while self.total_bytes > limit or len(self.keys) > _MAX_KEYS:
             self.total_bytes -= self.keys.popitem(last=False)[1]

@@ -63,7 +63,7 @@ class LFU(PolicyBase):
     def pop(self) -> ChunkKey | None:
         if not self.buckets:
             return None
-        # Most ranks from the last one on are taken; where one key has been used very often, there is a gap.
+        # The next rank in use is close, unless a key that was used very often has left a gap.
         rank = self.age
         buckets = self.buckets
         while rank not in buckets:

@@ -12,7 +12,7 @@ from lmkv.protocols import ChunkKey
 
 @define(eq=False, repr=False)
 class MRU(QueuePolicy):
-    """Evicts the chunk that was used last: for prompts that come again in the same order, more than fit.
+    """Evicts the chunk that was used last. It suits prompts that repeat in the same order and do not all fit.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""`Quotas`: a share of a tier for each tenant, which no other tenant's chunks push out."""
+"""`Quotas`: keeps a share of a tier for each tenant, whatever other tenants store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Quotas:
     """A policy that evicts from the tenant that exceeds its quota by the most bytes.
 
     A tenant may use more than its quota while nobody else wants the room. Chunks of a tenant within its quota are
-    evicted only when no tenant exceeds its own, or all that do are held.
+    evicted only when no tenant exceeds its own, or when all chunks of those that do are held.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class Quotas:
     _free: dict[str, int] = field(init=False, factory=dict)
     """Bytes of each tenant's chunks that are not held."""
     _tenants: dict[ChunkKey, str] = field(init=False, factory=dict)
-    """Of known keys, and of those that were labelled last."""
+    """The tenant of each known key, and of each key that was labelled lately."""
     _labelled: dict[ChunkKey, None] = field(init=False, factory=dict)
     _sizes: dict[ChunkKey, int] = field(init=False, factory=dict)
     _held: set[ChunkKey] = field(init=False, factory=set)
@@ -100,7 +100,7 @@ class Quotas:
         self._free[tenant] = self._free.get(tenant, 0) + size
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """A chain may begin with chunks of another tenant, if a tag decides and not the salt."""
+        """Tell every tenant that has chunks of the chain: if tags are tenants, prompts of several share their heads."""
         for tenant in {self._tenants[key] for key in keys if key in self._sizes}:
             self._policies[tenant].touch(keys)
 
@@ -128,7 +128,7 @@ class Quotas:
                 policy.hint(keys, priority)
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Victims of `nbytes` together, first of those that exceed their quota; None, and no change, if too few."""
+        """Evict at least `nbytes`, first from tenants over their quota. None, and no change, if there are too few."""
         spared: dict[str, int] = {}
         for key in protect:
             if key in self._sizes and key not in self._held:
@@ -144,7 +144,7 @@ class Quotas:
         while found < nbytes:
             able = [tenant for tenant in free if free[tenant] > 0]
             tenant = max(able, key=over.__getitem__)
-            # No more of it than brings it to its quota, or to the next one that exceeds its own as much.
+            # Only until it is at its quota, or over it by no more than the next tenant is.
             others = sorted((over[other] for other in able if other != tenant), reverse=True)
             until = max(others[0], 0.0) if others and others[0] < over[tenant] else over[tenant]
             wanted = min(nbytes - found, free[tenant], max(1, int(over[tenant] - until) or nbytes - found))

@@ -17,7 +17,7 @@ _MAX_USES = 3
 
 @define(eq=False, repr=False)
 class S3FIFO(PolicyBase):
-    """Static queues, first in first out (Yang et al., SOSP 2023), in bytes.
+    """Two queues, each first in, first out (Yang et al., SOSP 2023), in bytes.
 
     A new chunk goes to the small queue, a tenth of the tier, and moves on to the main one if it was used meanwhile,
     or if it comes back after its eviction. In the main queue each use, up to three, is another round.
@@ -34,7 +34,7 @@ class S3FIFO(PolicyBase):
     """
 
     uses: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """How often each known key was used after its insertion. It is -1 until the insertion's own use."""
+    """How often each known key was used; -1 until the request that inserted it has touched it."""
     small: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     main: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     small_bytes: int = field(init=False, default=0)

@@ -1,4 +1,4 @@
-"""`Shadow`: a tier without bytes. It answers how much a policy would have found in so much room."""
+"""`Shadow`: a tier of keys without bytes. It tells how much a policy would find with a given capacity."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Shadow:
         return key in self._sizes
 
     def request(self, keys: Sequence[ChunkKey], size: int) -> int:
-        """A request uses this chain, head first, of chunks of `size` bytes; how many leading ones are here.
+        """Replay a request for a chain, head first, of chunks of `size` bytes; returns how many leading ones are here.
 
-        The rest is inserted, as much of it as fits beside those of the chain that are here.
+        Missing chunks are inserted, as many as fit beside those of the chain that are here.
         """
         hit = self.leading(keys)
         if hit < len(keys):

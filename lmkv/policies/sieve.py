@@ -1,4 +1,4 @@
-"""`SIEVE`: a hand passes over the queue and evicts what was not used since it came by."""
+"""`SIEVE`: a hand passes over the queue and evicts chunks that were not used since it came by."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class SIEVE(PolicyBase):
     """
 
     uses: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """Each known key has -1 until the use of its insertion, 0 after it, 1 if the hand is to spare it."""
+    """A known key has -1 until the request that inserted it has touched it, then 0, or 1 if the hand is to spare it."""
     ahead: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    """From the hand to the newest key."""
+    """Holds the keys from the hand to the newest one."""
     behind: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    """From the oldest key to the hand."""
+    """Holds the keys from the oldest one to the hand."""
 
     def add(self, key: ChunkKey) -> None:
         self.uses[key] = -1

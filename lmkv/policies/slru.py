@@ -29,7 +29,7 @@ class SLRU(PolicyBase):
     """
 
     probation: OrderedDict[ChunkKey, bool] = field(init=False, factory=OrderedDict)
-    """Whether the key has been used. The request that inserts a key is its first use."""
+    """Chunks that are not protected. The value says whether the request that inserted the key has touched it yet."""
     protected: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     protected_bytes: int = field(init=False, default=0)
 

@@ -12,14 +12,14 @@ from lmkv.policies.ghosts import Ghosts
 from lmkv.protocols import ChunkKey
 
 _GHOST_SHARE = 4
-"""Evicted chunks that are remembered, as a multiple of the tier. With fewer, short-lived ones hide the others."""
+"""Evicted bytes to remember, as a multiple of the tier's. With fewer, short-lived chunks displace the others."""
 
 
 @define(eq=False, repr=False)
 class WeightedAge(PolicyBase):
     """Evicts the older one of two candidates: the oldest chunk that was used once, and the oldest that was used again.
 
-    The age of the latter is divided by `weight`: 1 is LRU, and the larger it is, the sooner a chunk goes that comes
+    The age of the latter is divided by `weight`: 1 is LRU, and the larger it is, the sooner chunks go that were used
     once. A chunk that comes back after its eviction counts as used again.
 
     Parameters
@@ -40,10 +40,10 @@ class WeightedAge(PolicyBase):
 
     weight: float = field(default=2.0)
     once: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
-    """When each key was used last. It is negative until a use after the insertion."""
+    """When each key was used last. It is negative until the request that inserted the key has touched it."""
     again: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     now: int = field(init=False, default=1)
-    """Chunks that were used, repetitions included."""
+    """The clock counts the chunks that were used, repetitions included."""
     ghosts: Ghosts = field(init=False, factory=Ghosts)
 
     def add(self, key: ChunkKey) -> None:

@@ -14,7 +14,7 @@ def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
     """`(hit tokens, hit chunks)` of a cache of `capacity` chunks that knows the future.
 
     After each request it keeps those chunks, of the request and of before, whose next use comes first; of those with
-    the same next use the ones nearer to the head. So what it keeps is closed under prefixes, and no choice of
+    the same next use the ones nearer to the head. So the kept chunks are closed under prefixes, and no choice of
     victims finds more chunks.
     """
     after = _next_uses(trace)

@@ -19,8 +19,8 @@ _RAG_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input
 def read_trace(path: Path, chunk_tokens: int | None = None, *, spread: float = 0.0, seed: int = 1) -> Trace:
     """Read the trace in a file, or RAGPulse's in its folder; both may be compressed with zstd.
 
-    `chunk_tokens`: default: the trace's own block. `spread`: sessions of a run-length file begin at uniformly random
-    times within so many seconds; 0: as the file says. Raises UsageError for a file that is none of these.
+    `chunk_tokens`: None for the trace's own block. `spread`: sessions of a run-length file begin at uniformly random
+    times within this number of seconds; 0: as the file says. Raises UsageError for a file that is none of these.
     """
     if path.is_dir():
         path = next(iter(sorted(path.glob("0_trace.jsonl*"))), path / "0_trace.jsonl")

@@ -1,4 +1,4 @@
-"""Hints that a real agent's runtime could give: that a session ends."""
+"""Hints that a real agent's runtime could give: a session has ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sessions_of(trace: Trace) -> list[bytes]:
 
 
 class EndHints:
-    """Names the session of each request to a policy, and tells it when a session has ended; `share` of them do.
+    """Tells a policy the session of each request, and when a session has ended, for a `share` of the sessions.
 
     Raises UsageError for a policy that takes no hints.
     """

@@ -13,7 +13,7 @@ from lmkv.simulation.trace import Trace
 
 @frozen
 class Replayed:
-    """What a replay found. `tokens`: of all prompts."""
+    """The result of a replay. `tokens`: those of all prompts."""
 
     tokens: int
     hit_tokens: int

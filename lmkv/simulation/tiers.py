@@ -9,12 +9,12 @@ from attrs import define, field, frozen
 
 from lmkv.errors import UsageError
 from lmkv.policies import Shadow
-from lmkv.protocols import Admission, ChunkKey
+from lmkv.protocols import Admission, ChunkKey, SeesPrompts
 from lmkv.simulation.trace import Trace, TraceRequest
 
 ROUTERS = ("prefix", "round-robin", "least-loaded")
 _BUSY_SECONDS = 30.0
-"""A request loads its engine for so long, for the least-loaded router."""
+"""How long a request counts as load of its engine, for the least-loaded router."""
 
 
 @frozen
@@ -58,7 +58,7 @@ class Router:
         return chosen
 
     def _by_prefix(self, request: TraceRequest) -> int | None:
-        """The engine of the deepest chunk that one has served. Prefixes that all requests share bind none."""
+        """The engine that has served the deepest chunk. The first chunk, which many prompts share, does not count."""
         served = [self._last[key] for key in request.keys[1:] if key in self._last]
         return served[-1] if served else None
 
@@ -83,6 +83,8 @@ def replay_tiers(
         far = near
         if disk is not None:
             far = max(near, disk.leading(keys))
+            if isinstance(admission, SeesPrompts):
+                admission.prompt(keys, request.tokens)
             wanted = keys if admission is None else _admitted(keys, disk, admission)
             disk.request(wanted, chunk_bytes)
         near_tokens = min(near * size, request.tokens)

@@ -19,7 +19,7 @@ class TraceRequest:
     """One request.
 
     `time`: seconds since the start of the trace. `keys`: its chunks, head first, the last one perhaps partial.
-    `tokens`: of its prompt. `output_tokens`: that it generated. `session`: requests with the same one belong
+    `tokens`: length of its prompt. `output_tokens`: how many it generated. `session`: requests with the same one belong
     together; empty where the trace does not say.
     """
 
@@ -32,7 +32,7 @@ class TraceRequest:
 
 @define(eq=False, slots=False)
 class Trace:
-    """`chunk_tokens`: tokens of a whole chunk."""
+    """The requests of a server. `chunk_tokens`: tokens of a whole chunk."""
 
     name: str
     chunk_tokens: int
@@ -44,7 +44,7 @@ class Trace:
 
     @cached_property
     def unique(self) -> int:
-        """How many different chunks."""
+        """How many different chunks the requests use."""
         return len({key for request in self.requests for key in request.keys})
 
     @cached_property
@@ -54,9 +54,9 @@ class Trace:
 
 @define(eq=False)
 class KeyTable:
-    """Names chunks by all that comes before them, as lmkv's keys do. Equal keys are one object.
+    """Makes keys that stand for a chunk and all before it, as lmkv's do. Equal keys are one object.
 
-    Names of traces are often small numbers; keys are hashes, so that a sample by key is fair.
+    Names in traces are often small numbers; keys are hashes, so that a sample by key is fair.
     """
 
     name: str

@@ -10,11 +10,11 @@ from lmkv.store.tiers.primary import PrimaryTier
 from lmkv.store.tiers.tails import Share
 
 _FREE_SHARE = 16
-"""With write-back, one slot in so many is kept free, and as many chunks at most are flushed at a time."""
+"""With write-back, this fraction of the slots is kept free, and at most as many chunks are flushed at a time."""
 
 
 class SlotAllocator:
-    """Called under the store's lock. Nothing here waits.
+    """Gives out slots. Called under the store's lock; nothing here waits.
 
     `max_flushing`: evicted chunks that may be on their way to lower tiers at a time; 0: no write-back.
     """
@@ -46,8 +46,7 @@ class SlotAllocator:
         """
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:
-            for victim in self._primary.victims(protect, missing):
-                self._primary.remove(victim)
+            self._primary.evict(protect, missing)
 
     def _evict(self, after: AfterLock, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
         """Evict for one slot, at once or once flushed; False when the policy has no victim."""
@@ -57,7 +56,7 @@ class SlotAllocator:
         return bool(victims)
 
     def _evict_from(self, share: Share, after: AfterLock) -> bool:
-        """Evict one of a kind, for another one; False when all are in use."""
+        """Evict an entry of this kind to make room for another; False when all are in use."""
         victim = self._primary.evict_from(share)
         if victim is not None:
             self._drop(victim, after)

@@ -1,4 +1,4 @@
-"""Where a hit may end: with recurrent layers only behind a chunk with all states, and all chunks before them."""
+"""Where a hit may end: with recurrent layers, only where all states and all chunks before them are stored."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from lmkv.store.tiered import TieredStore
 
 @frozen
 class Boundaries:
-    """Answers from the store's indexes. `states`: entries of each boundary; without any, a hit ends with any chunk.
+    """Finds the ends of hits in the store's indexes. `states`: entries of each boundary; if 0, any chunk may end a hit.
 
-    A chain is the keys of a prompt's chunks. `first`: boundaries of so many chunks and fewer do not count. Thread-safe.
+    A chain is the keys of a prompt's chunks. `first`: boundaries after this many chunks or fewer do not count.
+    Thread-safe.
     """
 
     _store: TieredStore
     states: int
 
     def entries(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """All that a hit of these chunks needs: they, and the states behind them."""
+        """The keys of all that a hit of these chunks needs: the chunks, and the states behind the last one."""
         return [*chain, *(state_keys(chain[-1], self.states) if chain and self.states else ())]
 
     def chunks(self, entries: int) -> int:
@@ -30,7 +31,7 @@ class Boundaries:
         return max(0, entries - self.states)
 
     def last(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
-        """The most leading chunks behind which all states are stored, in host memory if `ready`; 0 for none."""
+        """Most leading chunks behind which all states are stored, in host memory if `ready`; 0 if none are."""
         for end in range(len(chain), first, -1):
             counts = self._store.count_prefix(state_keys(chain[end - 1], self.states))
             if counts[0 if ready else 1] == self.states:
@@ -48,5 +49,5 @@ class Boundaries:
         return self.entries(here[: self.last(here, first, ready=True)] if self.states else here)
 
     def wanted(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """What to promote for a prompt: its longest hit. Where nothing is recurrent all its chunks, known or not."""
+        """The entries to promote for a prompt: its longest hit, or all its chunks if nothing is recurrent."""
         return self.found(chain) if self.states else list(chain)

@@ -64,7 +64,7 @@ class Catalog:
     def unknown(self, keys: Sequence[ChunkKey], states: int) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
         """`(chunks, states)` that no index knows: the chunks from the first such on, the states behind any chunk.
 
-        `states`: entries of each boundary. Of boundaries before one that is known no states are given.
+        `states`: entries of each boundary. States of boundaries before a known one are left out.
         """
         behind: list[ChunkKey] = []
         for key in reversed(keys):
@@ -106,7 +106,7 @@ class Catalog:
             return tier.name if tier else None
 
     def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, tuple[int, int]]:
-        """How many of the chunks each lower tier would deliver, and their bytes, in the order in which the tiers come.
+        """How many of the chunks each lower tier would deliver, and their bytes, in the order of their first chunks.
 
         None: no tier.
         """
@@ -138,7 +138,7 @@ class Catalog:
             self._observers.append(observer)
 
     def replay_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Call `observer.stored` for each tier that has each of these chunks; for each, whether any tier has it."""
+        """Call `observer.stored` for each chunk and each tier that has it; returns whether any does, by chunk."""
         with self._lock:
             return [self._replay_to(observer, key) for key in keys]
 

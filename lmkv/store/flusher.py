@@ -43,7 +43,7 @@ class _Flush:
 
 @define(eq=False, repr=False)
 class Flusher:
-    """`on_slots_freed`: called without the lock after copies have ended, when slots may have become free."""
+    """Makes copies in lower tiers. `on_slots_freed`: called without the lock when ended copies may have freed slots."""
 
     _lock: threading.Lock
     _primary: PrimaryTier
@@ -99,7 +99,7 @@ class Flusher:
     def _plan(
         self, copies: Sequence[_Copy], chain: Sequence[ChunkKey], after: AfterLock, *, late: bool = False
     ) -> None:
-        """Each of the copies refers to its entry already."""
+        """Queue copies, each of which refers to its entry already."""
         if copies:
             flush = _Flush(chain, dict.fromkeys(copies), late)
             after.jobs += [
@@ -108,7 +108,7 @@ class Flusher:
             ]
 
     def _copy(self, copy: _Copy, flush: _Flush, after: AfterLock) -> None:
-        """I/O thread."""
+        """Make one copy, on an I/O thread."""
         tier, entry = copy
         try:
             payload = self._primary.payloads.gather(entry.key, self._primary.slab.view(entry.slot))
@@ -120,7 +120,7 @@ class Flusher:
                 self._plan_late(after)
 
     def _refused(self, copy: _Copy, flush: _Flush, after: AfterLock) -> None:
-        """The pool has no room: the copy comes later, if the chunk is still here. Its slot is not kept for it."""
+        """Make a refused copy later, if the chunk is still here then. Its slot is not kept for it."""
         tier, entry = copy
         with self._lock:
             del flush.copies[copy]
@@ -134,7 +134,7 @@ class Flusher:
 
     @locked
     def _plan_late(self, after: AfterLock) -> None:
-        """A copy has ended: there is room for one that had none."""
+        """Queue a late copy, because another copy has ended."""
         while self._late:
             (tier, entry), chain = self._late.popleft()
             if entry.removed:

@@ -1,4 +1,4 @@
-"""Fork safety: in a forked child, which has none of its parent's threads, the objects that need them close."""
+"""Fork safety: objects that need threads close in a forked child, which has none of its parent's threads."""
 
 from __future__ import annotations
 

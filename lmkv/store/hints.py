@@ -1,4 +1,4 @@
-"""`Hints`: what callers know about the next use of chunks, for the policies of all tiers."""
+"""`Hints`: passes on what callers know about chunks to the policies and admission filters of all tiers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Final
 from attrs import define, field
 from cachetools import LRUCache
 
-from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, TakesHints
+from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, SeesPrompts, TakesHints
 from lmkv.store.tiers.locking import locked
 
 _MAX_SESSIONS: Final = 1 << 14
 _MAX_BRANCHES: Final = 16
-"""Of a session: an agent's own conversation, and those of agents that it has started."""
+"""Most branches of a session: an agent's own conversation, and those of agents that it has started."""
 
 
 @define(eq=False, repr=False)
@@ -38,6 +38,7 @@ class Hints:
     _lock: threading.Lock
     _policies: Mapping[str, Policy]
     _clock: Clock
+    _admissions: Sequence[SeesPrompts] = ()
     _labelled: list[LabelsKeys] = field(init=False)
     _ends: dict[ChunkKey, tuple[float, Sequence[ChunkKey]]] = field(init=False, factory=dict)
     """When the priority of a chain ends, by its last key."""
@@ -49,7 +50,7 @@ class Hints:
         self._labelled = [policy for policy in self._policies.values() if isinstance(policy, LabelsKeys)]
 
     def give(self, keys: Sequence[ChunkKey], priority: int, seconds: float | None = None) -> None:
-        """See `TakesHints.hint`. `seconds`: a priority above 0 lasts so long; None: until another hint."""
+        """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; None: until another hint."""
         with self._lock:
             self._give(keys, priority, seconds)
 
@@ -66,6 +67,13 @@ class Hints:
             self._ends[keys[-1]] = end, keys
             self._next_end = min(self._next_end, end)
 
+    def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
+        """See `SeesPrompts.prompt`."""
+        if self._admissions:
+            with self._lock:
+                for admission in self._admissions:
+                    admission.prompt(keys, tokens)
+
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
         """Chunks with these keys belong to the first of these tenants that has a quota."""
         if not self._labelled or not names:
@@ -81,12 +89,20 @@ class Hints:
             return {name: dict(policy.used_bytes()) for name, policy in tiers if isinstance(policy, LabelsKeys)}
 
     def session(self, name: str, keys: Sequence[ChunkKey], *, ended: bool = False) -> None:
-        """A request of a session has ended. Chunks that it has replaced are given up.
+        """Note the end of a session's request, and give up the chunks that it has replaced.
 
-        `ended`: the session has, too: all its chunks that no other session shares are given up.
+        `ended`: the session has ended, too, so that all its chunks are given up that no other session shares.
         """
         with self._lock:
             self._session(name, keys, ended=ended)
+
+    def end_session(self, name: str) -> bool:
+        """A session has ended, without another request: its chunks are given up. Returns whether it was known."""
+        with self._lock:
+            branches = self._sessions.pop(name, [])
+            for branch in branches:
+                self._give(branch, -1)
+        return bool(branches)
 
     @locked
     def _session(self, name: str, keys: Sequence[ChunkKey], *, ended: bool) -> None:

@@ -38,7 +38,7 @@ class Lease(AbstractContextManager["Lease"]):
         return [entry.key for entry in self._entries]
 
     def release(self) -> None:
-        """Idempotent. Takes the store's lock."""
+        """Give the references back. Idempotent. Takes the store's lock."""
         if not self._released:
             self._released = True
             with self._lock:

@@ -14,7 +14,7 @@ from lmkv.store.tiers.primary import PrimaryTier
 
 @define(eq=False, repr=False)
 class Pins:
-    """Called under the store's lock."""
+    """The pinned chunks, and when each pin ends. Called under the store's lock."""
 
     _primary: PrimaryTier
     _clock: Clock

@@ -26,7 +26,7 @@ from lmkv.store.tiers.primary import PrimaryTier
 class _Work:
     """A promotion, and the state of it that callers do not see.
 
-    `end`: its time to live is over then. `missing`: keys that wait for `lookup`, or for slots while chunks are
+    `end`: when its time to live is over. `missing`: keys that wait for `lookup`, or for slots while chunks are
     flushed. `awaited`: entries that are not filled yet, by the tier that fills them. `chain`: everything that the
     request wants; the promotion may be its beginning.
     """
@@ -51,7 +51,7 @@ class _Load:
 
 @define(eq=False, repr=False)
 class Promoter:
-    """`max_prefetched`: slots that prefetches may refer to at a time. `lock`: the store's.
+    """Runs promotions. `max_prefetched`: slots that prefetches may refer to at a time. `lock`: the store's.
 
     `waiters`: the promotions that wait for an entry to be filled. `forked`: this is a child process without threads.
     """
@@ -185,7 +185,7 @@ class Promoter:
 
     @locked
     def _end_load(self, entry: Entry, after: AfterLock) -> None:
-        """The load refers to its chunk no more, which is READY or never will be."""
+        """Drop the load's reference to its chunk, which is READY or never will be."""
         tier = self._loads.pop(entry).tier
         if entry.state is not State.READY:
             self._primary.remove(entry)
@@ -224,7 +224,7 @@ class Promoter:
         self.wake(entry, after)
 
     def _refused(self, entry: Entry, after: AfterLock) -> None:
-        """Not locked. The pool is closed."""
+        """Give up a load that the closed pool refused. Called without the lock."""
         with self._lock:
             self._cancel_load(entry, after)
 
@@ -256,7 +256,7 @@ class Promoter:
     # -- ends ---------------------------------------------------------------------------------------------
 
     def release(self, promotion: Promotion) -> None:
-        """Not locked. Idempotent."""
+        """Release a promotion's chunks. Called without the lock; idempotent."""
         after = AfterLock()
         with self._lock:
             self._release(promotion, after)

@@ -97,7 +97,7 @@ class Promotion:
         self._release(self)
 
     def finish(self) -> None:
-        """For the promoter, not locked: nothing is under way any more. Idempotent."""
+        """End the promotion: nothing is under way any more. Called by the promoter, without the lock. Idempotent."""
         with self._lock:
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []

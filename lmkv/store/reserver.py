@@ -22,7 +22,7 @@ from lmkv.store.tiers.primary import PrimaryTier
 
 @define(eq=False, repr=False)
 class Reserver:
-    """`lock`: the store's."""
+    """Plans reservations, and publishes or frees their slots. `lock`: the store's."""
 
     _lock: threading.Lock
     _primary: PrimaryTier
@@ -50,14 +50,15 @@ class Reserver:
         if kept is not None:
             self._free_up(keys, kept)
         known_entries, enter, writing = self._primary.entries, self._primary.enter, State.WRITING
+        free = self._primary.slab.allocate
         for key in keys:
             known = known_entries.get(key)
             if known is not None and self._promoter.hangs(known):
                 self._promoter.give_up(known, after)
                 known = None
             if known is None:
-                slot = self._allocator.allocate(key, after, kept)
-                if slot is None:
+                slot = free() if type(key) is bytes else None
+                if slot is None and (slot := self._allocator.allocate(key, after, kept)) is None:
                     break
                 ids = tokens[accepted * width : (accepted + 1) * width] if width else b""
                 origin = origins[accepted] if origins else b""

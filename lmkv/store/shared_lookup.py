@@ -14,12 +14,12 @@ from lmkv.store.tiers.lower import LowerTier
 
 @define(eq=False, repr=False)
 class SharedLookup:
-    """The question whether shared tiers have the leading chunks of some keys; from `TieredStore.look_up_shared`.
+    """Asks shared tiers for the leading chunks of some keys; made by `TieredStore.look_up_shared`.
 
     Each tier, fastest first, is asked for the keys that the tiers before it do not have. Done when all chunks are
     found, or all tiers have answered or failed. Thread-safe.
 
-    `states`: keys of states that the chunks may be found with, which need not all be there.
+    `states`: keys of states behind these chunks, which are asked for too and may be missing.
 
     `on_done`: called once, without the lock. `seconds`: how long it took, by the `clock`.
     """
@@ -52,7 +52,7 @@ class SharedLookup:
         return Job(self._run, Priority.LOAD, self._end)
 
     def _run(self, after: AfterLock) -> None:
-        """I/O thread."""
+        """Ask the tiers, on an I/O thread."""
         unknown = self._keys
         try:
             for tier in self._tiers:

@@ -18,7 +18,7 @@ from functools import partial
 
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
-from lmkv.protocols import ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
+from lmkv.protocols import ChunkKey, Clock, ListsKeys, RegistersMemory, SeesPrompts, Tier
 from lmkv.store.allocator import SlotAllocator
 from lmkv.store.catalog import Catalog
 from lmkv.store.flusher import Flusher
@@ -116,10 +116,12 @@ class TieredStore:
         self._tiers = [LowerTier(tier, nbytes, self._lock, clock, self._observers) for tier in lower]
         # Writes must not refer to so many slots that loads find none.
         self.max_pending_stores = max(1, min(_MAX_STORES, slots // 2)) if lower else slots
-        """Chunks that can be stored at a time without a write to a lower tier being refused for them."""
+        """Chunks that can be stored at a time without a refused write to a lower tier."""
         self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
         self._pins = Pins(self._primary, clock)
-        self.hints = Hints(self._lock, {tier.name: tier.policy for tier in (primary, *lower)}, clock)
+        policies = {tier.name: tier.policy for tier in (primary, *lower)}
+        filters: list[object] = [tier.admission for tier in lower]
+        self.hints = Hints(self._lock, policies, clock, [each for each in filters if isinstance(each, SeesPrompts)])
         self._flusher = Flusher(self._lock, self._primary, self._tiers, self._resume)
         flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
         self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)
@@ -148,7 +150,7 @@ class TieredStore:
 
     @contextmanager
     def _planned(self) -> Iterator[AfterLock]:
-        """Hold the lock; run after its release everything that was planned under it."""
+        """Hold the lock; after its release, run everything that was planned under it."""
         after = AfterLock()
         with self._lock:
             yield after
@@ -379,7 +381,7 @@ class TieredStore:
             attempt(backend.close, partial(logger.warning, "lmkv: closing %s failed: %r", backend.name))
 
     def after_fork(self) -> None:
-        """The child has none of the threads: the store is closed there."""
+        """Close the store in a forked child, which has none of the threads."""
         self._closed = self.forked = self._promoter.forked = True
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
         self._pool.after_fork()
@@ -395,5 +397,5 @@ class TieredStore:
 
 
 def _deletion(work: Callable[[], None]) -> Job:
-    """Refused by a closed pool, it is not needed: the store serves nothing any more."""
+    """A job that a closed pool may refuse: then the store serves nothing that it would delete."""
     return Job(lambda after: work(), Priority.LOAD, lambda after: None)

@@ -38,7 +38,7 @@ class FaultyBackend(WrapperBackend):
     inner
         The backend that calls are forwarded to.
     seed
-        Of the random numbers: the same seed and calls have the same faults.
+        Seed of the random numbers: the same seed and calls give the same faults.
     error_rate
         Probability of a failure, for each key of a read or write and for each other call.
     latency
@@ -48,7 +48,7 @@ class FaultyBackend(WrapperBackend):
     max_hold
         Seconds after which a call in a black hole fails.
     sleep
-        Called with `latency`.
+        Function that waits; called with `latency`.
 
     Raises
     ------
@@ -176,7 +176,7 @@ class FaultyCopier:
     inner
         The copier that calls are forwarded to.
     seed
-        Of the random numbers: the same seed and calls have the same faults.
+        Seed of the random numbers: the same seed and calls give the same faults.
     error_rate
         Probability that a call raises `OSError`, when half of its chunks or some of its layers are copied.
     late_rate

@@ -7,7 +7,7 @@ Memory is host memory, and addresses are real. Whatever CUDA could do may happen
 * an event that is reached may not be seen to be for a while;
 * a copy that crosses the border of a registration, or mixes registered with other host memory, is refused;
 * a copy of host memory that is not registered blocks the caller until its stream is done;
-* a stream takes so many calls, and then blocks the caller until there is room;
+* a stream takes a number of calls, and then blocks the caller until there is room;
 * memory ends;
 * an access outside the device's memory is an error that sticks: everything fails from then on.
 """
@@ -71,7 +71,7 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """Queued: things to do, events to wait for, events to let happen."""
+    """A queue of things to do, events to wait for and events to let happen."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
@@ -154,11 +154,11 @@ class SimulatedDevice:
             self._owners.append(storage)
 
     def launch(self, work: Callable[[], object]) -> None:
-        """The model computes, some time after now."""
+        """Queue computation of the model, for some later time."""
         self.compute.do(work)
 
     def fail(self, why: str) -> None:
-        """The context is dead: nothing that is queued is done, and every call raises."""
+        """End the context: nothing that is queued is done, and every call raises."""
         self._error = why
         for stream in self.streams:
             stream.queue.clear()
@@ -246,7 +246,7 @@ class SimulatedDevice:
     # -- execution ------------------------------------------------------------------------------------------
 
     def _launch(self, stream: Stream, works: list[Callable[[], object]]) -> None:
-        """One call, that does several things in any order."""
+        """Queue a call that does several things in any order."""
         assert isinstance(stream, SimulatedStream)
         self.rng.shuffle(works)
         stream.do(lambda: [work() for work in works])
@@ -271,7 +271,7 @@ class SimulatedDevice:
             raise DeviceError(f"invalid argument: {nbytes} bytes of host memory are not in one registration")
 
     def run(self, steps: int) -> bool:
-        """Do up to so many things that may be done now; False when there was nothing."""
+        """Do up to `steps` things that may be done now; False when there was nothing."""
         for _ in range(steps):
             ready = [stream for stream in self.streams if stream.ready]
             if not ready:

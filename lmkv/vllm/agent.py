@@ -23,7 +23,7 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: ServedModel) -> AgentServer | None:
-    """The service, or None: none is wanted, or its address is taken, which the log says.
+    """Start the service. None if none is wanted, or if its address is taken, which the log says.
 
     Raises ConfigError for an address that is not this machine's alone.
     """
@@ -57,7 +57,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         trace=scheduler.observer.recorder.since,
         value=lambda: scheduler.observer.value.report(scheduler.loading.wait.cost.prefill_speed),
     )
-    # Once: its file may be a pipe.
+    # Read once, because its file may be a pipe.
     token = config.token
     first, number = Address(config.agent_listen), compat.local_engine(vllm_config)
     address = first.of_engine(number)

@@ -10,7 +10,7 @@ from attrs import frozen
 from lmkv.memory.copier import ChunkCopy, Run
 
 _NOTHING = Run(0, [])
-"""What a copy moves of a group that has no part in its entry."""
+"""The run of a group that has no part in the copied entry."""
 
 NULL_BLOCK = 0
 """vLLM's placeholder in block tables, in place of blocks behind a sliding window, and of states that are gone."""
@@ -75,8 +75,8 @@ class BlockMap:
     ) -> ChunkCopy | None:
         """The copy of the first `tokens` tokens, all by default, of chunk number `chunk` into `slot`.
 
-        None when its blocks are not all there. With a sliding window only the pages need be there that a hit
-        reads which ends with these tokens, or one token before, as that of a whole prompt does.
+        None when its blocks are not all there. With a sliding window, only those pages must be there that a hit
+        reads if it ends with these tokens, or one token earlier, as a whole prompt's hit does.
         """
         runs, tokens = [], tokens or self.chunk_size
         for group, table in zip(self.groups, block_ids, strict=True):

@@ -117,7 +117,7 @@ def check_spec(spec: Any) -> None:
     if (kind not in _KINDS and not is_state(spec)) or not getattr(spec, "prefix_cacheable", True):
         raise ValueError(f"{kind} layers keep state that is not part of a prefix's chunks")
     if getattr(spec, "non_causal", False):
-        raise ValueError("tokens of a prompt attend to later ones, so that a prefix's KV depends on what follows it")
+        raise ValueError("tokens of a prompt attend to later ones, so that a prefix's KV depends on them")
 
 
 def has_tokens(request: Any) -> bool:

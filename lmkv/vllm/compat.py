@@ -163,8 +163,8 @@ def may_be_block_major(vllm_config: Any) -> bool:
 def recomputes_within_step(vllm_config: Any) -> bool:
     """Whether vLLM can recompute blocks that a load within a step has failed to fill.
 
-    Not once the next step is scheduled, as it is for each pipeline stage. Nor with its Model Runner V2, which then
-    writes outside its KV space.
+    It cannot once the next step is scheduled, as with pipeline stages, nor with its Model Runner V2, which then writes
+    outside its KV space.
     """
     pipelined = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     return not (pipelined or _has_runner_v2(vllm_config))
@@ -209,10 +209,10 @@ def _calls_hooks(module: Any) -> bool:
 
 
 def yield_gil() -> None:
-    """For a step that computes nothing: let the threads run that it waits for.
+    """Let other threads run, in a step that computes nothing and waits for them.
 
-    An engine core in a process of its own pauses after such a step. One in the caller's process does not: it
-    took the interpreter from the disk's threads, so that a hit came from there four times later.
+    An engine core in a process of its own pauses after such a step. One in the caller's process does not: it kept
+    the interpreter from the disk's threads, so that a hit from there took four times as long.
     """
     from vllm import envs
 
@@ -238,6 +238,17 @@ def draft_lookahead(vllm_config: Any) -> int:
     return max(1, getattr(vllm_config, "num_prefill_lookahead_tokens", 1)) if drops() else 0
 
 
+def draft_modules(vllm_config: Any) -> str:
+    """Which of several MTP modules an engine fills the KV of; "" where there are no several.
+
+    All have KV. The V2 runner fills that of as many as it drafts tokens with, the V1 runner other ones.
+    """
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
+    if not getattr(speculative, "use_multi_module_mtp", lambda: False)():
+        return ""
+    return f"{speculative.num_speculative_tokens} on V{1 + _has_runner_v2(vllm_config)}"
+
+
 def computed_tokens(scheduler_output: Any) -> dict[str, int]:
     """For each request of the step, its tokens whose KV is valid after it, without drafts."""
     scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
@@ -258,9 +269,9 @@ def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int,
 
 
 def stop_at(request: Any, tokens: int) -> None:
-    """Have vLLM end a step of this request after so many tokens, and keep the recurrent layers' states there.
+    """Have vLLM end a step of this request after `tokens` tokens, and keep the recurrent layers' states there.
 
-    It does so by itself where its own prefix cache has a prefix of several prompts without a state at its end.
+    vLLM does so by itself where its own prefix cache has a prefix of several prompts without a state at its end.
     """
     if tokens > getattr(request, "shared_prefix_boundary", tokens):
         request.shared_prefix_boundary = tokens
@@ -302,7 +313,7 @@ def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str]
 def recompute(scheduler: Any, request_id: str) -> None:
     """Have vLLM 0.29 compute a request whose load has failed from its beginning, as later versions do.
 
-    It cannot be told of failed blocks where there are several KV cache groups.
+    vLLM 0.29 cannot be told of failed blocks if there are several KV cache groups.
     """
     request = scheduler.requests.get(request_id)
     if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":

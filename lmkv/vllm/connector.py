@@ -257,7 +257,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(lambda: None)
     def _reannounce(self) -> None:
-        """If vLLM is about to announce that all blocks are gone, by which it means its own."""
+        """Announce all chunks again if vLLM is about to announce that all blocks are gone, which means its own."""
         if self._scheduler is not None and self._describe_blocks is not None and self._describe_blocks.all_cleared:
             self._scheduler.reannounce()
 
@@ -314,7 +314,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.refuse(f"a worker cannot use its KV tensors: {error}")
 
     def unregister_kv_caches(self) -> None:
-        """Before the engine sleeps (vLLM 0.33)."""
+        """Give the KV tensors up before the engine sleeps (vLLM 0.33)."""
         if self._worker is not None:
             self._worker.suspend()
 
@@ -350,7 +350,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         return compat.transfer_results(*self._finished())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """The same for vLLM 0.29, whose scheduler side learns of failures by itself."""
+        """Requests whose loads have ended, for vLLM 0.29, whose scheduler side learns of failures by itself."""
         finished, _ = self._finished()
         return set(), finished
 

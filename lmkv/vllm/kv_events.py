@@ -22,8 +22,8 @@ def are_wanted(vllm_config: Any) -> bool:
 class BlockDescriber:
     """Describes a request's blocks, by vLLM's hashes, and says in vLLM's classes where they are.
 
-    `block_sizes`, `kinds`, `groups`: of each block table that is cached, the tokens per block, vLLM's name for its
-    attention, and its number among vLLM's KV cache groups. `block_pool`: vLLM's, as soon as there is one.
+    `block_sizes`, `kinds`, `groups`: each cached block table's tokens per block, vLLM's name for its attention, and its
+    number among vLLM's KV cache groups. `block_pool`: vLLM's, as soon as there is one.
     """
 
     block_sizes: Sequence[int]
@@ -68,7 +68,7 @@ class BlockDescriber:
         )
 
     def as_vllm_events(self, events: Iterable[Event]) -> list[Any]:
-        """As vLLM's `BlockStored` and `BlockRemoved`."""
+        """The same events as vLLM's `BlockStored` and `BlockRemoved`."""
         return [self._stored(event) if isinstance(event, BlocksStored) else _removed(event) for event in events]
 
     def _stored(self, event: BlocksStored) -> Any:

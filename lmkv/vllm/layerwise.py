@@ -43,14 +43,14 @@ class LayerwiseTransfer:
             self._attempt(lambda: pipeline.wait(layer))
         elif layer in self._saved:
             if pipeline is not None:
-                logger.error("lmkv: the model computed a layer twice in one step; what was stored of it is discarded")
+                logger.error("lmkv: the model computed a layer twice in one step; its store is discarded")
             self._fail()
         elif pipeline is not None:
             self._saved.add(layer)
             self._attempt(lambda: pipeline.save(layer))
 
     def _fail(self) -> None:
-        """Once the copies that have begun have ended: their slots may be given to others next."""
+        """Fail after the copies that have begun have ended: their slots may be given to others next."""
         pipeline, self._pipeline = self._pipeline, None
         if isinstance(pipeline, LayerWriter):
             with contextlib.suppress(Exception):

@@ -19,7 +19,7 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.memory.paged import PagedMemory, padded
 from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.cacheable import check_model, check_states, is_replayed
-from lmkv.vllm.compat import KVGroup, block_sizes, kv_groups, vllm_version
+from lmkv.vllm.compat import KVGroup, block_sizes, draft_modules, kv_groups, vllm_version
 from lmkv.vllm.identity import fingerprint
 from lmkv.vllm.ranks import Ranks
 
@@ -48,7 +48,7 @@ class ServedModel:
 
     @cached_property
     def namespace(self) -> Namespace:
-        """Made on first use: it samples the weights, which workers need not do."""
+        """The namespace of its KV, made on first use: it samples the weights, which workers need not do."""
         return self._make_namespace()
 
     def paged_memory(self, rows: Sequence[torch.Tensor]) -> PagedMemory:
@@ -126,7 +126,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
 def _state_entries(groups: list[KVGroup], chunk_size: int) -> list[int]:
     """For each group the number of the state entry that it is part of, 0 for one with the KV of tokens.
 
-    As many groups share an entry as are together no larger than a chunk: slots have one size, that of the largest.
+    Groups share an entry as long as they are together no larger than a chunk: slots have the size of the largest entry.
     """
     chunk = sum(sum(group.page_bytes) * (chunk_size // group.block_size) for group in groups if not group.recurrent)
     entries, number, room = [], 0, 0
@@ -162,6 +162,7 @@ def _namespace(
             "code": _code(model),
             "inputs": _inputs(model),
             "page_format": _page_format(vllm_config),
+            **({"draft_modules": modules} if (modules := draft_modules(vllm_config)) else {}),
             **({"states": _state_format(vllm_config)} if any(group.recurrent for group in groups) else {}),
         },
     )
@@ -254,7 +255,7 @@ def _page_format(vllm_config: Any) -> str:
 
 
 def _state_format(vllm_config: Any) -> str:
-    """What decides the bytes of a recurrent layer's state besides its shape and type."""
+    """Everything that decides the bytes of a recurrent layer's state besides its shape and type."""
     from vllm import envs
 
     return f"{getattr(envs, 'VLLM_SSM_CONV_STATE_LAYOUT', None)} {getattr(vllm_config, 'mamba_config', None)}"

@@ -23,7 +23,7 @@ def register() -> None:
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        # To register a name twice is an error.
+        # vLLM refuses a name that is registered already.
         if NAME not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(NAME, MODULE, NAME)
         if _is_replaced():
@@ -39,7 +39,7 @@ def register() -> None:
 def replaces_connector(arguments: Sequence[str], folder: Path = Path()) -> bool:
     """Whether a command line, or the file that its `--config` names, has vLLM replace lmkv by its own connector.
 
-    `folder`: in which it was given.
+    `folder`: where relative paths in it start.
     """
     given = " ".join(arguments).replace("_", "-")
     options = re.search(r"--config[ =](\S+)", " ".join(arguments))
@@ -53,7 +53,7 @@ def replaces_connector(arguments: Sequence[str], folder: Path = Path()) -> bool:
 def _is_replaced() -> bool:
     """Whether vLLM was given `kv_offloading_size` as well, which silently takes the place of any connector.
 
-    A server has read its command line by now and nothing else; a program calls with its arguments.
+    A server has only its command line by now; a program's arguments are in the frames that call this function.
     """
     if replaces_connector(sys.argv):
         return multiprocessing.parent_process() is None

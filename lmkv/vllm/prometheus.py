@@ -44,7 +44,7 @@ class LMKVStats(KVConnectorStats):
 
 
 class LMKVPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics of every engine that this process serves. No method raises: a metric less is no failure."""
+    """Prometheus metrics of every engine that this process serves. No method raises: a missing metric is no failure."""
 
     _registered: ClassVar[list[Any]] = []
 
@@ -68,7 +68,7 @@ class LMKVPromMetrics(KVConnectorPromMetrics):
 
     @classmethod
     def _unregister(cls) -> None:
-        """Forget those of an engine that this process has made before, as vLLM does with its own."""
+        """Forget the metrics of an earlier engine of this process, as vLLM does with its own."""
         registered, cls._registered = cls._registered, []
         for metric in registered:
             with contextlib.suppress(KeyError):

@@ -13,9 +13,9 @@ from lmkv.vllm.cacheable import check_parallel
 
 @frozen
 class Ranks:
-    """The workers of an engine: pipeline stages, of context ranks, of tensor ranks.
+    """The workers of an engine. Each pipeline stage has context ranks, each of which has tensor ranks.
 
-    `replicas`: so many consecutive ranks have the same KV, of which one copy is stored. `stages`: hidden layers of
+    `replicas`: how many consecutive ranks have the same KV, of which one copy is stored. `stages`: hidden layers of
     each pipeline stage.
     """
 
@@ -67,6 +67,8 @@ class Ranks:
         if len(self.stages) == 1:
             return tuple(layers)
         hidden = self.stages[stage]
+        if not hidden:
+            raise ValueError(f"pipeline stage {stage} has no layers, so that it does not know those of the others")
         pattern = tuple(layers[: len(layers) // hidden])
         if pattern * hidden != tuple(layers):
             raise ValueError("its layers have different KV, so that a pipeline stage does not know that of the others")

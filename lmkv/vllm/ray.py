@@ -19,7 +19,7 @@ NAME = "LMKVConnector"
 
 
 class LMKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
-    """Shapes the two requests that Ray makes of each: as for any connector, with the client's options in both."""
+    """Shapes the two requests that Ray makes of a client's: as for any connector, with its options in both."""
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
         return _shaped(super().prepare_prefill_request, request, peer=peer)

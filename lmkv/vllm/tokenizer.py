@@ -12,7 +12,7 @@ from lmkv.errors import UsageError
 
 
 def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]:
-    """Token ids of a text or of a chat's messages, as vLLM's own; the tokenizer is read at the first call."""
+    """A function that makes tokens of a text or a chat, as vLLM does; it reads the tokenizer at its first call."""
 
     def tokenize(prompt: Any, template: Mapping[str, Any]) -> list[int]:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -46,14 +46,14 @@ def _of_the_tokenizer(tokenizer: Any) -> set[str]:
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """As vLLM gives them to a template: with its order of fields."""
+    """Tools as vLLM gives them to a template: with its order of fields."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     return [ChatCompletionToolsParam(**each).model_dump() for each in given]
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """As vLLM gives it to a template: with a text, and with mappings as the arguments of its calls."""
+    """A message as vLLM gives it to a template: with a text, and with mappings as the arguments of its calls."""
     message = {**given, "content": given.get("content") or ""}
     calls = message.pop("tool_calls", None) or []
     return {**message, "tool_calls": [_call(each) for each in calls]} if calls else message

@@ -30,7 +30,7 @@ from lmkv.vllm.observe.metrics import Samples, Values
 logger = logging.getLogger(__name__)
 
 _ATTACHES = 3
-"""So often is a slab that cannot be mapped tried, before the rank refuses."""
+"""How often a rank tries to map a slab before it refuses all orders."""
 
 
 @define(eq=False)
@@ -43,13 +43,13 @@ class _Running:
 class Worker:
     """Executes the `StepPlan`s of one rank. All calls come from the thread that runs the model.
 
-    `rank`: whose part of each slot it copies. `layout`: None for a model that only the scheduler side takes for
-    one that is cached; then every order fails. `share`: (n, of how many ranks) that have the same KV, which
-    the first of them stores. `block_level_failures`: failed loads are reported by block ids, else (see
+    `rank`: the rank whose part of each slot it copies. `layout`: None if this rank cannot cache the model though the
+    scheduler side can; then every order fails. `share`: (index, count) of this rank among those that have the same
+    KV, which the first of them stores. `block_level_failures`: failed loads are reported by block ids, else (see
     `BlockMap.one_full_table`) by request ids. `layerwise`: loads and stores within a step overlap its
     computation, for a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of its slab (see
-    `slab_name`), which it finds as soon as there is one, rather than with the first order. `staging_bytes`: of
-    the device's memory, for stores.
+    `slab_name`), which it finds as soon as there is one, rather than with the first order. `staging_bytes`: device
+    memory for stores.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Worker:
         """Set the paged memory that orders refer to, and allocate staging memory on its device."""
         with self._attaching:
             if self._copier is not None:
-                # It has pinned the slab, which the next one does again.
+                # Unpin the slab: the next copier pins it again.
                 self._copier.close()
             self._copier = None
             self._staging = make_staging(memory, self._staging_bytes)
@@ -124,7 +124,7 @@ class Worker:
         assert self._layout is not None
         ref = wait_for_slab(self._engine, self._layout.slot_bytes, self._closing)
         with self._attaching:
-            # One that came with an order is the right one.
+            # A slab that came with an order takes precedence.
             if ref is not None and self._slab_ref is None:
                 self._attach(ref)
 
@@ -171,7 +171,7 @@ class Worker:
             if ref == self._slab_ref or self._closing.is_set() or self._refusal or self._layout is None:
                 return
             try:
-                # First of all: if this one cannot be mapped, no copy may reach the one before.
+                # Release the old slab first: if the new one cannot be mapped, no copy may reach the old.
                 self._slab_ref = None
                 self._release_slab()
                 self._check_slab(ref, self._layout)
@@ -181,7 +181,7 @@ class Worker:
             except UsageError as error:
                 self.refuse(f"rank {self._rank} cannot use host memory: {error}")
             except Exception as error:
-                # One that does not run where the scheduler does, or has no descriptor left for a moment.
+                # This rank does not run where the scheduler does, or has no descriptor left for a moment.
                 self._failed_attaches += 1
                 if self._failed_attaches == _ATTACHES:
                     self.refuse(f"rank {self._rank} cannot map host memory: {error!r}")

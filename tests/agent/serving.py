@@ -18,7 +18,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.hashing import KeyChain
 from lmkv.chunks.namespace import Namespace
 from lmkv.policies import LRU
-from lmkv.protocols import ChunkKey, Tier
+from lmkv.protocols import ChunkKey, Policy, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from tests.kit import LIMIT, eventually
@@ -42,10 +42,10 @@ def tokenize(prompt: Any, template: Any = None) -> list[int]:
 
 
 @contextmanager
-def store_over(folder: Path) -> Iterator[TieredStore]:
+def store_over(folder: Path, policy: Callable[[], Policy] = LRU) -> Iterator[TieredStore]:
     """64 chunks of host memory over a disk that others may use."""
-    disk = Tier(LocalDiskBackend(folder, NAMESPACE.digest, shared=True), LRU())
-    store = TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()), [disk])
+    disk = Tier(LocalDiskBackend(folder, NAMESPACE.digest, shared=True), policy())
+    store = TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), policy()), [disk])
     assert store.wait_indexed(LIMIT)
     yield store
     store.close()
@@ -64,13 +64,14 @@ def service_of_scheduler(scheduler: Scheduler, chunk_size: int) -> CacheService:
         chunk_size=chunk_size,
         pin_ttl=60.0,
         requests=requests,
+        trace=scheduler.observer.recorder.since,
         deleted=scheduler.forget_evictions,
         value=lambda: scheduler.observer.value.report(scheduler.loading.wait.cost.prefill_speed),
     )
 
 
 def put(store: TieredStore, text: str, salt: str | None = None, **tags: str) -> list[ChunkKey]:
-    """As an engine stores a prompt: to host memory and the disk."""
+    """Store a prompt as an engine does: to host memory and the disk."""
     keys = keys_of(tokenize(text), salt, tags)
     with store.reserve(keys) as reservation:
         reservation.commit()

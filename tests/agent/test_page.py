@@ -13,6 +13,7 @@ import pytest
 from lmkv.agent.http import Address, AgentServer, application
 from lmkv.agent.page import PAGE
 from lmkv.agent.service import CacheService
+from lmkv.policies import LRU, Quotas
 from tests.agent.serving import TOKEN, put, service_of, service_of_scheduler, store_over
 from tests.servers import missing
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
@@ -56,14 +57,19 @@ def rendered(browser: str, service: CacheService, token: str | None, tmp_path: P
 @pytest.mark.nightly
 class TestInABrowser:
     def test_it_shows_tiers_and_why_requests_missed(self, browser: str, tmp_path: Path) -> None:
-        engine = engine_of(ram_chunks=6)
+        engine = engine_of(ram_chunks=6, policy=lambda: Quotas(LRU, {"<i>a</i>": 0.3}))
         for number, tokens in enumerate([PROMPT, *OTHERS, PROMPT]):
-            engine.add(SimulatedRequest(f"cmpl-<b>{number}</b>", list(tokens), len(tokens), 1, "a"))
+            salt = ("<i>a</i>", "b")[number == 5]
+            engine.add(SimulatedRequest(f"cmpl-<b>{number}</b>", list(tokens), len(tokens), 1, salt))
             engine.finish()
         shown = rendered(browser, service_of_scheduler(engine.scheduler, CHUNK), None, tmp_path)
         assert "live" in shown
         assert re.search(r"<td[^>]*>.*cpu", shown)
         assert "evicted from cpu" in shown
+        assert re.search(r"<td[^>]*>&lt;i&gt;a&lt;/i&gt;</td>.*all others.*<td[^>]*>.*cpu.*KiB of ", shown, re.DOTALL)
+        [sizes] = re.findall(r'<tbody id="sizes">(.*?)</tbody>', shown, re.DOTALL)
+        assert re.findall(r">(\d+) %<", sizes)[0] == "0", "without the only tier nothing is found"
+        assert len(re.findall(r">(\d+) %<", sizes)) == 5
         assert "cmpl-&lt;b&gt;9&lt;/b&gt;" in shown, "what a client has chosen is text"
         engine.close()
 

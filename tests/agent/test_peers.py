@@ -12,8 +12,9 @@ import pytest
 
 from lmkv.agent.client import Client
 from lmkv.agent.http import AgentServer
+from lmkv.policies import LRU, Quotas
 from lmkv.store.tiered import TieredStore
-from tests.agent.serving import TOKEN, engines_of, put, service_of, serving, store_over
+from tests.agent.serving import TOKEN, engines_of, keys_of, put, service_of, serving, store_over, tokenize
 from tests.kit import LIMIT
 
 TEXT = "the 24 bytes of a prompt"
@@ -98,6 +99,37 @@ def test_stats_add_up_what_each_has_of_its_own(stores: list[TieredStore], client
     assert shared["writes"] == sum(tier.writes for tier in tiers) == 8
     assert shared["used_bytes"] == max(tier.used_bytes for tier in tiers)
     assert [engine["tiers"][0]["chunks"] for engine in engines_of(client.stats()).values()] == [6, 2]
+
+
+def test_a_session_is_ended_where_it_is_known(stores: list[TieredStore], client: Client) -> None:
+    name = "team a/agent 7?"
+    kept = put(stores[1], "another prompt")
+    ended = put(stores[1], TEXT)
+    stores[1].hints.session(name, ended)
+    assert client.end_session(name) == {"session": name, "ended": True}
+    with pytest.raises(httpx.HTTPStatusError, match="404"):
+        client.end_session(name)
+    for number in range(30):
+        put(stores[1], f"{number:04}" * 2)
+    assert stores[1].count_prefix(kept)[0] == len(kept)
+    assert stores[1].count_prefix(ended)[0] == 0
+
+
+def test_tenants_add_up_too(tmp_path: Path) -> None:
+    def quotas() -> Quotas:
+        return Quotas(LRU, {"alice": 0.5})
+
+    with store_over(tmp_path / "0", quotas) as first, store_over(tmp_path / "1", quotas) as second:
+        for store, text in ((first, TEXT), (second, "another!")):
+            store.hints.label(keys_of(tokenize(text), "alice", {}), ["alice"])
+            put(store, text, "alice")
+        put(first, "of nobody who has a quota")
+        with serving(service_of(first), service_of(second)) as servers, Client(servers[0].url, TOKEN) as client:
+            assert client.stats()["tenants"]["cpu"] == {"alice": 8 << 12, "": 7 << 12}
+            assert [each["tenants"]["cpu"]["alice"] for each in engines_of(client.stats()).values()] == [
+                6 << 12,
+                2 << 12,
+            ]
 
 
 def test_an_engine_that_is_away_is_named(stores: list[TieredStore], servers: list[AgentServer], client: Client) -> None:

@@ -176,14 +176,14 @@ def test_top_shows_what_requests_missed() -> None:
 def test_top_says_what_more_memory_would_save() -> None:
     with closing(engine_of(ram_chunks=6)) as engine, serving(service_of_scheduler(engine.scheduler, CHUNK)) as servers:
         url = servers[0].url
-        assert says("top", "--advise", url) == "Only 0 requests were sampled yet: ask again later."
+        assert says("top", "--advise", url) == "Only 0 requests were sampled so far: ask again later."
         for number in range(60):
             tokens = OTHERS[number % 6]
             engine.add(SimulatedRequest(f"r{number}", list(tokens), len(tokens), 1, "a"))
             engine.finish()
         sentences = " ".join(says("top", "--advise", url).split())
     assert re.search(r"KiB more of cpu would find [1-9]\d\.\d% more of all tokens", sentences), sentences
-    assert "Half of cpu would find as much." in sentences
+    assert "As much would be found without cpu: it is useless here, at its size." in sentences
 
 
 # -- what can go wrong --------------------------------------------------------------------------------------

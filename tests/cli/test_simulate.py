@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from typer.testing import CliRunner
 
 from lmkv.cli.app import app
@@ -52,6 +53,16 @@ def test_policies_are_between_nothing_and_the_optimum(sessions: Path) -> None:
         assert 0 < here["LRU"] <= here["Clairvoyant"] <= here["Unbounded"]
         assert 0 < here["ADAPTIVE"] <= here["Clairvoyant"]
     assert ratios(found, "10%")["LRU"] < ratios(found, "40%")["LRU"]
+
+
+def test_a_compressed_trace_is_the_same(sessions: Path) -> None:
+    packed = sessions.with_suffix(".jsonl.zst")
+    with zstandard.open(packed, "wt", encoding="utf-8") as file:
+        file.write(sessions.read_text())
+    assert [request.keys for request in read_trace(packed).requests] == [
+        request.keys for request in read_trace(sessions).requests
+    ]
+    assert simulated(packed, "--capacity", "10%")["rows"][0]["hit_ratio"] > 0
 
 
 def test_larger_chunks_are_cut_from_the_blocks(sessions: Path) -> None:

@@ -246,7 +246,7 @@ def test_other_accelerators_are_refused_in_words(
 ) -> None:
     """ROCm's devices are called "cuda", and there is no libcuda to load."""
     monkeypatch.setattr(torch.version, "hip", hip)
-    with pytest.raises(UsageError, match=f"CPUs and NVIDIA GPUs, and this is .*{said}"):
+    with pytest.raises(UsageError, match=f"CPUs and NVIDIA GPUs; this is .*{said}"):
         check_device(kind)
     check_device("cpu")
 

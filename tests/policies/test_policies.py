@@ -14,6 +14,7 @@ from lmkv.policies import (
     POLICIES,
     AdmitAll,
     AdmitNone,
+    MinTokens,
     PolicyBase,
     SecondTouch,
     make_admission,
@@ -271,9 +272,11 @@ def test_policies_are_made_by_name() -> None:
 
 def test_admissions_are_made_by_name() -> None:
     made = {name: type(make_admission(name)) for name in ADMISSIONS}
-    assert made == {"all": AdmitAll, "second_touch": SecondTouch, "none": AdmitNone}
-    with pytest.raises(ConfigError, match=r"'some'; there are: all, second_touch, none"):
-        make_admission("some")
+    assert made == {"all": AdmitAll, "second_touch": SecondTouch, "min_tokens": MinTokens, "none": AdmitNone}
+    assert make_admission("min_tokens:512").min_tokens == 512
+    for unknown in ("some", "min_tokens:0", "min_tokens:", "second_touch:3"):
+        with pytest.raises(ConfigError, match=rf"'{unknown}'; there are: all, second_touch, min_tokens, none"):
+            make_admission(unknown)
 
 
 def test_all_and_none_do_as_they_say() -> None:
@@ -290,6 +293,19 @@ def test_second_touch_forgets_what_was_offered_longest_ago() -> None:
     admission = SecondTouch(2)
     assert [admission.admit(key) for key in (A, B, A, C)] == [False, False, True, False]
     assert [admission.admit(key) for key in (A, B)] == [True, False]
+
+
+def test_min_tokens_admits_chunks_of_long_prompts() -> None:
+    admission = MinTokens(100, max_keys=2)
+    admission.prompt([A, B], 99)
+    assert not admission.admit(A)
+    admission.prompt([A], 100)
+    admission.prompt([A, C], 50)
+    assert [admission.admit(key) for key in (A, B, C)] == [True, False, False]
+    admission.prompt([B, C], 200)
+    assert [admission.admit(key) for key in (A, B, C)] == [False, True, True], "it must be bounded"
+    with pytest.raises(UsageError, match="min_tokens must be positive, not 0"):
+        MinTokens(0)
 
 
 def test_second_touch_is_bounded() -> None:

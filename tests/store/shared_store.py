@@ -1,4 +1,4 @@
-"""A store with a disk tier, and what a process of its own does with one. Not a test itself.
+"""A store with a disk tier, and programs that use one in processes of their own. Not a test itself.
 
 It stores random chunks of a common pool and loads others, and checks every byte it is given.
 """
@@ -37,7 +37,7 @@ def payload(key: bytes) -> bytes:
 def open_store(
     folder: str, namespace: int, capacity: int, clock: Clock | None = None, interval: float = NEVER, min_free: int = 0
 ) -> TieredStore:
-    """It has listed the folder once, and does so again each `interval` seconds. Its clock stands still."""
+    """A store that has listed the folder once, and does so again each `interval` seconds. Its clock stands still."""
     clock = clock or ManualClock()
     disk = LocalDiskBackend(folder, bytes([namespace]) * 32, shared=True, min_free=min_free, clock=clock)
     tier = Tier(disk, make_policy("LRU"), capacity_bytes=capacity)
@@ -78,7 +78,7 @@ def work(store: TieredStore, seed: int, rounds: int) -> int:
             put(store, keys)
             latest = first
         else:
-            # What came last is likely to be there still, anything else hardly ever.
+            # The latest chunks are likely to be there still, others hardly ever.
             first = chooser.choice([first, latest])
             keys = KEYS[first : first + 4]
             hits += get(store, keys)
@@ -115,7 +115,7 @@ def stop_halfway(tell: Tell, folder: str, namespace: int, seed: int, capacity: i
 def take_part(tell: Tell, folder: str, namespace: int, seed: int, capacity: int, listing: bool, start: Barrier) -> None:
     """Store and load for a second or so, and tell the counts. `listing`: half of the time, not just once."""
     patch = pytest.MonkeyPatch()
-    # Who does not get the lock on the count in this time does without the count.
+    # A process that does not get the lock on the count in this time does without the count.
     patch.setattr(usage, "_PATIENCE", LIMIT)
     patch.setattr(scanner, "_SHARE", 0.5)
     listings = itertools.count()

@@ -68,7 +68,7 @@ class _Running:
 
 
 def sleep(while_: Callable[[], bool]) -> None:
-    """For a backend: have the job that calls it stop for as long as this is so."""
+    """Have the job that calls a backend stop for as long as `while_` is true."""
     running = _running_here()
     assert running is not None
     running.sleep(while_)
@@ -143,7 +143,7 @@ class SteppedPool:
                 break
 
     def drain(self, timeout: float) -> bool:
-        """All but what sleeps."""
+        """Do all jobs but those that sleep."""
         self.move(itertools.repeat(0))
         return not self.pending
 
@@ -155,7 +155,7 @@ class SteppedPool:
 
 @contextmanager
 def stepped() -> Iterator[None]:
-    """Stores that are made in here have a `SteppedPool`."""
+    """Have stores that are made in here get a `SteppedPool`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lmkv.store.tiered, "IOPool", SteppedPool)
         yield

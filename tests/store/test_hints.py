@@ -39,6 +39,16 @@ def test_an_ended_session_goes_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_session_may_be_ended_without_another_request(name: str) -> None:
+    hints, policy, _ = filled(name)
+    hints.session("agent", B)
+    assert not hints.end_session("another")
+    assert hints.end_session("agent")
+    assert not hints.end_session("agent"), "it is ended"
+    assert policy.evict(40) == B[::-1]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_priority_is_kept_until_its_time_is_over(name: str) -> None:
     hints, policy, clock = filled(name)
     hints.give(B, 1, seconds=30)

@@ -302,7 +302,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def what_a_lower_tier_promises_it_has(self) -> None:
         for (medium, _), tier in zip(self.media, self.store._tiers, strict=True):
-            for key in tier.index._sizes:
+            for key in tier.index.sizes():
                 slot, _ = medium._slots[key]
                 assert bytes(medium._slab.view(slot)) == payload(key, self.version[key])
 

@@ -1,4 +1,4 @@
-"""What is asked, and what an engine without a connector answers to it."""
+"""The prompts, and the answers of an engine without a connector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run has done so far, and what that is worth."""
+"""Counts of a run so far, and the verdict on them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Counts:
         return attrs.asdict(self, filter=attrs.filters.exclude("problems", "drafting"))
 
     def verdict(self) -> list[str]:
-        """Why the run failed; empty when it did not. Who tested nothing has failed, too."""
+        """Why the run failed; empty when it did not. A run that tested nothing has failed, too."""
         counted = self.as_dict()
         wrong = [f"{counted[name]} {name}" for name in MUST_NOT_HAPPEN if counted[name]]
         must_happen = (*MUST_HAPPEN, "accepted_drafts") if self.drafting else MUST_HAPPEN

@@ -16,16 +16,14 @@ from tests.torture.sabotage import Saboteur
 from tests.vllm.harness import Engine
 
 CLOSE_ENOUGH = 1e-3
-"""Of log-probabilities: what another order of summing in float32 may make of them, and far below what one
-
-wrong page does."""
+"""Largest difference of log-probabilities. Another order of summing in float32 stays below it, a wrong page not."""
 
 PATIENCE = 120.0
-"""Seconds after which what has not ended never will."""
+"""Seconds after which a request that has not ended never will."""
 
 _AT_ONCE = 12
 _ABORTED_LOADS = 0.3
-"""Of the loads that are under way, in each step."""
+"""Share of the loads under way whose requests are aborted, in each step."""
 _HOT = 16
 
 
@@ -87,7 +85,7 @@ class Drive:
         return max(0, count)
 
     def _next_turn(self) -> Turn:
-        """Mostly one that was asked not long ago."""
+        """The next turn to ask: mostly one that was asked not long ago."""
         if self.rng.random() < 0.15:
             self._hot[self.rng.randrange(_HOT)] = self.rng.choice(self.turns)
         return self.rng.choice(self._hot)
@@ -133,7 +131,7 @@ class Drive:
         return wishes
 
     def _abort_some(self) -> None:
-        """Some after a number of steps, and some of those whose blocks are just being filled."""
+        """Abort some requests after a number of steps, and some whose blocks are just being filled."""
         for name, asked in list(self._asked.items()):
             loading = self._is_loading(name)
             if asked.abort_after is not None:
@@ -195,7 +193,7 @@ class Drive:
     # -- the end ------------------------------------------------------------------------------------------
 
     def _wind_down(self) -> None:
-        """Nothing is asked any more: every slot and block must come back by itself."""
+        """Ask nothing more: every slot and block must come back by itself."""
         core = self.running.llm.llm_engine.engine_core
         scheduler, deadline = self.running.scheduler, time.monotonic() + PATIENCE
         while scheduler.has_requests() or self.running.connector._scheduler.busy:
@@ -212,7 +210,7 @@ class Drive:
         self._look_for_leaks()
 
     def _wait_for_pins(self) -> None:
-        """What was pinned or prefetched is released when its time is over."""
+        """Wait until pinned and prefetched chunks are released, when their time is over."""
         store, deadline = self.running.store, time.monotonic() + PATIENCE
         while any((store.stats().pinned, store.stats().leased)) and time.monotonic() < deadline:
             self.alive()

@@ -17,7 +17,7 @@ from tests.vllm.harness import Engine, engine, pipelining
 
 CHUNK = 64
 _DRAFTED = 3
-"""Tokens at a time."""
+"""Tokens that are drafted at a time."""
 _SMALL = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": VOCAB, "max_position_embeddings": 1024}
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
 _MIXED = {**_HEADS, "num_hidden_layers": 4, "mamba_num_heads": 4}
@@ -103,7 +103,7 @@ def _write(name: str, folder: Path) -> Model:
 
 @contextlib.contextmanager
 def reference(model: Model, **options: Any) -> Iterator[Engine]:
-    """Without a connector and without drafts, with room for everything."""
+    """An engine without a connector and without drafts, with room for everything."""
     given = {"max_model_len": 640, "max_num_batched_tokens": 512, "max_num_seqs": 8, **model.options, **options}
     with model.vllm(), engine(model.path, connector=None, **given) as plain:
         yield plain
@@ -134,7 +134,7 @@ def tortured(variant: Variant, model: Model, disk: Path, slot_bytes: int) -> Ite
 
 
 def slot_bytes(model: Model) -> int:
-    """Of one chunk, in any engine of this model, its draft layers included."""
+    """Bytes of one chunk in any engine of this model, its draft layers included."""
     from lmkv.vllm.model import describe
 
     drafts = {} if model.drafts is None else {"speculative_config": model.drafts}

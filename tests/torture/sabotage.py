@@ -1,4 +1,4 @@
-"""What goes wrong around an engine: copies, the disk, the files on it, and time."""
+"""Sabotage around an engine: of copies, the disk, the files on it, and time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Saboteur:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Engines that are made in here get its disk and its copies."""
+        """Have engines that are made in here get its disk and its copies."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("lmkv.build.LocalDiskBackend", self._disk)
             patch.setattr("lmkv.vllm.worker.make_copier", self._copier)

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-import lmkv.vllm.worker
 from lmkv.memory.copier_factory import make_copier
 from lmkv.testing.faults import FaultyCopier
 from lmkv.vllm.connector import LMKVConnector
@@ -18,12 +18,12 @@ SWITCH = "TEST_BREAKS_COPIES"
 
 
 class BreakableConnector(LMKVConnector):
-    """As `LMKVConnector`, in vLLM's `kv_connector_module_path`: vLLM spawns workers, which know no patch of a test."""
+    """An `LMKVConnector` for vLLM's `kv_connector_module_path`: spawned workers know no patch of a test."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.WORKER:
-            lmkv.vllm.worker.make_copier = _make_copier  # type: ignore[attr-defined]
+            pytest.MonkeyPatch().setattr("lmkv.vllm.worker.make_copier", _make_copier)
 
 
 def _make_copier(memory: Any, layout: Any, slab: Any, rank: int, *more: Any) -> Any:

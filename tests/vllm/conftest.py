@@ -18,7 +18,7 @@ if triton_cpu.is_wanted():
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where vLLM is not wanted, do not import it: that takes longer than many a test."""
+    """Do not import vLLM if it is not wanted: that takes longer than many a test."""
     needs_vllm = collection_path.parent == HERE and collection_path.suffix == ".py"
     return True if needs_vllm and "not vllm" in config.option.markexpr else None
 
@@ -66,7 +66,7 @@ def shared(model: Path, expected: dict[int, list[int]]) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def expected(model: Path) -> dict[int, list[int]]:
-    """What an engine without a connector answers to `prompt(seed, 1500)`, by seed."""
+    """Answers of an engine without a connector to `prompt(seed, 1500)`, by seed."""
     with engine(model, connector=None, max_num_batched_tokens=480) as plain:
         seeds = range(8)
         answers = plain.ids([prompt(seed, 1500) for seed in seeds])

@@ -47,13 +47,13 @@ _LAYER = (
 )
 _BIASES = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
 _SHARP, _STRONG = 2.0, 4.0
-"""Of scores, so that a few positions decide; and of what attention adds, beside which a token's own part is small."""
+"""Factors: of scores, so that a few positions decide; of attention's output, so that a token's own part is small."""
 
 Weights = dict[str, Any]
 
 
 def _target() -> Weights:
-    """Of Llama's names."""
+    """Weights of the target, by Llama's names."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -104,7 +104,7 @@ def write_llama(folder: Path) -> Path:
 
 
 def write_mimo(folder: Path) -> Path:
-    """With one layer that predicts the token after the next."""
+    """Write a MiMo with one layer that predicts the token after the next."""
     import torch
 
     target = _target()
@@ -124,7 +124,7 @@ def write_mimo(folder: Path) -> Path:
 
 
 def write_deepseek(folder: Path) -> Path:
-    """With three modules, of which each looks one token further ahead."""
+    """Write a DeepSeek with three modules, each of which looks one token further ahead."""
     import torch
 
     stem, first = "model.layers.0.", 1
@@ -164,7 +164,7 @@ def write_eagle(folder: Path) -> Path:
 
 
 def write_eagle3(folder: Path) -> Path:
-    """What it gets of the target's layers is nothing to it, so that only the token's own part is missing."""
+    """Write a head that ignores the target's layers, so that only the token's own part is missing."""
     import torch
 
     target = _target()

@@ -318,7 +318,7 @@ def whisper() -> Any:
 
 
 def write_whisper_processor(folder: Path) -> None:
-    """What vLLM wants beside Whisper's weights: a feature extractor, and a tokenizer of special tokens."""
+    """Write the files that vLLM wants beside Whisper's weights: a feature extractor and special tokens."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor

@@ -88,9 +88,9 @@ def engine(
 
 @functools.cache
 def replace_kernels_once() -> None:
-    """vLLM looks through all modules for kernels that its CPU build replaces, with each engine, and dies of llvmlite's.
+    """Have only the first engine look through all modules for kernels that vLLM's CPU build replaces.
 
-    That was imported by an engine with n-grams: the next one did not start. The first engine replaces all of them.
+    Every engine would, and dies of llvmlite's modules, which an engine with n-grams imports.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -111,7 +111,7 @@ def freeze_modules() -> None:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """vLLM collects garbage eight times in an engine's life, which took two thirds of a start and a shutdown."""
+    """Keep vLLM from collecting garbage: eight times in an engine's life took two thirds of its start and shutdown."""
     freeze_modules()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("collect", "freeze", "unfreeze"):
@@ -121,7 +121,7 @@ def no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Engines that are made in here compute with one thread. vLLM takes all cores, and torch's setting away.
+    """Have engines that are made in here compute with one thread. vLLM takes all cores, whatever torch was set to.
 
     Threads that wait for each other on a busy machine cost such small models far more than they bring.
     """
@@ -140,7 +140,7 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def timed_by(clock: Clock) -> Iterator[None]:
-    """Engines that are made in here take the time from this clock."""
+    """Have engines that are made in here take the time from this clock."""
     from lmkv.vllm.scheduler.options import SchedulerOptions
 
     with pytest.MonkeyPatch.context() as patch:
@@ -169,7 +169,7 @@ def pipelining() -> Iterator[None]:
 
 
 class Engine:
-    """What the tests need of an `LLM`."""
+    """An `LLM` with the calls that tests need."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -231,7 +231,7 @@ class Engine:
 
     @property
     def accepted_drafts(self) -> int:
-        """Since the engine's start, as vLLM counts them; `disable_log_stats` must be False."""
+        """Drafts accepted since the engine's start, as vLLM counts them; `disable_log_stats` must be False."""
         name = "vllm:spec_decode_num_accepted_tokens"
         return int(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
 

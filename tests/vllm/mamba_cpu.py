@@ -22,7 +22,7 @@ import torch
 
 @contextlib.contextmanager
 def split() -> Iterator[None]:
-    """Engines made in here end a step at each boundary that has to have a state."""
+    """Have engines made in here end a step at each boundary that has to have a state."""
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     original = MambaMixer2.get_kv_cache_spec

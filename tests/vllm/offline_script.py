@@ -1,8 +1,8 @@
-"""What test_multiprocess runs: an offline `LLM` in vLLM's default mode, whose engine has its own processes.
+"""Run by test_multiprocess: an offline `LLM` in vLLM's default mode, whose engine has its own processes.
 
     python offline_script.py MODEL RESULT [stay]
 
-Writes what came out to RESULT. With `stay` it then waits to be killed.
+Writes the outputs to RESULT. With `stay` it then waits to be killed.
 """
 
 from __future__ import annotations

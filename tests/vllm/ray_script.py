@@ -1,4 +1,4 @@
-"""Starts Ray and an app of it, asks the app, and writes what it answers: for a network and processes of its own.
+"""Starts Ray and an app of it, asks the app, and writes its answers: for a network and processes of its own.
 
     python tests/vllm/ray_script.py ASKED ANSWERED COMMAND...
 

@@ -74,7 +74,7 @@ def shared_files(processes: Iterable[int]) -> set[Path]:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """For vLLM's processes of their own: as in the harness, but logging as users see it."""
+    """The environment of vLLM's own processes: as in the harness, but logging as users see it."""
     quiet = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_CONFIGURE_LOGGING"}
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "LMKV_"))}
     made = {**mine, **quiet, **more}
@@ -143,7 +143,7 @@ class Server:
 
     @property
     def agent(self) -> str:
-        """Where its agent API is, as its log says."""
+        """The address of its agent API, from its log."""
         found = re.search(r"the agent API is at (\S+)", self.log_text())
         assert found
         return found[1]
@@ -180,7 +180,7 @@ class Server:
         return sum(value for found, value in self.samples(name).get(name, []) if labels.items() <= found.items())
 
     def samples(self, beginning: str = "") -> dict[str, list[tuple[dict[str, str], float]]]:
-        """Labels and values by name of all that is scraped, or of what has names with this beginning."""
+        """Labels and values by name of all scraped metrics whose names begin so."""
         found: dict[str, list[tuple[dict[str, str], float]]] = {}
         lines = [line for line in self.get("/metrics").splitlines(keepends=True) if line.startswith(beginning)]
         for family in text_string_to_metric_families("".join(lines)):
@@ -195,7 +195,7 @@ class Server:
         return "\n".join(self.log_text().splitlines()[-LOG_LINES:])
 
     def stop(self) -> None:
-        """As an operator would, with SIGTERM; an error if any process of it stays."""
+        """Stop it as an operator would, with SIGTERM; an error if any process of it stays."""
         group = self.process.pid
         if self.process.poll() is None:
             self.process.terminate()

@@ -14,6 +14,7 @@ from attrs import field, frozen
 
 from lmkv.vllm.model import describe
 from tests.vllm import families
+from tests.vllm.drafts import DRAFTS
 from tests.vllm.harness import BLOCK, ENVIRONMENT
 
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048}
@@ -177,6 +178,20 @@ def test_engines_that_do_not_share(
     name: str, plain: bytes, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert in_its_place(MISS[name], checkpoints, tmp_path, monkeypatch) != plain
+
+
+def test_engines_that_fill_other_draft_modules_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of MTP that an engine does not draft with have KV that nothing fills: drafts after a hit were refused."""
+    model, config = DRAFTS["MTP, three modules"].write(tmp_path, 3)
+
+    def fills(tokens: int) -> bytes:
+        drafts = {**config, "model": str(model), "num_speculative_tokens": tokens}
+        return namespace_of(Engine(options={"speculative_config": drafts}), model)
+
+    found = {fills(tokens) for tokens in (1, 2, 3)}
+    assert fills(3) in found
+    monkeypatch.setattr("lmkv.vllm.compat._has_runner_v2", lambda vllm_config: True)
+    assert len({*found, fills(2), fills(3)}) == 5
 
 
 def test_another_model_id_does_not_share(plain: bytes, tmp_path: Path) -> None:

@@ -61,3 +61,20 @@ def test_64_requests_under_preemption_and_eviction(tight: Engine, without: list[
     assert hits > 0, "nothing was ever loaded"
     if stats.capacity_bytes < 64 << 20:
         assert stats.evictions > 0, "the tier was not small enough to evict"
+
+
+@pytest.mark.parametrize("quotas", ["alice=50", None])
+def test_a_flood_by_one_leaves_another_its_quota(model: Path, quotas: str | None) -> None:
+    extra = {"max_local_cpu_size": 12 / 1024, "chunk_size": 256, "save_unfull_chunk": False, "quotas": quotas}
+    length = 1000
+    with engine(model, extra={**extra, "save_decode_cache": False, "load_or_recompute": False}, **TIGHT) as running:
+        slots = running.store.slab.num_slots
+        count = slots // 2 // (length // 256)
+        mine = [prompt(100 + number, length) for number in range(count)]
+        running.run(mine, max_tokens=1, salts=["alice"] * count)
+        flood = [prompt(500 + number, length) for number in range(3 * count)]
+        running.run(flood, max_tokens=1, salts=["mallory"] * len(flood))
+        running.forget_local()
+        found = [external_hits(output) for output in running.run(mine, max_tokens=1, salts=["alice"] * count)]
+        assert running.store.stats().primary.evictions >= slots // 2
+        assert found == [768 if quotas else 0] * count

@@ -18,6 +18,7 @@ from lmkv.cli.record import write_requests
 from lmkv.policies import make_policy
 from lmkv.simulation.formats import read_trace
 from lmkv.simulation.replay import replay
+from tests.kit import LIMIT
 from tests.vllm.harness import engine
 
 CHUNK = 32
@@ -47,8 +48,9 @@ def conversations(seed: int, chunks: int, at_once: int) -> list[list[int]]:
 
 
 @contextmanager
-def served(model: Path, gib: float, caplog: pytest.LogCaptureFixture) -> Iterator[tuple[Any, Client]]:
+def served(model: Path, gib: float, caplog: pytest.LogCaptureFixture, **more: object) -> Iterator[tuple[Any, Client]]:
     extra = {
+        **more,
         "max_local_cpu_size": gib,
         "chunk_size": CHUNK,
         "cache_policy": "LRU",
@@ -103,3 +105,11 @@ def test_replay_and_estimate_agree_with_vllm(model: Path, tmp_path: Path, caplog
         larger, _, _ = run(made, client, prompts)
     assert larger > measured + 0.03, "the larger tier must find more, or the estimate says nothing"
     assert twice["hit_ratio"] == pytest.approx(larger, abs=0.02)
+
+    disk = {"local_disk": str(tmp_path / "kv"), "max_local_disk_size": 2 * SMALL, "disk_min_free": 0.0}
+    with served(model, SMALL, caplog, **disk, prefetch_deadline=LIMIT) as (made, client):
+        both, _, value = run(made, client, prompts)
+    _, below = value["tiers"]
+    assert both > measured + 0.03
+    assert below["points"][1]["hit_ratio"] == pytest.approx(both, abs=0.02)
+    assert below["without"]["hit_ratio"] == pytest.approx(measured, abs=0.02), "the run without a disk"

@@ -38,6 +38,7 @@ def run_on_v2(*what: str) -> None:
 
 
 @outside
+@pytest.mark.timeout(3600)
 def test_a_part_of_the_suite() -> None:
     run_on_v2("-m", "runner_v2", str(HERE))
 

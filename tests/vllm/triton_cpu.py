@@ -25,7 +25,7 @@ def is_wanted() -> bool:
 
 
 def child_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """What makes the processes that are started with it run the V2 runner, too."""
+    """The environment whose processes run the V2 runner, too."""
     paths = [str(HERE / "v2_processes"), str(HERE.parents[1]), given.get("PYTHONPATH", "")]
     return {SWITCH: "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -64,7 +64,7 @@ def _make_masks_bool() -> None:
 
 
 def _save_time() -> None:
-    """Half of it: the interpreter patches Triton's language before each launch, and looks for overflows of integers."""
+    """Save half of the time: the interpreter patches Triton's language at each launch, and looks for overflows."""
     from triton.runtime import interpreter
 
     patch, nothing_to_restore = interpreter._patch_lang, interpreter._LangPatchScope()

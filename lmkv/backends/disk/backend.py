@@ -58,8 +58,8 @@ class LocalDiskBackend:
     namespace
         32 bytes, `Namespace.digest`. Chunks of other namespaces are never served.
     sync
-        When a stored chunk survives a power failure. "none": perhaps not, only the death of the process, and
-        writing is up to twice as fast. "data": its bytes are on the medium before the file gets its name.
+        Whether a stored chunk survives a power failure. "none": perhaps not, but it survives the death of the process,
+        and writing is up to twice as fast. "data": its bytes are on the medium before the file gets its name.
         "full": so is the name. Checksums detect damage in any case.
     direct
         O_DIRECT, so that the page cache holds no second copy of host memory. "auto" uses it where it
@@ -300,7 +300,7 @@ class LocalDiskBackend:
         return STORED
 
     def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
-        """Size of the chunk's file when it cannot be read, 0 when there is none; None when it is stored there.
+        """Size of the chunk's file if it cannot be read, 0 without a file, None if the chunk is stored there.
 
         A file that is not this chunk's is removed. So is one of another length, because its reads would fail for ever.
         """

@@ -91,7 +91,7 @@ until they are closed."""
 def _close_inherited() -> None:
     """In a forked child, close its copies of the parent's files: they would keep locks and deleted files.
 
-    By name: when a thread is in `os.open` while another one forks, nobody knows the descriptor yet.
+    It finds them by name: when a thread is in `os.open` while another one forks, nobody knows the descriptor yet.
     """
     names = {name for opened in _open.values() for name in opened}
     _open.clear()
@@ -135,7 +135,7 @@ class Folder:
 
     @contextlib.contextmanager
     def opened(self, name: str, flags: int) -> Iterator[int]:
-        """A file's descriptor for the time of a block. Does not follow links, nor wait for the end of a pipe."""
+        """Open a file for the time of a block. Follows no link, and waits for no other end of a pipe."""
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with closed_in_children(name):
             fd = os.open(name, flags, 0o600, dir_fd=self.fd)
@@ -175,7 +175,7 @@ class Folder:
         os.unlink(name, dir_fd=self.fd)
 
     def entries(self) -> Iterator[os.DirEntry[str]]:
-        """The entries, whose paths are mere names."""
+        """The folder's entries; their paths are names alone."""
         with os.scandir(self.fd) as entries:
             yield from entries
 
@@ -269,7 +269,7 @@ class FreeSpace:
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
     def take(self, nbytes: int) -> bool:
-        """Whether `nbytes` more leave `min_free`. If so they are used until the kernel is asked again."""
+        """Whether `nbytes` more leave `min_free`. If so, they count as used until the kernel is asked again."""
         if not self.min_free:
             return True
         with self._lock:
@@ -280,7 +280,7 @@ class FreeSpace:
             return True
 
     def give_back(self, nbytes: int) -> None:
-        """`nbytes` were deleted."""
+        """Count `nbytes` that were deleted."""
         with self._lock:
             self._free += nbytes
 

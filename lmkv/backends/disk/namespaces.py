@@ -15,7 +15,7 @@ def digests(root: str | Path, beginning: str = "") -> list[bytes]:
 
 
 def clear_namespace(root: str, digest: bytes) -> int:
-    """Delete its chunks; returns how many. Engines that use them meanwhile miss them. Raises BackendError."""
+    """Delete a namespace's chunks; returns how many. Engines that use them meanwhile miss them. Raises BackendError."""
     backend = LocalDiskBackend(root, digest, direct="off")
     try:
         chunks = [chunk.key for batch in backend.list_keys() for chunk in batch]

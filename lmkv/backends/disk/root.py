@@ -60,7 +60,7 @@ class Root:
 
     @classmethod
     def made(cls, path: str | os.PathLike[str]) -> Self:
-        """`checked`, of a folder that is created where missing, with those above it."""
+        """`checked`, after the folder and those above it were created where missing."""
         # Check before anything is created: a link of another user may lead anywhere.
         with contextlib.suppress(FileNotFoundError):
             cls(os.path.abspath(os.fspath(path)))._walk()
@@ -96,7 +96,7 @@ class Root:
         return above
 
     def check_owner(self, name: str, status: os.stat_result, folder: Folder) -> None:
-        """Raises `NotTrustedError` when somebody who is not trusted may have put a file into an entered folder.
+        """Raise `NotTrustedError` when somebody who is not trusted may have put a file into an entered folder.
 
         A second name (hard link) for a file of another user counts, too.
         """
@@ -135,7 +135,7 @@ class Root:
         """The root folder, or the one with these names below it, opened without following links.
 
         A root that has become another folder is checked as at first, with the way to it. Raises `NotTrustedError` for
-        one that others may have put there or may write to, `OSError`.
+        one that others may have put there or may write to, and `OSError`.
         """
         paths = [self._real]
         for name in names:

@@ -77,7 +77,7 @@ class Usage:
 
 
 def _lock(fd: int) -> None:
-    """Raises `BlockingIOError` after a while: a process may have been stopped while it has the lock."""
+    """Lock the file. Raises `BlockingIOError` after a while, because a stopped process may have the lock."""
     until = time.monotonic() + _PATIENCE
     while True:
         try:

@@ -196,7 +196,7 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
-        """Fill `into` with a value's payload, checked by `blobs`; False when there is none."""
+        """Fill `into` with a value's payload, checked by `codec`; False when there is none."""
 
     @abstractmethod
     def _put(self, name: str, chunk: Chunk) -> Written:

@@ -112,7 +112,7 @@ class ObjectStoreBackend(RemoteBackend):
         return bytes.fromhex(found[1]) if found else None
 
     def _store_for(self, nbytes: int) -> Any:
-        """A store of obstore whose timeout suits a value of so many bytes."""
+        """A store of obstore whose timeout suits a value of `nbytes`."""
         more = -(-nbytes // MIN_BYTES_PER_SECOND)
         if more not in self._stores:
             # Two threads may both make one; either will do.

@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def expected_hit(self) -> float:
-        """Tokens. The last token is always computed; another connector's hits may be whole chunks."""
+        """Tokens of a hit. The last token is always computed; another connector's hits may be whole chunks."""
         whole = (self.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
         return min(0.98 * (self.tokens - 1), whole) if self.connector else self.tokens - 1
 

@@ -62,7 +62,7 @@ def try_remote(url: str) -> None:
     )
     backend = plugins.make(where.place, f"remote_url {where}", Backend, where.text, os.urandom(32), options)
     try:
-        # First: whoever does not answer this is not asked for more.
+        # Ask this first: a store that does not answer it is not asked for more.
         backend.contains([_KEY])
         _round_trip(backend)
         backend.delete([_KEY])

@@ -74,7 +74,7 @@ class ChildProcess:
         self._child.wait()
 
     def leave(self) -> None:
-        """No more questions: let it end, which takes vLLM some seconds."""
+        """Ask no more and let it end, which takes vLLM some seconds."""
         assert self._child.stdin is not None
         with suppress(OSError):
             self._child.stdin.close()

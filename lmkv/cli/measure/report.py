@@ -37,7 +37,7 @@ class Comparison:
 
 
 def rounded(value: float, unit: str) -> str:
-    """As many digits as a measurement deserves; seconds come with their unit, which may be ms."""
+    """The value with as many digits as a measurement deserves; seconds come with their unit, which may be ms."""
     if unit == "s":
         return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
     if value >= 1000:

@@ -72,7 +72,7 @@ def run_and_kill(plan: Plan, folder: Path, disk: Path, say: Progress) -> tuple[l
 
 
 def wait_for_files(disk: Path, wanted: int, say: Progress) -> None:
-    """Wait until so many chunks are on disk, WRITE_TIMEOUT seconds at most. A missing chunk is a miss."""
+    """Wait until `wanted` chunks are on disk, WRITE_TIMEOUT seconds at most. A missing chunk is a miss."""
     say(f"waiting for {wanted} chunks to be on disk")
     deadline = time.monotonic() + WRITE_TIMEOUT
     while (found := sum(1 for _ in disk.rglob(FILES))) < wanted:

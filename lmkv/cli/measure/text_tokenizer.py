@@ -50,7 +50,7 @@ def _trained(size: int, texts: Iterable[str]) -> Any:
 
 
 def _filled_up(tokenizer: Any, size: int) -> Any:
-    """With tokens that no text has, up to `size`: a model with random weights generates any of its ids.
+    """Fill the vocabulary up to `size` with tokens that no text has: a model with random weights generates any id.
 
     Such an id is decoded as a blank and its number.
     """

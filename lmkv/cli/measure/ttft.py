@@ -30,7 +30,7 @@ OTHER_PROMPT, PROMPT = 1, 2
 def measure_ttft(
     tokens: int, model: str | None, parent: Path, host_gib: float, say: Callable[[str], None]
 ) -> Comparison:
-    """One engine after the other, as vLLM runs by default.
+    """Measure one engine after the other, as vLLM runs by default.
 
     The best of `REPEATS` repetitions counts, because disturbances only add.
     """

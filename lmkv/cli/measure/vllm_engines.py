@@ -28,7 +28,7 @@ START_TIMEOUT = 900.0
 VOCABULARY = 1000
 """Prompts are random ids below this: every model has these tokens."""
 MAX_SOCKET_FOLDER = 70
-"""Characters of a folder's path: vLLM's sockets have names of their own below it, and a limit for both."""
+"""Most characters of a folder's path: the names of vLLM's sockets follow it, and both together have a limit."""
 WRITES_ENDED = 0.5
 """Seconds without a new file after which the disk tier counts as written."""
 
@@ -70,7 +70,7 @@ class EngineSpec:
 def engine_specs(
     folder: Path, tokens: int, *, model: str | None = None, host_gib: float = 4.0, requests: int = 1
 ) -> dict[str, EngineSpec]:
-    """The engines that are compared, by name, for so many requests of so many tokens at a time.
+    """The engines that are compared, by name, for `requests` requests of `tokens` tokens at a time.
 
     `folder`: where a disk tier, or one in shared memory, stores its chunks. Without `model` a small one, with
     KV space for the requests.
@@ -124,7 +124,7 @@ class EngineProcess(ChildProcess):
     """An engine in a process of its own, ready to answer.
 
     `folder`: for its log, its sockets and a small model. `python`: an interpreter of an environment with vLLM
-    and what this module imports. Raises ChildFailedError.
+    and the other imports of this module. Raises ChildFailedError.
     """
 
     def __init__(

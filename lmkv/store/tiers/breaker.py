@@ -49,7 +49,7 @@ class Breaker:
         return self.clock() - oldest > self.patience
 
     def begin(self) -> int | None:
-        """Note the beginning of a call: its number, for `end`; or None when it must not be made."""
+        """Begin a call: returns its number, for `end`, or None when it must not be made."""
         if not self.usable:
             return None
         self._last_call += 1

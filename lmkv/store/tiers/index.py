@@ -51,7 +51,7 @@ class TierIndex:
         self.capacity = capacity
         self.used = self.other_namespace = 0
         self.clearing = False
-        """Everything is being deleted, chunks that were never indexed included: nothing is written until then."""
+        """Whether everything is being deleted, even chunks that were never indexed. Nothing is written meanwhile."""
         self._name = name
         self._observers = observers
         self._sizes: dict[ChunkKey, int] = {}
@@ -64,7 +64,11 @@ class TierIndex:
         self._reclaiming_bytes = 0
         self._scans: list[ScanGuard] = []
         self._listing: ScanGuard | None = None
-        self._unseen: Victims = {}
+        self._unseen: dict[ChunkKey, int] = {}
+        """Stored chunks that the listing under way has not found yet. They are in `_sizes` otherwise.
+
+        A copy of all keys instead would keep the scheduler waiting: 0.1 s for three million.
+        """
         self._last_used, self._newest = math.inf, 0.0
 
     def __repr__(self) -> str:
@@ -73,18 +77,25 @@ class TierIndex:
         return f"<TierIndex: {len(self)} chunks, {self.used}{of} bytes, {deleted} to be deleted>"
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._sizes and key not in self._doubted
+        return (key in self._sizes or key in self._unseen) and key not in self._doubted
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._sizes) + len(self._unseen)
+
+    def sizes(self) -> dict[ChunkKey, int]:
+        """Bytes of each stored chunk, doubted ones included. O(chunks)."""
+        return self._unseen | self._sizes
+
+    def _has(self, key: ChunkKey) -> bool:
+        return key in self._sizes or key in self._unseen
 
     def begin_read(self, key: ChunkKey) -> None:
         """Keep a stored chunk from eviction while it is being read."""
         self.policy.hold(key)
 
     def end_read(self, key: ChunkKey) -> None:
-        """It has been read, which counts as a use; it may have been removed meanwhile."""
-        if key in self._sizes:
+        """End a read, which counts as a use; the chunk may have been removed meanwhile."""
+        if self._has(key):
             self.policy.release(key)
 
     # -- writing ------------------------------------------------------------------------------------------
@@ -104,7 +115,7 @@ class TierIndex:
         if self.clearing or self.knows(key) or key in self._reclaiming:
             return None
         if key in self._doubted:
-            self._rewriting[key] = self._sizes[key]
+            self._rewriting[key] = self._sizes.get(key) or self._unseen[key]
             self.discard(key)
         evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, protect)
         if evicted is None:
@@ -118,7 +129,7 @@ class TierIndex:
         return self.take_tombstones(nbytes)
 
     def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
-        """Evict more than this tier's own capacity demands; None when it has not so many bytes to evict."""
+        """Evict more than this tier's own capacity demands; None when it cannot evict `nbytes`."""
         evicted = self._evict_bytes(nbytes, protect)
         if evicted is None:
             return None
@@ -128,7 +139,7 @@ class TierIndex:
     def end_write(
         self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True, parent: ChunkKey = b""
     ) -> None:
-        """A write has ended: index the chunk if it was `stored`; delete it if it is not `wanted` now."""
+        """End a write: index the chunk if it was `stored`; delete it if it is not `wanted` now."""
         self._writing.discard(key)
         self._note(key)
         self.used -= nbytes
@@ -179,7 +190,7 @@ class TierIndex:
         if key in self:
             self._tell_removed(key)
         self._doubted.discard(key)
-        nbytes = self._sizes.pop(key)
+        nbytes = self._sizes.pop(key, 0) or self._unseen.pop(key)
         self.used -= nbytes
         self.other_namespace -= _is_other_namespace(key)
         return nbytes
@@ -187,19 +198,19 @@ class TierIndex:
     # -- removing -----------------------------------------------------------------------------------------
 
     def discard(self, key: ChunkKey) -> None:
-        """The backend has turned out not to have it."""
-        if key in self._sizes:
+        """Forget a chunk that the backend turned out not to have."""
+        if self._has(key):
             self._drop(key)
             self.policy.discard(key)
 
     def doubt(self, key: ChunkKey) -> None:
-        """It could not be read, which says nothing about its bytes."""
+        """Doubt a chunk that could not be read, though its bytes may be right."""
         if key in self:
             self._tell_removed(key)
             self._doubted.add(key)
 
     def _trust(self, key: ChunkKey) -> None:
-        """It was seen on the medium: if it was doubted, it may be tried again."""
+        """Trust a doubted chunk again, because it was seen on the medium."""
         if key in self._doubted:
             self._doubted.discard(key)
             self._tell_stored(key)
@@ -207,7 +218,7 @@ class TierIndex:
     def mark_deleted(self, keys: Iterable[ChunkKey], *, unknown: bool = False) -> None:
         """Never serve these again, and have their bytes deleted; with `unknown` also unindexed keys."""
         for key in keys:
-            if key in self._sizes:
+            if self._has(key):
                 self._tombstones[key] = self._drop(key)
                 self.policy.discard(key)
             elif unknown and not self._is_deleted(key) and key not in self._writing:
@@ -219,7 +230,7 @@ class TierIndex:
 
         Ends a listing under way.
         """
-        stored = {key: nbytes for key, nbytes in self._sizes.items() if not _is_other_namespace(key)}
+        stored = {key: nbytes for key, nbytes in self.sizes().items() if not _is_other_namespace(key)}
         self.mark_deleted(stored)
         self.late_writes.clear()
         self.clearing = True
@@ -239,7 +250,7 @@ class TierIndex:
         return victims
 
     def reclaimed(self, victims: Victims, ok: bool, replaced_by: int = 0) -> None:
-        """The deletion of these tombstones has ended; if not `ok`, they are tombstones again."""
+        """End the deletion of these tombstones; if not `ok`, they are tombstones again."""
         self._reclaiming.difference_update(victims)
         for key in victims:
             self._note(key)
@@ -292,11 +303,11 @@ class TierIndex:
         return key in self._tombstones or key in self._reclaiming
 
     def begin_listing(self) -> bool:
-        """A listing of the medium begins. False: not now."""
+        """Begin a listing of the medium; False if there can be none now."""
         self._listing = self.begin_scan()
         if self._listing is None:
             return False
-        self._unseen = self._sizes.copy()
+        self._unseen, self._sizes = self._sizes, {}
         self._last_used = self._newest or math.inf
         return True
 
@@ -309,7 +320,8 @@ class TierIndex:
             return False
         now = time.time()
         for item in found:
-            self._unseen.pop(item.key, None)
+            if item.key in self._unseen:
+                self._sizes[item.key] = self._unseen.pop(item.key)
             self._trust(item.key)
             # A time in the future is no use, and must not hide the uses of other chunks.
             used = item.last_used if item.last_used <= now else 0.0
@@ -337,15 +349,20 @@ class TierIndex:
         True while there may be more.
         """
         for _ in range(min(most, len(self._unseen))):
-            key, _ = self._unseen.popitem()
+            key, self._sizes[key] = self._unseen.popitem()
             if self._listing is not None and key not in self._listing.changed:
                 self.discard(key)
         return bool(self._unseen)
 
     def end_listing(self) -> None:
+        """End a listing, whether or not it has found everything."""
         if self._listing is not None:
             self.end_scan(self._listing)
-        self._listing, self._unseen = None, {}
+        if self._unseen:
+            # It has failed, or everything was cleared.
+            self._unseen |= self._sizes
+            self._sizes, self._unseen = self._unseen, {}
+        self._listing = None
 
 
 def _is_other_namespace(key: ChunkKey) -> bool:

@@ -60,7 +60,7 @@ class IOPool:
 
     @locked
     def _start_threads(self) -> None:
-        """As many as there is work for; the last ones take no stores."""
+        """Start as many threads as there is work for; the last ones take no stores."""
         while len(self._threads) < min(self._size, self._pending):
             index = len(self._threads)
             thread = threading.Thread(
@@ -112,7 +112,7 @@ class IOPool:
                 logger.exception("lmkv: an unexpected error in an I/O thread; please report it")
 
     def _end_store(self) -> None:
-        """Before anything that follows from it: another may come in its place."""
+        """Count a store as ended before its follow-ups run: one of them may take its place."""
         with self._lock:
             self._stores -= 1
             self._room.notify_all()
@@ -137,7 +137,7 @@ class IOPool:
             return self._pending
 
     def wait_for_room(self, stores: int, timeout: float) -> bool:
-        """Wait until so many stores would be taken, at most `timeout` seconds; True when that is so."""
+        """Wait until the pool would take `stores` stores, at most `timeout` seconds; True when it would."""
         with self._lock:
             return self._room.wait_for(lambda: self._stores + stores <= self._max_stores, timeout)
 

@@ -22,15 +22,15 @@ class LateWrites:
         return key in self._suspect
 
     def unanswered(self, key: ChunkKey, *, cleared: bool) -> None:
-        """A write ended without an answer. `cleared`: everything was cleared since it began."""
+        """Note a write that ended without an answer. `cleared`: everything was cleared since it began."""
         (self._suspect if cleared else self._unanswered).add(key)
 
     def stored(self, key: ChunkKey) -> None:
-        """The store has said that it took this process's value, and that there was no other one."""
+        """Note that the store took this process's value, and said that it had no other one."""
         self._unanswered.discard(key)
         self._suspect.discard(key)
 
     def clear(self) -> None:
-        """Everything was cleared."""
+        """Note that everything was cleared."""
         self._suspect |= self._unanswered
         self._unanswered.clear()

@@ -34,9 +34,9 @@ _FIRST_BATCH, _BATCH_GROWTH = 4, 8
 
 
 class LowerTier:
-    """`payload_bytes`: of a chunk, by its key. `lock`, `observers`: the store's.
+    """A lower tier of a store. `payload_bytes`: size of a chunk, by its key. `lock`, `observers`: the store's.
 
-    `times`: seconds of the latest reads and writes that succeeded, for one who takes them away.
+    `times`: seconds of the latest reads and writes that succeeded, until they are drained.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class LowerTier:
 
     @locked
     def count_dropped(self) -> None:
-        """A chunk was evicted above before its write, for too many others waited."""
+        """Count a chunk that was evicted above before its write, because too many others waited."""
         self._counters.dropped += 1
 
     @locked
@@ -124,7 +124,7 @@ class LowerTier:
     def look_up(self, keys: Sequence[ChunkKey], *, each: bool = False) -> int:
         """Ask the backend for leading chunks that the index does not know, index those that are there, and count them.
 
-        In growing batches: of a prompt that nobody has stored few keys are asked for. `each`: for others, too, at once.
+        Batches grow, so that a prompt nobody has stored costs few questions. `each`: ask for all keys at once.
         """
         with self._lock:
             scan = self.index.begin_scan() if self.usable else None
@@ -195,7 +195,7 @@ class LowerTier:
 
     @locked
     def _judge(self, key: ChunkKey, result: Read) -> bool:
-        """Forget, keep, doubt or mark deleted a chunk that was not read; True for the last: its bytes are wrong."""
+        """Forget, keep, doubt or mark deleted a chunk that was not read; True if marked, as its bytes are wrong."""
         if isinstance(result.error, BackendUnavailable) and not self._failed_before(key):
             return False
         self._failed_once.discard(key)
@@ -358,7 +358,7 @@ class LowerTier:
             self._clearing = False
 
     def _tried(self, action: str, call: Callable[[], object]) -> bool:
-        """Whether it worked; if not, it is logged."""
+        """Make a call and log its failure; returns whether it succeeded."""
 
         def run() -> bool:
             call()

@@ -33,9 +33,9 @@ class HostMemory(Protocol):
 
 
 class PrimaryTier:
-    """`retain`: False makes the slots mere staging: a chunk is removed with its last reference.
+    """The chunks in host memory. `retain`: False makes it mere staging: a chunk is removed with its last reference.
 
-    `spans`, `sizes`: see `Payloads`. `shares`: of the slots, for tails and for states, by the type of their keys.
+    `spans`, `sizes`: see `Payloads`. `shares`: the slots for tails and for states, by the type of their keys.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class PrimaryTier:
         return entry
 
     def mark_ready(self, entry: Entry) -> None:
-        """Its bytes are complete. The writer or load that filled it still refers to it."""
+        """Make an entry READY: its bytes are complete. The writer or load that filled it still refers to it."""
         if not entry.removed:
             if entry.state is _WRITING:
                 self.writing -= 1
@@ -150,7 +150,7 @@ class PrimaryTier:
         entry.state = _READY
 
     def remove(self, entry: Entry) -> None:
-        """Take it out of the index, filled or not; its slot is freed with its last reference. Idempotent."""
+        """Take an entry out of the index, filled or not; its slot is freed with its last reference. Idempotent."""
         if entry.removed:
             return
         entry.removed = True
@@ -185,13 +185,27 @@ class PrimaryTier:
     # -- eviction -----------------------------------------------------------------------------------------
 
     def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
-        """Entries that the policy evicts for so many slots, or none; the caller removes or flushes them."""
+        """Entries that the policy evicts for `slots` slots, or none; the caller removes or flushes them."""
         evicted = self.policy.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
         for entry in entries:
             entry.in_policy = False
         self.counters.evictions += len(entries)
         return entries
+
+    def evict(self, protect: frozenset[ChunkKey] | set[ChunkKey], slots: int) -> None:
+        """Evict entries for `slots` slots, or none, and remove them."""
+        entries, free, observers = self.entries, self.slab.free, self._observers
+        for victim in self.victims(protect, slots):
+            if victim.origin or victim.prefetched or type(victim.key) is not bytes:
+                self.remove(victim)
+            else:
+                # `remove` for the most frequent case, inlined: storing spends much of its time here.
+                victim.removed = True
+                del entries[victim.key]
+                for observer in observers:
+                    observer.removed(self.name, victim.key)
+                free(victim.slot)
 
     def evict_from(self, share: Share) -> Entry | None:
         """The least recently used entry of a kind, evicted; the caller removes or flushes it. None: all are in use."""

@@ -35,7 +35,7 @@ _BATCH_KEYS = 64
 
 
 class TierScanner:
-    """`lock`: the store's. `listed` is set once the tier was listed to its end."""
+    """Lists one tier on a thread of its own. `lock`: the store's. `listed` is set once a listing has ended."""
 
     def __init__(self, tier: LowerTier, lock: threading.Lock, interval: float = INTERVAL) -> None:
         self._tier = tier

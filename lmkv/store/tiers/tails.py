@@ -18,9 +18,9 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.tiers.entry import Entry
 
 _TAIL_SHARE = 1, 8
-"""Of a tail's slot most is not used."""
+"""Share of the slots for tails, which leave most of their slots unused."""
 _STATE_SHARE = 2, 3
-"""Twice as many states as chunks at most: a state is of no use without all the chunks before it."""
+"""Share of the slots for states: twice as many as chunks, because a state needs all the chunks before it."""
 
 
 @define(eq=False)
@@ -41,7 +41,7 @@ class Share:
 
     @property
     def full(self) -> bool:
-        """Whether another one may only take the place of one of these."""
+        """Whether another entry must take the place of one of these."""
         return len(self._entries) >= self.limit
 
     def add(self, entry: Entry) -> None:
@@ -63,16 +63,16 @@ class Share:
 
 
 def shares(num_slots: int) -> dict[type, Share]:
-    """The shares of so many slots, by the type of the keys."""
+    """The shares of `num_slots` slots, by the type of the keys."""
     kinds = ((TailKey, _TAIL_SHARE), (StateKey, _STATE_SHARE))
     return {kind: Share(max(1, num_slots * part // of)) for kind, (part, of) in kinds}
 
 
 @frozen
 class Payloads:
-    """Which bytes of a slot lower tiers get: all of a whole chunk's or a state's, a tail's pages only.
+    """Which bytes of a slot lower tiers get: a whole chunk, a whole state, or the pages of a tail.
 
-    `spans(tokens)`: where the bytes of a tail of so many tokens are in a slot. `sizes`: bytes of a chunk, and of each
+    `spans(tokens)`: where the bytes of a tail of `tokens` tokens are in a slot. `sizes`: bytes of a chunk, and of each
     state entry; none where all of them fill their slots.
     """
 

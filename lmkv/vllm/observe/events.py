@@ -26,14 +26,14 @@ from lmkv.vllm.requests.request import Request, RequestState
 logger = logging.getLogger("lmkv.vllm")
 
 BlockHash = int | bytes
-"""As vLLM's own events have it."""
+"""The hash of a block in vLLM's own events."""
 
 _BATCH_CHANGES = 1024
 """Changes that one step makes events of; the next step goes on."""
 
 
 class Place(NamedTuple):
-    """Where a tier is, in the words of vLLM's events. Routers know no more than these: a tier's name is no place."""
+    """Where a tier is, in the words of vLLM's events. Routers know these words, and no names of tiers."""
 
     medium: str
     locality: str
@@ -137,9 +137,9 @@ class EventRecorder:
     # -- the scheduling thread ----------------------------------------------------------------------------
 
     def track(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
-        """Tell from now on where these chunks are, the leading ones of a request, and the states behind them.
+        """Publish from now on where the leading chunks of a request are, and the states behind them.
 
-        One that is another request's is passed over: it was learned from that one.
+        A chunk that is another request's is skipped: it was tracked with that one.
         """
         try:
             self._track({key: _Chunk(blocks) for key, blocks in self._unknown(state, keys) if blocks})
@@ -171,7 +171,7 @@ class EventRecorder:
         return [blocks for blocks in described if blocks is not None]
 
     def _state_blocks(self, request: Request, end: int, number: int) -> list[Blocks]:
-        """The blocks of recurrent layers whose state, behind so many tokens, is in that entry."""
+        """The blocks of recurrent layers whose state after `end` tokens is in entry `number`."""
         groups = [(index, group.block_size) for index, group in self._state_groups if group.state == number]
         described = (self._describe(request, index, end - size, end) for index, size in groups)
         return [blocks for blocks in described if blocks is not None]
@@ -204,7 +204,7 @@ class EventRecorder:
         return events
 
     def _stored(self, place: Place, blocks: Blocks) -> Iterator[Event]:
-        """One event for each run of blocks that were not there."""
+        """Make an event for each run of blocks that were not there."""
         counts = self._counts.setdefault((place, blocks.group), {})
         for block in blocks.hashes:
             counts[block] = counts.get(block, 0) + 1

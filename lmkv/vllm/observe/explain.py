@@ -16,7 +16,7 @@ _REMEMBERED = 100_000
 """Evicted chunks, and first chunks of prompts, that are remembered."""
 
 _LAST_BOUNDARIES = 8
-"""Of so many it is told why a hit does not end there: a long prompt is asked for in every step while it waits."""
+"""Boundaries whose missing states are explained: few, because a waiting prompt is explained in every step."""
 
 _SHORT = 16
 """Bytes of a key that are remembered."""
@@ -26,7 +26,7 @@ _PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence
 
 
 class EvictionLog:
-    """A `StoreObserver`: which chunks were removed from which tier, and when; of each tier the last `size`."""
+    """A `StoreObserver` that notes which chunks each tier has removed, and when: the last `size` of each tier."""
 
     def __init__(self, clock: Clock, size: int = _REMEMBERED) -> None:
         self._clock = clock
@@ -67,7 +67,7 @@ class EvictionLog:
 
 
 class FirstChunks:
-    """Under which roots (model, salt, tags) prompts with a certain first chunk were stored by this process."""
+    """Notes under which roots (model, salt, tags) this process has stored prompts with the same first chunk."""
 
     def __init__(self, chunk_size: int, size: int = _REMEMBERED) -> None:
         self._chunk_size = chunk_size
@@ -92,7 +92,7 @@ class FirstChunks:
 
 
 class Explainer:
-    """Called on the scheduling thread only."""
+    """Finds the reasons of misses. Called on the scheduling thread only."""
 
     def __init__(self, store: TieredStore, chunk_size: int, clock: Clock) -> None:
         self._store = store
@@ -111,9 +111,9 @@ class Explainer:
     ) -> Miss | None:
         """Why tokens from number `end` on are not loaded; None when they need not be.
 
-        `keys`: of all chunks that a load may end with. `covered`: tokens of the chunks that were found, of which a
-        load need not bring all. `few`: less was found than the least that is loaded. `late`: the request may not
-        wait any more.
+        `keys`: those of all chunks that a load may end with. `covered`: tokens of the chunks that were found, of which
+        a load need not bring all. `few`: less was found than the least that is loaded. `late`: the request may not wait
+        any more.
         """
         missing = state.last_token - end
         if missing <= 0:
@@ -133,7 +133,7 @@ class Explainer:
         return Miss(reason, missing, self._store.catalog.tier_of(keys[index]))
 
     def _without_states(self, state: RequestState, index: int, found: int, missing: int, *, late: bool) -> Miss:
-        """The chunks are there: why a hit does not end behind any of the last of those from number `index` on."""
+        """Why a hit ends behind none of the last chunks from number `index` on, which are all there."""
         index = max(index, found - _LAST_BOUNDARIES)
         states = [key for end in range(index + 1, found + 1) for key in state.state_keys(end)]
         present = [key for key in states if self._store.lookup([key])[0] is not Presence.MISS]

@@ -50,16 +50,16 @@ def _histogram(text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
 
 
 METRICS = {
-    "lmkv_lookup_tokens": _counter("Tokens looked up: neither in vLLM's prefix cache, nor a prompt's last token."),
+    "lmkv_lookup_tokens": _counter("Tokens looked up, without vLLM's own hits and each prompt's last token."),
     "lmkv_hit_tokens": _counter("Tokens looked up and found, by the tier that had them.", *_TIER),
     "lmkv_hit_chunks": _counter("Chunks looked up and found, by the tier that had them.", *_TIER),
     "lmkv_missed_tokens": _counter("Tokens looked up and not loaded, by reason.", "reason", known=REASONS),
-    "lmkv_missed_requests": _counter("Requests of which not all was loaded, by reason.", "reason", known=REASONS),
-    "lmkv_loaded_tokens": _counter("Tokens whose load has ended well."),
+    "lmkv_missed_requests": _counter("Requests that were not loaded completely, by reason.", "reason", known=REASONS),
+    "lmkv_loaded_tokens": _counter("Tokens that were loaded."),
     "lmkv_failed_loads": _counter("Copies to the device that failed."),
-    "lmkv_stored_tokens": _counter("Tokens whose store in host memory has ended well."),
-    "lmkv_stored_chunks": _counter("Chunks whose store in host memory has ended well."),
-    "lmkv_stored_states": _counter("States of recurrent layers whose store in host memory has ended well."),
+    "lmkv_stored_tokens": _counter("Tokens that were stored in host memory."),
+    "lmkv_stored_chunks": _counter("Chunks that were stored in host memory."),
+    "lmkv_stored_states": _counter("States of recurrent layers that were stored in host memory."),
     "lmkv_host_states": _gauge("States of recurrent layers in host memory, which are no chunks."),
     "lmkv_failed_stores": _counter("Copies from the device that failed, or were thrown away."),
     "lmkv_load_seconds": _histogram("Time of a copy from host memory to the device, on the slowest rank.", _SECONDS),
@@ -68,8 +68,8 @@ METRICS = {
     "lmkv_tier_operation_seconds": _histogram("Time of a chunk's read or write that succeeded.", _SECONDS, *_CALLS),
     "lmkv_tier_used_bytes": _gauge("Bytes in use.", *_TIER),
     "lmkv_tier_capacity_bytes": _gauge("Bytes that may be used; absent without a limit.", *_TIER),
-    "lmkv_tenant_used_bytes": _gauge("Bytes of a tenant that has a quota; of all others, empty.", "tier", "tenant"),
-    "lmkv_predicted_hit_ratio": _gauge("Share of tokens found if the tier had so many times its size.", "tier", "size"),
+    "lmkv_tenant_used_bytes": _gauge("Bytes of each tenant with a quota; empty: of all others.", "tier", "tenant"),
+    "lmkv_predicted_hit_ratio": _gauge("Share of tokens found with this multiple of the tier's size.", "tier", "size"),
     "lmkv_tier_chunks": _gauge("Chunks stored.", *_TIER),
     "lmkv_tier_evicted_chunks": _counter("Chunks evicted by the tier's policy.", *_TIER),
     "lmkv_tier_dropped_chunks": _counter("Chunks not written because too many writes waited.", *_TIER),
@@ -133,7 +133,7 @@ class Samples:
 
 
 def merge(into: Values, other: Values) -> None:
-    """Add later values, or those of another rank: counters and observations add up, of gauges the later one stays."""
+    """Add later values, or those of another rank: counters and observations add up, a gauge keeps its later value."""
     for name, series in other.items():
         merged, gauge = into.setdefault(name, {}), METRICS[name].kind == "gauge"
         for labels, value in series.items():

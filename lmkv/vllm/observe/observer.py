@@ -20,8 +20,8 @@ class SchedulerObserver:
     """Passes each event of the scheduler side to those that want it. Called on the scheduling thread; never waits.
 
     `telemetry` counts for vLLM's `/metrics`, `explainer` finds the reasons of misses, `recent` keeps the reports
-    of the last requests for the agent API, `recorder` their chunks for `lmkv record`, and `value` estimates what more
-    memory would find. `events` makes KV events; None if vLLM publishes none.
+    of the last requests for the agent API, `recorder` their chunks for `lmkv record`, and `value` estimates the
+    hits with more memory. `events` makes KV events; None if vLLM publishes none.
     """
 
     def __init__(self, store: TieredStore, chunk_size: int, clock: Clock, events: EventRecorder | None) -> None:
@@ -43,11 +43,15 @@ class SchedulerObserver:
         self.telemetry.looked_up(tokens, chunks, state.miss)
 
     def finished(self, state: RequestState) -> None:
-        """A request has ended: its chunks count as used."""
+        """Note that a request has ended: its chunks count as used."""
         self.recent.finished(state)
         keys = state.chain.keys
         self.recorder.finished(state, keys)
         self.value.finished(keys, getattr(state.request, "num_prompt_tokens", state.request.num_tokens))
+        # A tier may have chunks of it that it has neither loaded nor stored, after a failed store for instance.
+        # Before a reset it had another meaning.
+        if not state.options.skip_load:
+            self.track(state, state.keys_with_tail(len(keys)))
 
     def track(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
         """Publish KV events of these chunks, the leading ones of a request, from now on."""
@@ -64,7 +68,7 @@ class SchedulerObserver:
             self.events.reannounce()
 
     def reset(self) -> None:
-        """Everything was deleted: its chunks are gone, and earlier evictions explain nothing any more."""
+        """Note that everything was deleted: publish that, and let earlier evictions explain nothing any more."""
         self.explainer.clear()
         if self.events is not None:
             self.events.reset()

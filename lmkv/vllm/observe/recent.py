@@ -27,7 +27,7 @@ class RecentRequests:
         self._lookup_tokens = self._hit_tokens = 0
 
     def scheduled(self, state: RequestState) -> None:
-        """Its blocks are allocated, so its hit is known; called again after a preemption."""
+        """Report a request whose blocks are allocated, so that its hit is known; called again after a preemption."""
         name = _name(state)
         report = {
             "request": name,
@@ -47,7 +47,7 @@ class RecentRequests:
                 del self._reports[next(iter(self._reports))]
 
     def finished(self, state: RequestState) -> None:
-        """It has ended: how its loads went is known, too."""
+        """Complete the report of a request that has ended: now it is known how its loads went."""
         name = _name(state)
         with self._lock:
             known = self._reports.get(name)
@@ -67,6 +67,6 @@ def _name(state: RequestState) -> str:
 
 
 def _report(state: RequestState) -> dict[str, Any]:
-    """As the request's own, with those tiers alone that something was loaded from."""
+    """The request's own report, with only those tiers that something was loaded from."""
     sources = state.sources if state.hit_tokens else {}
     return state.report() | {"sources": {tier: tokens for tier, tokens in sources.items() if tokens}}

@@ -15,14 +15,14 @@ from lmkv.vllm.requests.request import RequestState
 
 _MAX_REQUESTS = 10_000
 _WANTED_SECONDS = 60.0
-"""Requests are noted for so long after somebody asked for them."""
+"""How long requests are noted after somebody asked for them."""
 _NAME_BYTES = 8
 
 
 class TraceRecorder:
     """Notes the last requests while somebody asks for them. Noted on the scheduling thread, read on any.
 
-    A chunk is named by a keyed hash of its key: the same within a process, and worth nothing elsewhere.
+    A chunk is named by a keyed hash of its key: the same within a process, and meaningless elsewhere.
     """
 
     def __init__(self, chunk_tokens: int, chunk_bytes: int, clock: Clock) -> None:
@@ -58,7 +58,7 @@ class TraceRecorder:
         return hashlib.blake2b(key, key=self._secret, digest_size=_NAME_BYTES).hexdigest()
 
     def since(self, number: int) -> dict[str, Any]:
-        """Requests from this number on; `next`: the number to ask for the next time. Begins to note them."""
+        """Requests from this number on, and as `next` the number to ask for next time. Begins to note requests."""
         with self._lock:
             self._wanted_until = self._clock() + _WANTED_SECONDS
             first = self._count - len(self._noted)

@@ -29,7 +29,7 @@ _TOTALS = (
     ("read_failures", "lmkv_tier_failures", ("read",)),
     ("write_failures", "lmkv_tier_failures", ("write",)),
 )
-"""Counter of a tier, and the metric it is."""
+"""Counters of a tier, and their metrics."""
 
 _PREFETCH = (
     ("prefetched", "lmkv_prefetched_chunks"),
@@ -48,7 +48,7 @@ class Telemetry:
         self._before: Sequence[TierCounters] = ()
         self._next = float("-inf")
         self.predicted: Callable[[], Mapping[str, Any]] = lambda: {"tiers": ()}
-        """What other sizes of the tiers would find."""
+        """Gives estimates of the hits with other sizes of the tiers."""
 
     def take(self) -> Values:
         """Values counted since the last call."""
@@ -78,7 +78,7 @@ class Telemetry:
         self._samples.observe("vllm:kv_offload_lookup_async_delay_seconds", seconds)
 
     def promoted(self, tier: str, seconds: float) -> None:
-        """Any thread."""
+        """Observe the time of a promotion, on any thread."""
         self._samples.observe("lmkv_promotion_seconds", seconds, tier)
 
     def loaded(self, tokens: int, report: JobReport) -> None:
@@ -104,7 +104,7 @@ class Telemetry:
             self._samples.add("lmkv_failed_stores")
 
     def found_no_room(self) -> None:
-        """Not all of a step's chunks got slots."""
+        """Count a step whose chunks did not all get slots."""
         self._samples.add("vllm:kv_offload_allocation_failure")
 
     # -- once a second ------------------------------------------------------------------------------------

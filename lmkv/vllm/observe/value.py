@@ -1,4 +1,4 @@
-"""`MemoryValue`: what more or less of each tier would find, by shadows of the tiers that a sample of requests feeds."""
+"""`MemoryValue`: estimates the hits with more or less of each tier, by shadows that replay a sample of requests."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from attrs import define, field
 from cachetools import LRUCache
 
 from lmkv.policies import Shadow, like
-from lmkv.policies.base import BRANCHES
+from lmkv.policies.base import BRANCHES, DEPTH
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.tiered import TieredStore
 
 SIZES: Final = (0.5, 1.0, 2.0, 4.0)
 """Sizes of each tier that are tried, as multiples of what it has."""
 _NOW: Final = SIZES.index(1.0)
-_SAMPLED_CHUNKS: Final = 1024
+_SAMPLED_CHUNKS: Final = 4096
 _MAX_SHARE: Final = 0.001
-"""Share of the wall time that may be spent here; where more is, fewer requests are sampled."""
+"""Largest share of the wall time to spend here. Beyond it fewer requests are sampled."""
 _FEWEST_CHUNKS: Final = 512
 """A shadow of fewer chunks says nothing."""
 _SETTLE_SECONDS: Final = 5.0
-_KEPT: Final = 0.999
-"""A sampled request counts so much less with each one after it."""
-_DEPTH: Final = 16
-"""Chunks from the head on, among which conversations part."""
+KEPT: Final = 0.999
+"""The weight of a sampled request is multiplied by this with each one after it."""
 _DAY: Final = 86_400
 
 
@@ -38,13 +36,14 @@ class _Tier:
     shadows: list[Shadow]
     found: list[float] = field(factory=lambda: [0.0] * len(SIZES))
     """Tokens that would have been found with each size of this tier, all others being as they are."""
+    without: float = 0.0
+    """Tokens that the other tiers would have found alone."""
 
 
 class MemoryValue:
     """Feeds shadows of the tiers on the scheduling thread; `report` is for any thread. Never waits.
 
-    Whole subtrees of prompts are sampled, from where conversations part: chunks that are found together are in the
-    sample together.
+    The sample is whole subtrees of prompts, from where conversations part, so that it has all chunks of a hit or none.
     """
 
     def __init__(self, store: TieredStore, chunk_tokens: int, clock: Clock = time.perf_counter) -> None:
@@ -66,7 +65,7 @@ class MemoryValue:
         ]
 
     def finished(self, keys: Sequence[ChunkKey], tokens: int) -> None:
-        """A request with a prompt of so many tokens has ended that used these whole chunks, head first."""
+        """Note the end of a request with a prompt of `tokens` tokens, which used these whole chunks, head first."""
         if not keys:
             return
         started = self._clock()
@@ -86,16 +85,14 @@ class MemoryValue:
     def _part(self, keys: Sequence[ChunkKey]) -> int:
         """Number of the first chunk that not many conversations share."""
         parent = None
-        for key in keys[:_DEPTH]:
+        for key in keys[:DEPTH]:
             if key not in self._known:
                 self._known[key] = None
                 if parent is not None:
                     self._children[parent] = self._children.get(parent, 0) + 1
             parent = key
-        own = 0
-        while own < len(keys) - 1 and self._children.get(keys[own], 0) >= BRANCHES:
-            own += 1
-        return own
+        shared = range(min(len(keys) - 1, DEPTH), 0, -1)
+        return next((own for own in shared if self._children.get(keys[own - 1], 0) >= BRANCHES), 0)
 
     def _try(self, keys: Sequence[ChunkKey], own: int, tokens: int) -> None:
         # Chunks that many share are in every tier of any size, and would fill a sampled one.
@@ -103,34 +100,37 @@ class MemoryValue:
         shared = len(keys) - len(sampled)
         size = self._store.slab.slot_bytes
         hits = [[shadow.request(sampled, size) for shadow in tier.shadows] for tier in self._tiers]
-        self._sampled_tokens = self._sampled_tokens * _KEPT + tokens
+        self._sampled_tokens = self._sampled_tokens * KEPT + tokens
         self._sampled += 1
         for place, tier in enumerate(self._tiers):
-            beside = max((each[_NOW] for number, each in enumerate(hits) if number != place), default=0)
+            others = [each[_NOW] + shared for number, each in enumerate(hits) if number != place]
+            beside = max(others, default=0)
+            tier.without = tier.without * KEPT + min(beside * self._chunk_tokens, tokens)
             for number, hit in enumerate(hits[place]):
-                found = min((shared + max(hit, beside)) * self._chunk_tokens, tokens)
-                tier.found[number] = tier.found[number] * _KEPT + found
+                found = min(max(shared + hit, beside) * self._chunk_tokens, tokens)
+                tier.found[number] = tier.found[number] * KEPT + found
 
     def report(self, prefill_speed: float = 0.0) -> dict[str, Any]:
-        """For each tier, what each size would find. `prefill_speed`: measured, tokens a second; 0: not known.
+        """Estimates for each size of each tier. `prefill_speed`: measured tokens per second; 0 if not known.
 
-        `saved_seconds`: of prefill, a day, beside the present size.
+        `saved_seconds`: seconds of prefill a day, compared with the present size.
         """
         with self._lock:
             a_day = self._tokens / max(self._clock() - self._started, 1e-9) * _DAY
             whole = self._sampled_tokens
-            tiers = []
-            for tier in self._tiers:
-                ratios = [found / whole if whole else 0.0 for found in tier.found]
-                points = [
-                    {
-                        "bytes": int(size * tier.nbytes),
-                        "hit_ratio": round(ratio, 5),
-                        "saved_seconds": round((ratio - ratios[_NOW]) * a_day / prefill_speed, 1)
-                        if prefill_speed
-                        else None,
-                    }
-                    for size, ratio in zip(SIZES, ratios, strict=True)
-                ]
-                tiers.append({"name": tier.name, "bytes": tier.nbytes, "points": points})
+
+            def point(size: float, tier: _Tier, found: float) -> dict[str, Any]:
+                ratio, more = (tokens / whole if whole else 0.0 for tokens in (found, found - tier.found[_NOW]))
+                seconds = round(more * a_day / prefill_speed, 1) if prefill_speed else None
+                return {"bytes": int(size * tier.nbytes), "hit_ratio": round(ratio, 5), "saved_seconds": seconds}
+
+            tiers = [
+                {
+                    "name": tier.name,
+                    "bytes": tier.nbytes,
+                    "points": [point(size, tier, found) for size, found in zip(SIZES, tier.found, strict=True)],
+                    "without": point(0, tier, tier.without),
+                }
+                for tier in self._tiers
+            ]
             return {"sampled_requests": self._sampled, "sampled_share": self._rate, "tiers": tiers}

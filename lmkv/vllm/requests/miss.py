@@ -1,4 +1,4 @@
-"""`Miss`: that a part of a request was not loaded, and why."""
+"""`Miss`: why a part of a request was not loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Miss:
         return f"{self.tokens} missed: {self.reason.replace('_', ' ')}{where}{when}"
 
     def report(self) -> dict[str, object]:
-        """For the request's own report: it must not tell whether another salt's requests have the same prompt."""
+        """The miss in the request's report, which must not tell whether another salt's requests share the prompt."""
         reason = "not_stored" if self.reason == "other_salt" else self.reason
         fields = {"reason": reason, "tokens": self.tokens, "tier": self.tier, "seconds_ago": self.seconds_ago}
         return {name: value for name, value in fields.items() if value is not None}

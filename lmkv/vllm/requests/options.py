@@ -18,10 +18,10 @@ class RequestOptions:
     `skip_save`, `skip_load`: store or load nothing. `report`: answer with the tokens that were loaded. `prefetch`:
     promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to
     prefetch. `pin`: seconds to pin the request's chunks after it ends. `tag.<name>`: share only with equal
-    tags. `wait_for`: wait until so many leading tokens are found, for another server is just storing them.
+    tags. `wait_for`: wait until this number of leading tokens is found: another server is just storing them.
 
-    `max_load_tokens`, `max_offload_tokens`, which are vLLM's: at most so many tokens are loaded beyond vLLM's own
-    hit, and only so many leading tokens are stored. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
+    `max_load_tokens`, `max_offload_tokens`, which are vLLM's: most tokens that are loaded beyond vLLM's own
+    hit, and most leading tokens that are stored. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
 
     `do_remote_decode`, also vLLM's: another server will decode. A `kv_producer` then answers with the
     `wait_for` to give to that server.
@@ -68,7 +68,7 @@ def _is_true(value: object) -> bool:
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
-    """() for anything but a list of token ids: a client's mistake must not fail the request."""
+    """The token ids of a list, () for anything else: a client's mistake must not fail the request."""
     if not isinstance(value, list | tuple):
         return ()
     valid = all(isinstance(token, int) and 0 <= token < 2**32 for token in value)

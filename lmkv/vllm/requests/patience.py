@@ -7,7 +7,7 @@ from collections.abc import Callable
 from attrs import define, field
 
 STALL = 0.8
-"""Seconds without a chunk after which a request computes, where nothing is known of how long that takes."""
+"""Seconds without a chunk after which a request computes, while the time to compute is not known."""
 
 
 @define
@@ -20,7 +20,7 @@ class Patience:
 
     deadline: float
     late: bool = field(default=False, init=False)
-    """Whether a wait took too long. None comes after it."""
+    """Whether a wait took too long. Then no other wait follows."""
     spent: float = field(default=0.0, init=False)
     """Seconds of all waits, up to the last call."""
     _since: float | None = field(default=None, init=False)

@@ -108,7 +108,7 @@ class RequestState:
     last_states: int = 0
     """Leading chunks up to the last states of its answer, which are replaced by the next."""
     resumable: float = math.inf
-    """Leading chunks of a hit at most: the states behind more of them are slower to load than to compute."""
+    """Most leading chunks of a hit. The states behind more of them are slower to load than to compute."""
     disabled: bool = False
     """A load of this request failed: it computes the rest, and no further load is offered."""
 
@@ -151,7 +151,7 @@ class RequestState:
 
     @property
     def tenants(self) -> list[str]:
-        """What a quota may name: the request's salt, and its tags as `name:value`."""
+        """Names that a quota may have for this request: its salt, and its tags as `name:value`."""
         salt = getattr(self.request, "cache_salt", None)
         return [*([salt] if salt else ()), *(f"{name}:{value}" for name, value in self.options.tags)]
 

@@ -110,7 +110,7 @@ class AsyncLoad:
         return LoadWindow(copies, lease, [], self.ended, max(0, high - low))
 
     def _state_copies(self, lease: Lease) -> list[ChunkCopy]:
-        """Of the states that are among the leased entries. Raises ValueError for one that vLLM has no block for."""
+        """Copies of the states among the leased entries. Raises ValueError for a state that vLLM has no block for."""
         if not self.block_map.states:
             return []
         blocks = self.block_map.state_blocks(self.block_ids, self.end)
@@ -179,9 +179,9 @@ class AsyncLoadAdmission:
         return sum(map(self._block_map.most_blocks, lengths)) <= self.free_blocks()
 
     def begin(self, state: RequestState) -> None:
-        """The request's blocks are allocated and not filled yet."""
+        """Note that the request's blocks are allocated and not filled yet."""
         self._requests[state.request_id] = state
 
     def end(self, state: RequestState) -> None:
-        """The request computes, has lost its blocks, or has ended."""
+        """Note that the request computes, has lost its blocks, or has ended."""
         self._requests.pop(state.request_id, None)

@@ -27,8 +27,8 @@ _MAX_ASYNC_LOADS = 3
 class LoadPlanner:
     """Promises chunks and orders their loads. Called on the scheduling thread only; never waits.
 
-    `wait`: for lower tiers. `jobs`: the loads that were ordered. `stop_at(request, tokens)`: has vLLM end a step of
-    the request there, and hand over its states.
+    `wait`: decides about lower tiers. `jobs`: the loads that were ordered. `stop_at(request, tokens)`: has vLLM end a
+    step of the request there, and hand over its states.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -110,18 +110,18 @@ class LoadPlanner:
         return keys, *self.wait.match(state, keys)
 
     def _stop_where_prompts_part(self, state: RequestState, chain: Sequence[ChunkKey], hit: int) -> None:
-        """Where another prompt had the same chunks, but no state is kept behind them, have it kept this time."""
+        """If another prompt had the same chunks, but no state is kept behind them, have it kept this time."""
         if self._boundaries.states:
             shared = self._store.count_prefix(chain)[1] * self._chunk_size
             if shared > hit:
                 self.stop_at(state.request, shared)
 
     def _hit_tokens(self, state: RequestState, chunks: int, last: int) -> int:
-        """Tokens of a hit of so many chunks, `last` of them in the last one, that may be loaded."""
+        """Tokens of a hit of `chunks` chunks, `last` of them in the last one, that may be loaded."""
         lookahead = self._options.lookahead
         whole = self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)
         if chunks and lookahead and whole:
-            # Elsewhere than with a chunk such a hit cannot end: pages of the window before were not stored.
+            # Such a hit must end with a chunk: elsewhere the pages of the window before it were not stored.
             chunks, last, lookahead = chunks - 1, self._chunk_size, 0
         found = (chunks - 1) * self._chunk_size + last if chunks else 0
         hit = max(0, min(found - lookahead, state.last_token))
@@ -211,7 +211,7 @@ class LoadPlanner:
             logger.info(message, state.request_id, state.request.num_tokens, hit, need, missed)
 
     def refuse(self, state: RequestState, num_computed_tokens: int, reason: str) -> None:
-        """The request loads nothing."""
+        """Have the request load nothing."""
         state.computed = num_computed_tokens
         state.miss = Miss(reason, max(0, state.last_token - num_computed_tokens))
 

@@ -18,9 +18,9 @@ MIN_STEP_TOKENS = 64
 _PROBE_EVERY = 16
 """Every sixteenth load that looks too slow is done while its request computes, to measure the tier again."""
 _USUAL = 4.0
-"""A load that takes so many times as long as expected will not come."""
+"""A load that takes this many times as long as expected is given up."""
 _STAKE = 0.25
-"""Share of the seconds that computing takes which may be waited for any load that is expected to be faster."""
+"""A request may always wait this share of its computing time for a load that is expected to be faster."""
 
 
 @define
@@ -32,12 +32,12 @@ class LoadTime:
 
     nbytes: float = 0.0
     seconds: float = 0.0
-    """The means."""
+    """Means of the loads' bytes and seconds."""
     _variance: float = 0.0
     _covariance: float = 0.0
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """A load of so many bytes took so many seconds."""
+        """Note that a load of `nbytes` took `seconds`."""
         share = _SMOOTHING if self.seconds else 1.0
         more, longer = nbytes - self.nbytes, seconds - self.seconds
         self.nbytes += share * more
@@ -46,7 +46,7 @@ class LoadTime:
         self._covariance = (1 - share) * (self._covariance + share * more * longer)
 
     def of(self, nbytes: int) -> float:
-        """Seconds that a load of so many bytes is expected to take."""
+        """Expected seconds of a load of `nbytes`."""
         most = self.seconds / self.nbytes
         per_byte = self._covariance / self._variance if self._variance else most
         # Neither faster with more bytes, nor in less than no time.
@@ -68,12 +68,12 @@ class LoadCost:
     loads: dict[str, LoadTime] = field(factory=dict)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
-        """A step of the model computed so many tokens in so many seconds."""
+        """Note that a step of the model computed `tokens` in `seconds`."""
         if tokens >= MIN_STEP_TOKENS and seconds > 0:
             self.prefill_speed = max(self.prefill_speed * _DECAY, tokens / seconds)
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """A tier delivered so many bytes in so many seconds, waiting in its queue included."""
+        """Note that a tier delivered `nbytes` in `seconds`, waiting in its queue included."""
         if nbytes and seconds > 0:
             self.loads.setdefault(tier, LoadTime()).observe(nbytes, seconds)
 
@@ -92,14 +92,14 @@ class LoadCost:
         return False
 
     def wants_probe(self, tier: str) -> bool:
-        """Whether the tier's load that was last found too slow is to be done, while its request computes."""
+        """Whether to do the tier's load that was last found too slow, while its request computes."""
         return self.skipped[tier] % _PROBE_EVERY == 0
 
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
-        """Seconds after which a load of so many tokens is better given up for computing them.
+        """Seconds after which a load of `tokens` is better given up for computing them.
 
-        Never more than computing takes. From a tier whose speed is known a load that is long overdue will not
-        come. Infinite where everything is to be loaded; None while no prefill has been measured.
+        At most the time that computing takes, and less for a tier whose speed is known. Infinite if everything is to
+        be loaded; None while no prefill has been measured.
         """
         if not self.enabled:
             return math.inf
@@ -116,7 +116,7 @@ MAX_STALL = 0.005
 
 @define
 class LoadMode:
-    """Whether to load within a step or between steps.
+    """Decides whether to load within a step or between steps.
 
     `concurrent`: the device can copy while it computes. A CPU cannot: loads between steps gain nothing there.
     `computing`: requests of the last step, which a load within the next step would delay.
@@ -129,13 +129,13 @@ class LoadMode:
     """Bytes per second from host memory, all ranks together."""
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """A load of so many bytes took so many seconds."""
+        """Note that a load of `nbytes` took `seconds`."""
         if nbytes and seconds > 0:
             speed = nbytes / seconds
             self._speed += (speed - self._speed) * (_SMOOTHING if self._speed else 1)
 
     def between_steps(self, nbytes: int) -> bool:
-        """Whether to load so many bytes between steps; within one until a speed has been measured."""
+        """Whether to load `nbytes` between steps; within one until a speed has been measured."""
         if self.mode != "auto":
             return self.mode == "async"
         stalls = bool(self._speed) and nbytes / self._speed > MAX_STALL

@@ -19,12 +19,12 @@ class SchedulerOptions:
     stored and found, and chunks that begin like the rest of a prompt. `whole_blocks`: a hit ends with a
     block, because loads by layers come after the step has written the rest of that block.
     `min_retrieve_tokens`: smaller hits are computed. `load_or_recompute`: compute chunks that are measured
-    to load more slowly. `load_mode`: within the step that reads the KV ("sync"), between steps ("async"), or as it
+    to load more slowly. `load_mode`: within the step that reads the KV ("sync"), between steps ("async"), or whichever
     delays others less ("auto"). `concurrent_copies`: the device copies while it computes.
-    `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `lookahead`: so many
-    tokens after a position its KV depends on, so that the end of what a key covers cannot be served.
-    `state_interval`: of a long prompt a recurrent layer's state is kept every so many chunks; 0: as often as states
-    take as much room as chunks. `pin_ttl`: seconds that a prefetch is kept. `clock`: in seconds.
+    `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `lookahead`: how many
+    tokens after a position its KV depends on, so that the end of a key's tokens cannot be served.
+    `state_interval`: chunks from one kept state of a long prompt to the next; 0: so many that states take as much room
+    as chunks. `pin_ttl`: seconds that a prefetch is kept. `clock`: in seconds.
     """
 
     ranks: int = 1

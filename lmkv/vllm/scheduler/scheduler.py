@@ -100,12 +100,12 @@ class Scheduler:
         return self._keys(tagged_root(self._namespace, tags.items(), self._epoch, cache_salt), tokens)
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None]) -> None:
-        """`free()`: how many blocks vLLM has left; `evict(blocks)`: takes them out of its prefix cache."""
+        """Take over vLLM's `free()`, how many blocks are left, and `evict(blocks)`, out of its prefix cache."""
         self.loading.jobs.admission.free_blocks = free
         self.loading.jobs.evict_blocks = evict
 
     def on_failed_load(self, call: Callable[[str], None]) -> None:
-        """`call(request_id)` when a load has failed, before vLLM goes on with that request."""
+        """Have `call(request_id)` called after a failed load, before vLLM goes on with that request."""
         self.loading.jobs.on_failed_load = call
 
     # -- requests -----------------------------------------------------------------------------------------
@@ -115,6 +115,7 @@ class Scheduler:
         state = self._state_of(request)
         keys = state.keys_with_tail(request.num_tokens // self._chunk_size)
         self._store.hints.label(keys, state.tenants)
+        self._store.hints.prompt(keys, request.num_tokens)
         other = state.options.prefetch_tokens
         for chain in (keys if state.options.prefetch else (), self._keys(state.root, other) if other else ()):
             if wanted := self.boundaries.wanted(chain):
@@ -165,7 +166,7 @@ class Scheduler:
         return self._answer(state) or None
 
     def _pass_on(self, hint: AgentHint, keys: Sequence[ChunkKey]) -> None:
-        """Tell the policies what the request's agent knows of its chunks."""
+        """Pass the request's hints about its chunks on to the policies."""
         if hint.session or hint.ended:
             self._store.hints.session(hint.session, keys, ended=hint.ended)
         if not hint.ended and (hint.priority or hint.waits):
@@ -179,7 +180,7 @@ class Scheduler:
         return {**answer, "lmkv.wait_for": shared} if shared else answer
 
     def _share(self, state: RequestState) -> int:
-        """Have the prompt's chunks written where other servers find them; how many of its tokens these are."""
+        """Have the prompt's chunks written where other servers find them; returns their number of tokens."""
         prompt_tokens: int = getattr(state.request, "num_prompt_tokens", state.request.num_tokens)
         keys = self.boundaries.wanted(state.keys_with_tail(prompt_tokens // self._chunk_size))
         count = self._store.write_to_shared(keys)
@@ -203,7 +204,7 @@ class Scheduler:
         return answer
 
     def _end_deferral(self, state: RequestState) -> None:
-        """vLLM need not ask again."""
+        """Note that vLLM need not ask again."""
         since, state.deferred_since = state.deferred_since, None
         if since is not None:
             self._observer.telemetry.lookup_was_deferred(self._clock() - since)
@@ -332,9 +333,9 @@ class Scheduler:
         return self.loading.jobs.busy or self.storing.busy or self._states.busy
 
     def reset(self, *, delete: bool = True) -> None:
-        """Serve nothing of before any more, and delete it from every tier.
+        """Serve no earlier chunk any more, and delete them all from every tier.
 
-        Without `delete` lower tiers keep it, for other processes and for the next start: from now on this one
+        Without `delete` lower tiers keep them, for other processes and for the next start: from now on this one
         has other keys.
         """
         if not delete:
@@ -350,7 +351,7 @@ class Scheduler:
             state.options.skip_save = state.options.skip_load = True
 
     def forget_evictions(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Chunks, or all, were deleted by a caller: nothing evicted them. On any thread."""
+        """Note that a caller has deleted these chunks, or all: they were not evicted. On any thread."""
         self._observer.explainer.evictions.forget(keys)
 
     def take_samples(self) -> Values:

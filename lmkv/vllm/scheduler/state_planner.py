@@ -38,10 +38,10 @@ class _StateJob:
 
 
 class StatePlanner:
-    """Which states are stored in which step. Called on the scheduling thread only.
+    """Decides which states are stored in which step. Called on the scheduling thread only.
 
-    Kept are those that vLLM keeps, at prompts' ends and where prompts part; while a prompt is computed in several
-    steps, one every few chunks; and the last one of an answer.
+    It stores the states that vLLM keeps, at prompts' ends and where prompts part; one every few chunks, while a prompt
+    is computed in several steps; and the last one of an answer.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -90,7 +90,7 @@ class StatePlanner:
         return tokens % self._chunk_size == 0 and 0 < tokens <= min(limits)
 
     def _step_ended(self, state: RequestState, chunks: int, blocks: Mapping[int, int]) -> None:
-        """A step ends behind so many chunks: of a prompt some of these states are kept, of an answer the last."""
+        """A step ends behind `chunks` chunks: keep some of these states of a prompt, and the last of an answer."""
         prompt: int = getattr(state.request, "num_prompt_tokens", state.request.num_tokens)
         if chunks * self._chunk_size > prompt:
             if chunks <= state.last_states:
@@ -104,7 +104,7 @@ class StatePlanner:
             self._order(state, chunks, blocks)
 
     def _order(self, state: RequestState, chunks: int, blocks: Mapping[int, int], replaces: int = 0) -> None:
-        """Order copies of the states behind so many chunks that no tier has."""
+        """Order copies of the states behind `chunks` chunks that no tier has."""
         keys, chain = state.state_keys(chunks), state.keys(chunks)
         missing = keys[self._store.count_prefix(keys)[1] :]
         if not missing or state.stored < chunks:

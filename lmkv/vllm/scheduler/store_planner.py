@@ -25,14 +25,14 @@ class _StoreJob:
     first_chunk: int
     stored: int
     total: int
-    """Tokens that this job stores, and those that are stored once it has ended."""
+    """Leading tokens that are stored once this job has ended; `stored` of them by the job."""
     chunks: int = 1
     tainted: bool = False
     """Ordered before a failed load was reported: its KV may have been computed from unfilled blocks."""
 
 
 class StorePlanner:
-    """Which chunks are stored in which step. Called on the scheduling thread only."""
+    """Decides which chunks are stored in which step. Called on the scheduling thread only."""
 
     def __init__(self, context: PlanContext) -> None:
         self._store = context.store
@@ -71,6 +71,7 @@ class StorePlanner:
         if first == complete:
             return
         self._store.hints.label(keys[first:], state.tenants)
+        self._store.hints.prompt(keys[first:], state.request.num_tokens)
         # Protected: to store the end of a prompt must not evict its beginning, without which it is not found.
         reservation = self._store.reserve(
             keys[first:],
@@ -100,7 +101,7 @@ class StorePlanner:
     def store_tail(self, state: RequestState, tables: BlockTables) -> None:
         """Order the copy of the prompt's tail, unless a chunk in host memory begins with it.
 
-        It is of use with the chunks before it only, so that none of these is evicted for it.
+        A tail is of use only with the chunks before it, so none of these is evicted for it.
         """
         tail, count, size = state.tail, state.tail_chunk, self._chunk_size
         assert tail is not None

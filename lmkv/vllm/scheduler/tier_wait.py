@@ -192,6 +192,6 @@ class TierWait:
         return max(known) if known else None
 
     def _compute_seconds(self, tokens: int) -> float:
-        """Seconds that so many tokens take to compute; infinite while no speed is known."""
+        """Seconds that `tokens` take to compute; infinite while no speed is known."""
         seconds = self.cost.patience(None, tokens, 0)
         return math.inf if seconds is None else seconds

@@ -1,4 +1,4 @@
-"""What the child processes of the disk tests do. Not a test itself."""
+"""Programs of the child processes of the disk tests. Not a test itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a store does on a disk whose calls fail for a while. Not a test itself, but a program; `failing.c` is preloaded.
+"""A store on a disk whose calls fail for a while. Not a test itself, but a program; `failing.c` is preloaded.
 
 For each error and each kind of call: chunks are loaded, stored, listed, asked for and deleted while the calls fail, and
-then all that was there before is loaded from disk again. It prints what came of it as JSON.
+then all that was there before is loaded from disk again. It prints the results as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A folder as a store behind `SubprocessBackend`: what holds of its processes needs no server."""
+"""A folder as a store behind `SubprocessBackend`: tests of its processes need no server."""
 
 from __future__ import annotations
 

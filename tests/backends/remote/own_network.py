@@ -37,7 +37,7 @@ _INFINISTORE = """if True:
 
 @contextmanager
 def own_network(needed_by: str) -> Iterator[None]:
-    """This thread, and all that it starts, has a loopback device of its own, and nothing else."""
+    """Give this thread, and all that it starts, a loopback device of its own, and nothing else."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""What holds for stores that lmkv cannot trust with its own process or memory, beside the public suite."""
+"""Tests of stores that lmkv cannot trust with its own process or memory, beside the public suite."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def foreign(value: bytes) -> bytes:
 
 
 class StoreSuite:
-    """What holds of names, of other engines and of the URL. Define `kind` and `url`."""
+    """Tests of names, of other engines and of the URL. Define `kind` and `url`."""
 
     kind: ClassVar[type[Any]]
     url: str
@@ -159,11 +159,11 @@ class ServerSuite(StoreSuite, BackendSuite, ABC):
 
     @abstractmethod
     def value_of(self, backend: Any, chunk: Chunk) -> bytes:
-        """What the store has."""
+        """The value in the store."""
 
     @abstractmethod
     def put(self, backend: Any, name: str, value: bytes) -> None:
-        """Into the store, whatever is there."""
+        """Put a value into the store, whatever is there."""
 
     def test_a_server_that_is_killed_is_unavailable_until_it_is_back(self, backend: Any) -> None:
         chunk = chunk_of(100)
@@ -240,7 +240,7 @@ def can_read(backend: Any, chunk: Chunk) -> bool:
 
 
 def assert_unavailable(backend: Any, chunk: Chunk) -> list[str]:
-    """What the errors say."""
+    """Assert that every call says so; returns the errors' texts."""
     with pytest.raises(BackendUnavailable) as asked:
         backend.contains([chunk.key])
     (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
@@ -251,7 +251,7 @@ def assert_unavailable(backend: Any, chunk: Chunk) -> list[str]:
 
 
 def assert_fails_and_can_be_replaced(backend: Any, chunk: Chunk, sound: Chunk) -> None:
-    """The value of a chunk that is not the chunk's; that of the `sound` one is."""
+    """The chunk's value is not the chunk's, and fails; that of `sound` is served."""
     (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
     assert read.status is ReadStatus.FAILED
     assert isinstance(read.error, CorruptChunkError)

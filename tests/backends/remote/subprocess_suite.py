@@ -1,4 +1,4 @@
-"""What holds for every store whose client lives in processes of its own."""
+"""Tests of every store whose client lives in processes of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FREE = 0xA5
 
 
 class ProcessSuite(StoreSuite):
-    """What holds of the processes, whichever store they speak with."""
+    """Tests of the processes, whichever store they speak with."""
 
     kind: ClassVar[type[SubprocessBackend]]
 
@@ -80,7 +80,7 @@ def process_of(backend: Any, chunk: Chunk) -> Any:
 
 
 class InSlab(SubprocessBackend):
-    """A mixin: what the backend is given goes through slots of a registered slab, which nobody else writes to."""
+    """A mixin: the backend's payloads go through slots of a registered slab, which nobody else writes to."""
 
     def _set_up(self, options: dict[str, Any]) -> None:
         super()._set_up(options)

@@ -345,7 +345,7 @@ def test_a_write_that_is_carried_out_after_a_clear_is_never_served(tmp_path: Pat
     """The weights may have changed: the key now stands for other bytes."""
     kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
     with redis_server(kind, tmp_path) as server:
-        backend = StopsTheServer(server.url, NAMESPACE, RemoteOptions(timeout=0.5))
+        backend = StopsTheServer(server.url, NAMESPACE, RemoteOptions(timeout=4.0))
         client, (key,), other = Redis(port=server.port), chain("late", 1), chain("other", 1)
         with closing(small_store(8, lower(backend))) as store:
             backend.server = server

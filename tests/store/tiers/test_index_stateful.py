@@ -200,12 +200,14 @@ class Medium:
         assert index.capacity is not None
         assert 0 <= index.used <= index.capacity
         assert index._reclaiming_bytes >= 0
-        assert index.used == sum(SIZES[key] for key in index._sizes) + sum(SIZES[writer.key] for writer in self.writers)
+        assert index.used == sum(SIZES[key] for key in index.sizes()) + sum(
+            SIZES[writer.key] for writer in self.writers
+        )
         assert len(index.policy.sizes()) == len(index)
-        assert self.told.of.get("medium", set()) == {key for key in index._sizes if key in index}
+        assert self.told.of.get("medium", set()) == {key for key in index.sizes() if key in index}
         if self.alone:
             assert sum(SIZES[key] for key in self.chunks) <= index.capacity, "the medium is over its capacity"
-            for key in index._sizes:
+            for key in index.sizes():
                 assert self.chunks[key] == self.version[key], "what is promised is not there, or outdated"
 
     def agree(self) -> None:
@@ -226,7 +228,7 @@ class Medium:
         while self.deleters or self.index._tombstones:
             self.reclaim()
         self.check()
-        assert set(self.chunks) == set(self.index._sizes)
+        assert set(self.chunks) == set(self.index.sizes())
         assert sum(SIZES[key] for key in self.chunks) == self.index.used
         assert not self.index._reclaiming
         assert not self.index._reclaiming_bytes

@@ -30,7 +30,7 @@ from lmkv.memory.device import Staging
 from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.policies import LRU
-from lmkv.protocols import Backend, Tier
+from lmkv.protocols import Admission, Backend, Policy, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.testing.simulated_device import SimulatedDevice
@@ -198,6 +198,8 @@ class SimulatedVLLM:
         io_moves: int = 10,
         device: bool = False,
         medium: Backend | None = None,
+        policy: Callable[[], Policy] = LRU,
+        admission: Admission | None = None,
         describe: Describe | None = None,
         load_or_recompute: bool = False,
         context: int = 1,
@@ -247,11 +249,11 @@ class SimulatedVLLM:
                 medium = CPUPinnedBackend(size, layout.slot_bytes, populate=False)
                 medium.name = "lower"
             self.disks = [FaultyBackend(medium, sleep=self._sleep)]
-            lower = [Tier(Pausing(self.disks[0]), LRU(), capacity_bytes=size)]
+            lower = [Tier(Pausing(self.disks[0]), policy(), size, admission)]
         host = CPUPinnedBackend(layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False)
         with stepped():
             self.store = TieredStore(
-                Tier(host, LRU()), lower, spans=layout.spans, sizes=layout.sizes, clock=lambda: self.now
+                Tier(host, policy()), lower, spans=layout.spans, sizes=layout.sizes, clock=lambda: self.now
             )
         namespace = Namespace(model="m", dtype="u8", chunk_size=chunk_size, block_size=groups[0].block_size)
         self.events: list[Event] = []

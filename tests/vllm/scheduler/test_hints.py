@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lmkv.policies import MinTokens
 from lmkv.vllm.requests.hints import AgentHint
 from lmkv.vllm.requests.options import RequestOptions
 from tests.kit import LIMIT
@@ -53,6 +54,17 @@ def test_no_more_is_loaded_than_the_request_wants(
 ) -> None:
     serve(engine, PROMPT)
     assert offered(engine, computed, max_load_tokens=limit) == loaded
+
+
+def test_the_lower_tier_takes_requests_with_enough_tokens() -> None:
+    with closing(engine_of(ram_chunks=10, lower_chunks=60, admission=MinTokens(len(PROMPT)))) as engine:
+        serve(engine, PROMPT, *OTHERS)
+        assert engine.store.drain(LIMIT)
+        host, lower = engine.store.stats().tiers
+        assert host.chunks == 10
+        # Whole chunks and the tail, which the generated token ended.
+        assert lower.chunks == len(PROMPT) // CHUNK + 1
+        assert offered(engine) == LAST
 
 
 def test_what_is_loaded_of_a_limited_request_is_right(engine: SimulatedVLLM) -> None:

@@ -46,6 +46,8 @@ def test_every_stage_has_the_first_layers_of_the_longest() -> None:
 def test_a_stage_cannot_know_the_kv_of_the_others_where_layers_differ() -> None:
     with pytest.raises(ValueError, match="layers have different KV"):
         Ranks((2, 2), tensor=1).widest_stage([LayerPages(64, 2), LayerPages(16, 2)], stage=0)
+    with pytest.raises(ValueError, match="stage 0 has no layers"):
+        Ranks((0, 2), tensor=1).widest_stage([], stage=0)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_tail_is_found_on_a_lower_tier_by_its_prompt(groups: list[Group]) -> N
         tokens = list(range(22))
         serve(engine, tokens, salt="a")
         lower = engine.store._tiers[0]
-        sizes = sorted(lower.index._sizes.values())
+        sizes = sorted(lower.index.sizes().values())
         assert sizes[0] < sizes[1] == sizes[2], "only its own pages"
         engine.store.drop(list(engine.store._primary.entries))
         serve(engine, tokens, salt="a")

@@ -56,7 +56,7 @@ def flipped(data: bytes, at: int) -> bytes:
 
 
 def pickle_bomb() -> bytes:
-    """What a reader that unpickles would run."""
+    """A pickle that a reader which unpickles would run."""
     return b"cos\nsystem\n(S'touch /tmp/lmkv-was-here'\ntR.".ljust(3 * PAGE, b"\0")
 
 

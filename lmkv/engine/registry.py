@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from lmkv.engine import Engine
+from lmkv.engine.engine import Engine
 from lmkv.errors import UsageError
 
 _engines: dict[str, Engine] = {}

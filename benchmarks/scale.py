@@ -1,0 +1,197 @@
+"""What an index of ten thousand to three million chunks takes: memory, time until all are found, and each call then.
+
+    python benchmarks/scale.py [--quick] [--json] [--files FOLDER]
+
+Each size has a process of its own. A made-up medium lists random keys as fast as they can be made, so that only lmkv
+is measured; with --files, real files of a local disk tier are listed beside it, up to 300,000. Times are CPU time, but
+for those of calls meanwhile, which are what a scheduler would wait. The last tier is as large as its content, so that
+each new chunk evicts one.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Not this folder: its copy.py would stand in for the standard library's.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import gc
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from benchmarks._timing import Row, arguments_of, finish, percentile
+from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.null import NullBackend
+from lmkv.outcomes import STORED, Written
+from lmkv.policies import make_policy
+from lmkv.protocols import Chunk, ChunkKey, Listed, Tier
+from lmkv.store.tiered import TieredStore
+
+SIZES = (10_000, 100_000, 1_000_000, 3_000_000)
+FILES = (10_000, 100_000, 300_000)
+SLOT_BYTES, CHAIN, BATCH = 4096, 64, 1000
+FLAT = 1.5
+"""A chunk of the largest index may take so many times what one of the smallest takes."""
+
+
+def key_of(number: int) -> ChunkKey:
+    return hashlib.sha256(number.to_bytes(8, "little")).digest()
+
+
+class MadeUp(NullBackend):
+    """A medium that has the keys of the first `count` numbers, and takes every chunk."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__("disk")
+        self.count = count
+
+    def list_keys(self) -> Iterator[list[Listed]]:
+        for start in range(0, self.count, BATCH):
+            yield [Listed(key_of(number), SLOT_BYTES, float(number)) for number in range(start, start + BATCH)]
+
+    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
+        return [STORED] * len(chunks)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_of(call: Callable[[], object], rounds: int, items: int) -> float:
+    """Median CPU time of an item, in microseconds."""
+    found = []
+    for _ in range(rounds):
+        start = time.thread_time()
+        call()
+        found.append(time.thread_time() - start)
+    return statistics.median(found) / items * 1e6
+
+
+def measured(count: int, folder: str | None) -> dict[str, float]:
+    """All figures of one size, in this process."""
+    host = Tier(CPUPinnedBackend(1024 * SLOT_BYTES, SLOT_BYTES, populate=False), make_policy("LRU"))
+    medium = MadeUp(count) if folder is None else LocalDiskBackend(folder, bytes(32), direct="off", min_free=0)
+    capacity = count * SLOT_BYTES if folder is None else None
+    gc.collect()
+    before, cpu, start = resident_bytes(), time.process_time(), time.perf_counter()
+    store = TieredStore(host, [Tier(medium, make_policy("LRU"), capacity)])
+    waits = []
+    some = [[key_of(1_000_000_007 * each % count) for each in range(first, first + CHAIN)] for first in range(64)]
+    while not store.wait_indexed(0.005):
+        asked = time.perf_counter()
+        store.lookup(some[len(waits) % len(some)])
+        waits.append(time.perf_counter() - asked)
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    gc.collect()
+    chunks = store.stats().tiers[1].chunks
+    if chunks != count:
+        raise SystemExit(f"{chunks:,} chunks were found instead of {count:,}")
+    found = {
+        "memory a chunk, bytes": (resident_bytes() - before) / count,
+        "found a chunk, us": cpu / count * 1e6,
+        "all found, s": wall,
+        "lookup of 64 chunks meanwhile, p99, ms": percentile(waits, 0.99) * 1e3 if waits else 0.0,
+        "lookup a chunk, us": cpu_of(lambda: [store.lookup(keys) for keys in some], 30, 64 * CHAIN),
+        "counters, us": cpu_of(store.stats, 200, 1),
+    }
+    if folder is None:
+        found["evict and index a chunk, us"] = evicting(store)
+    store.close()
+    return found
+
+
+def evicting(store: TieredStore) -> float:
+    """CPU time a chunk that is stored in a full tier, those of I/O threads included."""
+    fresh = iter(range(1 << 40, 1 << 41))
+    times = []
+    for _ in range(40):
+        keys = [key_of(next(fresh)) for _ in range(CHAIN)]
+        start = time.process_time()
+        with store.reserve(keys) as reservation:
+            reservation.commit()
+        store.drain(60)
+        times.append(time.process_time() - start)
+    return statistics.median(times) / CHAIN * 1e6
+
+
+def fill(folder: Path, count: int) -> None:
+    """A folder with so many small chunks."""
+    backend = LocalDiskBackend(folder, bytes(32), direct="off", min_free=0)
+    payload = memoryview(b"x" * 64)
+    for start in range(0, count, BATCH):
+        backend.write([Chunk(key_of(number), payload) for number in range(start, start + BATCH)])
+    backend.close()
+
+
+def in_a_process(count: int, folder: Path | None = None) -> dict[str, float]:
+    command = [sys.executable, __file__, "--one", str(count), *([] if folder is None else ["--folder", str(folder)])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows(kind: str, found: dict[int, dict[str, float]]) -> Iterator[Row]:
+    smallest = next(iter(found.values()))
+    of = f"{next(iter(found)):,} chunks"
+    for name in smallest:
+        title, _, unit = name.rpartition(", ")
+        for count, values in found.items():
+            ratio = values[name] / smallest[name] if values is not smallest and smallest[name] else None
+            # The time until all is found grows with the number, and a lookup meanwhile waits for the interpreter.
+            flat = ratio is not None and unit in ("us", "bytes")
+            target = FLAT if flat else None
+            met = None if ratio is None or not flat else ratio <= FLAT
+            yield Row(f"{kind}, {count:,}: {title}", values[name], unit, of if ratio else None, ratio, target, met)
+
+
+def draw(found: dict[int, dict[str, float]], path: Path) -> None:
+    """One plot for each figure, over the number of chunks."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(next(iter(found.values())))
+    figure, parts = pyplot.subplots(1, len(names), figsize=(3.2 * len(names), 3), layout="constrained")
+    for axes, name in zip(parts, names, strict=True):
+        axes.plot(list(found), [values[name] for values in found.values()], marker="o")
+        axes.set(title=name, xlabel="chunks", xscale="log", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def main() -> int:
+    parser = arguments_of(__doc__, quick="up to 100,000 chunks")
+    parser.add_argument("--files", type=Path, help="an empty folder, to be filled with up to 300,000 small files")
+    parser.add_argument("--plot", type=Path, help="draw the made-up sizes to this file")
+    parser.add_argument("--one", type=int, help=argument_of_children)
+    parser.add_argument("--folder", help=argument_of_children)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measured(options.one, options.folder)))
+        return 0
+    most = 100_000 if options.quick else max(SIZES)
+    made = {count: in_a_process(count) for count in SIZES if count <= most}
+    if options.plot:
+        draw(made, options.plot)
+    found = [*rows("made up", made)]
+    if options.files:
+        files = {}
+        for count in (count for count in FILES if count <= most):
+            fill(options.files, count)
+            files[count] = in_a_process(count, options.files)
+        found += rows("files", files)
+    return finish(found, options.json)
+
+
+argument_of_children = "for its own processes"
+
+if __name__ == "__main__":
+    sys.exit(main())
