@@ -113,7 +113,8 @@ class LoadPlanner:
         """If another prompt had the same chunks, but no state is kept behind them, have it kept this time."""
         if self._boundaries.states:
             shared = self._store.count_prefix(chain)[1] * self._chunk_size
-            if shared > hit:
+            # Not within the answer of a preempted request, whose steps end where drafts are accepted.
+            if hit < shared <= state.prompt_tokens:
                 self.stop_at(state.request, shared)
 
     def _hit_tokens(self, state: RequestState, chunks: int, last: int) -> int:
