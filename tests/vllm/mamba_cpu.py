@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from lmkv.vllm import cacheable
+
 
 @contextlib.contextmanager
 def split() -> Iterator[None]:
@@ -119,6 +121,7 @@ def drafted() -> Iterator[None]:
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cacheable, "STATES_WITH_DRAFTS", True)
         if not HAS_TRITON:
             patch.setattr(MambaSpecDecodeGPUContext, "run_fused_precopy", _before_a_step)
             patch.setattr(MambaSpecDecodeGPUContext, "run_fused_postprocess", _after_a_step)

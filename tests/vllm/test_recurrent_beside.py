@@ -136,6 +136,7 @@ def test_without_vllms_prefix_cache_nothing_is_cached(case: Case, caplog: pytest
     ("changes", "recurrent", "reason"),
     [
         ({}, (True, True), "all its layers are recurrent"),
+        ({"speculative_config": object()}, (True, False), "speculative decoding"),
         ({"pipeline_parallel_size": 2}, (True, False), "pipeline_parallel_size > 1"),
         ({"decode_context_parallel_size": 2}, (True, False), "decode_context_parallel_size > 1"),
         ({"use_replayssm": True}, (True, False), "use-replayssm"),
@@ -145,11 +146,12 @@ def test_without_vllms_prefix_cache_nothing_is_cached(case: Case, caplog: pytest
 )
 def test_what_is_refused(changes: dict[str, Any], recurrent: tuple[bool, ...], reason: str) -> None:
     cache = SimpleNamespace(mamba_cache_mode="align", use_replayssm=False)
-    config = SimpleNamespace(cache_config=cache, parallel_config=SimpleNamespace())
+    config = SimpleNamespace(cache_config=cache, parallel_config=SimpleNamespace(), speculative_config=None)
     given = dict(changes)
     replayed = bool(given.pop("replayed", False))
     for name, value in given.items():
-        setattr(config.parallel_config if "parallel" in name else cache, name, value)
+        of = config if name == "speculative_config" else config.parallel_config if "parallel" in name else cache
+        setattr(of, name, value)
     check_states(config, [False, False], replayed=replayed)
     with pytest.raises(ValueError, match=reason):
         check_states(config, recurrent, replayed=replayed)
