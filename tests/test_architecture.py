@@ -75,7 +75,7 @@ BUDGET = {
     "config": 700,
     "memory": 1115,
     "store.tiers": 1267,
-    "store": 1187,
+    "store": 1188,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
@@ -90,7 +90,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14709
+WHOLE = 14710
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -38,8 +38,9 @@ class Hints:
     _lock: threading.Lock
     _policies: Mapping[str, Policy]
     _clock: Clock
-    _admissions: Sequence[SeesPrompts] = ()
+    _admissions: Sequence[object] = ()
     _labelled: list[LabelsKeys] = field(init=False)
+    _prompted: list[SeesPrompts] = field(init=False)
     _ends: dict[ChunkKey, tuple[float, Sequence[ChunkKey]]] = field(init=False, factory=dict)
     """When the priority of a chain ends, by its last key."""
     _next_end: float = field(init=False, default=math.inf)
@@ -48,6 +49,7 @@ class Hints:
 
     def __attrs_post_init__(self) -> None:
         self._labelled = [policy for policy in self._policies.values() if isinstance(policy, LabelsKeys)]
+        self._prompted = [admission for admission in self._admissions if isinstance(admission, SeesPrompts)]
 
     def give(self, keys: Sequence[ChunkKey], priority: int, seconds: float | None = None) -> None:
         """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; None: until another hint."""
@@ -69,9 +71,9 @@ class Hints:
 
     def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
         """See `SeesPrompts.prompt`."""
-        if self._admissions:
+        if self._prompted:
             with self._lock:
-                for admission in self._admissions:
+                for admission in self._prompted:
                     admission.prompt(keys, tokens)
 
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:

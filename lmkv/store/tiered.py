@@ -18,7 +18,7 @@ from functools import partial
 
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
-from lmkv.protocols import ChunkKey, Clock, ListsKeys, RegistersMemory, SeesPrompts, Tier
+from lmkv.protocols import ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
 from lmkv.store.allocator import SlotAllocator
 from lmkv.store.catalog import Catalog
 from lmkv.store.flusher import Flusher
@@ -120,8 +120,7 @@ class TieredStore:
         self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
         self._pins = Pins(self._primary, clock)
         policies = {tier.name: tier.policy for tier in (primary, *lower)}
-        filters: list[object] = [tier.admission for tier in lower]
-        self.hints = Hints(self._lock, policies, clock, [each for each in filters if isinstance(each, SeesPrompts)])
+        self.hints = Hints(self._lock, policies, clock, [tier.admission for tier in lower])
         self._flusher = Flusher(self._lock, self._primary, self._tiers, self._resume)
         flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
         self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)

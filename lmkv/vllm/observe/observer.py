@@ -42,8 +42,8 @@ class SchedulerObserver:
         tokens, chunks = (state.sources, state.source_chunks) if found else ({}, {})
         self.telemetry.looked_up(tokens, chunks, state.miss)
 
-    def finished(self, state: RequestState) -> None:
-        """Note that a request has ended: its chunks count as used."""
+    def finished(self, state: RequestState, chain: Sequence[ChunkKey]) -> None:
+        """Note that a request has ended: its chunks count as used. `chain`: their keys, with the tail's."""
         self.recent.finished(state)
         keys = state.chain.keys
         self.recorder.finished(state, keys)
@@ -51,7 +51,7 @@ class SchedulerObserver:
         # A tier may have chunks of it that it has neither loaded nor stored, after a failed store for instance.
         # Before a reset it had another meaning.
         if not state.options.skip_load:
-            self.track(state, state.keys_with_tail(len(keys)))
+            self.track(state, chain)
 
     def track(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
         """Publish KV events of these chunks, the leading ones of a request, from now on."""

@@ -155,8 +155,8 @@ class Scheduler:
         state = self._forget(request.request_id)
         if state is None:
             return None
-        self._observer.finished(state)
         keys = state.keys_with_tail(len(state.chain.keys))
+        self._observer.finished(state, keys)
         wanted = self.boundaries.wanted(keys)
         # States are evicted before the chunks that they need.
         self._store.touch([*wanted, *keys[self.boundaries.chunks(len(wanted)) :]])
