@@ -1,4 +1,4 @@
-"""What an index of ten thousand to three million chunks takes: memory, time until all are found, and each call then.
+"""Measures an index of ten thousand to three million chunks: memory, time until all are found, and each call then.
 
     python benchmarks/scale.py [--quick] [--json] [--files FOLDER]
 

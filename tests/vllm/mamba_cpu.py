@@ -264,7 +264,7 @@ def scanned() -> Iterator[None]:
         return convolve(x.contiguous(), *given, **more)
 
     def contiguous(self: Any, **given: Any) -> None:
-        # What it does for LoRA, the CPU's products of matrices need at some sizes.
+        # With LoRA vLLM makes these contiguous; the CPU's products of matrices need that at some sizes.
         self.is_lora_enabled = True
         forward(self, **given)
 

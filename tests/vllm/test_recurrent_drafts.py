@@ -19,7 +19,7 @@ from tests.vllm.families import RECURRENT, Family
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 from tests.vllm.test_recurrent import Answers, answers_of, ask, distance
 
-# What numba says of vLLM's search for n-grams.
+# numba warns about vLLM's search for n-grams.
 pytestmark = pytest.mark.filterwarnings(r"ignore:\s*Encountered the use of a type that is scheduled for deprecation")
 
 NEMOTRON, QWEN = RECURRENT["Mamba-2, Nemotron-H"], RECURRENT["gated delta net, Qwen3-Next"]

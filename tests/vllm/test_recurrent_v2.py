@@ -107,7 +107,7 @@ DRAFTING = """if True:
 
 
 def run(program: str, *arguments: str) -> Any:
-    """What the program prints last, of vLLM's V2 runner in a process of its own."""
+    """Run a program on vLLM's V2 runner, in a process of its own; returns the JSON of the last line that it prints."""
     root = Path(__file__).parents[2]
     environment = child_environment(**{triton_cpu.SWITCH: "1", "PYTHONPATH": os.fspath(root)})
     command = [sys.executable, "-c", program, *arguments]

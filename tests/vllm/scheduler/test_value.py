@@ -22,7 +22,7 @@ from lmkv.vllm.observe.value import KEPT, SIZES, MemoryValue
 from tests.kit import LIMIT, SLOT, chain
 
 TOKENS = 16
-"""Of a chunk."""
+"""Tokens of a chunk."""
 TWO_POINTS = 0.02
 SLOTS = 16_384
 
