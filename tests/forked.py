@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LIMIT = 200.0
+LIMIT = 400.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.backends.disk.disk_writer", "tests.store.shared_store"])

@@ -369,8 +369,7 @@ def test_a_write_that_is_carried_out_after_a_clear_is_never_served(tmp_path: Pat
             assert get(store, [key]) == [1]
         with closing(small_store(8, lower(backend_of(server.url)))) as another:
             lookup = another.look_up_shared([key])
-            assert lookup is not None
-            assert lookup.wait(LIMIT)
+            assert lookup is None or lookup.wait(LIMIT), "the listing may have found it before"
             assert get(another, [key]) == [1]
 
 
