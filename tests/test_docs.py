@@ -178,7 +178,7 @@ def test_every_exception_is_explained() -> None:
 
 
 def test_every_value_that_refuses_by_itself_is_named() -> None:
-    """What raises ValueError as attrs does, and no exception of lmkv's."""
+    """It raises ValueError as attrs does, and no exception of lmkv's."""
     page = (ROOT / "docs" / "errors.md").read_text()
     for name in lmkv.__all__:
         doc = getattr(getattr(lmkv, name), "__doc__", None) or ""

@@ -275,7 +275,7 @@ def loads_or_refuses(load: Callable[[], Config]) -> None:
     try:
         config = load()
         shown = {setting.name: setting.value for setting in config.describe()}
-        # What has passwords is not shown as it is.
+        # URLs with passwords are masked.
         secrets = ("remote_url", "remote_urls", "remote_password", "agent_token", "authentication_key")
         masked = {name: getattr(config, name) for name in secrets}
         assert Config(**{**shown, **masked}) == config

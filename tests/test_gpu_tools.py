@@ -187,7 +187,7 @@ def watched(prompt: int, loaded: int, byte: int, output: int) -> Watched:
 
 
 def test_bytes_are_compared_of_what_was_loaded_and_of_nothing_else() -> None:
-    """What an aborted run computes is rounded otherwise, and is no one's mistake."""
+    """An aborted run rounds differently, and that is not an error."""
     stored = [watched(0, 0, 1, 1), watched(1, 0, 2, 2)]
     good = watched(1, 32, 2, 7)
     good.kv[0][2:] = 99

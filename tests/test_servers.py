@@ -1,4 +1,4 @@
-"""What a test needs and is not here: the run's end says so, or the test fails where it is needed."""
+"""A test whose server is missing is skipped, and named at the run's end; where the server is needed, it fails."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class TieredStore:
     primary : Tier
         Host memory: a tier of a `CPUPinnedBackend`, whose slots become the store's.
     lower : sequence of Tier
-        Lower tiers, fastest first. Those that persist are indexed in the background, and serve meanwhile.
+        Lower tiers, fastest first. Persistent ones serve while they are indexed in the background.
     io_threads : int
         Threads for the I/O of all lower tiers; three quarters of them write, too.
     prefetch_share : float

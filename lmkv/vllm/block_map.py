@@ -44,7 +44,7 @@ class BlockMap:
     scratch: bool = False
 
     def select(self, tables: Sequence[list[int]]) -> Sequence[list[int]]:
-        """Those of vLLM's block tables whose blocks are stored and loaded."""
+        """The tables of the KV groups that lmkv stores and loads."""
         return [tables[group.table or 0] for group in self.groups] if self.scratch else tables
 
     def index(self, table: int) -> int:

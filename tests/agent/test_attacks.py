@@ -174,7 +174,7 @@ def test_connections_are_few_and_strangers_give_way(server: AgentServer, monkeyp
         for _ in range(2 * max_connections()):
             stack.enter_context(connect(server)).sendall(b"GET / HTTP/1.1\r\nX: ")
         eventually(lambda: len(connections(server)) == max_connections(), "there are as many as there may be")
-        # Those of the clients, who are here, too, and the server's.
+        # The clients' sockets, which are in this process as well, and the server's.
         most = files + 3 * max_connections() + 5
         eventually(lambda: len(os.listdir("/proc/self/fd")) <= most, "the others are closed")
         known.sendall(asked)

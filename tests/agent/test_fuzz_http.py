@@ -285,7 +285,7 @@ def server(service: CacheService) -> Iterator[AgentServer]:
 
 
 def all_answered(url: str, sent: bytes, cuts: list[int]) -> bytes:
-    """What comes back of these bytes, sent in pieces, until the other side closes."""
+    """Send these bytes in pieces; returns the answer, up to where the other side closes."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     found = b""
     with socket.create_connection((host, int(port)), LIMIT) as connection, suppress(ConnectionError):

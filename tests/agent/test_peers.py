@@ -22,7 +22,7 @@ TEXT = "the 24 bytes of a prompt"
 
 @pytest.fixture
 def stores(tmp_path: Path) -> Iterator[list[TieredStore]]:
-    """Of two engines, which share a disk."""
+    """The agent APIs of two engines that share a disk."""
     with ExitStack() as stack:
         yield [stack.enter_context(store_over(tmp_path / "kv")) for _ in range(2)]
 
@@ -35,7 +35,7 @@ def servers(stores: list[TieredStore]) -> Iterator[list[AgentServer]]:
 
 @pytest.fixture
 def client(servers: list[AgentServer]) -> Iterator[Client]:
-    """Of the first engine."""
+    """The first engine's agent API."""
     with Client(servers[0].url, TOKEN) as client:
         yield client
 

@@ -525,7 +525,7 @@ def hanging() -> Iterator[AsyncAdapter]:
 
 
 def given_up(adapter: AsyncAdapter, call: Callable[[], T]) -> T:
-    """What a call returns whose deadline was over some time after the backend had begun with it."""
+    """The answer of a call whose deadline passes after the backend has begun with it."""
     adapter.deadline = 0.01
     inner: Any = adapter.inner
     before = inner.begun

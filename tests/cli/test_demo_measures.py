@@ -1,4 +1,4 @@
-"""What `lmkv demo` calls a success, and how long it waits."""
+"""When `lmkv demo` reports success, and how long it waits."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class TestImport:
 
 
 class TestShow:
-    """What is found is shown as it is: square brackets mean nothing, whatever they look like to rich."""
+    """Findings are printed verbatim: rich does not read square brackets in them as markup."""
 
     @pytest.mark.parametrize("value", ["[/x]", "[red]", "lmkv[disk]", "[bold]a[/bold]", ":smile:", "\\[x]"])
     def test_values_are_no_markup(self, value: str, capsys: pytest.CaptureFixture[str]) -> None:

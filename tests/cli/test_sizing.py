@@ -143,7 +143,7 @@ def test_a_recurrent_layers_state(folder: Path) -> None:
     size = kv_size(model(folder, QWEN3_NEXT_80B))
     assert size.states is not None
     assert (size.layers, size.token_bytes) == (12, 12 * 2 * 2 * 256 * 2)
-    # Of a layer: 32 heads of 128 x 128 in float32, and the last three inputs of a convolution over 8,192 values.
+    # One layer: 32 heads of 128 x 128 in float32, and the last three inputs of a convolution over 8,192 values.
     assert size.states.nbytes == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) == 77_266_944
     assert size.chunk_tokens(256) == 1056
     assert size.slot_bytes(256) == 1056 * size.token_bytes

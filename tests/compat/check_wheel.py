@@ -19,7 +19,7 @@ BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 OURS = Path(__file__).resolve().parents[2] / "lmkv" / "vllm"
 OWN_BASES = {"KVConnectorBase_V1", "SupportsHMA"}
 DEFAULTS = {
-    # Of the base itself.
+    # The base class itself defines these.
     "role",
     "clear_connector_metadata",
     "has_connector_metadata",
@@ -38,7 +38,7 @@ DEFAULTS = {
     "register_finished_partial_tail",
     # Captured graphs leave no trace in the worker.
     "reset_capture_state",
-    # Of recurrent layers, which are not cached.
+    # These belong to recurrent layers, which are not cached.
     "supports_divergent_local_hybrid_hits",
     # All groups that have prefixes.
     "get_loaded_kv_cache_group_ids",

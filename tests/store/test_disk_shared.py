@@ -24,9 +24,9 @@ from tests.store.shared_store import CHUNK, KEYS, THREADS, get, open_store, payl
 COST = CHUNK + 4096
 CAPACITY = 40 * COST
 BOUND = CAPACITY + 3 * (THREADS + 1) * COST
-"""What three processes may take: see docs/concurrency.md."""
+"""Bytes that three processes may take: see docs/concurrency.md."""
 COUNT = 4096
-"""What the file of the count takes."""
+"""Bytes of the file with the count."""
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def test_a_folder_that_is_removed_and_made_again(tmp_path: Path) -> None:
 
 
 def store_bytes(root: Path) -> int:
-    """What a new store finds there."""
+    """The chunks that a new store finds there."""
     store = open_store(str(root), 1, CAPACITY)
     used = store.stats().tiers[1].used_bytes
     store.close()
@@ -159,7 +159,7 @@ def clear_until_killed(tell: Tell, folder: str) -> None:
 
 
 def test_a_kill_in_the_middle_of_clear(tmp_path: Path) -> None:
-    """What was not deleted yet is served again, right as ever, and can be cleared for good."""
+    """Chunks whose files were not deleted yet are served again, with the right bytes, and can be cleared for good."""
     with Child(clear_until_killed, str(tmp_path)) as child:
         assert child.heard() == "half"
     store = open_store(str(tmp_path), 1, CAPACITY)

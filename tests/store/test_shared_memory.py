@@ -17,7 +17,7 @@ from tests.kit import LIMIT, NEVER, listing_every
 
 CHUNK, BLOCK, BLOCKS = 16, 4, 16
 COST = 2 * 4096
-"""Of a chunk's file: its header, and its tokens' KV in a page."""
+"""Bytes of a chunk's file: its header, and its tokens' KV in a page."""
 
 
 def tensors(value: float) -> list[torch.Tensor]:

@@ -55,7 +55,7 @@ class Leased:
 class Open:
     reservation: Reservation
     keys: list[ChunkKey]
-    """Those that it reserved."""
+    """The chunks that it reserved."""
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +228,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.drop(keys)
             assert Presence.READY not in self.store.lookup(keys)
         else:
-            # What a tier has that is away at the moment is removed as well, and clear() counts it.
+            # clear() removes and counts the chunks of an unreachable tier, too.
             assert known <= (self.store.clear() if how == "clear" else self.store.delete(keys))
             assert self.store.lookup(keys) == [Presence.MISS] * len(keys)
             self.outdate(keys)

@@ -13,7 +13,7 @@ from tests.vllm import drafts
 from tests.vllm.drafts import DRAFTS, Drafts
 from tests.vllm.harness import Engine, engine, external_hits
 
-# What numba says of vLLM's search for n-grams.
+# numba warns about vLLM's search for n-grams.
 pytestmark = pytest.mark.filterwarnings(r"ignore:\s*Encountered the use of a type that is scheduled for deprecation")
 
 TOKENS = 3
@@ -69,7 +69,7 @@ class Answers:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Drafts], list[list[int]]]:
-    """What a model says by itself."""
+    """A model's answers without drafts."""
     known: dict[Any, list[list[int]]] = {}
 
     def ask(kind: Drafts) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What fails outside of copies: the disk is away or silent, the engine sleeps, weights change."""
+"""Failures outside of copies: the disk is away or silent, the engine sleeps, weights change."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def namespace_of(engine: Engine, folder: Path) -> bytes:
 
 
 def kv_cache_of(vllm_config: Any) -> Any:
-    """What vLLM makes of a model whose layers are all alike."""
+    """vLLM's KV groups for a model whose layers are all alike."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config

@@ -38,7 +38,7 @@ class Index:
             # vLLM's AllBlocksCleared, upon a reset of its own cache: a router forgets all that this engine has.
             self.of.clear()
         elif event.medium == "GPU":
-            # Of groups with windows vLLM tells fewer blocks than tokens.
+            # For groups with windows vLLM announces fewer blocks than there are tokens.
             if hasattr(event, "token_ids") and event.kv_cache_spec_sliding_window is None:
                 self._check(event)
         elif hasattr(event, "token_ids"):

@@ -145,7 +145,7 @@ def test_a_failed_load_is_recomputed_and_leaves_the_other_connector_alone(
         assert list(map(answer, again)) == [expected[0], expected[1]]
         assert list(map(external_hits, again)) == [LENGTH - 1] * 2, "both were stored anew"
         running.forget_local()
-        # What the other connector has stored was not spoilt by the failure either.
+        # The failure did not spoil the other connector's chunks either.
         others = running.run([mine, theirs], params={"lmkv.skip_load": True})
         assert list(map(answer, others)) == [expected[0], expected[1]]
         assert list(map(cached, others)) == [STORED_BY_EXAMPLE] * 2

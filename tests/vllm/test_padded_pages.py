@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], str, int]] = {
 
 @frozen
 class Sides:
-    """What the two sides make of one configuration, and the worker's tensors."""
+    """The layouts that both sides derive from one configuration, and the worker's tensors."""
 
     scheduler: ServedModel
     worker: ServedModel

@@ -124,7 +124,7 @@ def test_many_at_a_time(pair: Pair) -> None:
     prompts = [prompt(90 + number, 700) for number in range(8)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(lambda ids: complete(pair.proxy, ids), prompts))
-    # Of the first time that it ran: one that is preempted has some of it in vLLM's own cache when it goes on.
+    # Hits of its first run: after a preemption vLLM's own cache has a part of it.
     assert [answer.usage.prompt_tokens_details.cached_tokens for answer in answers] == [699] * len(prompts)
     for ids, answer in zip(prompts, answers, strict=True):
         assert answer.choices[0].text == complete(pair.prefill.url, ids).choices[0].text
@@ -185,7 +185,7 @@ def test_a_long_prompt_over_a_remote_store(model: Path, tmp_path: Path) -> None:
             ids = prompt(95, 8000)
             answer = complete(url, ids)
             assert hit(answer) == 7999
-            # What was prefetched while the rest was still being written counts for host memory by then.
+            # Chunks that were prefetched while the rest was being written count for host memory by then.
             sources = answer.kv_transfer_params["lmkv"]["sources"]
             assert sources["redis"] > 0
             assert sources["cpu"] + sources["redis"] == 7999

@@ -41,7 +41,7 @@ HOW = "see docs/ray.md"
 
 
 def command(example: str, model: Path, folder: Path) -> list[str]:
-    """What serves the example with this model, on a machine without a GPU."""
+    """The command that serves the example with this model on a machine without a GPU."""
     if example.endswith(".py"):
         return [sys.executable, str(EXAMPLES / example), "--cpu", "--model", str(model)]
     file = folder / example
@@ -50,7 +50,7 @@ def command(example: str, model: Path, folder: Path) -> list[str]:
 
 
 def answers(example: str, model: Path, folder: Path, *asked: dict[str, Any]) -> list[Any]:
-    """What the example's app answers, one request after the other."""
+    """The answers of the example's app, one request after the other."""
     requests, answered = folder / "asked.json", folder / "answered.json"
     requests.write_text(json.dumps([{"model": "qwen-0.5b", "max_tokens": 8, "temperature": 0, **ask} for ask in asked]))
     script = [sys.executable, "-m", "tests.vllm.ray_script", requests, answered, *command(example, model, folder)]

@@ -28,7 +28,7 @@ SLOTS = 120
 
 
 Answers = list[list[dict[int, float]]]
-"""Of each answer and each of its tokens: that token first, and the likeliest, with their log-probabilities."""
+"""For each token of each answer: that token first, then the likeliest, with their log-probabilities."""
 
 
 def answers_of(outputs: Sequence[Any]) -> Answers:

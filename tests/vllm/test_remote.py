@@ -92,7 +92,7 @@ def filled(model: Path, server: RedisServer) -> list[list[int]]:
 
 
 def answered(running: Engine, *names: str) -> dict[str, Any]:
-    """What these requests were answered, while others may wait on."""
+    """The answers of these requests; others may still wait."""
     found: dict[str, Any] = {}
     while not set(names) <= found.keys():
         found |= {output.request_id: output for output in running.llm.llm_engine.step() if output.finished}

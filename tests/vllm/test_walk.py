@@ -1,4 +1,4 @@
-"""What the README tells a new user, one after the other, with the README's own words as the commands.
+"""The README's commands, run one after the other exactly as a new user reads them.
 
 Its models become a small one, its port a free one; `~` is an empty folder. `lmkv demo` is in test_demo.
 """
@@ -27,10 +27,10 @@ track_usage: false
 """
 SMALL = "--dtype float32 --max-model-len 2048 --kv-cache-memory-bytes 33554432 --enforce-eager"
 BEGINNING = "The beginning of the next prompt ..."
-"""What the README prefetches."""
+"""The prompt that the README prefetches."""
 
 CONTEXT = ("The same words are before every question. " * 50)[:1800]
-"""What the README's script asks."""
+"""The prompt of the README's script."""
 
 
 def block(word: str, language: str = "bash") -> str:

@@ -41,7 +41,7 @@ class Request(Protocol):
 
     @property
     def num_in_flight_tokens(self) -> int:
-        """Those of them that steps compute whose outputs are not known yet, drafts included."""
+        """Tokens among `num_computed_tokens` of steps whose outputs are not known yet, drafts included."""
         ...
 
     @property

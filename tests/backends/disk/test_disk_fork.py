@@ -105,7 +105,7 @@ def temporaries(folder: Path) -> list[Path]:
 
 
 def files_open_in(pid: int, folder: Path) -> list[str]:
-    """What of `folder` a process has open, deleted files too."""
+    """The files of `folder` that a process has open, deleted ones included."""
     found = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):

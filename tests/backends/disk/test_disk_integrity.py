@@ -40,7 +40,7 @@ def open_files() -> set[str]:
 def nothing_leaks() -> Iterator[None]:
     before = open_files()
     yield
-    # What other modules have left open may be collected meanwhile.
+    # Files that other modules left open may be collected meanwhile.
     assert open_files() <= before
 
 
@@ -124,7 +124,7 @@ def test_files_that_grew(specimen: Specimen) -> None:
 
 
 def test_pages_that_never_reached_the_disk(specimen: Specimen) -> None:
-    """What a power cut leaves of a file that was not synced: any of its pages zero, the length right."""
+    """A power cut leaves an unsynced file with its full length and any of its pages zero."""
     pages = [specimen.good[at : at + 4096] for at in range(0, len(specimen.good), 4096)]
     for lost in range(1, 2 ** len(pages)):
         kept = [bytes(4096) if lost >> index & 1 else page for index, page in enumerate(pages)]

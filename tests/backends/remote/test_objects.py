@@ -312,7 +312,7 @@ def test_engines_that_write_a_chunk_at_the_same_time_harm_nothing(server: Object
 
 
 def assert_all_unavailable(backend: ObjectStoreBackend, chunk: Chunk) -> list[str]:
-    """What the errors say."""
+    """Every call raises; returns the messages of the errors."""
     with pytest.raises(BackendUnavailable) as listing:
         list(backend.list_keys())
     with pytest.raises(BackendUnavailable) as deleting:
@@ -515,7 +515,7 @@ def test_a_shared_access_signature_is_shown_nowhere(tmp_path: Path, caplog: pyte
 
 def test_tls(tmp_path: Path) -> None:
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    # What signs is an authority, and what is signed is none.
+    # Self-signed, and no authority: a server's certificate must not be one.
     make += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"]
     subprocess.run([*make, "-keyout", tmp_path / "key", "-out", tmp_path / "cert"], check=True, capture_output=True)
     options = ("--cert", str(tmp_path / "cert"), "--key", str(tmp_path / "key"))

@@ -138,7 +138,7 @@ def test_payloads_in_the_slab_are_not_copied(tmp_path: Path, slab: Slab, query: 
 
 
 def test_parts_of_slots_and_other_memory(backend: FolderBackend, slab: Slab) -> None:
-    """What is inside the slab, what ends beyond it, and what can only be read."""
+    """A view inside the slab, one that ends beyond it, and one that can only be read."""
     payload = os.urandom(5000)
     slab.view(3)[-5000:] = payload
     for place in (slab.view(3)[-5000:], memoryview(payload), memoryview(bytearray(payload))):

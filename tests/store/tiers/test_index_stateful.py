@@ -32,7 +32,7 @@ class Writer:
 
 @define(eq=False)
 class Medium:
-    """What is stored, by key: the version of its bytes."""
+    """The version of the stored bytes, by key."""
 
     index: TierIndex
     alone: bool

@@ -37,7 +37,7 @@ SOUND = next(path for path in FILES if path.stem == "sound").read_bytes()
 
 @frozen
 class Entry:
-    """What is at a path below the root: a `kind`, of an owner, with a mode, and with content or a link's target."""
+    """A path below the root has a `kind`, an owner, a mode, and content or a link's target."""
 
     path: str
     kind: str
@@ -96,7 +96,7 @@ entries = st.builds(
 
 
 def state_beside(folder: Path, root: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Of everything in a folder but what is in the root there."""
+    """Every path in a folder except those in the root there."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if root in path.parents:
@@ -121,7 +121,7 @@ def attempts(root: Path) -> list[Callable[[], object]]:
         event(written.status.name)
 
     def used_again() -> None:
-        """What says that it was stored is served, or is found damaged once."""
+        """A chunk that was reported as stored is served, or is found damaged once."""
         for _ in range(3):
             write()
             read()

@@ -154,7 +154,7 @@ def plant_device(place: Path) -> None:
 
 
 def test_strange_names_are_left_alone(backend: LocalDiskBackend) -> None:
-    """What lmkv did not name is neither listed, nor counted, nor removed: other versions' files above all."""
+    """Files with names that are not lmkv's, other versions' above all, are neither listed nor counted nor removed."""
     place = place_of(backend)
     digits = KEY.hex()
     names = [
