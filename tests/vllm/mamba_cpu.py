@@ -130,6 +130,40 @@ def drafted() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def resumed() -> Iterator[None]:
+    """Engines made in here compute a preempted request's short step right, as vLLM's V2 runner does.
+
+    The V1 runner of vLLM 0.32 takes a few tokens behind the prompt for a token and its drafts.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    prepare, build = GPUModelRunner._prepare_inputs, GPUModelRunner._build_attention_metadata
+
+    def prepare_inputs(self: Any, scheduled: Any, *given: Any) -> Any:
+        drafts = scheduled.scheduled_spec_decode_tokens
+        self.extended = [
+            row
+            for row, name in enumerate(self.input_batch.req_ids)
+            if scheduled.num_scheduled_tokens[name] > 1 and not drafts.get(name)
+        ]
+        return prepare(self, scheduled, *given)
+
+    def build_attention_metadata(self: Any, *given: Any, **more: Any) -> Any:
+        prompts = self.input_batch.num_prompt_tokens_cpu_tensor
+        lengths = prompts.clone()
+        prompts[getattr(self, "extended", [])] = torch.iinfo(prompts.dtype).max
+        try:
+            return build(self, *given, **more)
+        finally:
+            prompts.copy_(lengths)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPUModelRunner, "_prepare_inputs", prepare_inputs)
+        patch.setattr(GPUModelRunner, "_build_attention_metadata", build_attention_metadata)
+        yield
+
+
 def _before_a_step(
     context: Any, num_reqs: int, state_idx_gpu: Any, src_col_gpu: Any, token_bias_gpu: Any, idx_mapping: Any
 ) -> None:
