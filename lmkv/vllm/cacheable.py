@@ -118,9 +118,7 @@ def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool)
     if getattr(vllm_config.cache_config, "use_replayssm", False):
         raise ValueError("with --use-replayssm a block has not the whole state")
     if getattr(vllm_config, "speculative_config", None) is not None and not STATES_WITH_DRAFTS:
-        raise ValueError(
-            "with speculative decoding vLLM continues some preempted requests from wrong states, which would be stored"
-        )
+        raise ValueError("with speculative decoding vLLM may go on from a wrong state, which would be stored")
 
 
 def check_spec(spec: Any) -> None:
