@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -138,29 +139,28 @@ def resumed() -> Iterator[None]:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    prepare, build = GPUModelRunner._prepare_inputs, GPUModelRunner._build_attention_metadata
+    def corrected(method: str) -> Any:
+        original = getattr(GPUModelRunner, method)
 
-    def prepare_inputs(self: Any, scheduled: Any, *given: Any) -> Any:
-        drafts = scheduled.scheduled_spec_decode_tokens
-        self.extended = [
-            row
-            for row, name in enumerate(self.input_batch.req_ids)
-            if scheduled.num_scheduled_tokens[name] > 1 and not drafts.get(name)
-        ]
-        return prepare(self, scheduled, *given)
+        def call(self: Any, *given: Any, **more: Any) -> Any:
+            if method == "_may_reorder_batch":
+                drafts, tokens = given[0].scheduled_spec_decode_tokens, given[0].num_scheduled_tokens
+                self.extended = {name for name in tokens if tokens[name] > 1 and not drafts.get(name)}
+            batch = self.input_batch
+            prompts = {name: int(batch.num_prompt_tokens[row]) for name, row in batch.req_id_to_index.items()}
+            for name in prompts.keys() & getattr(self, "extended", set()):
+                batch.num_prompt_tokens[batch.req_id_to_index[name]] = np.iinfo(np.int32).max
+            try:
+                return original(self, *given, **more)
+            finally:
+                for name, count in prompts.items():
+                    batch.num_prompt_tokens[batch.req_id_to_index[name]] = count
 
-    def build_attention_metadata(self: Any, *given: Any, **more: Any) -> Any:
-        prompts = self.input_batch.num_prompt_tokens_cpu_tensor
-        lengths = prompts.clone()
-        prompts[getattr(self, "extended", [])] = torch.iinfo(prompts.dtype).max
-        try:
-            return build(self, *given, **more)
-        finally:
-            prompts.copy_(lengths)
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GPUModelRunner, "_prepare_inputs", prepare_inputs)
-        patch.setattr(GPUModelRunner, "_build_attention_metadata", build_attention_metadata)
+        for method in ("_may_reorder_batch", "_build_attention_metadata"):
+            patch.setattr(GPUModelRunner, method, corrected(method))
         yield
 
 
