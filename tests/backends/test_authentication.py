@@ -255,7 +255,7 @@ def test_what_others_have_written_is_refused_however_valid_it_is(medium: Medium,
 
 @pytest.mark.parametrize("namespace", [NAMESPACE, OTHER_NAMESPACE])
 def test_a_value_under_another_name_is_refused(medium: Medium, namespace: bytes) -> None:
-    """Both values have the same key, and each is genuine only where its writer put it."""
+    """One authentication key signs both values, and each is genuine only where its writer put it."""
     backend, chunk, other = medium.open(KEY), chunk_of(NBYTES), chunk_of(NBYTES)
     assert statuses(backend, [chunk, other]) == [WriteStatus.STORED] * 2
     medium.put(chunk.key, medium.get(other.key))

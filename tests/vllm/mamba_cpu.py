@@ -133,34 +133,43 @@ def drafted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def resumed() -> Iterator[None]:
-    """Engines made in here compute a preempted request's short step right, as vLLM's V2 runner does.
+    """Engines made in here compute a preempted request's short step right.
 
     The V1 runner of vLLM 0.32 takes a few tokens behind the prompt for a token and its drafts.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    def corrected(method: str) -> Any:
-        original = getattr(GPUModelRunner, method)
+    reorder, build = GPUModelRunner._may_reorder_batch, GPUModelRunner._build_attention_metadata
+    extended: set[str] = set()
 
-        def call(self: Any, *given: Any, **more: Any) -> Any:
-            if method == "_may_reorder_batch":
-                drafts, tokens = given[0].scheduled_spec_decode_tokens, given[0].num_scheduled_tokens
-                self.extended = {name for name in tokens if tokens[name] > 1 and not drafts.get(name)}
-            batch = self.input_batch
-            prompts = {name: int(batch.num_prompt_tokens[row]) for name, row in batch.req_id_to_index.items()}
-            for name in prompts.keys() & getattr(self, "extended", set()):
-                batch.num_prompt_tokens[batch.req_id_to_index[name]] = np.iinfo(np.int32).max
-            try:
-                return original(self, *given, **more)
-            finally:
-                for name, count in prompts.items():
-                    batch.num_prompt_tokens[batch.req_id_to_index[name]] = count
+    @contextlib.contextmanager
+    def prefilling(batch: Any) -> Iterator[None]:
+        """The requests that are `extended` look as if their prompts went on."""
+        lengths, rows = batch.num_prompt_tokens, batch.req_id_to_index
+        known = {name: int(lengths[rows[name]]) for name in extended & rows.keys()}
+        for name in known:
+            lengths[rows[name]] = np.iinfo(np.int32).max
+        try:
+            yield
+        finally:
+            # Their rows may be others now.
+            for name, length in known.items():
+                lengths[rows[name]] = length
 
-        return call
+    def reorder_batch(self: Any, scheduled: Any) -> None:
+        drafts, counts = scheduled.scheduled_spec_decode_tokens, scheduled.num_scheduled_tokens
+        extended.clear()
+        extended.update(name for name, count in counts.items() if count > 1 and not drafts.get(name))
+        with prefilling(self.input_batch):
+            reorder(self, scheduled)
+
+    def build_attention_metadata(self: Any, *given: Any, **more: Any) -> Any:
+        with prefilling(self.input_batch):
+            return build(self, *given, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        for method in ("_may_reorder_batch", "_build_attention_metadata"):
-            patch.setattr(GPUModelRunner, method, corrected(method))
+        patch.setattr(GPUModelRunner, "_may_reorder_batch", reorder_batch)
+        patch.setattr(GPUModelRunner, "_build_attention_metadata", build_attention_metadata)
         yield
 
 

@@ -14,7 +14,7 @@ from tests.kit import LIMIT, NEVER, listing_every
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 
 CHUNK_BYTES = 256 * 4096
-"""Bytes a token of the test model: 4 layers, 2 KV heads of 64, keys and values, float32."""
+"""Bytes of a chunk of the test model: 256 tokens, 4 layers, 2 KV heads of 64, keys and values, float32."""
 
 
 def over_disk(model: Path, folder: Path, *, ram_chunks: float = 64, **options: Any) -> AbstractContextManager[Engine]:
