@@ -172,12 +172,7 @@ def test_a_preempted_request_goes_on_from_the_right_state(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "write", "config", "length"),
     [
-        (
-            "Mamba-2, Nemotron-H",
-            RECURRENT["Mamba-2, Nemotron-H"].write,
-            N_GRAMS,
-            115,
-        ),
+        ("Mamba-2, Nemotron-H", RECURRENT["Mamba-2, Nemotron-H"].write, N_GRAMS, 115),
         ("gated delta net, Qwen3-Next", write_qwen3_next, {"method": "mtp", "num_speculative_tokens": 2}, 515),
     ],
     ids=["n-grams, Nemotron-H", "MTP, Qwen3-Next"],
