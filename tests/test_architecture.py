@@ -83,14 +83,14 @@ BUDGET = {
     "engine": 488,
     "": 60,
     "agent": 923,
-    "vllm": 1793,
+    "vllm": 1797,
     "vllm.requests": 282,
     "vllm.observe": 740,
     "vllm.scheduler": 1213,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14770
+WHOLE = 14774
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
