@@ -155,12 +155,11 @@ class Policy(Protocol):
     it but the order.
     """
 
-    def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
-        """Add an evictable key. Inserting a known key is a `UsageError`. `parent`: empty if none, or not known."""
-        ...
-
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
-        """Add evictable keys of `size` bytes each and their parents, as `insert` does from the last to the first."""
+        """Add evictable keys of `size` bytes each, the last one first.
+
+        Inserting a known key is a `UsageError`. `parents`: one for each key; empty if it has none, or it is not known.
+        """
         ...
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:

@@ -91,7 +91,7 @@ class Quotas:
         tenant = self._tenants.get(key)
         if tenant is None:
             tenant = self._tenants.get(parent, NOBODY)
-        self._of(tenant).insert(key, size, parent)
+        self._of(tenant).insert_chain((key,), size, (parent,))
         self._labelled.pop(key, None)
         self._tenants[key] = tenant
         self._sizes[key] = size

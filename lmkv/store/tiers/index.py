@@ -171,7 +171,7 @@ class TierIndex:
 
     def _add(self, key: ChunkKey, nbytes: int, parent: ChunkKey = b"") -> None:
         # First, so that the index has no chunk that its policy refused.
-        self.policy.insert(key, nbytes, parent)
+        self.policy.insert_chain((key,), nbytes, (parent,))
         self._sizes[key] = nbytes
         self.used += nbytes
         self.other_namespace += _is_other_namespace(key)

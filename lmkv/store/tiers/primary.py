@@ -118,7 +118,7 @@ class PrimaryTier:
             self.policy.release(entry.key)
         else:
             entry.in_policy = True
-            self.policy.insert(entry.key, self.slot_bytes, entry.parent)
+            self.policy.insert_chain((entry.key,), self.slot_bytes, (entry.parent,))
 
     def unref_chain(self, entries: Sequence[Entry]) -> None:
         """Drop one reference to each entry of a chain, given head first. The policy gets all new ones at once."""
