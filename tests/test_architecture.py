@@ -72,8 +72,8 @@ BUDGET = {
     "plugins": 33,
     "policies": 1039,
     "simulation": 359,
-    "config": 700,
-    "memory": 1115,
+    "config": 702,
+    "memory": 1194,
     "store.tiers": 1267,
     "store": 1188,
     "backends": 375,
@@ -82,15 +82,15 @@ BUDGET = {
     "build": 101,
     "engine": 488,
     "": 60,
-    "agent": 923,
-    "vllm": 1793,
-    "vllm.requests": 282,
-    "vllm.observe": 740,
-    "vllm.scheduler": 1213,
+    "agent": 925,
+    "vllm": 1884,
+    "vllm.requests": 299,
+    "vllm.observe": 758,
+    "vllm.scheduler": 1441,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14710
+WHOLE = 15147
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

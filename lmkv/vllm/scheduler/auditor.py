@@ -93,7 +93,7 @@ class Wrong:
 class Auditor:
     """Decides which hits are audited, and what follows. Called on the scheduling thread only; never waits.
 
-    `on_wrong(state, chunk, honest)`: called with a request whose chunk with this number was wrong, after it was deleted.
+    `on_wrong(state, chunk, honest)`: called with a request whose chunk with this number was wrong, once it is deleted.
     `honest`: the request's own KV is right.
     """
 
