@@ -66,7 +66,7 @@ def deviation(computed: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     unlike = (left.isfinite() != right.isfinite()).any(1)
     left, right = left.nan_to_num(0, 0, 0), right.nan_to_num(0, 0, 0)
     scale = torch.maximum(left.norm(dim=1), right.norm(dim=1))
-    found = (left - right).norm(dim=1) / scale.clamp(min=torch.finfo(torch.float64).tiny)
+    found: torch.Tensor = (left - right).norm(dim=1) / scale.clamp(min=torch.finfo(torch.float64).tiny)
     return found.masked_fill(unlike, float("inf"))
 
 

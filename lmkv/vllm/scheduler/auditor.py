@@ -149,10 +149,7 @@ class Auditor:
             return
         audit.next = chunks.stop
         keys = state.keys(chunks.stop)
-        copies = [
-            lambda slot, chunk=chunk: self._block_map.compared_copy(slot, tables, chunk)  # type: ignore[misc]
-            for chunk in chunks
-        ]
+        copies = [lambda slot, chunk=chunk: self._block_map.compared_copy(slot, tables, chunk) for chunk in chunks]
         self._order(state, audit, keys[chunks.start :], copies, list(chunks), states=False)
         if audit.next == audit.end:
             self._end(state)
@@ -163,10 +160,7 @@ class Auditor:
         if audit is None or chunks != audit.end:
             return
         keys = state.state_keys(chunks)
-        copies = [
-            lambda slot, number=key.number: self._block_map.state_copy(slot, number, blocks)  # type: ignore[misc]
-            for key in keys
-        ]
+        copies = [lambda slot, number=key.number: self._block_map.state_copy(slot, number, blocks) for key in keys]
         self._order(state, audit, keys, copies, [chunks - 1] * len(keys), states=True)
 
     @staticmethod
