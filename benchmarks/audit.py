@@ -1,14 +1,15 @@
 """Audits of hits: how far honest runs deviate, which faults are found, and after how many hits.
 
-    python benchmarks/audit.py honest [--family "GQA, Qwen3"] [--dtype float32] [--hits 10000] [--seconds 400]
-    python benchmarks/audit.py faults [--dtype float32] [--trials 20]
+    python benchmarks/audit.py honest [--family "GQA, Qwen3"] [--dtype float32] [--hits 10000] [--batch 16]
+    python benchmarks/audit.py faults [--family "GQA, Qwen3"] [--dtype float32] [--ranks 2] [--trials 20]
     python benchmarks/audit.py delay [--trials 1000]
 
 `honest`: real vLLM on CPUs and a tiny model with random weights, every hit audited: prompts that are stored by
 prefills in one step and in several, alone and in batches, and by decoding, and asked again in other batches and steps.
 Prints the largest deviations and the false alarms.
 
-`faults`: the same engine. Each trial stores prompts, changes the stored bytes as one kind of fault does, and asks again.
+`faults`: the same engine. Each trial stores prompts, changes the stored bytes as one kind of fault does, and asks
+again.
 
 `delay`: no vLLM. lmkv's sampler draws, until it draws a wrong hit, where one of so many hits is wrong.
 """
@@ -94,7 +95,7 @@ def watching() -> Iterator[Seen]:
 @contextmanager
 def served(family: Family, folder: Path, rate: float = 1.0, **options: Any) -> Iterator[Engine]:
     settings = {
-        "max_model_len": 1024,
+        "max_model_len": 1024 if family.unit < 500 else 2048,
         "max_num_batched_tokens": 256 if not family.unit else max(256, family.unit),
         "max_num_seqs": 16,
         "num_gpu_blocks_override": max(family.blocks, 400 if family.unit < 500 else 60),
@@ -115,11 +116,11 @@ def ask(running: Engine, prompts: list[list[int]], max_tokens: int = 1) -> list[
     return answers
 
 
-def shuffled(rng: random.Random, running: Engine, prompts: list[list[int]]) -> None:
-    """Ask these again, in another order and in batches of other sizes."""
+def shuffled(rng: random.Random, running: Engine, prompts: list[list[int]], most: int) -> None:
+    """Ask these again, in another order and in batches of other sizes, at `most` so many together."""
     rng.shuffle(prompts)
     while prompts:
-        count = rng.choice([1, 3, 16])
+        count = min(most, rng.choice([1, 3, 16]))
         ask(running, prompts[:count])
         del prompts[:count]
 
@@ -139,7 +140,7 @@ def honest(args: argparse.Namespace) -> None:
                 first = [prompt(number + n, length) for n, length in enumerate(lengths)]
                 answers: list[list[int]] = []
                 while len(answers) < len(first):
-                    count = rng.choice([1, 5, 16])
+                    count = min(args.batch, rng.choice([1, 5, 16]))
                     batch = first[len(answers) : len(answers) + count]
                     answers += ask(running, batch, max_tokens=rng.choice([1, 1, 40]))
                 turns = [
@@ -147,7 +148,7 @@ def honest(args: argparse.Namespace) -> None:
                     for n, (ids, answer) in enumerate(zip(first, answers, strict=True))
                 ]
                 for asked in ([list(ids) for ids in first], turns, [ids[: -len(ids) // 3] for ids in first]):
-                    shuffled(rng, running, list(asked))
+                    shuffled(rng, running, list(asked), args.batch)
             running.assert_nothing_leaked()
     say(f"{args.family}, {args.dtype or 'as it is'}: {dict(seen.counts)}")
     for name, worst in sorted(seen.worst.items()):
@@ -247,7 +248,6 @@ def other_weights(running: Engine, seen: Seen, count: int, noise: float, seed: i
 
 
 def faults(args: argparse.Namespace) -> None:
-    logging.getLogger("lmkv.vllm").setLevel(logging.CRITICAL)
     os.environ.update(VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     with tempfile.TemporaryDirectory() as folder, watching() as seen:
         if args.family in RECURRENT:
@@ -307,9 +307,11 @@ def main() -> None:
     parser.add_argument("--hits", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    logging.getLogger("lmkv.vllm").setLevel(logging.CRITICAL)
     {"honest": honest, "faults": faults, "delay": delay}[args.what](args)
     say(f"tolerances: { ({str(dtype).removeprefix('torch.'): limit for dtype, limit in TOLERANCE.items()}) }")
 

@@ -192,6 +192,14 @@ def test_only_whole_chunks_of_the_prompt_itself_are_compared() -> None:
         assert total(running, "lmkv_audited_chunks") == 2
 
 
+def test_where_draft_layers_look_ahead_nothing_is_audited() -> None:
+    """Equal chunks differ there: the KV of a chunk's end depends on what followed when it was stored."""
+    with engine(lookahead=1) as running:
+        ask(running, "stores")
+        assert ask(running, "loads").loaded > 0
+        assert total(running, "lmkv_audited_hits") == 0
+
+
 def test_the_rate_is_that_of_the_hits() -> None:
     draw = random.Random(0)
     sampler = Sampler(0.01, draw.random)
