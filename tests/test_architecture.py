@@ -82,15 +82,15 @@ BUDGET = {
     "build": 101,
     "engine": 488,
     "": 60,
-    "agent": 925,
-    "vllm": 1884,
+    "agent": 929,
+    "vllm": 1885,
     "vllm.requests": 299,
     "vllm.observe": 758,
     "vllm.scheduler": 1441,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15147
+WHOLE = 15146
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
