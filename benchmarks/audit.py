@@ -259,12 +259,12 @@ def faults(args: argparse.Namespace) -> None:
                     trials(running, kind, make, seen, args.trials, length, 10_000 + 1000 * len(kind))
             return
         family = MODELS[args.family]
-        ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if args.ranks == 2 else {}
+        ranks: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if args.ranks == 2 else {}
         if ranks:
             os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", GLOO_SOCKET_IFNAME="lo")
         with served(family, family.write(Path(folder)), dtype=args.dtype, **ranks) as running:
             say(f"{args.family}, {args.dtype}, {args.ranks} ranks:")
-            kinds = {"one rank's part": one_rank} if ranks else KINDS
+            kinds: dict[str, Fault] = {"one rank's part": one_rank} if ranks else KINDS
             for kind, make in kinds.items():
                 trials(running, kind, make, seen, args.trials, 200, 1000 * len(kind))
             for number, noise in enumerate((0.001, 0.01, 0.1, 0.3) if not ranks else ()):
