@@ -207,6 +207,7 @@ KINDS: dict[str, Fault] = {
     "a shifted chunk": shifted,
     "a stale slot: one layer of it": stale,
 }
+STATES: dict[str, Fault] = {"a state without its KV": state_alone, "KV without its state": wrong_state}
 
 
 def trials(running: Engine, kind: str, make: Fault, seen: Seen, count: int, length: int, seed: int) -> None:
@@ -255,11 +256,13 @@ def faults(args: argparse.Namespace) -> None:
             length = 2 * family.unit + 20
             with served(family, family.write(Path(folder))) as running:
                 say(f"{args.family}:")
-                for kind, make in {"a state without its KV": state_alone, "KV without its state": wrong_state}.items():
+                for kind, make in STATES.items():
                     trials(running, kind, make, seen, args.trials, length, 10_000 + 1000 * len(kind))
             return
         family = MODELS[args.family]
-        ranks: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if args.ranks == 2 else {}
+        ranks: dict[str, Any] = (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if args.ranks == 2 else {}
+        )
         if ranks:
             os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", GLOO_SOCKET_IFNAME="lo")
         with served(family, family.write(Path(folder)), dtype=args.dtype, **ranks) as running:

@@ -106,6 +106,17 @@ def test_a_wrong_chunk_goes_with_all_that_follows_it(
         assert ask(running, "loads it again").loaded == len(TOKENS) - 1
 
 
+def test_where_vllm_had_the_beginning_that_may_be_what_is_wrong() -> None:
+    with engine() as running:
+        ask(running, "stores")
+        damage(running, keys(running)[4])
+        running.local_hits = 1.0
+        ask(running, "audited")
+        running.local_hits = 0.0
+        assert total(running, "lmkv_wrong_chunks") == 1
+        assert where(running, keys(running)) == [Presence.MISS] * CHUNKS, "nor does it store its own KV"
+
+
 def test_what_was_stored_behind_a_wrong_chunk_is_deleted_in_a_lower_tier_that_was_listed() -> None:
     """The engine that finds it has not stored it, and knows no parent of it."""
     other = [*TOKENS[:24], *range(30, 46)]
