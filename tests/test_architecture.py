@@ -67,15 +67,15 @@ ALLOWED: dict[str, frozenset[str]] = {
 BUDGET = {
     "errors": 59,
     "outcomes": 40,
-    "protocols": 104,
+    "protocols": 106,
     "chunks": 541,
     "plugins": 33,
-    "policies": 1039,
+    "policies": 1061,
     "simulation": 359,
     "config": 702,
-    "memory": 1194,
-    "store.tiers": 1267,
-    "store": 1188,
+    "memory": 1195,
+    "store.tiers": 1298,
+    "store": 1192,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
@@ -83,14 +83,14 @@ BUDGET = {
     "engine": 488,
     "": 60,
     "agent": 929,
-    "vllm": 1885,
+    "vllm": 1889,
     "vllm.requests": 299,
     "vllm.observe": 758,
-    "vllm.scheduler": 1441,
+    "vllm.scheduler": 1435,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15146
+WHOLE = 15210
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
