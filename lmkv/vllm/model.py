@@ -46,8 +46,8 @@ class ServedModel:
     fused: bool
     num_blocks: int
     ranks: Ranks
-    numbers: Sequence[Sequence[tuple[torch.dtype, int]]] = field(repr=False)
     _make_namespace: Callable[[], Namespace] = field(repr=False, eq=False)
+    numbers: Sequence[Sequence[tuple[torch.dtype, int]]] = field(default=(), repr=False)
 
     @cached_property
     def namespace(self) -> Namespace:
