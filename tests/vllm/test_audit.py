@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lmkv.vllm.observe.telemetry import Telemetry
+from tests.vllm import triton_cpu
 from tests.vllm.families import FAMILIES, RECURRENT
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 
@@ -51,7 +52,8 @@ def answers(outputs: list[Any]) -> list[list[int]]:
 
 
 def hits_are_found_right_or_wrong(running: Engine, counts: Counter[str], unit: int) -> None:
-    audit = running.connector._scheduler.audit
+    audit, config = running.connector._scheduler.audit, running.scheduler.vllm_config
+    assert getattr(config, "use_v2_model_runner", False) is triton_cpu.is_wanted()
     size = running.connector._model.block_map.chunk_size
     prompts = [prompt(700 + n, 3 * unit + 40 * n + 2) for n in range(3)]
     cold = answers(ask(running, prompts))
