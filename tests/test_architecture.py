@@ -72,8 +72,8 @@ BUDGET = {
     "plugins": 33,
     "policies": 1061,
     "simulation": 359,
-    "config": 700,
-    "memory": 1116,
+    "config": 702,
+    "memory": 1195,
     "store.tiers": 1298,
     "store": 1192,
     "backends": 375,
@@ -82,15 +82,15 @@ BUDGET = {
     "build": 101,
     "engine": 488,
     "": 60,
-    "agent": 923,
-    "vllm": 1797,
-    "vllm.requests": 282,
-    "vllm.observe": 740,
-    "vllm.scheduler": 1213,
+    "agent": 929,
+    "vllm": 1889,
+    "vllm.requests": 299,
+    "vllm.observe": 758,
+    "vllm.scheduler": 1435,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14772
+WHOLE = 15208
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -59,6 +59,8 @@ DEFAULTS: dict[str, object] = {
     "block_major": True,
     "device_staging_size": 1.0,
     "pin_ttl": 300.0,
+    "audit_rate": 0.0,
+    "audit_action": "drop",
     "agent_listen": None,
     "agent_token": None,
     "agent_token_file": None,

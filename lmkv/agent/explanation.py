@@ -19,6 +19,8 @@ ADVICE = {
     "skip_load": "The request asks for no loads with lmkv.skip_load, or its prompt has no tokens.",
     "not_taken": "vLLM did without the tokens that were found, for prompt log-probabilities or another connector.",
     "failed": "A load for this request failed before: see the log.",
+    "audited": "It was found, and computed all the same to compare both: see audit_rate.",
+    "switched_off": "An audit has found a wrong chunk, and audit_action ends all loads: see the log, then restart.",
 }
 """Reason of a miss -> its meaning and advice."""
 

@@ -146,6 +146,7 @@ def merged_stats(answers: Mapping[int, Answer]) -> Answer:
     whole["tiers"] = [_merged_tier(each, first=not number) for number, each in enumerate(tiers)]
     whole["hit_tokens"] = sum(answer["hit_tokens"] for answer in here)
     whole["tenants"] = {tier: _summed(answer["tenants"][tier] for answer in here) for tier in whole["tenants"]}
+    whole["loads_off"] = any(answer["loads_off"] for answer in here)
     del whole["engine"]
     return whole
 

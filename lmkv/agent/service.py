@@ -100,6 +100,8 @@ class CacheService:
         Tokens of the longest prompt that the engine takes.
     trace, value : callable, optional
         Give the requests since a number, and estimates of the hits with more memory.
+    loads_off : callable, optional
+        Whether an audit has switched loads off.
     states : int
         State entries of each boundary between chunks, of a model with recurrent layers.
 
@@ -143,6 +145,7 @@ class CacheService:
         longest: int | None = None,
         trace: Callable[[int], Mapping[str, Any]] = lambda after: {"next": 0, "requests": []},
         value: Callable[[], Mapping[str, Any]] = lambda: {"tiers": []},
+        loads_off: Callable[[], bool] = lambda: False,
         states: int = 0,
     ) -> None:
         self._store = store
@@ -156,6 +159,7 @@ class CacheService:
         self._longest = longest
         self.trace = trace
         self.value = value
+        self._loads_off = loads_off
         self._boundaries = Boundaries(store, states)
         # Not thread-safe by itself.
         self._lock = threading.Lock()
@@ -249,7 +253,8 @@ class CacheService:
         found = self._requests()
         totals = {name: found[name] for name in ("lookup_tokens", "hit_tokens")}
         tenants = self._store.hints.used_bytes()
-        return {"time": time.time(), **asdict(self._store.stats()), "tenants": tenants, **totals}
+        state = {"tenants": tenants, "loads_off": self._loads_off()}
+        return {"time": time.time(), **asdict(self._store.stats()), **state, **totals}
 
     def requests(self) -> dict[str, Any]:
         """Reports of the last requests, newest first."""

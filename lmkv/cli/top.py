@@ -90,6 +90,8 @@ def headline(seen: dict[str, Any]) -> Text:
     stats = seen["stats"]
     share = percent(stats["hit_tokens"], stats["lookup_tokens"])
     words = Text.assemble(("hit rate ", "bold"), f"{share} of {stats['lookup_tokens']:,} tokens")
+    if stats["loads_off"]:
+        words.append("   an audit has switched loads off", "bold red")
     line = sparkline(seen["history"]["samples"])
     return words.append_text(Text(f"   last hour {line}", "dim")) if line.strip() else words
 

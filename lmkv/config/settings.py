@@ -194,11 +194,7 @@ class Config:
         0.5, number(0, 1), "Largest share of host memory that prefetches may take at a time", "0..1"
     )
     prefetch_deadline: float = _option(
-        30.0,
-        number(0),
-        "The longest that a queued request waits for chunks of lower tiers. It waits no longer than computing them "
-        "would take",
-        "s",
+        30.0, number(0), "The longest that a queued request waits for lower tiers, unless computing takes less", "s"
     )
     load_or_recompute: bool = _option(
         True, boolean, "Recompute tokens that load slower than they compute, as measured; off: always load"
@@ -219,6 +215,12 @@ class Config:
         1.0, number(0, above=True), "Staging memory of each device for stores, plus a quarter of it for loads", "GiB"
     )
     pin_ttl: float = _option(300.0, number(0, above=True), "How long a pin lasts unless it is released", "s")
+    audit_rate: float = _option(
+        0.0, number(0, 1), "Share of hits that are computed all the same and compared: 0.01 is one in 100", "0..1"
+    )
+    audit_action: Literal["drop", "disable"] = _option(
+        "drop", one_of("drop", "disable"), "What a wrong hit leads to: drop: its chunks go; disable: all loads end, too"
+    )
     agent_listen: str | None = _option(
         None, optional_text, "Where the agent API listens: 127.0.0.1:8377, or unix:/path; nowhere unless it is set"
     )

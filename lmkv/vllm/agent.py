@@ -55,6 +55,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         states=model.block_map.states,
         longest=longest,
         trace=scheduler.observer.recorder.since,
+        loads_off=lambda: scheduler.audit.loads_off,
         value=lambda: scheduler.observer.value.report(scheduler.loading.wait.cost.prefill_speed),
     )
     # Read once, because its file may be a pipe.

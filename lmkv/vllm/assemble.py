@@ -37,6 +37,10 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
             "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; set it to 'recompute'",
             transfer.kv_load_failure_policy,
         )
+    if config.audit_rate and compat.draft_lookahead(vllm_config):
+        logger.warning("lmkv: audit_rate has no effect: the KV of draft layers differs between equal chunks")
+    elif config.audit_rate and not all(model.numbers):
+        logger.warning("lmkv: audits leave out layers whose KV has scales between its numbers")
     if model.block_map.states:
         size = model.block_map.chunk_size
         logger.info("lmkv: with recurrent layers a chunk is vLLM's block of %d tokens, whatever chunk_size says", size)
@@ -71,6 +75,8 @@ def make_scheduler(
         lookahead=compat.draft_lookahead(vllm_config),
         state_interval=config.state_interval,
         pin_ttl=config.pin_ttl,
+        audit_rate=config.audit_rate,
+        audit_action=config.audit_action,
     )
     engines = vllm_config.parallel_config.data_parallel_size_local
     name = slab_name(str(transfer.engine_id), model.layout)

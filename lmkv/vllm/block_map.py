@@ -86,12 +86,29 @@ class BlockMap:
             start, pages = chunk * self.chunk_size // group.block_size, -(-tokens // group.block_size)
             blocks = table[start : start + pages]
             first = 0 if blocks and blocks[0] != NULL_BLOCK else _first_real(blocks)
-            # After a hit of tokens - 1 the next token sees itself and window - 1 tokens before it.
-            needed = 0 if group.window is None else max(0, tokens - group.window) // group.block_size
-            if len(blocks) < pages or first > needed:
+            if len(blocks) < pages or first > self._needed(group, tokens):
                 return None
             runs.append(Run(first, blocks[first:]))
         return ChunkCopy(slot, tuple(runs))
+
+    def compared_copy(self, slot: int, block_ids: Sequence[list[int]], chunk: int) -> ChunkCopy | None:
+        """`store_copy` of a whole chunk, without pages that another request need not have stored."""
+        copy = self.store_copy(slot, block_ids, chunk)
+        if copy is None or not self.windowed:
+            return copy
+        runs = [
+            Run(max(run.first, needed), run.blocks[max(0, needed - run.first) :])
+            for run, needed in zip(copy.runs, map(self._needed, self.groups), strict=True)
+        ]
+        return ChunkCopy(slot, tuple(runs))
+
+    def _needed(self, group: Group, tokens: int | None = None) -> int:
+        """The first page of a chunk of `tokens` tokens that a hit reads if it ends with them, or one earlier.
+
+        After a hit of tokens - 1 the next token sees itself and window - 1 tokens before it.
+        """
+        tokens = tokens or self.chunk_size
+        return 0 if group.window is None else max(0, tokens - group.window) // group.block_size
 
     def load_copies(
         self, slots: Sequence[int], block_ids: Sequence[list[int]], start: int, end: int

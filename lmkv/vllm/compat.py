@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import logging
+import math
 import os
 import re
 import time
@@ -65,6 +66,7 @@ class KVGroup:
 
     `block_size`: tokens of a block, on all ranks that it is spread over. `window`: tokens that a query sees with a
     sliding window, None for full attention. `number`: among all groups. `recurrent`: a block is a state.
+    `specs`: vLLM's, per layer.
     """
 
     layers: tuple[str, ...]
@@ -73,8 +75,9 @@ class KVGroup:
     block_size: int
     window: int | None
     number: int
-    # Not in a namespace, which has a description of such groups anyway.
+    # Not in a namespace, which has a description of all this anyway.
     recurrent: bool = field(default=False, repr=False)
+    specs: tuple[Any, ...] = field(default=(), repr=False)
 
 
 def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -> list[KVGroup]:
@@ -118,9 +121,8 @@ def _group(number: int, group: Any, places: Mapping[str, tuple[int, int]], padde
     if (mixed or padded) and places.keys() >= set(names):
         pages = [places[name][1] for name in names]
     page_formats = tuple(map(_page_format, specs))
-    return KVGroup(
-        tuple(names), tuple(pages), page_formats, _block_size(spec, context), windows.pop(), number, recurrent
-    )
+    size = _block_size(spec, context)
+    return KVGroup(tuple(names), tuple(pages), page_formats, size, windows.pop(), number, recurrent, tuple(specs))
 
 
 def block_sizes(kv_cache_config: Any, context: int) -> list[int]:
@@ -139,6 +141,23 @@ _STATE_FORMAT = ("shapes", "dtypes", "mamba_type", "num_heads", "tp_replicated")
 def _page_format(spec: Any) -> str:
     names = _STATE_FORMAT if is_state(spec) else _PAGE_FORMAT
     return " ".join([type(spec).__name__, *(f"{name}={getattr(spec, name, None)}" for name in names)])
+
+
+def numbers(spec: Any, cache_dtype: str) -> list[tuple[Any, int]]:
+    """The numbers of a page in their order: their torch.dtype, and their bytes, 0 for the whole page.
+
+    None for formats that have other things between the numbers, such as scales.
+    """
+    if is_state(spec):
+        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+        return list(zip(spec.dtypes, sizes, strict=True))
+    import torch
+
+    dtype = getattr(spec, "dtype", None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return [(dtype, 0)]
+    known = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    return [(known[cache_dtype], 0)] if cache_dtype in known else []
 
 
 def _window(spec: Any) -> int | None:

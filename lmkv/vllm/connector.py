@@ -201,7 +201,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
-            self._scheduler.watch_blocks(gpu_block_pool.get_num_free_blocks, gpu_block_pool.evict_blocks)
+            pool = gpu_block_pool
+            self._scheduler.watch_blocks(pool.get_num_free_blocks, pool.evict_blocks, pool.num_gpu_blocks)
             self._bind_scheduler(self._scheduler, compat.calling_scheduler())
         if self._describe_blocks is not None:
             self._describe_blocks.block_pool = gpu_block_pool
@@ -308,7 +309,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         model = self._model
         try:
             named = compat.tensors_by_layer(kv_caches, model.layers, model.num_blocks)
-            self._worker.register(model.paged_memory([block_rows(tensor, name) for name, tensor in named]))
+            rows = [block_rows(tensor, name) for name, tensor in named]
+            self._worker.register(model.paged_memory(rows), model.parts(rows))
         except Exception as error:
             logger.exception("lmkv: the KV tensors cannot be used; nothing is cached")
             self._worker.refuse(f"a worker cannot use its KV tensors: {error}")

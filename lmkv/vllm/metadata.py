@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attrs import define, field, frozen
 
+from lmkv.memory.comparison import Difference
 from lmkv.memory.copier import ChunkCopy
 from lmkv.memory.slab import SlabRef
 
@@ -14,6 +17,7 @@ class CopyOrder:
 
     `failed_blocks`: blocks that nothing will fill, to be reported as failed. `between_steps`: no computation
     of this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this order.
+    `compares`: slots to compare with those that the copies have filled, one for each.
     """
 
     job: int
@@ -22,6 +26,7 @@ class CopyOrder:
     failed_blocks: list[int] = field(factory=list)
     between_steps: bool = False
     finishes: str | None = None
+    compares: list[int] = field(factory=list)
 
 
 @frozen
@@ -39,16 +44,24 @@ class StepPlan:
 
 @define
 class JobReport:
-    """How a job ended on the `ranks` that have answered. `seconds`: those of the slowest rank."""
+    """How a job ended on the `ranks` that have answered. `seconds`: those of the slowest rank.
+
+    `differences`: of an order that `compares`.
+    """
 
     ranks: int
     ok: bool
     nbytes: int = 0
     seconds: float = 0.0
+    differences: list[Difference] = field(factory=list)
 
     def merge(self, other: JobReport) -> JobReport:
         return JobReport(
-            self.ranks + other.ranks, self.ok and other.ok, self.nbytes + other.nbytes, max(self.seconds, other.seconds)
+            self.ranks + other.ranks,
+            self.ok and other.ok,
+            self.nbytes + other.nbytes,
+            max(self.seconds, other.seconds),
+            self.differences + other.differences,
         )
 
 
@@ -94,9 +107,9 @@ class StepPlanBuilder:
         self._plan.loads.append(order)
         return order
 
-    def store(self, copies: list[ChunkCopy]) -> CopyOrder:
-        """Add a store to the plan."""
-        order = CopyOrder(self._new_job(), copies, stores=True)
+    def store(self, copies: list[ChunkCopy], compares: Sequence[int] = ()) -> CopyOrder:
+        """Add a store to the plan, and a comparison of what it has copied."""
+        order = CopyOrder(self._new_job(), copies, stores=True, compares=list(compares))
         self._plan.stores.append(order)
         return order
 

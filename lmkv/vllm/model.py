@@ -16,10 +16,11 @@ from attrs import evolve, field, frozen
 
 from lmkv.chunks.layout import KVLayout, LayerPages, align_up
 from lmkv.chunks.namespace import Namespace
+from lmkv.memory.comparison import Part
 from lmkv.memory.paged import PagedMemory, padded
 from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.cacheable import check_model, check_states, is_replayed
-from lmkv.vllm.compat import KVGroup, block_sizes, draft_modules, kv_groups, vllm_version
+from lmkv.vllm.compat import KVGroup, block_sizes, draft_modules, kv_groups, numbers, vllm_version
 from lmkv.vllm.identity import fingerprint
 from lmkv.vllm.ranks import Ranks
 
@@ -35,7 +36,8 @@ class ServedModel:
     """A served model. `layers`: names of the layers that `layout` describes.
 
     `fused`: the layers of a block lie next to each other in memory, and `layout` describes all of them as one
-    layer. `ranks`: the workers; of pipeline stages, `layout` describes the one that has most layers.
+    layer. `ranks`: the workers; of pipeline stages, `layout` describes the one that has most layers. `numbers`: for
+    each layer the types of its numbers and their bytes, 0 for a whole page; none where a page has other things, too.
     """
 
     block_map: BlockMap
@@ -45,6 +47,7 @@ class ServedModel:
     num_blocks: int
     ranks: Ranks
     _make_namespace: Callable[[], Namespace] = field(repr=False, eq=False)
+    numbers: Sequence[Sequence[tuple[torch.dtype, int]]] = field(default=(), repr=False)
 
     @cached_property
     def namespace(self) -> Namespace:
@@ -70,6 +73,17 @@ class ServedModel:
         if found != sizes:
             raise ValueError(f"pages of {found} bytes instead of {self.layout.layers}")
         return memory
+
+    def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:
+        """What `paged_memory` of these rows has in its pages, by layer."""
+        base = min(int(row.storage_offset()) for row in rows) if self.fused else 0
+        found = []
+        for number, (layer, row, kinds) in enumerate(zip(self.layers, rows, self.numbers, strict=False)):
+            at = int(row.storage_offset()) - base if self.fused else 0
+            for dtype, nbytes in kinds:
+                found.append(Part(layer, 0 if self.fused else number, at, nbytes or row.shape[1], dtype))
+                at += nbytes
+        return found
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int = 0) -> ServedModel:
@@ -119,6 +133,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
         fused=fused,
         num_blocks=int(kv_cache_config.num_blocks),
         ranks=ranks,
+        numbers=[numbers(spec, vllm_config.cache_config.cache_dtype) for group in groups for spec in group.specs],
         make_namespace=partial(_namespace, vllm_config, kv_cache_config, groups, size, ranks),
     )
 

@@ -17,12 +17,14 @@ from attrs import define
 
 from lmkv.chunks.layout import KVLayout
 from lmkv.errors import UsageError
+from lmkv.memory.comparison import Part
 from lmkv.memory.copier import DONE, Copier, Event
 from lmkv.memory.copier_factory import make_copier, make_staging
 from lmkv.memory.device import STAGING_BYTES, Staging
 from lmkv.memory.device_copier import LoadEvent
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
+from lmkv.vllm.comparer import Comparer, Comparing
 from lmkv.vllm.layerwise import LayerwiseTransfer, NotReadyError
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.observe.metrics import Samples, Values
@@ -91,6 +93,7 @@ class Worker:
         self._report = WorkerReport()
         self._samples = Samples()
         self._warned = False
+        self._comparer = Comparer(rank)
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._finished_requests: set[str] = set()
@@ -103,15 +106,18 @@ class Worker:
         """Fail every order from now on, and tell the scheduler side why with the first of them."""
         self._refusal = self._refusal or reason
 
-    def register(self, memory: PagedMemory) -> None:
-        """Set the paged memory that orders refer to, and allocate staging memory on its device."""
+    def register(self, memory: PagedMemory, parts: Sequence[Part] = ()) -> None:
+        """Set the paged memory that orders refer to, and allocate staging memory on its device.
+
+        `parts`: its numbers, by layer.
+        """
         with self._attaching:
             if self._copier is not None:
                 # Unpin the slab: the next copier pins it again.
                 self._copier.close()
             self._copier = None
             self._staging = make_staging(memory, self._staging_bytes)
-            self._memory = memory
+            self._memory, self._comparer.parts = memory, parts
             self._page_bytes.clear()
             for row, group in zip(memory.rows, memory.groups, strict=True):
                 self._page_bytes[group] += int(row.shape[1])
@@ -256,9 +262,12 @@ class Worker:
                 self._follow(order, event, started)
 
     def _follow(self, order: CopyOrder, event: Event, started: float) -> None:
-        """Report a copy that has ended; one that is still running is polled later."""
+        """Report a copy that has ended; one that is still running, or is yet to be compared, is polled later."""
         try:
             ended = event.query()
+            if ended and order.compares and not isinstance(event, Comparing):
+                event = self._comparer.begin(order, self._layout, self._slab)
+                ended = event.query()
         except Exception:
             logger.exception("lmkv: a copy of %d chunks failed while it ran", len(order.copies))
             self._finish(order, time.monotonic() - started, ok=False)
@@ -266,6 +275,8 @@ class Worker:
         if ended:
             seconds = event.seconds if isinstance(event, LoadEvent) else time.monotonic() - started
             self._finish(order, seconds, ok=not order.failed_blocks)
+            if isinstance(event, Comparing):
+                self._report.jobs[order.job].differences = event.differences
         else:
             self._running.append(_Running(order, event, started))
 
@@ -301,7 +312,7 @@ class Worker:
         self._report.refusal = self._refusal
         if self._slab is not None:
             self._report.mapped = {self._rank * self._share[1] + self._share[0]}
-        if ok and nbytes and (self._stores or not order.stores):
+        if ok and nbytes and (self._stores or not order.stores) and not order.compares:
             self._count("store" if order.stores else "load", nbytes, seconds)
         if not ok and not order.stores:
             self._fail(order)
@@ -363,6 +374,7 @@ class Worker:
         with contextlib.suppress(Exception):
             for item in running:
                 item.event.wait()
+        self._comparer.close()
         try:
             if process_ends and self._copier is not None:
                 self._copier.close(process_ends=True)

@@ -27,7 +27,7 @@ class Metric:
 
 REASONS = (
     *("not_stored", "no_state", "evicted", "other_salt", "too_short", "not_ready", "tier_unavailable"),
-    *("deadline", "slower", "not_promoted", "limited", "skip_load", "not_taken", "failed"),
+    *("deadline", "slower", "not_promoted", "limited", "skip_load", "not_taken", "failed", "audited", "switched_off"),
 )
 """Why tokens were not loaded; docs/metrics.md explains each."""
 
@@ -85,6 +85,13 @@ METRICS = {
     "lmkv_prefetched_chunks": _counter("Chunks brought into host memory before they were asked for."),
     "lmkv_prefetch_hit_chunks": _counter("Prefetched chunks that were loaded later."),
     "lmkv_prefetch_expired_chunks": _counter("Prefetched chunks that left host memory without having been loaded."),
+    "lmkv_audited_hits": _counter("Hits that were computed all the same, to compare them."),
+    "lmkv_audited_tokens": _counter("Tokens of these hits, which were computed again."),
+    "lmkv_audit_seconds": _counter("Seconds that computing these tokens takes, as measured."),
+    "lmkv_audited_chunks": _counter("Chunks that were compared, by the tier that had them.", *_TIER),
+    "lmkv_audited_states": _counter("States of recurrent layers that were compared, by tier.", *_TIER),
+    "lmkv_wrong_chunks": _counter("Chunks and states that audits found wrong, by the tier that had them.", *_TIER),
+    "lmkv_loads_off": _gauge("1 once an audit has switched loads off, else 0."),
     # vLLM's own names, with vLLM's meaning: dashboards for its OffloadingConnector show them.
     "vllm:kv_offload_load_bytes": _counter("Total bytes loaded from offload storage to GPU."),
     "vllm:kv_offload_load_time": _counter("Total load time from offload storage to GPU, in seconds."),

@@ -47,6 +47,8 @@ class Telemetry:
         self._samples = Samples()
         self._before: Sequence[TierCounters] = ()
         self._next = float("-inf")
+        self.loads_off = False
+        """Whether an audit has switched loads off."""
         self.predicted: Callable[[], Mapping[str, Any]] = lambda: {"tiers": ()}
         """Gives estimates of the hits with other sizes of the tiers."""
 
@@ -103,6 +105,19 @@ class Telemetry:
         else:
             self._samples.add("lmkv_failed_stores")
 
+    def audited(self, tokens: int, seconds: float) -> None:
+        """A hit of `tokens` is computed all the same, in `seconds`."""
+        self._samples.add("lmkv_audited_hits")
+        self._samples.add("lmkv_audited_tokens", tokens)
+        self._samples.add("lmkv_audit_seconds", seconds)
+
+    def compared(self, tiers: Sequence[str], wrong: Sequence[str], *, states: bool) -> None:
+        """Chunks or states of these tiers were compared, and some were wrong."""
+        for tier in tiers:
+            self._samples.add("lmkv_audited_states" if states else "lmkv_audited_chunks", 1, tier)
+        for tier in wrong:
+            self._samples.add("lmkv_wrong_chunks", 1, tier)
+
     def found_no_room(self) -> None:
         """Count a step whose chunks did not all get slots."""
         self._samples.add("vllm:kv_offload_allocation_failure")
@@ -123,6 +138,7 @@ class Telemetry:
         for each in self.predicted()["tiers"]:
             for point in each["points"]:
                 put("lmkv_predicted_hit_ratio", point["hit_ratio"], each["name"], f"{point['bytes'] / each['bytes']:g}")
+        put("lmkv_loads_off", float(self.loads_off))
         put("lmkv_leased_chunks", stats.leased)
         put("lmkv_host_states", stats.primary.states)
         put("lmkv_pinned_chunks", stats.pinned)

@@ -15,6 +15,7 @@ from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
 from lmkv.store.shared_lookup import SharedLookup
 from lmkv.vllm.identity import content_extras, request_root
+from lmkv.vllm.requests.audit import Audit
 from lmkv.vllm.requests.miss import Miss
 from lmkv.vllm.requests.options import RequestOptions
 from lmkv.vllm.requests.patience import Patience
@@ -109,6 +110,10 @@ class RequestState:
     """Leading chunks up to the last states of its answer, which are replaced by the next."""
     resumable: float = math.inf
     """Most leading chunks of a hit. The states behind more of them are slower to load than to compute."""
+    drawn: bool = False
+    """Whether it was decided if its hit is audited."""
+    audit: Audit | None = field(default=None, repr=False)
+    """The hit that it computes all the same."""
     disabled: bool = False
     """A load of this request failed: it computes the rest, and no further load is offered."""
 

@@ -15,6 +15,7 @@ from lmkv.chunks.hashing import TailKey, token_bytes
 from lmkv.protocols import ChunkKey
 from lmkv.vllm.requests.miss import Miss
 from lmkv.vllm.requests.request import BlockTables, Request, RequestState
+from lmkv.vllm.scheduler.auditor import Auditor
 from lmkv.vllm.scheduler.context import PlanContext
 from lmkv.vllm.scheduler.load_jobs import LoadJobs
 from lmkv.vllm.scheduler.tier_wait import TierWait
@@ -27,11 +28,12 @@ _MAX_ASYNC_LOADS = 3
 class LoadPlanner:
     """Promises chunks and orders their loads. Called on the scheduling thread only; never waits.
 
-    `wait`: decides about lower tiers. `jobs`: the loads that were ordered. `stop_at(request, tokens)`: has vLLM end a
-    step of the request there, and hand over its states.
+    `audit`: decides which hits are computed. `wait`: decides about lower tiers. `jobs`: the loads that were ordered.
+    `stop_at(request, tokens)`: has vLLM end a step of the request there, and hand over its states.
     """
 
-    def __init__(self, context: PlanContext) -> None:
+    def __init__(self, context: PlanContext, audit: Auditor) -> None:
+        self._audit = audit
         self._store = context.store
         self._observer = context.observer
         self._block_map = context.block_map
@@ -57,6 +59,7 @@ class LoadPlanner:
         self.jobs.admission.end(state)
         state.computed, state.between_steps = num_computed_tokens, False
         wanted = self._keys(state)
+        self._audit.wrong.purge(wanted)
         first = num_computed_tokens // self._chunk_size
         if self.wait.is_asking(state, wanted) or (state.options.wait_for and self.wait.is_being_stored(state, wanted)):
             return None, False
@@ -92,8 +95,22 @@ class LoadPlanner:
             return 0, False
         if self._options.lookahead:
             chunks = -(-hit // self._chunk_size)
+        if self._audit.on and self._is_audited(state, keys[:chunks], first, ready, need):
+            return 0, False
         self._promise(state, keys[:chunks], first, ready, need, between_steps)
         return need, between_steps
+
+    def _is_audited(self, state: RequestState, keys: list[ChunkKey], first: int, ready: int, need: int) -> bool:
+        """Whether the request computes this hit, too. It keeps its promotion, so that its chunks stay until then."""
+        chunks = self._boundaries.chunks(len(keys)) - first
+        state.source_chunks = self._sources(state, chunks, keys[max(first, ready) :])
+        speed = self.wait.cost.prefill_speed
+        if not self._audit.takes(state, keys, need, need / speed if speed else 0.0):
+            return False
+        state.miss = Miss("audited", max(0, state.last_token - state.computed))
+        if self._boundaries.states and state.audit is not None:
+            self.stop_at(state.request, state.audit.end * self._chunk_size)
+        return True
 
     def _found(self, state: RequestState, chain: list[ChunkKey]) -> tuple[list[ChunkKey], int, int]:
         """`(keys, ready, found)`: see `TierWait.match`; with recurrent layers `keys` are a hit's chunks and states."""
@@ -146,7 +163,7 @@ class LoadPlanner:
         if keys and isinstance(keys[-1], TailKey):
             shorter, last = self._extended(state, keys[:-1])
             return (shorter, last) if len(shorter) == len(keys) and last > keys[-1].tokens else (keys, keys[-1].tokens)
-        limited = state.loadable < state.last_token
+        limited = state.loadable < state.last_token or self._audit.wrong.is_in(keys)
         if not self._options.save_unfull_chunk or self._block_map.windowed or limited or at >= state.last_token:
             return keys, size
         tokens = token_bytes(state.tokens(at, size))

@@ -24,7 +24,8 @@ class SchedulerOptions:
     `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `lookahead`: how many
     tokens after a position its KV depends on, so that the end of a key's tokens cannot be served.
     `state_interval`: chunks from one kept state of a long prompt to the next; 0: so many that states take as much room
-    as chunks. `pin_ttl`: seconds that a prefetch is kept. `clock`: in seconds.
+    as chunks. `pin_ttl`: seconds that a prefetch is kept. `audit_rate`: share of hits that are computed all the same,
+    and compared; after a wrong one `audit_action` drops it, or disables loads as well. `clock`: in seconds.
     """
 
     ranks: int = 1
@@ -41,4 +42,6 @@ class SchedulerOptions:
     lookahead: int = 0
     state_interval: int = 0
     pin_ttl: float = 300.0
+    audit_rate: float = 0.0
+    audit_action: Literal["drop", "disable"] = "drop"
     clock: Clock = time.monotonic

@@ -27,6 +27,7 @@ from lmkv.vllm.observe.metrics import Values
 from lmkv.vllm.observe.observer import SchedulerObserver
 from lmkv.vllm.requests.hints import AgentHint
 from lmkv.vllm.requests.request import BlockTables, Request, RequestState
+from lmkv.vllm.scheduler.auditor import Auditor
 from lmkv.vllm.scheduler.context import PlanContext
 from lmkv.vllm.scheduler.load_planner import LoadPlanner
 from lmkv.vllm.scheduler.options import SchedulerOptions
@@ -75,8 +76,11 @@ class Scheduler:
             options=self._options,
             observer=self._observer,
         )
-        self.loading, self.storing = LoadPlanner(context), StorePlanner(context)
-        self._states = StatePlanner(context)
+        self.audit = Auditor(context)
+        self.audit.on_wrong = self._on_wrong
+        self.loading, self.storing = LoadPlanner(context, self.audit), StorePlanner(context)
+        self._states = StatePlanner(context, self.audit)
+        self._evict_all: Callable[[], None] = lambda: None
         self._requests: dict[str, RequestState] = {}
         self._reports: dict[int, JobReport] = {}
         self._mapped: set[int] = set()
@@ -99,10 +103,11 @@ class Scheduler:
         """The keys of a prompt without images and adapters. Thread-safe."""
         return self._keys(tagged_root(self._namespace, tags.items(), self._epoch, cache_salt), tokens)
 
-    def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None]) -> None:
-        """Take over vLLM's `free()`, how many blocks are left, and `evict(blocks)`, out of its prefix cache."""
+    def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None], count: int = 0) -> None:
+        """Take over vLLM's `free()`, how many of `count` blocks are left, and `evict(blocks)` from its prefix cache."""
         self.loading.jobs.admission.free_blocks = free
         self.loading.jobs.evict_blocks = evict
+        self._evict_all = lambda: evict(set(range(count)))
 
     def on_failed_load(self, call: Callable[[str], None]) -> None:
         """Have `call(request_id)` called after a failed load, before vLLM goes on with that request."""
@@ -116,6 +121,7 @@ class Scheduler:
         keys = state.keys_with_tail(request.num_tokens // self._chunk_size)
         self._store.hints.label(keys, state.tenants)
         self._store.hints.prompt(keys, request.num_tokens)
+        self.audit.wrong.purge(keys)
         other = state.options.prefetch_tokens
         for chain in (keys if state.options.prefetch else (), self._keys(state.root, other) if other else ()):
             if wanted := self.boundaries.wanted(chain):
@@ -141,7 +147,8 @@ class Scheduler:
         return state
 
     def _may_load(self, state: RequestState) -> bool:
-        return self._options.loads and not self._refused and not state.disabled and not state.options.skip_load
+        switched_on = self._options.loads and not self._refused and not self.audit.loads_off
+        return switched_on and not state.disabled and not state.options.skip_load
 
     def _forget(self, request_id: str) -> RequestState | None:
         state = self._requests.pop(request_id, None)
@@ -216,7 +223,8 @@ class Scheduler:
             return None, False
         if not self._may_load(state):
             if self._options.loads:
-                self.loading.refuse(state, num_computed_tokens, "failed" if state.disabled else "skip_load")
+                reason = "failed" if state.disabled else "switched_off" if self.audit.loads_off else "skip_load"
+                self.loading.refuse(state, num_computed_tokens, reason)
             return 0, False
         return self.loading.match(state, num_computed_tokens)
 
@@ -256,7 +264,7 @@ class Scheduler:
         states that vLLM hands over, by request.
         """
         self.loading.end_step(scheduled_tokens, len(progress))
-        if self._options.stores and not self._refused:
+        if (self._options.stores or self.audit.on) and not self._refused:
             for request_id, computed in progress.items():
                 self._store_completed(request_id, computed, blocks_of, offers.get(request_id, ()))
 
@@ -272,8 +280,11 @@ class Scheduler:
         if state is None:
             return
         state.follow()
-        complete, tail = self.storing.completes(state, computed), self.storing.completes_tail(state, computed)
-        found = blocks_of(request_id) if complete or tail or self.boundaries.states else None
+        stores = self._options.stores
+        complete = self.storing.completes(state, computed) if stores else 0
+        tail = stores and self.storing.completes_tail(state, computed)
+        states = stores and self.boundaries.states > 0
+        found = blocks_of(request_id) if complete or tail or states or state.audit is not None else None
         if found is None:
             return
         tables = self._block_map.select(found)
@@ -281,8 +292,9 @@ class Scheduler:
             self.storing.store(state, complete, tables)
         if tail:
             self.storing.store_tail(state, tables)
-        if self.boundaries.states:
+        if states:
             self._states.take(state, computed, tables, offers)
+        self.audit.compare(state, computed, tables)
 
     # -- answers ------------------------------------------------------------------------------------------
 
@@ -305,10 +317,23 @@ class Scheduler:
                 self.storing.ended(job, merged)
             elif job in self._states:
                 self._states.ended(job, merged)
+            elif job in self.audit:
+                self.audit.ended(job, merged)
 
     def _taint_all(self) -> None:
         self.storing.taint_all()
         self._states.taint_all()
+        self.audit.taint_all()
+
+    def _on_wrong(self, state: RequestState, chunk: int, honest: bool) -> None:
+        """This chunk of a request was wrong: whatever was computed from it is not stored, and vLLM forgets it, too."""
+        self._taint_all()
+        self._evict_all()
+        key = state.chain.keys[chunk]
+        for other in self._requests.values():
+            if key in other.chain.keys:
+                other.options.skip_save |= other is not state or not honest
+                other.stored, other.tail_due = min(other.stored, chunk), True
 
     def _merge(self, report: WorkerReport) -> Iterator[tuple[int, JobReport]]:
         for job, part in report.jobs.items():
@@ -330,7 +355,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether copies have been ordered whose end has not been reported."""
-        return self.loading.jobs.busy or self.storing.busy or self._states.busy
+        return self.loading.jobs.busy or self.storing.busy or self._states.busy or self.audit.busy
 
     def reset(self, *, delete: bool = True) -> None:
         """Serve no earlier chunk any more, and delete them all from every tier.

@@ -19,6 +19,7 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Reservation
 from lmkv.vllm.metadata import JobReport
 from lmkv.vllm.requests.request import BlockTables, RequestState
+from lmkv.vllm.scheduler.auditor import Auditor
 from lmkv.vllm.scheduler.context import PlanContext
 
 logger = logging.getLogger("lmkv.vllm")
@@ -44,7 +45,7 @@ class StatePlanner:
     is computed in several steps; and the last one of an answer.
     """
 
-    def __init__(self, context: PlanContext) -> None:
+    def __init__(self, context: PlanContext, audit: Auditor) -> None:
         self._store = context.store
         self._observer = context.observer
         self._block_map = context.block_map
@@ -53,6 +54,7 @@ class StatePlanner:
         self._save_decode = context.options.save_decode
         self._interval = context.options.state_interval or context.block_map.states
         self._jobs: dict[int, _StateJob] = {}
+        self._audit = audit
 
     def take(self, state: RequestState, computed: int, tables: BlockTables, offers: Sequence[Offer] = ()) -> None:
         """Order copies of the states that this step completes, once all chunks before them are stored.
@@ -66,13 +68,16 @@ class StatePlanner:
             handed.setdefault(tokens, {})[self._block_map.index(group)] = block
         for tokens, blocks in handed.items():
             if self._keyed(state, tokens):
+                self._audit.compare_states(state, tokens // self._chunk_size, blocks)
                 state.kept = max(state.kept, tokens // self._chunk_size)
                 self._order(state, tokens // self._chunk_size, blocks)
         # With asynchronous scheduling the step computes tokens that become known later: what is known was computed by
         # a step before. With drafts that step may have ended behind its first token.
         for tokens in {min(computed, state.request.num_tokens), self._accepted(state)} - handed.keys():
             if self._keyed(state, tokens):
-                self._step_ended(state, tokens // self._chunk_size, self._block_map.state_blocks(tables, tokens))
+                blocks = self._block_map.state_blocks(tables, tokens)
+                self._audit.compare_states(state, tokens // self._chunk_size, blocks)
+                self._step_ended(state, tokens // self._chunk_size, blocks)
 
     def _accepted(self, state: RequestState) -> int:
         """Tokens of its answer that steps whose end is known have computed, accepted drafts among them; or 0."""

@@ -16,6 +16,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ from attrs import define, evolve, field, frozen
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
+from lmkv.memory.comparison import Part
 from lmkv.memory.device import Staging
 from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
@@ -152,6 +154,15 @@ class _Share:
     samples: bool = False
 
 
+class AtOnce(ThreadPoolExecutor):
+    """Does the work within `submit`, so that the same seed gives the same history."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
 @define(eq=False)
 class _Step:
     shares: list[_Share]
@@ -172,7 +183,7 @@ class SimulatedVLLM:
     draft model, whose KV depends on so many tokens after its own. `describe`: have events recorded.
     `load_or_recompute`: wait for loads by what they save, where a step takes 0.01 simulated seconds; otherwise 0.8
     for any. `context`: over so many ranks the tokens of a block are spread, one after the other. `block_map`: of a
-    model with scratch blocks, some of the `groups`.
+    model with scratch blocks, some of the `groups`. `audit_rate`, `audit_action`: of the options.
     """
 
     def __init__(
@@ -204,6 +215,8 @@ class SimulatedVLLM:
         load_or_recompute: bool = False,
         context: int = 1,
         block_map: BlockMap | None = None,
+        audit_rate: float = 0.0,
+        audit_action: Literal["drop", "disable"] = "drop",
     ) -> None:
         self.rng = rng
         self.io_moves = io_moves
@@ -269,11 +282,14 @@ class SimulatedVLLM:
                 whole_blocks=layerwise and block_map.one_full_table,
                 load_or_recompute=load_or_recompute,
                 prefetch_deadline=30.0 if load_or_recompute else 0.8,
+                audit_rate=audit_rate,
+                audit_action=audit_action,
                 clock=lambda: self.now,
             ),
             EventRecorder(self.store, block_map, describe) if describe is not None else None,
         )
-        self.scheduler.watch_blocks(lambda: len(self.free), self._evict_blocks)
+        self.scheduler.watch_blocks(lambda: len(self.free), self._evict_blocks, num_blocks)
+        self.scheduler.audit.sampler.draw = rng.random
         self.scheduler.loading.stop_at = compat.stop_at
         self.memories: list[list[np.ndarray]] = []
         """Of each rank, and each of its layers, the same bytes as the worker's."""
@@ -288,6 +304,7 @@ class SimulatedVLLM:
             every = [torch.zeros((num_blocks, PAGE), dtype=torch.uint8) for _ in range(2 * len(self.groups))]
             rows = [every[layer] for table in self.prefixes for layer in self._layers(table)]
             single = block_map.one_full_table
+            parts = [Part(f"layer {plane}", plane, 0, PAGE, torch.float8_e5m2) for plane in range(len(rows))]
             worker = Worker(rank, layout, block_level_failures=single, layerwise=layerwise and single)
             memory = PagedMemory(rows, [layer.group for layer in layers], fuse=False)
             if device:
@@ -297,7 +314,8 @@ class SimulatedVLLM:
                 if device:
                     staging = Staging(self.devices[-1], memory, rng.choice([1, 500, 5000]))
                     patch.setattr("lmkv.vllm.worker.make_staging", lambda *_, staging=staging: staging)
-                worker.register(memory)
+                worker.register(memory, parts)
+                worker._comparer._pool = AtOnce()
             self.memories.append([row.numpy() for row in every])
             self.workers.append(worker)
         self.waiting: list[SimulatedRequest] = []

@@ -57,6 +57,7 @@ engines = st.fixed_dictionaries(
         "aborts": st.sampled_from([0.0, 0.0, 0.1]),
         "device": st.booleans(),
         "load_or_recompute": st.booleans(),
+        "audit_rate": st.sampled_from([0.0, 0.5]),
     }
 )
 
@@ -89,6 +90,7 @@ def _drive(rng: random.Random, groups: list[Table], options: dict[str, Any]) -> 
         for request in pending:
             engine.add(request)
         engine.finish()
+        assert engine.total("lmkv_wrong_chunks") == {}, "what is stored is what a fresh prefill gives"
         return Counter(engine.counts)
 
 

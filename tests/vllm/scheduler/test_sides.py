@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import assume, given, strategies as st
 
 from lmkv.chunks.layout import KVLayout, LayerPages
@@ -399,7 +400,11 @@ class TestServedModel:
     def test_layers_of_a_block_that_lie_together_are_one_page(self) -> None:
         whole = torch.arange(6 * 192).to(torch.uint8).view(6, 3, 64)
         rows = [block_rows(layer) for layer in whole.unbind(1)]
-        memory = self._model(fused=True).paged_memory([rows[2], rows[0], rows[1]])
+        model = evolve(self._model(fused=True), numbers=[[(torch.float16, 0)]] * 3)
+        memory = model.paged_memory([rows[2], rows[0], rows[1]])
+        parts = model.parts([rows[2], rows[0], rows[1]])
+        places = [(part.layer, part.plane, part.offset, part.nbytes) for part in parts]
+        assert places == [("a", 0, 128, 64), ("b", 0, 0, 64), ("c", 0, 64, 64)]
         assert torch.equal(memory.rows[0], whole.view(6, 192)), "in the order of memory"
         assert (memory.num_layers, memory.layers) == (3, [range(3)])
 

@@ -206,6 +206,12 @@ def test_every_counted_name_is_described() -> None:
         serve(engine, *(rng.choice([PROMPT, *OTHERS]) for _ in range(30)))
         assert engine.samples.keys() <= METRICS.keys()
         assert {name for name in METRICS if name.startswith("lmkv_")} - engine.samples.keys() <= {
+            "lmkv_audited_hits",
+            "lmkv_audited_tokens",
+            "lmkv_audited_chunks",
+            "lmkv_audited_states",
+            "lmkv_audit_seconds",
+            "lmkv_wrong_chunks",
             "lmkv_failed_loads",
             "lmkv_failed_stores",
             "lmkv_promotion_seconds",

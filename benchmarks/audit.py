@@ -1,0 +1,323 @@
+"""Audits of hits: how far honest runs deviate, which faults are found, and after how many hits.
+
+    python benchmarks/audit.py honest [--family "GQA, Qwen3"] [--dtype float32] [--hits 10000] [--batch 16]
+    python benchmarks/audit.py faults [--family "GQA, Qwen3"] [--dtype float32] [--ranks 2] [--trials 20]
+    python benchmarks/audit.py delay [--trials 1000]
+
+`honest`: real vLLM on CPUs and a tiny model with random weights, every hit audited: prompts that are stored by
+prefills in one step and in several, alone and in batches, and by decoding, and asked again in other batches and steps.
+Prints the largest deviations and the false alarms.
+
+`faults`: the same engine. Each trial stores prompts, changes the stored bytes as one kind of fault does, and asks
+again.
+
+`delay`: no vLLM. lmkv's sampler draws, until it draws a wrong hit, where one of so many hits is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import logging
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from lmkv.chunks.hashing import state_keys
+from lmkv.memory.comparison import TOLERANCE, Comparison, Part
+from lmkv.vllm.observe.telemetry import Telemetry
+from lmkv.vllm.scheduler.auditor import Sampler
+from tests.vllm.families import FAMILIES, RECURRENT, Family, qwen3
+from tests.vllm.harness import Engine, engine, prompt
+
+CHUNK = 32
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_hidden_layers": 12,
+}
+MODELS = {**FAMILIES, **RECURRENT, "GQA, Qwen3, 1,024 wide, 12 layers": Family(lambda: qwen3(**WIDE), own=12)}
+
+
+@define
+class Seen:
+    """What audits have compared, and the largest deviation by type of number."""
+
+    counts: Counter[str] = field(factory=Counter)
+    worst: dict[str, float] = field(factory=lambda: defaultdict(float))
+
+
+@contextmanager
+def watching() -> Iterator[Seen]:
+    """Note every comparison and its outcome."""
+    seen = Seen()
+    measure, audited, compared = Comparison.measure, Telemetry.audited, Telemetry.compared
+
+    def measured(self: Comparison, part: Part, copy: Any, stored: int) -> torch.Tensor | None:
+        found = measure(self, part, copy, stored)
+        kind = "states" if self._layout.layers[part.plane].state else "KV"
+        name = f"{kind}, {str(part.dtype).removeprefix('torch.')}"
+        seen.worst[name] = max(seen.worst[name], 0.0 if found is None else float(found.max()))
+        return found
+
+    def counted(self: Telemetry, tokens: int, seconds: float) -> None:
+        seen.counts["hits"] += 1
+        audited(self, tokens, seconds)
+
+    def ended(self: Telemetry, tiers: Any, wrong: Any, *, states: bool) -> None:
+        seen.counts["states" if states else "chunks"] += len(tiers)
+        seen.counts["wrong"] += len(wrong)
+        compared(self, tiers, wrong, states=states)
+
+    Comparison.measure, Telemetry.audited, Telemetry.compared = measured, counted, ended  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        Comparison.measure, Telemetry.audited, Telemetry.compared = measure, audited, compared  # type: ignore[method-assign]
+
+
+@contextmanager
+def served(family: Family, folder: Path, rate: float = 1.0, **options: Any) -> Iterator[Engine]:
+    settings = {
+        "max_model_len": 1024 if family.unit < 500 else 2048,
+        "max_num_batched_tokens": 256 if not family.unit else max(256, family.unit),
+        "max_num_seqs": 16,
+        "num_gpu_blocks_override": max(family.blocks, 400 if family.unit < 500 else 60),
+        "extra": {"chunk_size": CHUNK, "audit_rate": rate, "max_local_cpu_size": 0.5},
+        **family.options,
+        **options,
+    }
+    with family.vllm(), engine(folder, **settings) as running:
+        yield running
+
+
+def ask(running: Engine, prompts: list[list[int]], max_tokens: int = 1) -> list[list[int]]:
+    running.forget_local()
+    answers = running.ids(prompts, max_tokens=max_tokens)
+    while running.connector._scheduler.busy:
+        # As an engine core in a process of its own: until every comparison is reported.
+        running.llm.llm_engine.step()
+    return answers
+
+
+def shuffled(rng: random.Random, running: Engine, prompts: list[list[int]], most: int) -> None:
+    """Ask these again, in another order and in batches of other sizes, at `most` so many together."""
+    rng.shuffle(prompts)
+    while prompts:
+        count = min(most, rng.choice([1, 3, 16]))
+        ask(running, prompts[:count])
+        del prompts[:count]
+
+
+def honest(args: argparse.Namespace) -> None:
+    family = MODELS[args.family]
+    rng, ends = random.Random(args.seed), time.monotonic() + args.seconds
+    unit = max(CHUNK, family.unit)
+    dtype = {} if args.dtype is None else {"dtype": args.dtype}
+    with tempfile.TemporaryDirectory() as folder:
+        written = family.write(Path(folder))
+        with watching() as seen, served(family, written, **dtype) as running:
+            number = args.seed * 1_000_000
+            while seen.counts["hits"] < args.hits and time.monotonic() < ends:
+                number += 1000
+                lengths = [rng.randrange(unit + 2, max(300, 2 * unit)) for _ in range(48)]
+                first = [prompt(number + n, length) for n, length in enumerate(lengths)]
+                answers: list[list[int]] = []
+                while len(answers) < len(first):
+                    count = min(args.batch, rng.choice([1, 5, 16]))
+                    batch = first[len(answers) : len(answers) + count]
+                    answers += ask(running, batch, max_tokens=rng.choice([1, 1, 40]))
+                turns = [
+                    ids + answer + prompt(number + 500 + n, rng.randrange(1, 60))
+                    for n, (ids, answer) in enumerate(zip(first, answers, strict=True))
+                ]
+                for asked in ([list(ids) for ids in first], turns, [ids[: -len(ids) // 3] for ids in first]):
+                    shuffled(rng, running, list(asked), args.batch)
+            running.assert_nothing_leaked()
+    say(f"{args.family}, {args.dtype or 'as it is'}: {dict(seen.counts)}")
+    for name, worst in sorted(seen.worst.items()):
+        say(f"  {name}: largest deviation {worst:.2e}")
+
+
+# -- faults --------------------------------------------------------------------------------------------
+
+
+def slot(running: Engine, key: bytes, rank: int | None = None) -> Any:
+    """The stored bytes of a chunk or state, of one rank or all."""
+    row = running.store.slab.array[running.store._primary.entries[key].slot]
+    layout = running.connector._model.layout
+    return row if rank is None else row[rank * layout.rank_bytes : (rank + 1) * layout.rank_bytes]
+
+
+def keys_of(running: Engine, tokens: list[int]) -> list[bytes]:
+    found: list[bytes] = running.connector._scheduler.keys_of(tokens, None, {})
+    return found[: len(tokens) // running.connector._model.block_map.chunk_size]
+
+
+def other_request(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
+    slot(running, mine[at])[:] = slot(running, theirs[at])
+
+
+def shifted(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
+    slot(running, mine[at])[:] = slot(running, mine[at + 1])
+
+
+def stale(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
+    """One layer's part of the slot is still that of the chunk before."""
+    offset, nbytes = running.connector._model.layout.span(0, 2)
+    slot(running, mine[at])[offset : offset + nbytes] = slot(running, theirs[at])[offset : offset + nbytes]
+
+
+def one_rank(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
+    slot(running, mine[at], 1)[:] = slot(running, theirs[at], 1)
+
+
+def state_alone(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
+    """The state behind the prompt is right, the KV before it is another prompt's."""
+    slot(running, mine[-1])[:] = slot(running, theirs[-1])
+
+
+def wrong_state(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
+    """The KV is right, the state is another prompt's."""
+    count = running.connector._model.block_map.states
+    for own, other in zip(state_keys(mine[-1], count), state_keys(theirs[-1], count), strict=True):
+        slot(running, own)[:] = slot(running, other)
+
+
+Fault = Callable[[Engine, list[bytes], list[bytes], int], None]
+
+KINDS: dict[str, Fault] = {
+    "pages of another request": other_request,
+    "a shifted chunk": shifted,
+    "a stale slot: one layer of it": stale,
+}
+STATES: dict[str, Fault] = {"a state without its KV": state_alone, "KV without its state": wrong_state}
+
+
+def trials(running: Engine, kind: str, make: Fault, seen: Seen, count: int, length: int, seed: int) -> None:
+    """Each trial is one fault, and one hit of it: found where it is, with no other alarm."""
+    found = 0
+    rng = random.Random(seed)
+    for trial in range(count):
+        mine, theirs = prompt(seed + 2 * trial, length), prompt(seed + 2 * trial + 1, length)
+        ask(running, [mine])
+        ask(running, [theirs])
+        keys, others = keys_of(running, mine), keys_of(running, theirs)
+        make(running, keys, others, rng.randrange(len(keys) - 1) if len(keys) > 1 else 0)
+        before = seen.counts["wrong"]
+        ask(running, [mine])
+        found += seen.counts["wrong"] > before
+    say(f"  {kind}: found {found} of {count}")
+
+
+def other_weights(running: Engine, seen: Seen, count: int, noise: float, seed: int) -> None:
+    """The stored KV is of weights that differ by this share, in every matrix and norm."""
+
+    def change(model: Any) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+
+    found = 0
+    prompts = [prompt(seed + trial, 200) for trial in range(count)]
+    for ids in prompts:
+        ask(running, [ids])
+    running.llm.apply_model(change)
+    for ids in prompts:
+        before = seen.counts["wrong"]
+        ask(running, [ids])
+        found += seen.counts["wrong"] > before
+    say(f"  KV of other weights, norms {noise:g} apart: found {found} of {count}")
+
+
+def faults(args: argparse.Namespace) -> None:
+    os.environ.update(VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    with tempfile.TemporaryDirectory() as folder, watching() as seen:
+        if args.family in RECURRENT:
+            family = RECURRENT[args.family]
+            length = 2 * family.unit + 20
+            with served(family, family.write(Path(folder))) as running:
+                say(f"{args.family}:")
+                for kind, make in STATES.items():
+                    trials(running, kind, make, seen, args.trials, length, 10_000 + 1000 * len(kind))
+            return
+        family = MODELS[args.family]
+        ranks: dict[str, Any] = (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if args.ranks == 2 else {}
+        )
+        if ranks:
+            os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", GLOO_SOCKET_IFNAME="lo")
+        with served(family, family.write(Path(folder)), dtype=args.dtype, **ranks) as running:
+            say(f"{args.family}, {args.dtype}, {args.ranks} ranks:")
+            kinds: dict[str, Fault] = {"one rank's part": one_rank} if ranks else KINDS
+            for kind, make in kinds.items():
+                trials(running, kind, make, seen, args.trials, 200, 1000 * len(kind))
+            for number, noise in enumerate((0.001, 0.01, 0.1, 0.3) if not ranks else ()):
+                other_weights(running, seen, args.trials, noise, 900_000 + 1000 * number)
+
+
+# -- delay ---------------------------------------------------------------------------------------------
+
+
+def delay(args: argparse.Namespace) -> None:
+    """The hits until a fault is found, where one in so many is wrong and each wrong one that is drawn is found."""
+    rng = random.Random(args.seed)
+    rows = ["| one wrong hit in | audit 1 in 1 | 1 in 10 | 1 in 100 | 1 in 1,000 |", "|---|---|---|---|---|"]
+    for faults_in in (10, 100, 1000, 10_000):
+        cells = []
+        for rate in (1.0, 0.1, 0.01, 0.001):
+            sampler, hits = Sampler(rate, rng.random), []
+            for _ in range(args.trials):
+                wrong = 1
+                while not sampler():
+                    wrong += 1
+                # Between two wrong hits are as many honest ones as chance has it.
+                hits.append(sum(int(rng.expovariate(1 / faults_in)) + 1 for _ in range(wrong)))
+            hits.sort()
+            cells.append(f"{round(statistics.median(hits)):,} ({hits[int(0.95 * len(hits))]:,})")
+        rows.append(f"| {faults_in:,} | " + " | ".join(cells) + " |")
+    for row in rows:
+        say(row)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("honest", "faults", "delay"))
+    parser.add_argument("--family", default="GQA, Qwen3")
+    parser.add_argument("--dtype")
+    parser.add_argument("--hits", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=400)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    logging.getLogger("lmkv.vllm").setLevel(logging.CRITICAL)
+    {"honest": honest, "faults": faults, "delay": delay}[args.what](args)
+    say(f"tolerances: { ({str(dtype).removeprefix('torch.'): limit for dtype, limit in TOLERANCE.items()}) }")
+
+
+if __name__ == "__main__":
+    main()

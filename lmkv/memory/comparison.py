@@ -1,0 +1,126 @@
+"""Compares chunks as numbers: one that a model has just computed with the one that is stored.
+
+The same computation in another batch, or in steps of other sizes, gives slightly other numbers. What honest runs
+deviate by, and the tolerances that follow from it, are in docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import field, frozen
+
+from lmkv.chunks.layout import KVLayout
+from lmkv.memory.copier import ChunkCopy
+from lmkv.memory.slab import SlabMap
+
+TOLERANCE = {
+    torch.float32: 0.02,
+    torch.float16: 0.1,
+    torch.bfloat16: 0.2,
+    torch.float8_e4m3fn: 0.25,
+    torch.float8_e5m2: 0.35,
+}
+"""Largest `deviation` of a page that passes, by the type of its numbers. Other types are not compared."""
+
+
+@frozen
+class Part:
+    """The numbers of one layer in each page of plane number `plane`: `nbytes` from `offset` on, of type `dtype`."""
+
+    layer: str
+    plane: int
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+
+
+@frozen
+class Difference:
+    """A chunk's numbers differ on one rank, in `layers`; `copy`: its number in the order.
+
+    `first`, `end`: the range of its tokens, in whole pages. `deviation`: the largest.
+    """
+
+    copy: int
+    rank: int
+    layers: tuple[str, ...]
+    first: int
+    end: int
+    deviation: float
+
+
+def deviation(computed: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """How far pages are apart, `[page]`: the norm of their difference, relative to the larger norm of the two.
+
+    Both `[page, number]`. 0 for equal pages, about 1 for unrelated ones, infinite where one alone has numbers that
+    are not finite.
+
+    >>> deviation(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
+    [0.0, 1.0]
+    """
+    left, right = computed.double(), stored.double()
+    unlike = (left.isfinite() != right.isfinite()).any(1)
+    left, right = left.nan_to_num(0, 0, 0), right.nan_to_num(0, 0, 0)
+    scale = torch.maximum(left.norm(dim=1), right.norm(dim=1))
+    found: torch.Tensor = (left - right).norm(dim=1) / scale.clamp(min=torch.finfo(torch.float64).tiny)
+    return found.masked_fill(unlike, float("inf"))
+
+
+@frozen
+class Comparison:
+    """Compares one rank's part of chunks in the slots of a slab. Thread-safe.
+
+    `tolerances`: see `TOLERANCE`.
+    """
+
+    _layout: KVLayout
+    _slab: SlabMap
+    _rank: int
+    _parts: Sequence[Part]
+    _tolerances: dict[torch.dtype, float] = field(factory=TOLERANCE.copy)
+
+    def differences(self, copies: Sequence[ChunkCopy], stored: Sequence[int]) -> list[Difference]:
+        """The chunks that differ, of `copies` into slots, from those in the slots `stored`."""
+        found = []
+        for number, (copy, slot) in enumerate(zip(copies, stored, strict=True)):
+            wrong = list(self._wrong(copy, slot))
+            if wrong:
+                layers, firsts, ends, deviations = zip(*wrong, strict=True)
+                span = min(firsts), max(ends)
+                found.append(Difference(number, self._rank, layers, *span, max(deviations)))
+        return found
+
+    def _wrong(self, copy: ChunkCopy, stored: int) -> Iterator[tuple[str, int, int, float]]:
+        """`(layer, first token, end, deviation)` of each layer that differs."""
+        for part in self._parts:
+            found = self.measure(part, copy, stored)
+            tolerance = self._tolerances.get(part.dtype)
+            if found is None or tolerance is None:
+                continue
+            pages = (found > tolerance).nonzero().flatten().tolist()
+            if pages:
+                shape = self._layout.layers[part.plane]
+                first, size = copy.runs[shape.group].first, self._layout.chunk_size // shape.pages_per_chunk
+                yield part.layer, (first + pages[0]) * size, (first + pages[-1] + 1) * size, float(found.max())
+
+    def measure(self, part: Part, copy: ChunkCopy, stored: int) -> torch.Tensor | None:
+        """The `deviation` of each page of a part; None where every byte is equal, or nothing was copied."""
+        shape = self._layout.layers[part.plane]
+        run = copy.runs[shape.group]
+        offset, nbytes = self._layout.span(self._rank, part.plane)
+        rows = slice(run.first, run.first + len(run.blocks)), slice(part.offset, part.offset + part.nbytes)
+        computed, known = (
+            self._slab.array[slot, offset : offset + nbytes].reshape(-1, shape.page_bytes)[rows]
+            for slot in (copy.slot, stored)
+        )
+        if np.array_equal(computed, known):
+            return None
+        return deviation(_numbers(computed, part.dtype), _numbers(known, part.dtype))
+
+
+def _numbers(pages: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(pages)).view(dtype).float()

@@ -1,0 +1,247 @@
+"""`Auditor`: has some hits computed all the same, and compares what is computed with what is stored.
+
+Checksums prove that bytes are those that were written; only this proves that they are the right KV. The workers copy
+the fresh pages into slots of their own, as a store does, and compare them with the stored chunks as numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+
+from attrs import define
+from cachetools import LRUCache
+
+from lmkv.chunks.hashing import state_keys
+from lmkv.memory.comparison import Difference
+from lmkv.memory.copier import ChunkCopy
+from lmkv.protocols import ChunkKey
+from lmkv.store.leases import Lease, Reservation
+from lmkv.vllm.metadata import JobReport
+from lmkv.vllm.requests.audit import Audit
+from lmkv.vllm.requests.request import BlockTables, RequestState
+from lmkv.vllm.scheduler.context import PlanContext
+
+logger = logging.getLogger("lmkv.vllm")
+
+_REMEMBERED = 100_000
+"""Chunks behind wrong ones that are known to have been deleted."""
+_NAMED = 3
+"""Layers that a log line names."""
+
+
+@define
+class Sampler:
+    """Draws one of `1 / rate` hits, at random: what comes back in a pattern is found, too."""
+
+    rate: float
+    draw: Callable[[], float] = random.random
+
+    def __call__(self) -> bool:
+        return self.draw() < self.rate
+
+
+@define(eq=False)
+class _Job:
+    state: RequestState
+    audit: Audit
+    lease: Lease
+    reservation: Reservation
+    chunks: list[int]
+    """Number of each compared chunk in its prompt; of a state the chunk before it."""
+    states: bool
+    tainted: bool = False
+
+
+class Wrong:
+    """The chunks that were found to be wrong, and which chunks behind them have been deleted since.
+
+    KV that was computed from a wrong chunk is wrong, too. Who has it is not known; but nothing is loaded for a request
+    before its chunks have passed `purge`.
+    """
+
+    def __init__(self, delete: Callable[[Sequence[ChunkKey]], object], states: int) -> None:
+        self._delete = delete
+        self._states = states
+        self._keys: set[ChunkKey] = set()
+        self._deleted: LRUCache[ChunkKey, bool] = LRUCache(_REMEMBERED)
+
+    def add(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete a wrong chunk, the first of `keys`, and those that are known to follow it."""
+        self._keys.add(keys[0])
+        for key in keys:
+            self._deleted.pop(key, None)
+        self.purge(keys)
+
+    def is_in(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether one of these chunks was once wrong."""
+        return bool(self._keys) and not self._keys.isdisjoint(keys)
+
+    def purge(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete those chunks of a prompt that were stored behind a wrong one before it was found."""
+        if not self._keys:
+            return
+        first = next((number for number, key in enumerate(keys) if key in self._keys), len(keys))
+        stale = [key for key in keys[first:] if key not in self._deleted]
+        if stale:
+            self._delete([*stale, *(state for key in stale for state in state_keys(key, self._states))])
+            self._deleted.update(dict.fromkeys(stale, True))
+
+
+class Auditor:
+    """Decides which hits are audited, and what follows. Called on the scheduling thread only; never waits.
+
+    `on_wrong(state, chunk, honest)`: called with a request whose chunk with this number was wrong, once it is deleted.
+    `honest`: the request's own KV is right.
+    """
+
+    def __init__(self, context: PlanContext) -> None:
+        options = context.options
+        self._store = context.store
+        self._block_map = context.block_map
+        self._chunk_size = context.chunk_size
+        self._builder = context.builder
+        self._states = context.boundaries.states
+        self._telemetry = context.observer.telemetry
+        self._disables = options.audit_action == "disable"
+        # The KV of draft layers depends on tokens behind a chunk, which differ between prompts.
+        self.on = options.audit_rate > 0 and not options.lookahead
+        self.sampler = Sampler(options.audit_rate)
+        self.wrong = Wrong(self._store.delete, self._states)
+        self.on_wrong: Callable[[RequestState, int, bool], None] = lambda state, chunk, honest: None
+        self._jobs: dict[int, _Job] = {}
+
+    @property
+    def loads_off(self) -> bool:
+        """Whether nothing is loaded any more, because of a wrong chunk and `audit_action`."""
+        return self._telemetry.loads_off
+
+    def __repr__(self) -> str:
+        return f"<Auditor: {self.sampler.rate:g} of hits, {len(self._jobs)} comparisons under way>"
+
+    def takes(self, state: RequestState, keys: Sequence[ChunkKey], tokens: int, seconds: float) -> bool:
+        """Whether the request is to compute its hit `keys`: drawn once. It would then compute `tokens` in `seconds`."""
+        if state.audit is None and not state.drawn:
+            state.drawn = True
+            # Not the chunk that only begins like the rest of the prompt, nor a tail, whose last page is not full.
+            own = state.keys(len(keys))
+            end = next((n for n, pair in enumerate(zip(keys, own, strict=False)) if pair[0] != pair[1]), len(own))
+            first = state.computed // self._chunk_size
+            if end > first and self.sampler():
+                tiers = [tier for tier, count in state.source_chunks.items() for _ in range(count)]
+                state.audit = Audit(first, end, tiers, state.computed)
+                self._telemetry.audited(tokens, seconds)
+        if state.audit is not None:
+            state.audit.computed = max(state.audit.computed, state.computed)
+        return state.audit is not None
+
+    # -- orders -------------------------------------------------------------------------------------------
+
+    def compare(self, state: RequestState, computed: int, tables: BlockTables) -> None:
+        """Order the comparison of the chunks that are complete after `computed` tokens."""
+        audit = state.audit
+        if audit is None:
+            return
+        chunks = range(audit.next, min(computed // self._chunk_size, audit.end))
+        if not chunks:
+            return
+        audit.next = chunks.stop
+        keys = state.keys(chunks.stop)
+        copies = [lambda slot, chunk=chunk: self._block_map.compared_copy(slot, tables, chunk) for chunk in chunks]
+        self._order(state, audit, keys[chunks.start :], copies, list(chunks), states=False)
+        if audit.next == audit.end:
+            self._end(state)
+
+    def compare_states(self, state: RequestState, chunks: int, blocks: Mapping[int, int]) -> None:
+        """Order the comparison of the states behind `chunks` chunks, where the hit would have ended."""
+        audit = state.audit
+        if audit is None or chunks != audit.end:
+            return
+        keys = state.state_keys(chunks)
+        copies = [lambda slot, number=key.number: self._block_map.state_copy(slot, number, blocks) for key in keys]
+        self._order(state, audit, keys, copies, [chunks - 1] * len(keys), states=True)
+
+    @staticmethod
+    def _end(state: RequestState) -> None:
+        state.audit = None
+        state.drop_promotion()
+
+    def _order(
+        self,
+        state: RequestState,
+        audit: Audit,
+        keys: Sequence[ChunkKey],
+        copies_of: Sequence[Callable[[int], ChunkCopy | None]],
+        chunks: list[int],
+        *,
+        states: bool,
+    ) -> None:
+        """Compare the leading ones of `keys` that are in host memory, as far as there are slots for the fresh ones."""
+        lease = self._store.lease(keys)
+        fresh = [secrets.token_bytes(32) for _ in lease.keys]
+        reservation = self._store.reserve(fresh, protect=state.keys(audit.end))
+        slots = zip(reservation.slots.values(), lease.slots, copies_of, chunks, strict=False)
+        made = [(copy_of(slot), stored, chunk) for slot, stored, copy_of, chunk in slots]
+        copies = [(copy, stored, chunk) for copy, stored, chunk in made if copy is not None]
+        if not copies:
+            reservation.abort()
+            lease.release()
+            return
+        order = self._builder.store([copy for copy, _, _ in copies], [stored for _, stored, _ in copies])
+        numbers = [chunk for _, _, chunk in copies]
+        self._jobs[order.job] = _Job(state, audit, lease, reservation, numbers, states)
+
+    # -- ends ---------------------------------------------------------------------------------------------
+
+    def __contains__(self, job: int) -> bool:
+        return job in self._jobs
+
+    @property
+    def busy(self) -> bool:
+        """Whether the end of a comparison has not been reported yet."""
+        return bool(self._jobs)
+
+    def taint_all(self) -> None:
+        """A load failed, or everything was reset: what was computed may be wrong, or what is stored is no more."""
+        for job in self._jobs.values():
+            job.tainted = True
+
+    def ended(self, number: int, report: JobReport) -> None:
+        """All ranks have compared their parts: drop what is wrong."""
+        job = self._jobs.pop(number)
+        job.reservation.abort()
+        job.lease.release()
+        if not report.ok or job.tainted:
+            return
+        wrong = sorted({job.chunks[each.copy] for each in report.differences})
+        tiers = [job.audit.tier(chunk) for chunk in job.chunks]
+        self._telemetry.compared(tiers, [job.audit.tier(chunk) for chunk in wrong], states=job.states)
+        if wrong:
+            self._log(job, report.differences, wrong[0])
+            # What vLLM had already may be what is wrong: then the first wrong chunk is one of those before.
+            first = 0 if job.audit.computed else wrong[0]
+            self.wrong.add(job.state.keys_with_tail(len(job.state.chain.keys))[first:])
+            self._telemetry.loads_off |= self._disables
+            self.on_wrong(job.state, first, not job.audit.computed)
+
+    def _log(self, job: _Job, differences: Sequence[Difference], chunk: int) -> None:
+        found = [each for each in differences if job.chunks[each.copy] == chunk]
+        layers = [layer for each in found for layer in each.layers]
+        at = chunk * self._chunk_size
+        logger.error(
+            "lmkv: audit: wrong %s in %s: request %s, tokens %d to %d, %d layers (%s%s) on ranks %s, deviation %.3g; "
+            "it and all that depends on it is deleted%s",
+            "state" if job.states else "KV",
+            job.audit.tier(chunk),
+            job.state.request_id,
+            at + min(each.first for each in found),
+            at + max(each.end for each in found) - 1,
+            len(layers),
+            ", ".join(layers[:_NAMED]),
+            ", ..." if len(layers) > _NAMED else "",
+            sorted({each.rank for each in found}),
+            max(each.deviation for each in found),
+            ", and nothing is loaded any more" if self._disables else "",
+        )

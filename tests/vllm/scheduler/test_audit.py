@@ -1,0 +1,219 @@
+"""Audits: hits that are computed all the same and compared. Each fault is made in the bytes that are really stored."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from lmkv.chunks.hashing import state_keys
+from lmkv.outcomes import Presence
+from lmkv.protocols import ChunkKey
+from lmkv.vllm.block_map import Group
+from lmkv.vllm.scheduler.auditor import Sampler
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table
+
+TOKENS = list(range(44))
+CHUNK = 8
+CHUNKS = len(TOKENS) // CHUNK
+
+
+def engine(groups: Sequence[Table] = (Group(4),), **options: Any) -> closing[SimulatedVLLM]:
+    settings: dict[str, Any] = {"num_blocks": 90, "chunk_size": CHUNK, "ram_chunks": 60, "audit_rate": 1.0, **options}
+    made = SimulatedVLLM(random.Random(0), groups=groups, **settings)
+    made.local_hits = 0.0
+    return closing(made)
+
+
+def ask(running: SimulatedVLLM, name: str, tokens: Sequence[int] = TOKENS) -> SimulatedRequest:
+    """A request with this prompt, from its arrival to its end. It must not find what vLLM has itself."""
+    running.forget()
+    request = SimulatedRequest(name, list(tokens), len(tokens), 1, "a")
+    running.add(request)
+    running.finish()
+    return request
+
+
+def keys(running: SimulatedVLLM, tokens: Sequence[int] = TOKENS) -> list[ChunkKey]:
+    return running.scheduler.keys_of(tokens, "a", {})[: len(tokens) // CHUNK]
+
+
+def damage(running: SimulatedVLLM, key: ChunkKey, rank: int = 0) -> None:
+    """Make this chunk's bytes of one rank those of another one, as a race or a wrong key does."""
+    slab = running.store.slab
+    segment = slab.array[running.store._primary.entries[key].slot]
+    size = len(running.groups) * 2 * 2 * 32
+    segment[rank * size : rank * size + size] = segment[rank * size : rank * size + size][::-1].copy()
+
+
+def where(running: SimulatedVLLM, found: Sequence[ChunkKey]) -> list[Presence]:
+    return running.store.lookup(found)
+
+
+def total(running: SimulatedVLLM, name: str) -> int:
+    return int(sum(running.total(name).values()))
+
+
+def test_an_honest_hit_is_computed_compared_and_kept() -> None:
+    with engine() as running:
+        ask(running, "stores")
+        audited = ask(running, "audited")
+        assert audited.loaded == 0
+        assert total(running, "lmkv_audited_hits") == 1
+        assert total(running, "lmkv_audited_tokens") == len(TOKENS) - 1
+        assert running.total("lmkv_audited_chunks") == {("cpu",): CHUNKS}
+        assert running.total("lmkv_missed_requests")["audited",] == 1
+        assert total(running, "lmkv_wrong_chunks") == 0
+        assert where(running, keys(running)) == [Presence.READY] * CHUNKS
+
+
+def test_without_a_rate_nothing_is_compared() -> None:
+    with engine(audit_rate=0.0) as running:
+        ask(running, "stores")
+        assert ask(running, "loads").loaded == len(TOKENS) - 1
+        assert total(running, "lmkv_audited_hits") == 0
+        assert not running.scheduler.audit.on
+
+
+@pytest.mark.parametrize("lower", [0, 60])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("device", [False, True])
+def test_a_wrong_chunk_goes_with_all_that_follows_it(
+    lower: int, ranks: int, device: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the last rank alone, too; in every tier; and a chunk that another prompt has behind it."""
+    other = [*TOKENS[:24], *range(30, 46)]
+    with engine(lower_chunks=lower, ranks=ranks, device=device) as running:
+        ask(running, "stores")
+        running.scheduler.audit.sampler.rate = 0.0
+        ask(running, "stores another end", other)
+        assert where(running, keys(running, other)) == [Presence.READY] * 5
+        damage(running, keys(running)[2], rank=ranks - 1)
+        running.scheduler.audit.sampler.rate = 1.0
+        with caplog.at_level(logging.ERROR, logger="lmkv.vllm"):
+            ask(running, "audited")
+        line = next(record.getMessage() for record in caplog.records if "audit" in record.getMessage())
+        assert "wrong KV in cpu: request audited, tokens 16 to 23, 2 layers (layer 0, layer 1)" in line
+        assert f"on ranks [{ranks - 1}]" in line
+        assert running.total("lmkv_wrong_chunks") == {("cpu",): 1}
+        running.scheduler.audit.sampler.rate = 0.0
+        assert ask(running, "goes on", other).loaded <= 24, "chunks that were computed from the wrong one are gone"
+        ask(running, "stores it again")
+        assert ask(running, "loads it again").loaded == len(TOKENS) - 1
+
+
+def test_where_vllm_had_the_beginning_that_may_be_what_is_wrong() -> None:
+    with engine() as running:
+        ask(running, "stores")
+        damage(running, keys(running)[4])
+        running.local_hits = 1.0
+        ask(running, "audited")
+        running.local_hits = 0.0
+        assert total(running, "lmkv_wrong_chunks") == 1
+        assert where(running, keys(running)) == [Presence.MISS] * CHUNKS, "nor does it store its own KV"
+
+
+def test_what_was_stored_behind_a_wrong_chunk_is_deleted_in_a_lower_tier_that_was_listed() -> None:
+    """The engine that finds it has not stored it, and knows no parent of it."""
+    other = [*TOKENS[:24], *range(30, 46)]
+    with engine(lower_chunks=60, audit_rate=0.0) as before:
+        ask(before, "stores")
+        ask(before, "stores another end", other)
+        assert where(before, keys(before, other)) == [Presence.READY] * 5
+        before.store.drop(keys(before, other)[3:])
+        assert where(before, keys(before, other))[3:] == [Presence.LOWER] * 2
+        damage(before, keys(before)[2])
+        before.scheduler.audit.on, before.scheduler.audit.sampler.rate = True, 1.0
+        ask(before, "audited")
+        assert where(before, keys(before, other))[3:] == [Presence.LOWER] * 2, "nobody knows yet that they follow it"
+        assert ask(before, "goes on", other).loaded == 0
+        before.scheduler.audit.sampler.rate = 0.0
+        assert ask(before, "now loads its own", other).loaded == len(other) - 1
+
+
+@pytest.mark.parametrize("groups", [[Group(8), Group(8, state=1)], [Group(4), Group(4, window=8)]])
+def test_states_and_windows_are_compared(groups: list[Table]) -> None:
+    with engine(groups) as running:
+        ask(running, "stores")
+        ask(running, "audited")
+        assert total(running, "lmkv_audited_chunks") == CHUNKS
+        assert total(running, "lmkv_audited_states") == (1 if running.states else 0)
+        assert total(running, "lmkv_wrong_chunks") == 0
+
+
+def test_a_wrong_state_is_found_though_its_kv_is_right() -> None:
+    with engine([Group(8), Group(8, state=1)]) as running:
+        ask(running, "stores")
+        state = state_keys(keys(running)[-1], 1)[0]
+        assert where(running, [state]) == [Presence.READY]
+        slot = running.store._primary.entries[state].slot
+        running.store.slab.array[slot, :64] = running.store.slab.array[slot, :64][::-1].copy()
+        ask(running, "audited")
+        assert total(running, "lmkv_wrong_chunks") == 1
+        running.scheduler.audit.sampler.rate = 0.0
+        assert ask(running, "loads").loaded < len(TOKENS) // CHUNK * CHUNK
+
+
+def test_a_wrong_chunk_disables_loads_if_that_is_wanted() -> None:
+    with engine(audit_action="disable") as running:
+        ask(running, "stores")
+        damage(running, keys(running)[0])
+        ask(running, "audited")
+        assert running.scheduler.audit.loads_off
+        running.scheduler.audit.sampler.rate = 0.0
+        again = SimulatedRequest("computes", list(TOKENS), len(TOKENS), 1, "a", {"lmkv.report": True})
+        running.add(again)
+        running.finish()
+        assert again.loaded == 0
+        assert running.total("lmkv_missed_requests")["switched_off",] == 1
+        running.now += 10
+        running.finish()
+        assert running.total("lmkv_loads_off") == {(): 1.0}
+
+
+def test_a_chunk_that_was_evicted_meanwhile_is_not_compared() -> None:
+    with engine() as running:
+        ask(running, "stores")
+        running.forget()
+        request = SimulatedRequest("audited", list(TOKENS), len(TOKENS), 1, "a")
+        assert running.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        running.store.delete(keys(running))
+        running.add(request)
+        running.finish()
+        assert total(running, "lmkv_audited_hits") == 1
+        assert total(running, "lmkv_audited_chunks") == 0
+
+
+def test_a_host_memory_without_room_compares_what_it_can() -> None:
+    with engine(ram_chunks=CHUNKS + 1) as running:
+        ask(running, "stores")
+        ask(running, "audited")
+        assert 0 < total(running, "lmkv_audited_chunks") <= CHUNKS
+        assert total(running, "lmkv_wrong_chunks") == 0
+
+
+def test_only_whole_chunks_of_the_prompt_itself_are_compared() -> None:
+    with engine() as running:
+        ask(running, "stores")
+        ask(running, "begins like it", TOKENS[:20])
+        assert total(running, "lmkv_audited_chunks") == 2
+
+
+def test_where_draft_layers_look_ahead_nothing_is_audited() -> None:
+    """Equal chunks differ there: the KV of a chunk's end depends on what followed when it was stored."""
+    with engine(lookahead=1) as running:
+        ask(running, "stores")
+        assert ask(running, "loads").loaded > 0
+        assert total(running, "lmkv_audited_hits") == 0
+
+
+def test_the_rate_is_that_of_the_hits() -> None:
+    draw = random.Random(0)
+    sampler = Sampler(0.01, draw.random)
+    assert 850 < sum(sampler() for _ in range(100_000)) < 1150
+    assert not any(Sampler(0.0)() for _ in range(1000))
+    assert all(Sampler(1.0)() for _ in range(1000))
