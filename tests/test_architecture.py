@@ -86,11 +86,11 @@ BUDGET = {
     "vllm": 1889,
     "vllm.requests": 299,
     "vllm.observe": 758,
-    "vllm.scheduler": 1435,
+    "vllm.scheduler": 1437,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15208
+WHOLE = 15210
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -65,7 +65,10 @@ class StatePlanner:
             return
         handed: dict[int, dict[int, int]] = {}
         for group, block, tokens in offers:
-            handed.setdefault(tokens, {})[self._block_map.index(group)] = block
+            index = self._block_map.index(group)
+            # With asynchronous scheduling a block that was offered since the last step may be another request's by now.
+            if self._block_map.state_blocks(tables, tokens).get(index) == block:
+                handed.setdefault(tokens, {})[index] = block
         for tokens, blocks in handed.items():
             if self._keyed(state, tokens):
                 self._audit.compare_states(state, tokens // self._chunk_size, blocks)
