@@ -190,7 +190,7 @@ def test_engines_that_fill_other_draft_modules_do_not_share(tmp_path: Path, monk
 
     found = {fills(tokens) for tokens in (1, 2, 3)}
     assert fills(3) in found
-    monkeypatch.setattr("lmkv.vllm.compat._has_runner_v2", lambda vllm_config: True)
+    monkeypatch.setattr("lmkv.vllm.compat.has_runner_v2", lambda vllm_config: True)
     assert len({*found, fills(2), fills(3)}) == 5
 
 
