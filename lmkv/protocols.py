@@ -159,6 +159,10 @@ class Policy(Protocol):
         """Add an evictable key. Inserting a known key is a `UsageError`. `parent`: empty if none, or not known."""
         ...
 
+    def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
+        """Add evictable keys of `size` bytes each and their parents, as `insert` does from the last to the first."""
+        ...
+
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a request has ended which used this chain, given head first; keys may be unknown.
 

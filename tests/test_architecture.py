@@ -67,15 +67,15 @@ ALLOWED: dict[str, frozenset[str]] = {
 BUDGET = {
     "errors": 59,
     "outcomes": 40,
-    "protocols": 104,
+    "protocols": 106,
     "chunks": 541,
     "plugins": 33,
-    "policies": 1039,
+    "policies": 1061,
     "simulation": 359,
     "config": 700,
-    "memory": 1115,
-    "store.tiers": 1267,
-    "store": 1188,
+    "memory": 1116,
+    "store.tiers": 1298,
+    "store": 1192,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
@@ -83,14 +83,14 @@ BUDGET = {
     "engine": 488,
     "": 60,
     "agent": 923,
-    "vllm": 1793,
+    "vllm": 1797,
     "vllm.requests": 282,
     "vllm.observe": 740,
     "vllm.scheduler": 1213,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 14710
+WHOLE = 14774
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -208,13 +208,14 @@ class Slab(SlabMap):
         self._used[slot] = 1
         return slot
 
-    def free(self, slot: int) -> None:
-        """Free a slot. Raises UsageError when it is not in use: it may be another chunk's already."""
+    def free(self, *slots: int) -> None:
+        """Free slots. Raises UsageError when one is not in use: it may be another chunk's already."""
         used = self._used
-        if not (0 <= slot < len(used) and used[slot]):
-            raise UsageError(f"slot {slot} is not in use")
-        used[slot] = 0
-        self._free.append(slot)
+        for slot in slots:
+            if not (0 <= slot < len(used) and used[slot]):
+                raise UsageError(f"slot {slot} is not in use")
+            used[slot] = 0
+            self._free.append(slot)
 
     def close(self) -> None:
         super().close()

@@ -95,6 +95,11 @@ class PolicyBase(ABC):
     def add(self, key: ChunkKey) -> None:
         """Put a new key into the order."""
 
+    def extend(self, keys: Sequence[ChunkKey]) -> None:
+        """Put new keys into the order, one after the other. LRU has its own, as the most used policy."""
+        for key in keys:
+            self.add(key)
+
     @abstractmethod
     def use(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a request has used a chain, given head first. Ignore keys that are not in the order.
@@ -134,26 +139,43 @@ class PolicyBase(ABC):
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
         """Add an evictable key of `size` bytes. Raises UsageError for a known key."""
-        nodes = self.nodes
-        node = nodes.get(key)
-        if node is not None and node[SIZE]:
-            raise UsageError(f"chunk {key.hex()} is already in the policy")
+        self.insert_chain((key,), size, (parent,))
+
+    def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
+        """Add evictable keys of `size` bytes each and their parents, as `insert` does from the last to the first.
+
+        Raises UsageError for a known key; those after it are added.
+        """
         if size > self._largest:
             self._largest = size
         elif size < 1:
-            raise UsageError(f"chunk {key.hex()} has the size {size}")
-        if node is None:
-            node = nodes[key] = [key, size, None, 0, False]
-        else:
-            node[SIZE] = size
-        if parent:
-            # The parent is new, most often: a chain is inserted tail first.
-            node[PARENT] = above = nodes.setdefault(parent, [parent, 0, None, 0, False])
-            above[CHILDREN] += 1
-            if above[CHILDREN] >= BRANCHES:
-                above[FORK] = True
-        self.total_bytes += size
-        self.add(key)
+            raise UsageError(f"chunk {keys[-1].hex()} has the size {size}")
+        nodes = self.nodes
+        above: Node | None = None
+        new: list[ChunkKey] = []
+        try:
+            for key, parent in zip(reversed(keys), reversed(parents), strict=True):
+                # The parent of the one before, most often.
+                node = above if above is not None and above[KEY] is key else nodes.get(key)
+                if node is None:
+                    node = nodes[key] = [key, size, None, 0, False]
+                elif node[SIZE]:
+                    raise UsageError(f"chunk {key.hex()} is already in the policy")
+                else:
+                    node[SIZE] = size
+                above = None
+                if parent:
+                    above = nodes.get(parent)
+                    if above is None:
+                        above = nodes[parent] = [parent, 0, None, 0, False]
+                    node[PARENT] = above
+                    above[CHILDREN] += 1
+                    if above[CHILDREN] >= BRANCHES:
+                        above[FORK] = True
+                new.append(key)
+        finally:
+            self.total_bytes += size * len(new)
+            self.extend(new)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a request has used a chain's keys, given head first."""
@@ -229,15 +251,14 @@ class PolicyBase(ABC):
                     self._last.setdefault(kept[key], OrderedDict())[key] = None
                     continue
             victims.append(key)
-            size = node[SIZE]
+            _, size, parent, children, _ = node
             if notes:
                 if given_up:
                     self.forget(key)
                 else:
                     evicted(key, size)
             found += size
-            parent = node[PARENT]
-            if node[CHILDREN] or passed or (parent is not None and not parent[SIZE]):
+            if children or passed or (parent is not None and not parent[SIZE]):
                 self._unlink(node)
             else:
                 # `_unlink` for the most frequent case, inlined: storing spends most of its time here.

@@ -36,6 +36,11 @@ class LRU(QueuePolicy):
     True
     """
 
+    def extend(self, keys: Sequence[ChunkKey]) -> None:
+        queue = self.queue
+        for key in keys:
+            queue[key] = None
+
     def use(self, keys: Sequence[ChunkKey]) -> None:
         queue, move = self.queue, self.queue.move_to_end
         for key in reversed(keys):

@@ -41,7 +41,10 @@ class QueuePolicy(PolicyBase):
         """Do nothing: use does not count."""
 
     def pop(self) -> ChunkKey | None:
-        return self.queue.popitem(False)[0] if self.queue else None
+        try:
+            return self.queue.popitem(False)[0]
+        except KeyError:
+            return None
 
     def put_back(self, key: ChunkKey) -> None:
         self.queue[key] = None

@@ -99,6 +99,10 @@ class Quotas:
         self._used[tenant] = self._used.get(tenant, 0) + size
         self._free[tenant] = self._free.get(tenant, 0) + size
 
+    def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
+        for key, parent in zip(reversed(keys), reversed(parents), strict=True):
+            self.insert(key, size, parent)
+
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Tell every tenant that has chunks of the chain: if tags are tenants, prompts of several share their heads."""
         for tenant in {self._tenants[key] for key in keys if key in self._sizes}:

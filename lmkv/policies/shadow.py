@@ -67,11 +67,9 @@ class Shadow:
                 over = self.used + len(missing) * size - self.capacity
                 if over > 0:
                     self.evict(over, chain)
-        insert = self.policy.insert
-        for at in reversed(missing):
-            key = keys[at]
-            insert(key, size, keys[at - 1] if at else b"")
-            sizes[key] = size
+        new = [keys[at] for at in missing]
+        self.policy.insert_chain(new, size, [keys[at - 1] if at else b"" for at in missing])
+        sizes.update(dict.fromkeys(new, size))
         self.used += len(missing) * size
         self.written += len(missing) * size
 

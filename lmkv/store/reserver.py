@@ -51,6 +51,7 @@ class Reserver:
             self._free_up(keys, kept)
         known_entries, enter, writing = self._primary.entries, self._primary.enter, State.WRITING
         free = self._primary.slab.allocate
+        fresh = 0
         for key in keys:
             known = known_entries.get(key)
             if known is not None and self._promoter.hangs(known):
@@ -58,15 +59,21 @@ class Reserver:
                 known = None
             if known is None:
                 slot = free() if type(key) is bytes else None
-                if slot is None and (slot := self._allocator.allocate(key, after, kept)) is None:
-                    break
                 ids = tokens[accepted * width : (accepted + 1) * width] if width else b""
                 origin = origins[accepted] if origins else b""
-                entries[key] = enter(key, slot, writing, parent, ids, origin)
+                if slot is not None:
+                    entries[key] = known_entries[key] = Entry(key, slot, writing, parent, ids, origin)
+                    fresh += 1
+                elif (slot := self._allocator.allocate(key, after, kept)) is None:
+                    break
+                else:
+                    entries[key] = enter(key, slot, writing, parent, ids, origin)
             elif kept is not None and first_with(self._tiers, key) is None:
                 kept.add(key)
             accepted += 1
             parent = key
+        self._primary.referenced += fresh
+        self._primary.writing += fresh
         self._primary.counters.write_rejects += len(keys) - accepted
         chain = chain or keys
         return Reservation(entries, accepted, lambda done: self._commit(done, chain), self._abort)
@@ -83,23 +90,20 @@ class Reserver:
     def _free_up(self, keys: Sequence[ChunkKey], kept: set[ChunkKey]) -> None:
         """Free slots for those of `keys` that are not here, evicting none of `keys` and `kept` for them."""
         entries = self._primary.entries
-        here = {key for key in keys if key in entries}
+        here = entries.keys() & keys
         self._allocator.free_up(len(keys) - len(here), kept | here)
 
     def _commit(self, entries: Sequence[Entry], chain: Sequence[ChunkKey]) -> None:
         after = AfterLock()
         primary, waiters = self._primary, self._promoter.waiters
         with self._lock:
-            for entry in entries:
-                primary.mark_ready(entry)
-                if entry.origin:
-                    primary.drop_shorter_tails(entry)
-                if waiters and entry in waiters:
+            primary.mark_chain_ready(entries)
+            for entry in entries if waiters else ():
+                if entry in waiters:
                     self._promoter.wake(entry, after)
             if self._tiers:
                 self._flusher.write_through(entries, chain, after)
-            for entry in reversed(entries):
-                primary.unref(entry)
+            primary.unref_chain(entries)
             primary.counters.writes += len(entries)
             primary.counters.written_bytes += len(entries) * primary.slot_bytes
             self._allocator.keep_free(after)

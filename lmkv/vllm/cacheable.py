@@ -81,12 +81,17 @@ def is_state(spec: Any) -> bool:
     return type(spec).__name__ == "MambaSpec"
 
 
-STATES_WITH_DRAFTS = False
-"""Whether recurrent layers are cached with drafts; tests set it.
+STATES_WITH_DRAFTS_ON_V1 = False
+"""Whether recurrent layers are cached with drafts on the V1 runner; tests set it.
 
 vLLM 0.32's V1 runner goes on from a wrong state when a request is preempted a few tokens behind a boundary within its
-answer, with or without lmkv, which would store the states that follow.
+answer, with or without lmkv, which would store the states that follow. The V2 runner is right there.
 """
+
+
+def has_runner_v2(vllm_config: Any) -> bool:
+    """Whether vLLM uses its Model Runner V2, as it does wherever it has Triton."""
+    return getattr(vllm_config, "use_v2_model_runner", False)
 
 
 def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool) -> None:
@@ -117,8 +122,12 @@ def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool)
         raise ValueError(f"recurrent layers with {' and '.join(spread)} > 1 are not supported yet")
     if getattr(vllm_config.cache_config, "use_replayssm", False):
         raise ValueError("with --use-replayssm a block has not the whole state")
-    if getattr(vllm_config, "speculative_config", None) is not None and not STATES_WITH_DRAFTS:
-        raise ValueError("with speculative decoding vLLM may go on from a wrong state, which would be stored")
+    drafted = getattr(vllm_config, "speculative_config", None) is not None
+    if drafted and not (STATES_WITH_DRAFTS_ON_V1 or has_runner_v2(vllm_config)):
+        raise ValueError(
+            "with speculative decoding vLLM's V1 runner may go on from a wrong state, which would be stored; its Model "
+            "Runner V2 is right (VLLM_USE_V2_MODEL_RUNNER=1)"
+        )
 
 
 def check_spec(spec: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from lmkv.vllm.cacheable import check_group, check_spec, has_draft_layers, is_scratch, is_state
+from lmkv.vllm.cacheable import check_group, check_spec, has_draft_layers, has_runner_v2, is_scratch, is_state
 
 SUPPORTED = ((0, 29), (0, 34))
 """vLLM versions, from the first up to but not including the second."""
@@ -167,11 +167,7 @@ def recomputes_within_step(vllm_config: Any) -> bool:
     outside its KV space.
     """
     pipelined = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
-    return not (pipelined or _has_runner_v2(vllm_config))
-
-
-def _has_runner_v2(vllm_config: Any) -> bool:
-    return getattr(vllm_config, "use_v2_model_runner", False)
+    return not (pipelined or has_runner_v2(vllm_config))
 
 
 def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
@@ -180,7 +176,7 @@ def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
     `layers`: those with KV, whose modules only a worker knows.
     """
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
-    if _has_runner_v2(vllm_config):
+    if has_runner_v2(vllm_config):
         return "vLLM's Model Runner V2 cannot undo a load that fails within a step (VLLM_USE_V2_MODEL_RUNNER=0)"
     if getattr(parallel, "use_ubatching", False):
         return "a step computes each layer once for every microbatch (--enable-dbo, --ubatch-size)"
@@ -246,7 +242,7 @@ def draft_modules(vllm_config: Any) -> str:
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     if not getattr(speculative, "use_multi_module_mtp", lambda: False)():
         return ""
-    return f"{speculative.num_speculative_tokens} on V{1 + _has_runner_v2(vllm_config)}"
+    return f"{speculative.num_speculative_tokens} on V{1 + has_runner_v2(vllm_config)}"
 
 
 def computed_tokens(scheduler_output: Any) -> dict[str, int]:

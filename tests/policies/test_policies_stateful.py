@@ -58,6 +58,16 @@ class PolicyMachine(RuleBasedStateMachine):
             self.policy.insert(key, size, parent_of(number))
             self.known[key] = Known(size)
 
+    @rule(number=names, size=st.integers(1, 9))
+    def insert_chain(self, number: int, size: int) -> None:
+        chain = chain_to(number)
+        keys = [key for key in chain if key not in self.known]
+        self.policy.insert_chain(keys, size, [parent_of(int.from_bytes(key, "big")) for key in keys])
+        self.known |= {key: Known(size) for key in keys}
+        if keys != chain:
+            with pytest.raises(UsageError):
+                self.policy.insert_chain(chain[:1], size, [b""])
+
     @rule(number=names)
     def touch(self, number: int) -> None:
         self.policy.touch(chain_to(number))

@@ -34,6 +34,7 @@ MODELS: dict[str, Family | Drafts] = {
     "falcon": Family(lambda: families.falcon_h1(**_SMALL, **_HEADS, **_MIXER), vllm=mamba_cpu.split),
     **DRAFTS,
 }
+_N_GRAMS = {"method": "ngram", "num_speculative_tokens": _DRAFTED, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
 @frozen
@@ -52,7 +53,10 @@ class Model:
 
 @frozen
 class Variant:
-    """`ram`, `disk`: chunks that the tiers have room for. `pipelined`: see `harness.pipelining`."""
+    """`ram`, `disk`: chunks that the tiers have room for. `pipelined`: see `harness.pipelining`.
+
+    `drafts`: vLLM's `speculative_config`, in place of the model's, on the V2 runner only.
+    """
 
     model: str
     options: dict[str, Any]
@@ -60,6 +64,7 @@ class Variant:
     ram: float = 12.5
     disk: float = 60.5
     pipelined: bool = False
+    drafts: dict[str, Any] | None = None
 
 
 def _tight(blocks: int, step_tokens: int, **options: Any) -> dict[str, Any]:
@@ -81,6 +86,10 @@ VARIANTS = {
     "hybrids: recurrent layers, pipelined": Variant("nemotron", _tight(38, 200), ram=50.5, pipelined=True),
     "hybrids: recurrent in each layer, tiny steps": Variant("falcon", _tight(60, 64), ram=24.5),
     "hybrids: recurrent layers, write-back": Variant("falcon", _tight(60, 200), {"disk_write": "back"}, ram=24.5),
+    "hybrids: recurrent layers, n-grams": Variant("nemotron", _tight(44, 140), ram=30.5, disk=90.5, drafts=_N_GRAMS),
+    "hybrids: recurrent in each layer, n-grams": Variant(
+        "falcon", _tight(70, 200), ram=24.5, drafts=_N_GRAMS, pipelined=True
+    ),
     "no CPU tier, second touch": Variant(
         "gqa", _tight(32, 64), {"local_cpu": False, "disk_admission": "second_touch"}, pipelined=True
     ),
@@ -123,10 +132,12 @@ def tortured(variant: Variant, model: Model, disk: Path, slot_bytes: int) -> Ite
         **variant.extra,
     }
     options = {"max_model_len": 640, "max_num_seqs": 8, **model.options, **variant.options}
-    if model.drafts is not None:
-        options |= {"speculative_config": model.drafts, "disable_log_stats": False}
+    drafts = variant.drafts or model.drafts
+    if drafts is not None:
+        options |= {"speculative_config": drafts, "disable_log_stats": False}
     with (
         model.vllm(),
+        mamba_cpu.drafted() if variant.drafts is not None else contextlib.nullcontext(),
         pipelining() if variant.pipelined else contextlib.nullcontext(),
         engine(model.path, extra=extra, **options) as running,
     ):

@@ -16,6 +16,7 @@ from tests.torture.counts import Counts
 from tests.torture.drive import PATIENCE, Drive
 from tests.torture.engines import VARIANTS, Model, Variant, reference, slot_bytes, tortured, write_models
 from tests.torture.sabotage import Saboteur
+from tests.vllm import triton_cpu
 from tests.vllm.harness import ENVIRONMENT
 
 _CONVERSATIONS = 60
@@ -31,7 +32,11 @@ class Run:
         self._folder = folder
         self._rng = rng
         self._seed = seed
-        self._variants = {name: variant for name, variant in VARIANTS.items() if only in name}
+        self._variants = {
+            name: variant
+            for name, variant in VARIANTS.items()
+            if only in name and (variant.drafts is None or triton_cpu.is_wanted())
+        }
         self._turns: dict[str, list[Turn]] = {}
         self._slot_bytes: dict[Path, int] = {}
         self._started = self._reported = time.monotonic()
@@ -77,7 +82,7 @@ class Run:
         capacity = variant.disk * self._slot_bytes[model.path]
         with saboteur.at_work(), tortured(variant, model, disk, self._slot_bytes[model.path]) as running:
             Drive(running, self._turns[model.target], self._rng, self.counts, saboteur, stepped).run(requests)
-            if model.drafts is not None:
+            if variant.drafts is not None or model.drafts is not None:
                 self.counts.drafting = True
                 self.counts.accepted_drafts += running.accepted_drafts
         self.counts.engines += 1

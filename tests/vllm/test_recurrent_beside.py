@@ -155,6 +155,9 @@ def test_what_is_refused(changes: dict[str, Any], recurrent: tuple[bool, ...], r
     check_states(config, [False, False], replayed=replayed)
     with pytest.raises(ValueError, match=reason):
         check_states(config, recurrent, replayed=replayed)
+    if "speculative_config" in given:
+        config.use_v2_model_runner = True
+        check_states(config, recurrent, replayed=replayed)
 
 
 def test_states_in_a_shared_tier_are_found_by_asking(case: Case, tmp_path: Path) -> None:

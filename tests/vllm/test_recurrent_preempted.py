@@ -16,7 +16,7 @@ from tests.vllm.harness import Engine, engine, prompt
 
 @pytest.mark.parametrize("runner", ["as it is", "corrected"])
 def test_vllm_alone_goes_on_from_a_wrong_state(runner: str, tmp_path: Path) -> None:
-    """The reason why drafts are refused: once vLLM is right here, `cacheable.STATES_WITH_DRAFTS` may become True."""
+    """Why drafts are refused on V1: once vLLM is right here, `cacheable.STATES_WITH_DRAFTS_ON_V1` may become True."""
     family = RECURRENT["Mamba-2 in each layer, Falcon-H1"]
     folder, ids = family.write(tmp_path / "model"), prompt(1, 180)
     boundary = (len(ids) // family.unit + 1) * family.unit
@@ -25,13 +25,13 @@ def test_vllm_alone_goes_on_from_a_wrong_state(runner: str, tmp_path: Path) -> N
             said = plain.ids([ids], max_tokens=40)[0]
         Known.tell([ids + said[:8] + [0] * 400])
         with engine(folder, connector=None, speculative_config=KNOWN, **family.options) as drafting:
-            assert _preempted(drafting, ids, len(said), len(said)) == said
-            found = [_preempted(drafting, ids, len(said), boundary + more - len(ids)) for more in range(1, 7)]
+            assert preempted(drafting, ids, len(said), len(said)) == said
+            found = [preempted(drafting, ids, len(said), boundary + more - len(ids)) for more in range(1, 7)]
     wrong = [more for more, answer in enumerate(found, 1) if answer != said]
     assert wrong == ([] if runner == "corrected" else [2, 3, 4])
 
 
-def _preempted(running: Engine, ids: list[int], max_tokens: int, tokens: int) -> list[int]:
+def preempted(running: Engine, ids: list[int], max_tokens: int, tokens: int) -> list[int]:
     """The answer to a request that is preempted when it has so many tokens of it."""
     from vllm import SamplingParams
 

@@ -17,6 +17,8 @@ from tests.vllm.drafts import write_qwen3_next
 from tests.vllm.families import RECURRENT
 from tests.vllm.server import child_environment
 
+N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
 PROGRAM = """if True:
     import json, sys
     from pathlib import Path
@@ -105,6 +107,35 @@ DRAFTING = """if True:
     }))
 """
 
+PREEMPTED = """if True:
+    import json, sys
+    from pathlib import Path
+    from tests.vllm import triton_cpu
+
+    triton_cpu.install()
+    from tests.vllm import mamba_cpu
+    from tests.vllm.families import RECURRENT
+    from tests.vllm.harness import engine, prompt
+    from tests.vllm.test_recurrent_preempted import preempted
+
+    model, family, config = Path(sys.argv[1]), RECURRENT[sys.argv[2]], json.loads(sys.argv[3])
+    ids = prompt(1, 180)
+    boundary = (len(ids) // family.unit + 1) * family.unit
+    options = {"kv_cache_memory_bytes": 64 << 20, **family.options}
+    found = {}
+    with family.vllm(), mamba_cpu.drafted():
+        with engine(model, connector=None, **options) as plain:
+            said = plain.ids([ids], max_tokens=40)[0]
+        at = [boundary + more - len(ids) for more in range(1, 7)]
+        for name, connector in (("vLLM", {"connector": None}), ("lmkv", {})):
+            with engine(model, speculative_config=config, **connector, **options) as drafting:
+                found[name] = [preempted(drafting, ids, len(said), tokens) == said for tokens in at]
+                if name == "lmkv":
+                    keys = drafting.connector._scheduler.keys_of(ids + said, None, {})
+                    found["stored"] = drafting.store.count_prefix(keys)[1] * family.unit
+    print(json.dumps(found))
+"""
+
 
 def run(program: str, *arguments: str) -> Any:
     """Run a program on vLLM's V2 runner, in a process of its own; returns the JSON of the last line that it prints."""
@@ -129,15 +160,19 @@ def test_states_are_loaded_and_a_load_that_fails_is_recomputed(name: str, tmp_pa
 
 
 @pytest.mark.skipif(not triton_cpu.is_there(), reason="no triton")
+def test_a_preempted_request_goes_on_from_the_right_state(tmp_path: Path) -> None:
+    """Where the V1 runner does not: see `test_vllm_alone_goes_on_from_a_wrong_state`."""
+    name = "Mamba-2 in each layer, Falcon-H1"
+    found = run(PREEMPTED, str(RECURRENT[name].write(tmp_path / "model")), name, json.dumps(N_GRAMS))
+    assert found["vLLM"] == found["lmkv"] == [True] * 6
+    assert found["stored"] >= 192, "no state within the answer was stored"
+
+
+@pytest.mark.skipif(not triton_cpu.is_there(), reason="no triton")
 @pytest.mark.parametrize(
     ("name", "write", "config", "length"),
     [
-        (
-            "Mamba-2, Nemotron-H",
-            RECURRENT["Mamba-2, Nemotron-H"].write,
-            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1},
-            115,
-        ),
+        ("Mamba-2, Nemotron-H", RECURRENT["Mamba-2, Nemotron-H"].write, N_GRAMS, 115),
         ("gated delta net, Qwen3-Next", write_qwen3_next, {"method": "mtp", "num_speculative_tokens": 2}, 515),
     ],
     ids=["n-grams, Nemotron-H", "MTP, Qwen3-Next"],

@@ -120,6 +120,22 @@ class PrimaryTier:
             entry.in_policy = True
             self.policy.insert(entry.key, self.slot_bytes, entry.parent)
 
+    def unref_chain(self, entries: Sequence[Entry]) -> None:
+        """Drop one reference to each entry of a chain, given head first. The policy gets all new ones at once."""
+        new: list[Entry] = []
+        rest: list[Entry] = []
+        for entry in entries:
+            if entry.refs > 1 or entry.in_policy or entry.removed or entry.flushing or not self._retain:
+                rest.append(entry)
+            else:
+                entry.refs = 0
+                entry.in_policy = True
+                new.append(entry)
+        self.referenced -= len(new)
+        self.policy.insert_chain([entry.key for entry in new], self.slot_bytes, [entry.parent for entry in new])
+        for entry in reversed(rest):
+            self.unref(entry)
+
     # -- entries ------------------------------------------------------------------------------------------
 
     def enter(
@@ -135,6 +151,21 @@ class PrimaryTier:
         else:
             self.loading += 1
         return entry
+
+    def mark_chain_ready(self, entries: Sequence[Entry]) -> None:
+        """Make a chain's entries READY, and remove the tails that are prefixes of them."""
+        written = 0
+        for entry in entries:
+            if entry.origin or entry.removed or entry.state is not _WRITING:
+                self.mark_ready(entry)
+                if entry.origin:
+                    self._drop_shorter_tails(entry)
+            else:
+                entry.state = _READY
+                written += 1
+                for observer in self._observers:
+                    observer.stored(self.name, entry.key)
+        self.writing -= written
 
     def mark_ready(self, entry: Entry) -> None:
         """Make an entry READY: its bytes are complete. The writer or load that filled it still refers to it."""
@@ -175,7 +206,7 @@ class PrimaryTier:
         if not entry.refs:
             self.slab.free(entry.slot)
 
-    def drop_shorter_tails(self, entry: Entry) -> None:
+    def _drop_shorter_tails(self, entry: Entry) -> None:
         """Remove the tails that are prefixes of a READY entry."""
         if entry.ready:
             for key in list(self.prefixes.shorter(entry.origin, entry.tokens)):
@@ -195,17 +226,21 @@ class PrimaryTier:
 
     def evict(self, protect: frozenset[ChunkKey] | set[ChunkKey], slots: int) -> None:
         """Evict entries for `slots` slots, or none, and remove them."""
-        entries, free, observers = self.entries, self.slab.free, self._observers
-        for victim in self.victims(protect, slots):
+        evicted = self.policy.evict(slots * self.slot_bytes, protect) or ()
+        self.counters.evictions += len(evicted)
+        observers, free = self._observers, []
+        for victim in map(self.entries.pop, evicted):
+            victim.in_policy = False
             if victim.origin or victim.prefetched or type(victim.key) is not bytes:
+                self.entries[victim.key] = victim
                 self.remove(victim)
             else:
                 # `remove` for the most frequent case, inlined: storing spends much of its time here.
                 victim.removed = True
-                del entries[victim.key]
+                free.append(victim.slot)
                 for observer in observers:
                     observer.removed(self.name, victim.key)
-                free(victim.slot)
+        self.slab.free(*free)
 
     def evict_from(self, share: Share) -> Entry | None:
         """The least recently used entry of a kind, evicted; the caller removes or flushes it. None: all are in use."""
