@@ -46,6 +46,7 @@ from lmkv.store.tiered import TieredStore
 
 MIB = 1 << 20
 NAMESPACE = bytes(32)
+LIST_TARGET, SUBMIT_TARGET = 4.0, 4.0
 THREADS, READERS = 4, Config().disk_io_threads
 WRITERS = READERS - READERS // 4  # the others are kept for loads
 RAW1, RAW4 = "raw O_DIRECT, 1 thread", "raw O_DIRECT, 4 threads"
@@ -272,11 +273,26 @@ def listing(root: Path) -> Row:
         payload = memoryview(b"x")
         for _ in range(10_000):
             backend.write([Chunk(secrets.token_bytes(32), payload)])
-        times = interleaved(
-            {"list": lambda: check(sum(map(len, backend.list_keys())) == 10_000)}, 5, clock=time.perf_counter
-        )
-    seconds = statistics.median(times["list"])
-    return Row("list 10,000 chunks, warm", round(seconds, 4), "s", target=0.3, met=seconds <= 0.3)
+        bare = "os.scandir and a stat of each"
+        cases = {
+            "list": lambda: check(sum(map(len, backend.list_keys())) == 10_000),
+            bare: lambda: check(files_below(folder) >= 10_000),
+        }
+        times = interleaved(cases, 9, clock=time.perf_counter)
+    seconds, ratio = statistics.median(times["list"]), median_ratio(times, "list", bare)
+    return Row("list 10,000 chunks, warm", round(seconds, 4), "s", bare, ratio, LIST_TARGET, ratio <= LIST_TARGET)
+
+
+def files_below(folder: Path | os.DirEntry[str]) -> int:
+    """Files and their sizes, as any listing of a folder has to find them."""
+    count = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                count += files_below(entry)
+            else:
+                count += entry.stat(follow_symlinks=False).st_size > 0
+    return count
 
 
 # -- what the caller waits for ----------------------------------------------------------------------------
@@ -318,7 +334,7 @@ def submitting(root: Path, rounds: int) -> Iterator[Row]:
             check(with_disk.stats().tiers[1].dropped == 0)
             each = statistics.median(times[name]) / count * 1e3
             share = round(median_ratio(times, name, alone), 2)
-            yield Row(name, round(each, 4), "ms/chunk", alone, share, 0.02, each <= 0.02)
+            yield Row(name, round(each, 4), "ms/chunk", alone, share, SUBMIT_TARGET, share <= SUBMIT_TARGET)
 
 
 def run(root: Path, quick: bool) -> Iterator[Row]:

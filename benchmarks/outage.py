@@ -39,7 +39,8 @@ from lmkv.cli.measure.vllm_engines import ONE_PROCESS, VOCABULARY, EngineSpec, l
 USERS, PROMPTS, TOKENS, ANSWER = 2, 12, 1000, 2
 PHASES = ("there", "killed", "back", "stopped", "back again")
 ALONE, REDIS = "vLLM alone", "lmkv, Redis"
-TARGET = 1.0
+TARGET = 1.5
+"""Largest p99 of the first token beside vLLM alone's."""
 START_TIMEOUT = 30.0
 
 
@@ -198,19 +199,17 @@ def rows(alone: list[dict[str, Any]], redis: list[dict[str, Any]]) -> list[Row]:
     if any(each["output"] != right[each["prompt"]] for each in alone + redis):
         raise SystemExit("the outputs differ from those of vLLM alone")
     computed = percentile([each["ttft"] for each in alone], 0.5)
-    made = [
-        Row("vLLM alone: first token, p50", computed, "s"),
-        Row("vLLM alone: first token, p99", percentile([each["ttft"] for each in alone], 0.99), "s"),
-    ]
+    longest = percentile([each["ttft"] for each in alone], 0.99)
+    made = [Row("vLLM alone: first token, p50", computed, "s"), Row("vLLM alone: first token, p99", longest, "s")]
     for phase in PHASES:
         there = [each for each in redis if each["phase"] == phase]
         added = [each["ttft"] - computed for each in there]
-        p99 = percentile(added, 0.99)
+        p99 = percentile([each["ttft"] for each in there], 0.99)
         made += [
             Row(f"{phase}: requests", len(there), "requests"),
             Row(f"{phase}: hit tokens of {TOKENS:,}, mean", sum(each["hit"] for each in there) / len(there), "tokens"),
             Row(f"{phase}: first token after vLLM alone's median, p50", percentile(added, 0.5), "s"),
-            Row(f"{phase}: first token after vLLM alone's median, p99", p99, "s", target=TARGET, met=p99 <= TARGET),
+            Row(f"{phase}: first token, p99", p99, "s", "vLLM alone's", p99 / longest, TARGET, p99 <= TARGET * longest),
         ]
         if hits := [each["seconds"] for each in there if each["hit"]]:
             made.append(Row(f"{phase}: first hit after", hits[0], "s"))

@@ -1,14 +1,16 @@
-"""Time to first token of a repeated prompt: vLLM's own prefix cache beside lmkv's tiers on one node.
+"""Time to first token of a repeated prompt: vLLM's own prefix cache, and lmkv's tiers beside their bounds.
 
-    python benchmarks/ttft.py [--lmcache PYTHON] [--tokens 8000] [--rounds 25] [--one-process] [--quick]
-                              [--json]
+    python benchmarks/ttft.py [--redis URL] [--lmcache PYTHON] [--tokens 8000] [--rounds 25] [--one-process]
+                              [--disk FOLDER] [--quick] [--json]
 
 All engines run at once, each in processes of its own, and are asked in turn, in shuffled order, so that what
 disturbs one round disturbs all engines in it. Ratios are taken within a round; their median counts. The
 engine core runs in a process of its own, as vLLM does by default, or with --one-process in that of the API.
-With --lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs,
-LMCacheMPConnector takes its turns too, by its default route and by its fastest. With --json the last line is
-the result.
+Shared memory is shown beside host memory. A disk and a Redis are shown beside the sum of host memory's time and
+1.1 times that of a plain read of as many bytes in the same round: of as many files of the tier by one thread with
+O_DIRECT, of as many of its values by redis-py. With --lmcache, the interpreter of an environment that has vLLM,
+LMCache and what lmkv needs, LMCacheMPConnector takes its turns too, by its default route and by its fastest. With
+--json the last line is the result.
 """
 
 from __future__ import annotations
@@ -19,20 +21,30 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import mmap
+import os
 import statistics
 import tempfile
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from typing import TypeVar
 
 from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
 from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
+from lmkv.backends.disk.folder import SUFFIX
 from lmkv.cli.measure.ttft import OWN, first_time, send
 from lmkv.cli.measure.vllm_engines import ONE_PROCESS, SEVERAL_PROCESSES, EngineProcess, EngineSpec, engine_specs
 
-WITHIN_TARGET, BETWEEN_TARGET = 1.05, 1.10
+WITHIN_TARGET, BETWEEN_TARGET, SHARED_TARGET, READ_SHARE = 1.05, 1.10, 1.3, 1.1
 WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", "lmkv disk"
-SHARED = "lmkv shared memory"
+SHARED, REDIS = "lmkv shared memory", "lmkv redis"
 NAMES = (OWN, WITHIN, BETWEEN, DISK, SHARED)
+T = TypeVar("T")
 HOST_GIB = 0.5
+CHUNK = 256
+PLAIN = {DISK: "a plain O_DIRECT read", SHARED: "a plain read of files in memory", REDIS: "redis-py's bare read"}
+"""What is read in each round as the bound of a tier. Shared memory has another target; its plain read is shown."""
 
 
 def main() -> int:
@@ -40,6 +52,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--one-process", action="store_true")
+    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="folder for the disk tier")
+    parser.add_argument("--redis", metavar="URL", help="a Redis on loopback, whose database is used")
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
     options = parser.parse_args()
     if options.lmcache and options.one_process:
@@ -47,7 +61,8 @@ def main() -> int:
     env, how = (ONE_PROCESS, "one process") if options.one_process else (SEVERAL_PROCESSES, "as by default")
     tokens: int = options.tokens
     with ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-ttft-")))
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir=options.disk)))
+        names = [*NAMES, *([REDIS] if options.redis else [])]
         engines: dict[str, EngineProcess] = {}
         cold: dict[str, float] = {}
 
@@ -57,19 +72,27 @@ def main() -> int:
             cold[name] = first_time(engine, folders[name], tokens).ttft_s
             print(f"{name}: cold {cold[name]:.3f} s", flush=True)
 
-        folders = {name: root / str(number) for number, name in enumerate((*NAMES, *ROUTES))}
+        folders = {name: root / str(number) for number, name in enumerate((*names, *ROUTES))}
         memory = tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir="/dev/shm")
         folders[SHARED] = Path(stack.enter_context(memory))
-        for name in NAMES:
-            start(name, engine_specs(folders[name], tokens + 16, host_gib=HOST_GIB)[name], env)
+        for name in names:
+            specs = engine_specs(folders[name], tokens + 16, host_gib=HOST_GIB, remote_url=options.redis)
+            start(name, specs[name], env)
+        count = tokens // CHUNK
+        plain = {PLAIN[name]: files_of(folders[name], count) for name in (DISK, SHARED)}
+        if options.redis:
+            plain[PLAIN[REDIS]] = values_of(options.redis, count)
         if options.lmcache:
             server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GIB, root / "server.log")))
-            plain = engine_specs(root, tokens + 16)["nothing"]
+            alone = engine_specs(root, tokens + 16)["nothing"]
             for name in ROUTES:
-                start(name, server.spec(name, plain), {**ENVIRONMENT, **env}, options.lmcache)
-        warm: dict[str, list[float]] = {name: [] for name in engines}
+                start(name, server.spec(name, alone), {**ENVIRONMENT, **env}, options.lmcache)
+        warm: dict[str, list[float]] = {name: [] for name in (*engines, *plain)}
         hits: dict[str, int] = {}
-        for _, name in turns(engines, 5 if options.quick else options.rounds):
+        for _, name in turns(warm, 5 if options.quick else options.rounds):
+            if name in plain:
+                warm[name].append(seconds_of(plain[name]))
+                continue
             answer = send(engines[name], folders[name], tokens)
             assert answer.hit_tokens > tokens // 2, f"{name}: a hit of {answer.hit_tokens} tokens"
             hits[name] = min(answer.hit_tokens, hits.get(name, tokens))
@@ -80,17 +103,79 @@ def main() -> int:
     return finish([*found, *rows(warm, cold, how)], options.json)
 
 
+def seconds_of(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def largest(sizes: Mapping[T, int], count: int) -> list[T]:
+    """Chunks that are filled; the tails of prompts are smaller."""
+    assert len(sizes) >= count, f"{len(sizes)} chunks were stored instead of {count}"
+    return sorted(sizes, key=lambda each: -sizes[each])[:count]
+
+
+def files_of(folder: Path, count: int) -> Callable[[], None]:
+    """Reads `count` chunks' files of a tier by one thread, past the page cache where there is one."""
+    sizes = {path: path.stat().st_size for path in folder.joinpath("kv").rglob(f"*{SUFFIX}")}
+    paths = largest(sizes, count)
+    memory = memoryview(mmap.mmap(-1, sizes[paths[0]]))
+
+    def read() -> None:
+        for path in paths:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            assert os.preadv(fd, [memory], 0) == sizes[path]
+            os.close(fd)
+
+    read()
+    return read
+
+
+def values_of(url: str, count: int) -> Callable[[], None]:
+    """Gets `count` chunks' values by the client."""
+    from redis import Redis
+
+    client = Redis.from_url(url)
+    names = largest({name: client.strlen(name) for name in client.scan_iter(count=1000)}, count)
+
+    def read() -> None:
+        for name in names:
+            assert client.get(name)
+
+    read()
+    return read
+
+
 def rows(warm: dict[str, list[float]], cold: dict[str, float], how: str) -> list[Row]:
     found = []
     for name, seconds in warm.items():
-        ratio, median = median_ratio(warm, name, OWN), statistics.median(seconds)
+        median = statistics.median(seconds)
+        if name in PLAIN.values():
+            found.append(Row(f"{name} of as many bytes", median, "s", WITHIN, median_ratio(warm, name, WITHIN)))
+            continue
+        ratio = median_ratio(warm, name, OWN)
         target = {WITHIN: WITHIN_TARGET, BETWEEN: BETWEEN_TARGET}.get(name)
         met = None if target is None else ratio <= target
         found.append(Row(f"warm TTFT, {name}, {how}", median, "s", OWN, ratio, target, met))
         found.append(Row(f"speed-up over cold, {name}, {how}", cold[name] / median, "x"))
+        if name in PLAIN:
+            found.append(beside_bound(warm, name))
         if name in ROUTES:
             found.append(Row(f"{name} beside {WITHIN}, {how}", median_ratio(warm, name, WITHIN), "x"))
     return found
+
+
+def beside_bound(warm: dict[str, list[float]], name: str) -> Row:
+    """A lower tier beside host memory, or beside host memory and a plain read, in the same rounds."""
+    if name == SHARED:
+        bound, of, target = warm[WITHIN], WITHIN, SHARED_TARGET
+    else:
+        reads = zip(warm[WITHIN], warm[PLAIN[name]], strict=True)
+        bound = [own + READ_SHARE * read for own, read in reads]
+        of, target = f"{WITHIN}, and {READ_SHARE} of {PLAIN[name]}", 1.0
+    ratio = statistics.median(one / other for one, other in zip(warm[name], bound, strict=True))
+    seconds = statistics.median(one - own for one, own in zip(warm[name], warm[WITHIN], strict=True))
+    return Row(f"{name}: longer than {WITHIN}", seconds, "s", of, ratio, target, ratio <= target)
 
 
 if __name__ == "__main__":

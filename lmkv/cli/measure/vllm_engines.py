@@ -68,12 +68,18 @@ class EngineSpec:
 
 
 def engine_specs(
-    folder: Path, tokens: int, *, model: str | None = None, host_gib: float = 4.0, requests: int = 1
+    folder: Path,
+    tokens: int,
+    *,
+    model: str | None = None,
+    host_gib: float = 4.0,
+    requests: int = 1,
+    remote_url: str | None = None,
 ) -> dict[str, EngineSpec]:
     """The engines that are compared, by name, for `requests` requests of `tokens` tokens at a time.
 
     `folder`: where a disk tier, or one in shared memory, stores its chunks. Without `model` a small one, with
-    KV space for the requests.
+    KV space for the requests. `remote_url`: of the engine that stores its chunks there.
     """
     small = SmallModel(dtype="bfloat16", max_position=max(32_768, 2 * tokens))
     kv_bytes = (requests + 2) * (tokens + 256) * small.kv_bytes_per_token
@@ -99,6 +105,7 @@ def engine_specs(
         "lmkv ram, between steps": spec({"load_mode": "async", **host}),
         "lmkv disk": spec({**below, **disk}),
         "lmkv shared memory": spec({**below, **shared}),
+        "lmkv redis": spec({**below, "remote_url": remote_url}),
     }
 
 
