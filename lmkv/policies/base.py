@@ -96,7 +96,10 @@ class PolicyBase(ABC):
         """Put a new key into the order."""
 
     def extend(self, keys: Sequence[ChunkKey]) -> None:
-        """Put new keys into the order, one after the other. LRU has its own, as the most used policy."""
+        """Put new keys into the order, one after the other.
+
+        LRU has a faster one of its own: a subclass of it that overrides `add` overrides this, too.
+        """
         for key in keys:
             self.add(key)
 

@@ -62,6 +62,7 @@ class Reserver:
                 ids = tokens[accepted * width : (accepted + 1) * width] if width else b""
                 origin = origins[accepted] if origins else b""
                 if slot is not None:
+                    # `enter` for the most frequent case, inlined: storing spends much of its time here.
                     entries[key] = known_entries[key] = Entry(key, slot, writing, parent, ids, origin)
                     fresh += 1
                 elif (slot := self._allocator.allocate(key, after, kept)) is None:

@@ -128,6 +128,7 @@ class PrimaryTier:
             if entry.refs > 1 or entry.in_policy or entry.removed or entry.flushing or not self._retain:
                 rest.append(entry)
             else:
+                # `unref` for the most frequent case, inlined as below.
                 entry.refs = 0
                 entry.in_policy = True
                 new.append(entry)
@@ -161,6 +162,7 @@ class PrimaryTier:
                 if entry.origin:
                     self._drop_shorter_tails(entry)
             else:
+                # `mark_ready` for the most frequent case, inlined: storing spends much of its time here.
                 entry.state = _READY
                 written += 1
                 for observer in self._observers:
@@ -226,17 +228,14 @@ class PrimaryTier:
 
     def evict(self, protect: frozenset[ChunkKey] | set[ChunkKey], slots: int) -> None:
         """Evict entries for `slots` slots, or none, and remove them."""
-        evicted = self.policy.evict(slots * self.slot_bytes, protect) or ()
-        self.counters.evictions += len(evicted)
-        observers, free = self._observers, []
-        for victim in map(self.entries.pop, evicted):
-            victim.in_policy = False
+        entries, observers, free = self.entries, self._observers, []
+        for victim in self.victims(protect, slots):
             if victim.origin or victim.prefetched or type(victim.key) is not bytes:
-                self.entries[victim.key] = victim
                 self.remove(victim)
             else:
                 # `remove` for the most frequent case, inlined: storing spends much of its time here.
                 victim.removed = True
+                del entries[victim.key]
                 free.append(victim.slot)
                 for observer in observers:
                     observer.removed(self.name, victim.key)
