@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from attrs import define, field
 
@@ -57,7 +58,7 @@ MODELS = {**FAMILIES, **RECURRENT, "GQA, Qwen3, 1,024 wide, 12 layers": Family(l
 
 @define
 class Seen:
-    """What audits have compared, and the largest deviation by type of number."""
+    """Counts of the hits, chunks and states that audits compared, and the largest deviation by type of number."""
 
     counts: Counter[str] = field(factory=Counter)
     worst: dict[str, float] = field(factory=lambda: defaultdict(float))
@@ -85,11 +86,11 @@ def watching() -> Iterator[Seen]:
         seen.counts["wrong"] += len(wrong)
         compared(self, tiers, wrong, states=states)
 
-    Comparison.measure, Telemetry.audited, Telemetry.compared = measured, counted, ended  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comparison, "measure", measured)
+        patch.setattr(Telemetry, "audited", counted)
+        patch.setattr(Telemetry, "compared", ended)
         yield seen
-    finally:
-        Comparison.measure, Telemetry.audited, Telemetry.compared = measure, audited, compared  # type: ignore[method-assign]
 
 
 @contextmanager

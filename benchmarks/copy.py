@@ -4,12 +4,12 @@
     ATEN_CPU_CAPABILITY=avx2 GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX512F,-AVX512VL python benchmarks/copy.py
 
 CPU seconds of store and retrieve of 8 chunks a request, paged tensors of 16-token blocks. Beside them numpy copies
-the same pages between the same tensors and an array in the place of the slots, one by one and all of a layer in a call,
-of which the faster counts, and as many bytes between two plain arrays: what processors gain by long copies differs, and
-is no limit for pages. The second command leaves AVX-512
-out. The control path alone is the same with the copies left out, also for requests of 1 and 2 chunks, beside an
-insertion into a dict and a removal for each chunk and its keys hashed. With --lmcache, the interpreter of an
-environment that has torch and lmcache, LMCache does the same in every round (see _lmcache.py).
+the same pages between the same tensors and an array in the place of the slots, page by page and layer by layer; the
+faster way is the limit. A contiguous copy of as many bytes is shown, too, but pages are too short to reach it on
+every processor. The second command leaves AVX-512 out. The control path alone is the same with the copies left out,
+also for requests of 1 and 2 chunks, beside hashing the keys of the chunks and putting each into a dict and taking it
+out. With --lmcache, the interpreter of an environment that has torch and lmcache, LMCache does the same in every
+round (see _lmcache.py).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
     for name in ("store", "retrieve"):
         speed = nbytes / statistics.median(times[name]) / 1e9
         ways = (f"one by one, {name}", f"by layers, {name}")
-        # What is faster differs between processors: the faster one of each round is the limit.
+        # Some processors are faster one by one, others by layers. The limit is the faster way of each round.
         times[PAGES] = [min(found) for found in zip(*(times[way] for way in ways), strict=True)]
         ratio = 1 / median_ratio(times, name, PAGES)
         rows.append(Row(f"{name}, {label}", speed, "GB/s of CPU", PAGES, ratio, PAGES_TARGET, ratio >= PAGES_TARGET))
@@ -223,7 +223,7 @@ class _NoCopies:
 
 
 def bare_control(tokens: list[int], table: dict[bytes, int]) -> Callable[[], None]:
-    """What no control path does without: the keys of the chunks, and an entry for each that comes and goes."""
+    """The least that a control path does: it hashes the keys, puts each into a dict, and takes it out."""
 
     def run() -> None:
         keys = bare_chain(tokens, CHUNK)

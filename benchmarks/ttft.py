@@ -44,7 +44,7 @@ T = TypeVar("T")
 HOST_GIB = 0.5
 CHUNK = 256
 PLAIN = {DISK: "a plain O_DIRECT read", SHARED: "a plain read of files in memory", REDIS: "redis-py's bare read"}
-"""What is read in each round as the bound of a tier. Shared memory has another target; its plain read is shown."""
+"""The plain read that each round times beside a tier: the bound of a disk and a Redis, for shared memory only shown."""
 
 
 def main() -> int:

@@ -15,19 +15,22 @@ from lmkv.vllm.metadata import CopyOrder
 
 @frozen
 class Comparing:
-    """The end of an order's comparison, as the event of its copy; an error counts as a failed copy."""
+    """The end of an order's comparison, as the event of its copy. All but `wait` raise what the comparison raised."""
 
     _future: Future[list[Difference]]
 
     def query(self) -> bool:
-        return self._future.done() and self.differences is not None
+        if not self._future.done():
+            return False
+        self._future.result()
+        return True
 
     def wait(self) -> None:
         self._future.exception()
 
     @property
     def differences(self) -> list[Difference]:
-        """What differs, once it has ended. Raises what the comparison raised."""
+        """The chunks that differ. Call it once the comparison has ended."""
         return self._future.result()
 
 

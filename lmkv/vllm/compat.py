@@ -146,7 +146,7 @@ def _page_format(spec: Any) -> str:
 def numbers(spec: Any, cache_dtype: str) -> list[tuple[Any, int]]:
     """The numbers of a page in their order: their torch.dtype, and their bytes, 0 for the whole page.
 
-    None for formats that have other things between the numbers, such as scales.
+    The list is empty for formats that have other things between the numbers, such as scales.
     """
     if is_state(spec):
         sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))

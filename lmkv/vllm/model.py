@@ -37,7 +37,7 @@ class ServedModel:
 
     `fused`: the layers of a block lie next to each other in memory, and `layout` describes all of them as one
     layer. `ranks`: the workers; of pipeline stages, `layout` describes the one that has most layers. `numbers`: for
-    each layer the types of its numbers and their bytes, 0 for a whole page; none where a page has other things, too.
+    each layer the types of its numbers and their bytes, 0 for a whole page; empty where a page has other things, too.
     """
 
     block_map: BlockMap

@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from tests.torture.conversations import VOCAB
 from tests.vllm import families, mamba_cpu
-from tests.vllm.drafts import DRAFTS, Drafts
+from tests.vllm.drafts import DRAFTS, N_GRAMS, Drafts
 from tests.vllm.families import Family
 from tests.vllm.harness import Engine, engine, pipelining
 
@@ -34,7 +34,6 @@ MODELS: dict[str, Family | Drafts] = {
     "falcon": Family(lambda: families.falcon_h1(**_SMALL, **_HEADS, **_MIXER), vllm=mamba_cpu.split),
     **DRAFTS,
 }
-_N_GRAMS = {"method": "ngram", "num_speculative_tokens": _DRAFTED, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
 @frozen
@@ -86,9 +85,9 @@ VARIANTS = {
     "hybrids: recurrent layers, pipelined": Variant("nemotron", _tight(38, 200), ram=50.5, pipelined=True),
     "hybrids: recurrent in each layer, tiny steps": Variant("falcon", _tight(60, 64), ram=24.5),
     "hybrids: recurrent layers, write-back": Variant("falcon", _tight(60, 200), {"disk_write": "back"}, ram=24.5),
-    "hybrids: recurrent layers, n-grams": Variant("nemotron", _tight(44, 140), ram=30.5, disk=90.5, drafts=_N_GRAMS),
+    "hybrids: recurrent layers, n-grams": Variant("nemotron", _tight(44, 140), ram=30.5, disk=90.5, drafts=N_GRAMS),
     "hybrids: recurrent in each layer, n-grams": Variant(
-        "falcon", _tight(70, 200), ram=24.5, drafts=_N_GRAMS, pipelined=True
+        "falcon", _tight(70, 200), ram=24.5, drafts=N_GRAMS, pipelined=True
     ),
     "no CPU tier, second touch": Variant(
         "gqa", _tight(32, 64), {"local_cpu": False, "disk_admission": "second_touch"}, pipelined=True

@@ -243,6 +243,7 @@ class Known:
         """There is none."""
 
 
+N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 KNOWN = {"method": "custom_class", "model": "tests.vllm.drafts.Known", "num_speculative_tokens": 3}
 
 

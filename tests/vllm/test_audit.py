@@ -18,7 +18,7 @@ KINDS = ("GQA, Qwen3", "GQA, fp8 KV", "MLA, DeepSeek-V2", "hybrid, window smalle
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What was compared, and what was wrong."""
+    """Counts of the chunks and states that audits compared, and of those that were wrong."""
     found: Counter[str] = Counter()
     compared = Telemetry.compared
 

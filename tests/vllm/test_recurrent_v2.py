@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from tests.vllm import triton_cpu
-from tests.vllm.drafts import write_qwen3_next
+from tests.vllm.drafts import N_GRAMS, write_qwen3_next
 from tests.vllm.families import RECURRENT
 from tests.vllm.server import child_environment
-
-N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 PROGRAM = """if True:
     import json, sys

@@ -75,7 +75,8 @@ class Planner(StatePlanner):
     def __init__(self) -> None:
         self._block_map = BlockMap(BLOCK, (Group(BLOCK), Group(BLOCK, state=1)))
         self._chunk_size, self._interval, self._save_decode = BLOCK, 1, True
-        self._audit = SimpleNamespace(compare_states=lambda *given: None)  # type: ignore[assignment]
+        audit: Any = SimpleNamespace(compare_states=lambda *given: None)
+        self._audit = audit
         self.copied: set[int] = set()
 
     def _order(self, state: Any, chunks: int, blocks: Any, replaces: int = 0) -> None:

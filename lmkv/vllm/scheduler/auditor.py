@@ -220,7 +220,7 @@ class Auditor:
         self._telemetry.compared(tiers, [job.audit.tier(chunk) for chunk in wrong], states=job.states)
         if wrong:
             self._log(job, report.differences, wrong[0])
-            # What vLLM had already may be what is wrong: then the first wrong chunk is one of those before.
+            # vLLM's own hit is not compared. If there was one, it may be wrong, and the cause of what was found.
             first = 0 if job.audit.computed else wrong[0]
             self.wrong.add(job.state.keys_with_tail(len(job.state.chain.keys))[first:])
             self._telemetry.loads_off |= self._disables
