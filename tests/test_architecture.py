@@ -73,9 +73,9 @@ BUDGET = {
     "policies": 1061,
     "simulation": 359,
     "config": 702,
-    "memory": 1195,
-    "store.tiers": 1295,
-    "store": 1192,
+    "memory": 1201,
+    "store.tiers": 1301,
+    "store": 1195,
     "backends": 375,
     "backends.disk": 937,
     "backends.remote": 1352,
@@ -90,7 +90,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15210
+WHOLE = 15225
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -208,6 +208,14 @@ class Slab(SlabMap):
         self._used[slot] = 1
         return slot
 
+    def take(self, count: int) -> list[int]:
+        """At most `count` free slots, in use from now on, the next one last."""
+        first = max(0, len(self._free) - count)
+        slots, self._free[first:] = self._free[first:], []
+        for slot in slots:
+            self._used[slot] = 1
+        return slots
+
     def free(self, *slots: int) -> None:
         """Free slots. Raises UsageError when one is not in use: it may be another chunk's already."""
         used = self._used

@@ -50,29 +50,32 @@ class Reserver:
         if kept is not None:
             self._free_up(keys, kept)
         known_entries, enter, writing = self._primary.entries, self._primary.enter, State.WRITING
-        free = self._primary.slab.allocate
-        fresh = 0
+        slab = self._primary.slab
+        slots, fresh = slab.take(len(keys)), 0
         for key in keys:
             known = known_entries.get(key)
             if known is not None and self._promoter.hangs(known):
                 self._promoter.give_up(known, after)
                 known = None
             if known is None:
-                slot = free() if type(key) is bytes else None
                 ids = tokens[accepted * width : (accepted + 1) * width] if width else b""
                 origin = origins[accepted] if origins else b""
-                if slot is not None:
+                if slots and type(key) is bytes:
                     # `enter` for the most frequent case, inlined: storing spends much of its time here.
-                    entries[key] = known_entries[key] = Entry(key, slot, writing, parent, ids, origin)
+                    entries[key] = known_entries[key] = Entry(key, slots.pop(), writing, parent, ids, origin)
                     fresh += 1
-                elif (slot := self._allocator.allocate(key, after, kept)) is None:
-                    break
                 else:
+                    slab.free(*slots)
+                    slots.clear()
+                    slot = self._allocator.allocate(key, after, kept)
+                    if slot is None:
+                        break
                     entries[key] = enter(key, slot, writing, parent, ids, origin)
             elif kept is not None and first_with(self._tiers, key) is None:
                 kept.add(key)
             accepted += 1
             parent = key
+        slab.free(*slots)
         self._primary.referenced += fresh
         self._primary.writing += fresh
         self._primary.counters.write_rejects += len(keys) - accepted

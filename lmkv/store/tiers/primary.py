@@ -122,7 +122,8 @@ class PrimaryTier:
 
     def unref_chain(self, entries: Sequence[Entry]) -> None:
         """Drop one reference to each entry of a chain, given head first. The policy gets all new ones at once."""
-        new: list[Entry] = []
+        keys: list[ChunkKey] = []
+        parents: list[ChunkKey] = []
         rest: list[Entry] = []
         for entry in entries:
             if entry.refs > 1 or entry.in_policy or entry.removed or entry.flushing or not self._retain:
@@ -131,9 +132,10 @@ class PrimaryTier:
                 # `unref` for the most frequent case, inlined as below.
                 entry.refs = 0
                 entry.in_policy = True
-                new.append(entry)
-        self.referenced -= len(new)
-        self.policy.insert_chain([entry.key for entry in new], self.slot_bytes, [entry.parent for entry in new])
+                keys.append(entry.key)
+                parents.append(entry.parent)
+        self.referenced -= len(keys)
+        self.policy.insert_chain(keys, self.slot_bytes, parents)
         for entry in reversed(rest):
             self.unref(entry)
 
@@ -229,16 +231,20 @@ class PrimaryTier:
     def evict(self, protect: frozenset[ChunkKey] | set[ChunkKey], slots: int) -> None:
         """Evict entries for `slots` slots, or none, and remove them."""
         entries, observers, free = self.entries, self._observers, []
-        for victim in self.victims(protect, slots):
-            if victim.origin or victim.prefetched or type(victim.key) is not bytes:
+        evicted = self.policy.evict(slots * self.slot_bytes, protect) or ()
+        for key in evicted:
+            victim = entries[key]
+            victim.in_policy = False
+            if victim.origin or victim.prefetched or type(key) is not bytes:
                 self.remove(victim)
             else:
                 # `remove` for the most frequent case, inlined: storing spends much of its time here.
                 victim.removed = True
-                del entries[victim.key]
+                del entries[key]
                 free.append(victim.slot)
                 for observer in observers:
-                    observer.removed(self.name, victim.key)
+                    observer.removed(self.name, key)
+        self.counters.evictions += len(evicted)
         self.slab.free(*free)
 
     def evict_from(self, share: Share) -> Entry | None:
