@@ -25,6 +25,8 @@ ENVIRONMENT = {
     # Threads that wait for each other cost such small models more than they bring.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    # Trials are killed, with whatever they have registered.
+    "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
     "TORCHDYNAMO_DISABLE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
