@@ -97,7 +97,8 @@ KINDS = {
     "windows": Kind(_windows, blocks=90),
     # A CPU with AMX has another backend by itself, which cannot load weights in float32.
     "mla": Kind(_mla, blocks=66, cpu={"attention_backend": "CPU_MLA"}),
-    "lora": Kind(_llama, adapters=2, options={"enable_lora": True, "max_loras": 2, "max_lora_rank": _RANK}),
+    # With as many adapters in a step as max_loras, vLLM 0.32 computes requests without one with an adapter on CPUs.
+    "lora": Kind(_llama, adapters=2, options={"enable_lora": True, "max_loras": 3, "max_lora_rank": _RANK}),
     "drafts": Kind(_gqa, blocks=44, tortured={"speculative_config": _N_GRAMS}),
     "recurrent": Kind(_recurrent, blocks=40),
     "own": Kind(None, blocks=44),
