@@ -210,7 +210,11 @@ class _Trial:
     def _tortured(self, weights: int) -> contextlib.AbstractContextManager[Engine]:
         self._alive()
         options = {**self._options(), **self._kind.tortured, **self._schedule.engine, **self._setup.engine}
-        return engine(self._model(weights), options, filled_in(self._setup.connector, self._setup))
+        # Other weights come under the same name.
+        model = self._setup.folder / "model"
+        model.unlink(missing_ok=True)
+        model.symlink_to(self._model(weights))
+        return engine(model, options, filled_in(self._setup.connector, self._setup))
 
 
 def filled_in(connector: Mapping[str, Any] | None, setup: Setup) -> dict[str, Any] | None:
