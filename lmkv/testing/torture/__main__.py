@@ -6,7 +6,8 @@
         "kv_connector_extra_config": {"shared_storage_path": "{folder}"}}'
 
 Without --connector it is vLLM's own prefix cache that is tried. `{folder}` in it becomes a fresh folder for each
-trial, `{redis}` the URL of --redis, and `{port}` a free port.
+trial, `{redis}` the URL of --redis, and `{port}` and `{port2}` free ports. The same goes for --server, the command of
+a server that is started for each trial and listens on `{port}`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -33,9 +35,7 @@ _REPEATS = 3
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m lmkv.testing.torture",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m lmkv.testing.torture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--connector", help="vLLM's kv_transfer_config, as JSON or @FILE; none: its own prefix cache")
     parser.add_argument("--requests", type=int, help="end after so many")
@@ -46,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--weights", type=int, default=1, help="models that take turns over the same storage")
     parser.add_argument("--faults", default="", help=f"of storage: {','.join(FAULTS)}")
     parser.add_argument("--redis", default="", help="URL of a database of its own, which is emptied again and again")
+    parser.add_argument("--server", default="", help="command of a server that the connector needs")
     parser.add_argument("--engine", default="{}", help="more options of vLLM's engines, as JSON or @FILE")
     parser.add_argument("--around", action="append", default=[], metavar="MODULE:NAME", help="engines are made in it")
     parser.add_argument("--model", default="", help="folder of a model, for the kind `own`")
@@ -83,6 +84,7 @@ class Session:
             around=tuple(options.around),
             model=str(Path(options.model).resolve()) if options.model else "",
             redis=options.redis,
+            server=options.server,
             patience=options.patience,
         )
         self._trials = Trials(self._setup)
@@ -190,6 +192,8 @@ class Session:
 
 def main() -> int:
     options = arguments()
+    # The process of a trial is ended with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # Processes of trials start somewhere else than this one.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory(prefix="torture-") as folder:

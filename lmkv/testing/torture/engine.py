@@ -19,8 +19,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Patches of the context managers of `--around` reach the workers.
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     # Threads that wait for each other cost such small models more than they bring.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -46,7 +44,7 @@ OPTIONS = {
 @contextlib.contextmanager
 def engine(model: Path, options: Mapping[str, Any], connector: Mapping[str, Any] | None = None) -> Iterator[Engine]:
     """An engine of the model, with vLLM's `kv_transfer_config` made of `connector`."""
-    _replace_kernels_once()
+    _prepare_cpus()
     from vllm import EngineArgs
     from vllm.config import KVTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -80,16 +78,24 @@ def _no_collection() -> Iterator[None]:
 
 
 @functools.cache
-def _replace_kernels_once() -> None:
-    """Have only the first engine look through all modules for kernels that vLLM's CPU build replaces.
+def _prepare_cpus() -> None:
+    """Change two habits of vLLM's platform for CPUs, where it is used.
 
-    Every engine would, and dies of modules that an engine with n-grams imports.
+    Each engine looks through all modules for kernels to replace, and dies of some that an engine with n-grams imports.
+    And workers are spawned; those that are forked see the patches of `--around`, and start at once.
     """
     from vllm.platforms.cpu import CpuPlatform
 
     replace = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
     if replace is not None:
         CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(replace))
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def update_and_fork(platform: type, config: Any) -> None:
+        update(platform, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(update_and_fork)
 
 
 def for_this_device(cpu: Mapping[str, Any]) -> Mapping[str, Any]:

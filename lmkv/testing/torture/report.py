@@ -87,6 +87,7 @@ def again(setup: Setup) -> list[str]:
     options += ["--engine", json.dumps(setup.engine)] if setup.engine else []
     options += [word for name in setup.around for word in ("--around", name)]
     options += ["--model", setup.model] if setup.model else []
+    options += ["--server", setup.server] if setup.server else []
     return options + (["--redis", setup.redis] if setup.redis else [])
 
 

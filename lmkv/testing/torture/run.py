@@ -50,7 +50,8 @@ class Execution:
     _at: int = 0
 
     def run(self) -> Problem | None:
-        for number, (self._weights, life) in enumerate(by_weights(self.schedule.operations)):
+        for number, (weights, life) in enumerate(by_weights(self.schedule.operations)):
+            self._weights = weights
             self.counts["restarts"] += number > 0
             with self.engine_of(self._weights) as engine:
                 problem = self._live(engine, life)
@@ -60,7 +61,8 @@ class Execution:
         return None
 
     def _live(self, engine: Engine, life: list[tuple[int, Operation]]) -> Problem | None:
-        for self._at, operation in life:
+        for at, operation in life:
+            self._at = at
             problem = self._do(engine, operation)
             if problem is not None:
                 return problem
@@ -148,7 +150,7 @@ class Execution:
             tokens = (asked.expected.tokens, given.tokens)
             return Problem("difference", text, self._at, asked.operation.name, *tokens, position)
         why = untrue(cached, len(asked.tokens), others)
-        return why and Problem("truthfulness", f"{where}: {why}", self._at, asked.operation.name) or None
+        return None if why is None else Problem("truthfulness", f"{where}: {why}", self._at, asked.operation.name)
 
     def _others(self, asked: _Asked) -> int:
         """Tokens of the longest beginning that another request has had or has."""

@@ -6,11 +6,9 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -28,9 +26,17 @@ from lmkv.testing.torture.faults import Storage
 from lmkv.testing.torture.reference import Answers, answer
 from lmkv.testing.torture.run import Execution
 from lmkv.testing.torture.schedule import Schedule
+from lmkv.testing.torture.server import fill_in, free_ports, serving
 
 PRELOADED = "lmkv.testing.torture.preload"
-_REFERENCE = {"enable_prefix_caching": False, "num_gpu_blocks_override": 700, "max_num_batched_tokens": 640}
+_REFERENCE = {
+    "enable_prefix_caching": False,
+    "num_gpu_blocks_override": 700,
+    "max_num_batched_tokens": 640,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "distributed_executor_backend": None,
+}
 _ENOUGH = 4
 """Times its patience, after which a process is ended from outside."""
 
@@ -39,7 +45,8 @@ _ENOUGH = 4
 class Setup:
     """What all trials have in common.
 
-    `connector`: vLLM's kv_transfer_config, with `{folder}`, `{redis}` and `{port}` in it, or None. `engine`: more
+    `connector`: vLLM's kv_transfer_config, or None. `server`: the command of a server that it needs. `{folder}`,
+    `{redis}`, `{port}`, on which the server listens, and `{port2}` in both are filled in for each trial. `engine`: more
     options of the engines. `around`: PACKAGE.MODULE:NAME of context managers in which engines are made. `model`: of
     the kind `own`. `patience`: seconds.
     """
@@ -50,6 +57,7 @@ class Setup:
     around: tuple[str, ...] = ()
     model: str = ""
     redis: str = ""
+    server: str = ""
     patience: float = 60.0
 
     @property
@@ -73,6 +81,10 @@ class Result:
     seconds: float = 0.0
 
 
+def fill_in_setup(setup: Setup, places: Mapping[str, str]) -> Setup:
+    return evolve(setup, connector=fill_in(setup.connector, places), server=fill_in(setup.server, places))
+
+
 class Trials:
     """Runs trials one after the other; `answers` grows with each."""
 
@@ -88,9 +100,19 @@ class Trials:
     def run(self, schedule: Schedule) -> Result:
         self.count += 1
         self._setup.storage.clear()
+        port, other = free_ports(2)
+        places = {"folder": str(self._setup.storage.folder), "redis": self._setup.redis}
+        setup = fill_in_setup(self._setup, {**places, "port": str(port), "port2": str(other)})
         started = time.monotonic()
+        with serving(setup.server, port, setup.folder / "server-log"):
+            result = self._run(setup, schedule)
+        self.answers |= result.answers
+        result.seconds = time.monotonic() - started
+        return result
+
+    def _run(self, setup: Setup, schedule: Schedule) -> Result:
         ours, its = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_child, args=(self._setup, schedule, self.answers, its))
+        process = self._context.Process(target=_child, args=(setup, schedule, self.answers, its))
         process.start()
         its.close()
         result = Result(schedule)
@@ -104,8 +126,6 @@ class Trials:
                 result.log = self._setup.log.read_text(errors="replace")[-20000:]
             if "Timeout (" in result.log:
                 result.problem = Problem("hang", f"nothing has moved for {self._setup.patience:.0f} s")
-        self.answers |= result.answers
-        result.seconds = time.monotonic() - started
         return result
 
     def _follow(self, pipe: Any, result: Result) -> None:
@@ -177,13 +197,7 @@ class _Trial:
             schedule, found = answer(self._schedule, self._answers, self._reference, adapters, self._alive)
             self._pipe.send({"schedule": schedule, "answers": found})
             execution = Execution(
-                schedule,
-                self._answers | found,
-                self._tortured,
-                adapters,
-                setup.storage,
-                setup.patience,
-                self._alive,
+                schedule, self._answers | found, self._tortured, adapters, setup.storage, setup.patience, self._alive
             )
             problem = execution.run()
             return {"counts": execution.counts, "problem": problem}
@@ -214,21 +228,7 @@ class _Trial:
         model = self._setup.folder / "model"
         model.unlink(missing_ok=True)
         model.symlink_to(self._model(weights))
-        return engine(model, options, filled_in(self._setup.connector, self._setup))
-
-
-def filled_in(connector: Mapping[str, Any] | None, setup: Setup) -> dict[str, Any] | None:
-    """The connector's configuration with this trial's folder, Redis and a free port."""
-    if connector is None:
-        return None
-    text = json.dumps(connector)
-    for name, value in {"folder": str(setup.storage.folder), "redis": setup.redis}.items():
-        text = text.replace(f"{{{name}}}", json.dumps(value)[1:-1])
-    while "{port}" in text:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            text = text.replace("{port}", str(server.getsockname()[1]), 1)
-    filled: dict[str, Any] = json.loads(text)
-    return filled
+        return engine(model, options, self._setup.connector)
 
 
 def _named(name: str) -> Any:
