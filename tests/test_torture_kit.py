@@ -167,7 +167,7 @@ def test_values_in_redis_break(tmp_path: Path, kind: str) -> None:
             client.set(name, content)
         assert storage.strike(kind, 0.5)
         _check(kind, {name.decode(): client.get(name) for name in client.scan_iter()}, content)
-        storage.clear()
+        storage.empty_redis()
         assert client.dbsize() == 0
 
 
@@ -197,6 +197,14 @@ def test_a_connector_gets_the_folder_and_the_port_of_its_trial() -> None:
     filled = fill_in(connector, {"folder": '/a "folder"', "port": "81"})
     assert filled == {"kv_port": "81", "kv_connector_extra_config": {"path": '/a "folder"/x', "count": 3}}
     assert fill_in(None, {}) is None
+
+
+def test_a_setup_is_filled_in(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, {"url": "{redis}"}, server="serve {port} {port2}", redis="redis://127.0.0.1:{port}")
+    filled = setup.filled_in(81, 82)
+    assert filled.connector == {"url": "redis://127.0.0.1:81"}
+    assert filled.server == "serve 81 82"
+    assert filled.storage == Storage(tmp_path / "storage", "redis://127.0.0.1:81")
 
 
 def test_a_server_listens_until_its_trial_ends(tmp_path: Path) -> None:

@@ -23,9 +23,11 @@ class Storage:
         """Break what is at the place `pick`, from 0 to 1, of all that is stored. Whether there was anything."""
         return self._strike_files(kind, pick) or (bool(self.redis) and self._strike_redis(kind, pick))
 
-    def clear(self) -> None:
+    def empty_folder(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
+
+    def empty_redis(self) -> None:
         if self.redis:
             self._client().flushdb()
 

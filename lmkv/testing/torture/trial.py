@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +63,12 @@ class Setup:
     def storage(self) -> Storage:
         return Storage(self.folder / "storage", self.redis)
 
+    def filled_in(self, port: int, other: int) -> Setup:
+        places = {"folder": str(self.storage.folder), "port": str(port), "port2": str(other)}
+        redis = fill_in(self.redis, places)
+        connector, server = (fill_in(each, {**places, "redis": redis}) for each in (self.connector, self.server))
+        return evolve(self, connector=connector, server=server, redis=redis)
+
     @property
     def log(self) -> Path:
         return self.folder / "log"
@@ -81,10 +86,6 @@ class Result:
     seconds: float = 0.0
 
 
-def fill_in_setup(setup: Setup, places: Mapping[str, str]) -> Setup:
-    return evolve(setup, connector=fill_in(setup.connector, places), server=fill_in(setup.server, places))
-
-
 class Trials:
     """Runs trials one after the other; `answers` grows with each."""
 
@@ -99,12 +100,12 @@ class Trials:
 
     def run(self, schedule: Schedule) -> Result:
         self.count += 1
-        self._setup.storage.clear()
         port, other = free_ports(2)
-        places = {"folder": str(self._setup.storage.folder), "redis": self._setup.redis}
-        setup = fill_in_setup(self._setup, {**places, "port": str(port), "port2": str(other)})
+        setup = self._setup.filled_in(port, other)
+        setup.storage.empty_folder()
         started = time.monotonic()
         with serving(setup.server, port, setup.folder / "server-log"):
+            setup.storage.empty_redis()
             result = self._run(setup, schedule)
         self.answers |= result.answers
         result.seconds = time.monotonic() - started
