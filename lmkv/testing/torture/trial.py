@@ -65,8 +65,8 @@ class Setup:
 
     def filled_in(self, port: int, other: int) -> Setup:
         places = {"folder": str(self.storage.folder), "port": str(port), "port2": str(other)}
-        redis = fill_in(self.redis, places)
-        connector, server = (fill_in(each, {**places, "redis": redis}) for each in (self.connector, self.server))
+        redis = places["redis"] = fill_in(self.redis, places)
+        connector, server = fill_in(self.connector, places), fill_in(self.server, places)
         return evolve(self, connector=connector, server=server, redis=redis)
 
     @property
