@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lmkv.testing.torture.schedule import Schedule
 from lmkv.testing.torture.trial import Setup, Trials
 
@@ -33,7 +35,7 @@ def test_vllms_own_prefix_cache_is_right(tmp_path: Path) -> None:
 
 def test_a_seeded_bug_is_found_and_its_schedule_becomes_smaller(tmp_path: Path) -> None:
     around = "tests.torture.seeded:pages_of_another_request"
-    options = ["--connector", json.dumps(LMKV), "--around", around, "--shrink-minutes", "0.3"]
+    options = ["--connector", json.dumps(LMKV), "--around", around, "--shrink-minutes", "0.2"]
     done = torture(*options, "--minutes", "5", "--report", str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "# Difference: request r" in (tmp_path / "report-1.md").read_text()
@@ -41,6 +43,7 @@ def test_a_seeded_bug_is_found_and_its_schedule_becomes_smaller(tmp_path: Path) 
     assert len(smallest.operations) < 20
 
 
+@pytest.mark.nightly
 def test_a_process_that_dies_is_a_death(tmp_path: Path) -> None:
     """The module of `--around` does not exist: no engine starts."""
     problem = Trials(Setup(tmp_path, around=("tests.nowhere:nothing",))).run(Schedule(0, "gqa", ())).problem
