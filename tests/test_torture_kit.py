@@ -137,6 +137,13 @@ def test_answers_are_compared_up_to_a_near_tie(given: Answer, found: int | None)
     assert (difference and difference[0]) == found
 
 
+def test_deaths_by_other_exceptions_are_other_problems() -> None:
+    dead = Problem("death", "ValueError: 3 blocks")
+    assert dead.nature == Problem("death", "ValueError: 4 blocks").nature
+    assert dead.nature != Problem("death", "KeyError: 'r1'").nature
+    assert Problem("difference", "a: b").nature == Problem("difference", "c: d").nature
+
+
 # -- faults --------------------------------------------------------------------------------------------
 
 

@@ -147,13 +147,13 @@ class Session:
     def _report(self, result: Result) -> None:
         """Write a report with the smallest schedule that fails in the same way."""
         assert result.problem is not None
-        kind, last = result.problem.kind, result
+        nature, last = result.problem.nature, result
         deadline = time.monotonic() + 60 * self._options.shrink_minutes
 
         def fails(operations: list[Any]) -> bool:
             nonlocal last
             tried = self._trials.run(result.schedule.cut(operations))
-            same = tried.problem is not None and tried.problem.kind == kind
+            same = tried.problem is not None and tried.problem.nature == nature
             if same:
                 last = tried
             return same

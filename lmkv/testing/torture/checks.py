@@ -27,6 +27,11 @@ class Problem:
     given: list[int] = field(factory=list)
     position: int | None = None
 
+    @property
+    def nature(self) -> str:
+        """Equal for problems of the same kind; deaths are by the same exception, too."""
+        return f"{self.kind} {self.text.partition(':')[0]}" if self.kind == "death" else self.kind
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -81,14 +82,24 @@ def _no_collection() -> Iterator[None]:
 def _prepare_cpus() -> None:
     """Change two habits of vLLM's platform for CPUs, where it is used.
 
-    Each engine looks through all modules for kernels to replace, and dies of some that an engine with n-grams imports.
-    And workers are spawned; those that are forked see the patches of `--around`, and start at once.
+    The first engine alone looks through all modules for kernels to replace, and not through those that it would die of,
+    which n-grams and connectors import. Workers are forked: they see the patches of `--around`, and start at once.
     """
     from vllm.platforms.cpu import CpuPlatform
 
     replace = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
+
+    def replace_elsewhere() -> None:
+        deadly = {name for name in sys.modules if name.partition(".")[0] in {"llvmlite", "numba"}}
+        hidden = {name: sys.modules.pop(name) for name in deadly}
+        try:
+            assert replace is not None
+            replace()
+        finally:
+            sys.modules.update(hidden)
+
     if replace is not None:
-        CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(replace))
+        CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(replace_elsewhere))
     update = CpuPlatform.check_and_update_config.__func__
 
     def update_and_fork(platform: type, config: Any) -> None:
