@@ -59,6 +59,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "vllm.observe": STORE | {"vllm", "vllm.requests", "policies"},
     "vllm.scheduler": STORE | {"vllm", "vllm.requests", "vllm.observe"},
     "testing": BASE | {"memory", "backends"},
+    # For any connector: nothing of lmkv, and vLLM.
+    "testing.torture": frozenset(),
     "cli.measure": BUILT | {"", "engine"},
     "cli": BUILT | {"", "engine", "vllm", "cli.measure", "agent", "simulation"},
 }
@@ -171,9 +173,9 @@ def problems(imported: Imported) -> Iterator[str]:
     top = imported.target.split(".")[0]
     standard = top in sys.stdlib_module_names
     outer = imported.room.split(".")[0]
-    may_import_vllm = outer == "vllm" or (outer == "cli" and imported.lazy)
+    may_import_vllm = outer == "vllm" or imported.room == "testing.torture" or (outer == "cli" and imported.lazy)
     if top == "vllm" and not may_import_vllm:
-        yield f"{where}: only lmkv.vllm imports vllm, and commands when they run it"
+        yield f"{where}: only lmkv.vllm and the torture import vllm, and commands when they run it"
     if top in FORBIDDEN.get(imported.room, ()):
         yield f"{where}: not in {imported.room}"
     if imported.module == STANDARD_LIBRARY and not standard:
@@ -236,6 +238,8 @@ def test_a_module_imports_what_it_may(module: str) -> None:
         ("lmkv.engine", "from lmkv.store.tiered import _close"),
         ("lmkv.cli.doctor", "import vllm"),
         ("lmkv.vllm.scheduler.load_planner", "from lmkv.config import Config"),
+        ("lmkv.testing.torture.trial", "from lmkv.testing import faults"),
+        ("lmkv.testing.faults", "import vllm"),
     ],
 )
 def test_a_forbidden_import_is_found(module: str, source: str) -> None:

@@ -1,0 +1,207 @@
+"""Torture any KV connector of vLLM with random requests, and compare every answer with an engine without it.
+
+    python -m lmkv.testing.torture --requests 5000
+    python -m lmkv.testing.torture --minutes 10 --kinds gqa,windows --connector '{
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": "{folder}"}}'
+
+Without --connector it is vLLM's own prefix cache that is tried. `{folder}` in it becomes a fresh folder for each
+trial, `{redis}` the URL of --redis, and `{port}` and `{port2}` free ports. The same goes for --server, the command of
+a server that is started for each trial and listens on `{port}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from lmkv.testing.torture import models, report
+from lmkv.testing.torture.faults import FAULTS
+from lmkv.testing.torture.schedule import Schedule, make
+from lmkv.testing.torture.shrink import shrink, simpler
+from lmkv.testing.torture.trial import Result, Setup, Trials, resolved
+
+_REPEATS = 3
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m lmkv.testing.torture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--connector", help="vLLM's kv_transfer_config, as JSON or @FILE; none: its own prefix cache")
+    parser.add_argument("--requests", type=int, help="end after so many")
+    parser.add_argument("--minutes", type=float, help="end after so long (10 without --requests)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule; the next ones count on")
+    parser.add_argument("--kinds", default="gqa", help=f"kinds of models, of {','.join(models.KINDS)}")
+    parser.add_argument("--length", type=int, default=120, help="requests of a schedule")
+    parser.add_argument("--weights", type=int, default=1, help="models that take turns over the same storage")
+    parser.add_argument("--faults", default="", help=f"of storage: {','.join(FAULTS)}")
+    parser.add_argument("--redis", default="", help="URL of a database of its own, which is emptied again and again")
+    parser.add_argument("--server", default="", help="command of a server that the connector needs")
+    parser.add_argument("--engine", default="{}", help="more options of vLLM's engines, as JSON or @FILE")
+    parser.add_argument("--around", action="append", default=[], metavar="MODULE:NAME", help="engines are made in it")
+    parser.add_argument("--model", default="", help="folder of a model, for the kind `own`")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds after which a request hangs")
+    parser.add_argument("--failures", type=int, default=1, help="end after so many schedules that fail")
+    parser.add_argument("--shrink-minutes", type=float, default=5.0, help="at most, for each failure")
+    parser.add_argument("--schedule", help="do only what is in this file")
+    parser.add_argument("--report", default="torture-report", help="folder for reports of failures")
+    options = parser.parse_args()
+    options.kinds = [name for name in options.kinds.split(",") if name]
+    options.faults = [name for name in options.faults.split(",") if name]
+    for given, known in ((options.kinds, models.KINDS), (options.faults, FAULTS)):
+        if unknown := set(given) - set(known):
+            parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if options.model:
+        options.kinds = ["own"]
+    return options
+
+
+def _json(text: str | None) -> Any:
+    if text is None:
+        return None
+    return json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+
+
+class Session:
+    """All trials of one call of this program."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        self._setup = Setup(
+            folder=folder,
+            connector=_json(options.connector),
+            engine=_json(options.engine),
+            around=tuple(options.around),
+            model=str(Path(options.model).resolve()) if options.model else "",
+            redis=options.redis,
+            server=options.server,
+            patience=options.patience,
+        )
+        self._trials = Trials(self._setup)
+        self._counts: Counter[str] = Counter()
+        self._failures = 0
+        self._started = time.monotonic()
+
+    def run(self) -> int:
+        """Trial after trial, until it is enough; the exit status."""
+        options = self._options
+        minutes = options.minutes or (10.0 if options.requests is None else float("inf"))
+        number = 0
+        while self._failures < options.failures:
+            left = (options.requests or sys.maxsize) - self._counts["requests"] - self._counts["aborts"]
+            if left <= 0 or self._seconds > 60 * minutes:
+                break
+            self._try(self._made(number, min(options.length, left)))
+            number += 1
+        if not self._failures:
+            for missing in self._untested():
+                self._failures += 1
+                self._say(f"nothing was tested: {missing}")
+        return self._conclude()
+
+    def replay(self, schedule: Schedule) -> int:
+        """Only this schedule."""
+        self._try(schedule)
+        return self._conclude()
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def _say(self, text: str) -> None:
+        print(f"torture: {self._seconds:.0f}s {text}", flush=True)
+
+    def _made(self, number: int, requests: int) -> Schedule:
+        options, kinds = self._options, self._options.kinds
+        kind, seed = kinds[number % len(kinds)], options.seed + number
+        rng, made = random.Random(f"engine {seed}"), models.KINDS[kind]
+        engine = {
+            "num_gpu_blocks_override": made.blocks + rng.choice((0, 4, 12)),
+            "max_num_batched_tokens": rng.choice((40, 96, 200, 640)),
+            "enable_prefix_caching": self._setup.connector is None or rng.random() < 0.7,
+        }
+        more = {"adapters": made.adapters, "weights": options.weights, "faults": options.faults}
+        return make(seed, kind, requests, engine, **more)
+
+    def _try(self, schedule: Schedule) -> None:
+        self._trials.answers.clear()
+        result = self._trials.run(schedule)
+        self._counts.update(result.counts)
+        done = f"seed {schedule.seed}, {schedule.kind}, {result.seconds:.1f} s: {report.summary(result.counts)}"
+        self._say(done)
+        if result.problem is not None:
+            self._failures += 1
+            self._say(f"{result.problem.kind}: {result.problem.text}")
+            self._report(result)
+
+    def _report(self, result: Result) -> None:
+        """Write a report with the smallest schedule that fails in the same way."""
+        assert result.problem is not None
+        nature, last = result.problem.nature, result
+        deadline = time.monotonic() + 60 * self._options.shrink_minutes
+
+        def fails(operations: list[Any]) -> bool:
+            nonlocal last
+            tried = self._trials.run(result.schedule.cut(operations))
+            same = tried.problem is not None and tried.problem.nature == nature
+            if same:
+                last = tried
+            return same
+
+        before = self._trials.count
+        operations = resolved(result).operations
+        smallest = shrink(operations, fails, simpler=simpler, over=lambda: time.monotonic() > deadline)
+        repeats = [fails(smallest) for _ in range(_REPEATS)]
+        assert last.problem is not None
+        failure = report.Failure(
+            last.problem,
+            result.schedule.cut(smallest),
+            len(result.schedule.operations),
+            sum(repeats),
+            len(repeats),
+            last.log,
+        )
+        command = ["python", "-m", "lmkv.testing.torture", *sys.argv[1:]]
+        path = report.write(Path(self._options.report), failure, self._setup, command, self._failures)
+        self._say(f"{len(smallest)} of {len(operations)} operations after {self._trials.count - before} trials: {path}")
+
+    def _untested(self) -> list[str]:
+        """Counts that would be there, had anything been tested."""
+        names = {"requests", "preemptions", "aborts", "resets", "cached_tokens"}
+        if self._setup.connector is not None:
+            names |= {"external_tokens", "restarts"}
+        if self._options.faults:
+            names.add("faults")
+        return [f"no {name.replace('_', ' ')}" for name in sorted(names) if not self._counts[name]]
+
+    def _conclude(self) -> int:
+        verdict = f"{self._failures} failures" if self._failures else "no failure"
+        self._say(f"{verdict}: {report.summary(self._counts)}")
+        return 1 if self._failures else 0
+
+
+def main() -> int:
+    options = arguments()
+    # The process of a trial is ended with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # Processes of trials start somewhere else than this one.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+    with tempfile.TemporaryDirectory(prefix="torture-") as folder:
+        session = Session(options, Path(folder))
+        if options.schedule:
+            return session.replay(Schedule.from_json(Path(options.schedule).read_text()))
+        return session.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

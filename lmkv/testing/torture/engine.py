@@ -1,0 +1,198 @@
+"""vLLM's engine in this process, small and too tight."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    # Threads that wait for each other cost such small models more than they bring.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    # Trials are killed, with whatever they have registered.
+    "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
+    "TORCHDYNAMO_DISABLE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+MAX_MODEL_LEN = 640
+OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": MAX_MODEL_LEN,
+    "kv_cache_memory_bytes": 64 << 20,
+    "block_size": 32,
+    "max_num_seqs": 8,
+    "skip_tokenizer_init": True,
+    "seed": 0,
+}
+
+
+@contextlib.contextmanager
+def engine(model: Path, options: Mapping[str, Any], connector: Mapping[str, Any] | None = None) -> Iterator[Engine]:
+    """An engine of the model, with vLLM's `kv_transfer_config` made of `connector`."""
+    _prepare_cpus()
+    from vllm import EngineArgs
+    from vllm.config import KVTransferConfig
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    given = {**OPTIONS, **options}
+    if connector is not None:
+        given["kv_transfer_config"] = KVTransferConfig(**connector)
+    with _no_collection():
+        made = LLMEngine.from_engine_args(EngineArgs(model=str(model), **given))
+    try:
+        yield Engine(made)
+    finally:
+        with _no_collection():
+            made.engine_core.shutdown()
+        del made
+        gc.collect()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep vLLM from collecting garbage: eight times in an engine's life took half of a trial."""
+    names = ("collect", "freeze", "unfreeze")
+    kept = {name: getattr(gc, name) for name in names}
+    for name in names:
+        setattr(gc, name, lambda *_: 0)
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(gc, name, function)
+
+
+@functools.cache
+def _prepare_cpus() -> None:
+    """Change two habits of vLLM's platform for CPUs, where it is used.
+
+    The first engine alone looks through all modules for kernels to replace, and not through those that it would die of,
+    which n-grams and connectors import. Workers are forked: they see the patches of `--around`, and start at once.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    replace = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
+
+    def replace_elsewhere() -> None:
+        deadly = {name for name in sys.modules if name.partition(".")[0] in {"llvmlite", "numba"}}
+        hidden = {name: sys.modules.pop(name) for name in deadly}
+        try:
+            assert replace is not None
+            replace()
+        finally:
+            sys.modules.update(hidden)
+
+    if replace is not None:
+        CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(replace_elsewhere))
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def update_and_fork(platform: type, config: Any) -> None:
+        update(platform, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(update_and_fork)
+
+
+def for_this_device(cpu: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options for CPUs, where this is one."""
+    from vllm.platforms import current_platform
+
+    return cpu if current_platform.is_cpu() else {}
+
+
+@define
+class Engine:
+    """The calls that a trial needs. `counts`: `preemptions` and `external_tokens`, which connectors have loaded."""
+
+    _engine: Any
+    counts: Counter[str] = field(factory=Counter)
+
+    def __attrs_post_init__(self) -> None:
+        scheduler, core = self.scheduler, self._engine.engine_core
+        preempt, get_output = scheduler._preempt_request, core.get_output
+
+        def preempt_and_count(*args: Any, **more: Any) -> Any:
+            self.counts["preemptions"] += 1
+            return preempt(*args, **more)
+
+        def get_output_and_count() -> Any:
+            outputs = get_output()
+            for output in outputs.outputs:
+                stats = getattr(output, "prefill_stats", None)
+                self.counts["external_tokens"] += getattr(stats, "num_external_cached_tokens", 0)
+            return outputs
+
+        scheduler._preempt_request = preempt_and_count
+        core.get_output = get_output_and_count
+
+    @property
+    def scheduler(self) -> Any:
+        return self._engine.engine_core.engine_core.scheduler
+
+    def ask(
+        self, name: str, tokens: Sequence[int], max_tokens: int, *, salt: str = "", adapter: Path | None = None
+    ) -> None:
+        """Begin a request that is answered greedily, with the two likeliest tokens' log-probabilities."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=2,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+        if salt:
+            prompt["cache_salt"] = salt
+        lora = None
+        if adapter is not None:
+            lora = LoRARequest(adapter.name, int(adapter.name.rpartition("-")[2]), str(adapter))
+        self._engine.add_request(name, prompt, params, lora_request=lora)
+
+    def step(self) -> list[Any]:
+        """One step; vLLM's outputs of the requests that have ended with it."""
+        return [output for output in self._engine.step() if output.finished]
+
+    def abort(self, name: str) -> None:
+        self._engine.abort_request([name])
+
+    def reset(self, *, running: bool) -> None:
+        """Empty vLLM's own prefix cache."""
+        # vLLM does the half of it and raises when a request holds blocks that are being filled.
+        with contextlib.suppress(RuntimeError):
+            self._engine.reset_prefix_cache(reset_running_requests=running)
+
+    def left(self) -> str:
+        """What no request needs any more and is still held, in words; "" if nothing is."""
+        scheduler = self.scheduler
+        pool, known = scheduler.kv_cache_manager.block_pool, len(scheduler.requests)
+        # One block is vLLM's own.
+        blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        found = [f"{blocks} of vLLM's blocks are not free"] if blocks else []
+        return " and ".join(found + ([f"{known} requests are still known"] if known else []))
+
+
+def set_environment() -> None:
+    """Set what vLLM reads from the environment; what the user has set stays."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,131 @@
+"""The right answers: those of an engine without a connector and without a prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from lmkv.testing.torture.engine import Engine
+from lmkv.testing.torture.schedule import Operation, Schedule
+
+NEAR_TIE = 1e-3
+"""Two tokens whose log-probabilities are nearer than this may change places when a batch is another one:
+float32 sums in another order. Runs were seen to agree to about 1e-5."""
+
+CLOSE_ENOUGH = 1e-3
+"""Largest difference of log-probabilities. Another order of summing in float32 stays below it, a wrong page not."""
+
+
+@frozen
+class Key:
+    """All that an answer depends on."""
+
+    tokens: tuple[int, ...]
+    max_tokens: int
+    lora: int
+    weights: int
+
+
+@frozen
+class Answer:
+    """Its tokens with their log-probabilities, and the positions at which a near tie decided."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    ties: frozenset[int]
+
+    @classmethod
+    def of(cls, output: Any) -> Answer:
+        """Read from vLLM's output."""
+        tokens, best, ties = list(output.outputs[0].token_ids), [], set()
+        for position, (token, likely) in enumerate(zip(tokens, output.outputs[0].logprobs, strict=True)):
+            first, second = sorted((entry.logprob for entry in likely.values()), reverse=True)[:2]
+            best.append(likely[token].logprob)
+            if first - second < NEAR_TIE:
+                ties.add(position)
+        return cls(tokens, best, frozenset(ties))
+
+    def differs(self, given: Answer) -> tuple[int, str] | None:
+        """The first position at which the given answer is another one, and how; none behind a near tie counts."""
+        for position, token in enumerate(self.tokens):
+            if position >= len(given.tokens):
+                return position, "the answer ends"
+            if given.tokens[position] != token:
+                return None if position in self.ties else (position, f"{given.tokens[position]} instead of {token}")
+            distance = abs(given.logprobs[position] - self.logprobs[position])
+            if not distance <= CLOSE_ENOUGH:
+                return position, f"the log-probability of {token} is off by {distance:.4f}"
+        return None
+
+
+Answers = dict[Key, Answer]
+EngineOf = Callable[[int], AbstractContextManager[Engine]]
+
+
+def key_of(schedule: Schedule, asked: Operation, weights: int) -> Key:
+    return Key(tuple(schedule.tokens(asked.prompt)), asked.max_tokens, asked.lora, weights)
+
+
+def by_weights(operations: Iterable[Operation]) -> list[tuple[int, list[tuple[int, Operation]]]]:
+    """The lives of a schedule's engines: their weights, and their operations with their places in the schedule."""
+    lives: list[tuple[int, list[tuple[int, Operation]]]] = [(0, [])]
+    for index, operation in enumerate(operations):
+        if operation.do == "restart":
+            lives.append((operation.weights, []))
+        else:
+            lives[-1][1].append((index, operation))
+    return lives
+
+
+def answer(
+    schedule: Schedule, known: Answers, engine_of: EngineOf, adapters: Sequence[Path], alive: Callable[[], None]
+) -> tuple[Schedule, Answers]:
+    """The schedule with all that is said in it, and the right answers that are not `known` yet."""
+    found: Answers = {}
+
+    def complete(engine: Engine | None, wanted: Iterable[Key]) -> None:
+        missing = [key for key in dict.fromkeys(wanted) if key not in known and key not in found]
+        if not missing:
+            return
+        assert engine is not None
+        names = {str(number): key for number, key in enumerate(missing)}
+        for name, key in names.items():
+            adapter = adapters[key.lora - 1] if key.lora else None
+            engine.ask(name, key.tokens, key.max_tokens, adapter=adapter)
+        while names:
+            for output in engine.step():
+                found[names.pop(output.request_id)] = Answer.of(output)
+            alive()
+
+    wanted = _wanted_names(schedule)
+    if wanted - schedule.said.keys():
+        with engine_of(0) as engine:
+            while wanted - schedule.said.keys():
+                ready = [asked for asked in schedule.asked if _is_ready(asked, schedule, wanted)]
+                complete(engine, [key_of(schedule, asked, 0) for asked in ready])
+                said = {one.name: (known | found)[key_of(schedule, one, 0)].tokens for one in ready}
+                schedule = evolve(schedule, said={**schedule.said, **said})
+    needed: dict[int, set[Key]] = {}
+    for weights, life in by_weights(schedule.operations):
+        keys = {key_of(schedule, one, weights) for _, one in life if one.do == "ask"}
+        needed.setdefault(weights, set()).update(keys - known.keys() - found.keys())
+    for weights, keys in needed.items():
+        if keys:
+            with engine_of(weights) as engine:
+                complete(engine, sorted(keys, key=lambda key: key.tokens))
+    return schedule, found
+
+
+def _wanted_names(schedule: Schedule) -> set[str]:
+    """The requests whose answers are parts of prompts."""
+    return {name for asked in schedule.asked for name, _ in asked.prompt if name.startswith("r")}
+
+
+def _is_ready(asked: Operation, schedule: Schedule, wanted: set[str]) -> bool:
+    """Whether its answer is wanted and not there yet, and all that its prompt needs is there."""
+    parts = {name for name, _ in asked.prompt if name.startswith("r")}
+    return asked.name in wanted and asked.name not in schedule.said and parts <= schedule.said.keys()

@@ -1,0 +1,161 @@
+"""Does what a schedule says to engines, one after the other, and compares every answer."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from lmkv.testing.torture.checks import Prefixes, Problem, leak, untrue
+from lmkv.testing.torture.engine import Engine
+from lmkv.testing.torture.faults import Storage
+from lmkv.testing.torture.reference import Answer, Answers, by_weights, key_of
+from lmkv.testing.torture.schedule import Operation, Schedule
+
+_AT_ONCE = 12
+
+
+@define
+class _Asked:
+    operation: Operation
+    at: int
+    tokens: list[int]
+    expected: Answer
+    since: float
+
+
+@define
+class Execution:
+    """One schedule on engines that `engine_of` makes of the weights' number. `patience`: seconds until it is a hang.
+
+    `run` ends with the first problem, which it returns.
+    """
+
+    schedule: Schedule
+    answers: Answers
+    engine_of: Callable[[int], AbstractContextManager[Engine]]
+    adapters: Sequence[Path]
+    storage: Storage
+    patience: float
+    alive: Callable[[], None]
+    counts: Counter[str] = field(factory=Counter)
+    _prefixes: Prefixes = field(factory=Prefixes)
+    _asked: dict[str, _Asked] = field(factory=dict)
+    _weights: int = 0
+    _at: int = 0
+
+    def run(self) -> Problem | None:
+        for number, (weights, life) in enumerate(by_weights(self.schedule.operations)):
+            self._weights = weights
+            self.counts["restarts"] += number > 0
+            with self.engine_of(self._weights) as engine:
+                problem = self._live(engine, life)
+                self.counts.update(engine.counts)
+            if problem is not None:
+                return problem
+        return None
+
+    def _live(self, engine: Engine, life: list[tuple[int, Operation]]) -> Problem | None:
+        for at, operation in life:
+            self._at = at
+            problem = self._do(engine, operation)
+            if problem is not None:
+                return problem
+        return self._finish(engine, 0) or leak(engine, self.patience, lambda: self._tick(engine))
+
+    def _do(self, engine: Engine, operation: Operation) -> Problem | None:
+        match operation.do:
+            case "ask":
+                problem = self._finish(engine, _AT_ONCE - 1)
+                self._ask(engine, operation)
+                return problem
+            case "step" if operation.count == 0:
+                return self._finish(engine, 0)
+            case "step":
+                return next(filter(None, (self._step(engine) for _ in range(operation.count))), None)
+            case "abort":
+                self._abort(engine, operation.name)
+            case "reset":
+                self.counts["resets"] += 1
+                engine.reset(running=operation.running)
+            case "fault":
+                self.counts["faults"] += self.storage.strike(operation.kind, operation.pick)
+            case unknown:
+                raise ValueError(f"a schedule has the operation {unknown!r}")
+        return None
+
+    def _ask(self, engine: Engine, operation: Operation) -> None:
+        key = key_of(self.schedule, operation, self._weights)
+        tokens = list(key.tokens)
+        adapter = self.adapters[operation.lora - 1] if operation.lora else None
+        engine.ask(operation.name, tokens, operation.max_tokens, salt=operation.salt, adapter=adapter)
+        self._asked[operation.name] = _Asked(operation, self._at, tokens, self.answers[key], time.monotonic())
+
+    def _abort(self, engine: Engine, name: str) -> None:
+        asked = self._asked.pop(name, None)
+        if asked is not None:
+            self.counts["aborts"] += 1
+            engine.abort(name)
+            # Any part of it may have been computed, and stored.
+            self._prefixes.add(self._scope(asked), asked.tokens + asked.expected.tokens)
+
+    def _finish(self, engine: Engine, left: int) -> Problem | None:
+        """Step until no more than so many requests are left."""
+        problem = None
+        while len(self._asked) > left and problem is None:
+            problem = self._step(engine)
+        return problem
+
+    def _step(self, engine: Engine) -> Problem | None:
+        if not self._asked:
+            return None
+        if not engine.scheduler.running:
+            time.sleep(0.0005)  # A connector's threads want to get on, too.
+        outputs = engine.step()
+        self.counts["steps"] += 1
+        self.alive()
+        problems = [self._check(output) for output in outputs if output.request_id in self._asked]
+        now = time.monotonic()
+        for name, asked in self._asked.items():
+            if now - asked.since > self.patience:
+                text = f"request {name} has not ended after {self.patience:.0f} s"
+                problems.append(Problem("hang", text, self._at, name))
+        return next(filter(None, problems), None)
+
+    def _tick(self, engine: Engine) -> None:
+        """One step of an engine that has nothing to do."""
+        engine.step()
+        self.alive()
+
+    def _scope(self, asked: _Asked) -> tuple[str, int, int]:
+        return asked.operation.salt, asked.operation.lora, self._weights
+
+    def _check(self, output: Any) -> Problem | None:
+        asked = self._asked.pop(output.request_id)
+        self.counts["requests"] += 1
+        given, cached = Answer.of(output), int(output.num_cached_tokens or 0)
+        self.counts["cached_tokens"] += cached
+        scope, others = self._scope(asked), self._others(asked)
+        self._prefixes.add(scope, asked.tokens + given.tokens)
+        where = f"request {asked.operation.name}, {len(asked.tokens)} tokens, {cached} of them cached"
+        difference = asked.expected.differs(given)
+        if difference is not None:
+            position, how = difference
+            text = f"{where}: token {position} of the answer differs: {how}"
+            tokens = (asked.expected.tokens, given.tokens)
+            return Problem("difference", text, self._at, asked.operation.name, *tokens, position)
+        why = untrue(cached, len(asked.tokens), others)
+        return None if why is None else Problem("truthfulness", f"{where}: {why}", self._at, asked.operation.name)
+
+    def _others(self, asked: _Asked) -> int:
+        """Tokens of the longest beginning that another request has had or has."""
+        scope = self._scope(asked)
+        running = Prefixes()
+        for other in self._asked.values():
+            running.add(self._scope(other), other.tokens + other.expected.tokens)
+        return max(each.longest(scope, asked.tokens) for each in (self._prefixes, running))

@@ -1,0 +1,188 @@
+"""Schedules: what a trial does to an engine, made from a seed alone, and read from and written to JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attrs import asdict, define, evolve, field, fields_dict, frozen
+
+VOCAB = 256
+"""Tokens of prompts are from 5 to this, which every vocabulary has."""
+
+LONGEST = 420
+_AT_ONCE = 6
+_HOT = 16
+_BEGINNINGS = (0, 40, 90, 150, 200, 260)
+_TAILS = (1, 3, 16, 30, 64, 90, 128)
+_ANSWERS = (1, 2, 9, 20, 40)
+
+Run = tuple[str, int]
+"""The first so many tokens of a document, or of the answer to a request, by its name."""
+
+
+@frozen
+class Operation:
+    """One thing to do, `do`, with the fields that it has.
+
+    ask: `name`, `prompt`, `max_tokens`, `salt`, and `lora`, the number of an adapter, or 0. abort: `name`. step:
+    `count` times, or until all requests have ended if that is 0. reset: vLLM's own prefix cache, with `running`
+    requests preempted for it. restart: the engine, with the model's weights number `weights`, over the same storage.
+    fault: of `kind`, at the place `pick` in what is stored, from 0 to 1.
+    """
+
+    do: str
+    name: str = ""
+    prompt: tuple[Run, ...] = ()
+    max_tokens: int = 0
+    salt: str = ""
+    lora: int = 0
+    count: int = 1
+    running: bool = False
+    weights: int = 0
+    kind: str = ""
+    pick: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        defaults = {name: each.default for name, each in fields_dict(Operation).items()}
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Operation:
+        prompt = tuple((str(name), int(count)) for name, count in found.get("prompt", ()))
+        return cls(**{**found, "prompt": prompt})
+
+    def __str__(self) -> str:
+        if self.do != "ask":
+            return " ".join(f"{name}={value}" if name != "do" else value for name, value in self.as_json().items())
+        runs = " + ".join(f"{name}[:{count}]" for name, count in self.prompt)
+        extras = f"{f', salt {self.salt}' if self.salt else ''}{f', adapter {self.lora}' if self.lora else ''}"
+        return f"ask {self.name}: {runs}, {self.max_tokens} tokens{extras}"
+
+
+@frozen
+class Schedule:
+    """`operations` on engines of the model `kind` with the options `engine`.
+
+    `said`: what an engine without a connector answered to requests whose answers later prompts contain. Everything
+    else in prompts is random, and depends on nothing but `seed` and the document's name.
+    """
+
+    seed: int
+    kind: str
+    operations: tuple[Operation, ...]
+    engine: dict[str, Any] = field(factory=dict)
+    said: dict[str, list[int]] = field(factory=dict)
+
+    def tokens(self, prompt: Iterable[Run]) -> list[int]:
+        return [token for name, count in prompt for token in self._run(name, count)]
+
+    def _run(self, name: str, count: int) -> list[int]:
+        if name in self.said:
+            return self.said[name][:count]
+        rng = random.Random(f"{self.seed} {name}")
+        return [rng.randrange(5, VOCAB) for _ in range(count)]
+
+    @property
+    def asked(self) -> list[Operation]:
+        return [operation for operation in self.operations if operation.do == "ask"]
+
+    def cut(self, operations: Sequence[Operation]) -> Schedule:
+        """The same with these operations only, and only those answers that they need."""
+        needed = {name for operation in operations for name, _ in operation.prompt}
+        said = {name: tokens for name, tokens in self.said.items() if name in needed}
+        return evolve(self, operations=tuple(operations), said=said)
+
+    def to_json(self) -> str:
+        """With a line for each operation."""
+        head = {"seed": self.seed, "kind": self.kind, "engine": self.engine, "said": self.said}
+        lines = ",\n".join(f"  {json.dumps(operation.as_json())}" for operation in self.operations)
+        return f'{json.dumps(head)[:-1]}, "operations": [\n{lines}\n]}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        found = json.loads(text)
+        operations = tuple(map(Operation.from_json, found.pop("operations")))
+        return cls(operations=operations, **found)
+
+
+@define
+class _Maker:
+    rng: random.Random
+    adapters: int
+    asked: list[Operation] = field(factory=list)
+    documents: int = 0
+
+    def ask(self) -> Operation:
+        before = self.rng.choice(self.asked[-_HOT:]) if self.asked and self.rng.random() < 0.8 else None
+        salt, lora = (before.salt, before.lora) if before is not None else ("", 0)
+        if self.rng.random() < 0.2:
+            salt, lora = self.rng.choice(("", "a", "b")), self.rng.randint(0, self.adapters)
+        prompt = self._prompt(before)
+        made = Operation(
+            "ask", f"r{len(self.asked) + 1}", prompt, max_tokens=self.rng.choice(_ANSWERS), salt=salt, lora=lora
+        )
+        self.asked.append(made)
+        return made
+
+    def _prompt(self, before: Operation | None) -> tuple[Run, ...]:
+        if before is None:
+            number = self.rng.randrange(len(_BEGINNINGS))
+            beginning = [(f"b{number}", _BEGINNINGS[number])] if _BEGINNINGS[number] else []
+            return (*beginning, self._tail())
+        dice = self.rng.random()
+        if dice < 0.3:
+            return before.prompt
+        if dice < 0.65 and _length(before.prompt) + before.max_tokens + max(_TAILS) < LONGEST:
+            return (*before.prompt, (before.name, before.max_tokens), self._tail())
+        return (*_beginning(before.prompt, self.rng.randint(0, _length(before.prompt))), self._tail())
+
+    def _tail(self) -> Run:
+        self.documents += 1
+        return f"d{self.documents}", self.rng.choice(_TAILS)
+
+
+def _length(prompt: Iterable[Run]) -> int:
+    return sum(count for _, count in prompt)
+
+
+def _beginning(prompt: Iterable[Run], tokens: int) -> list[Run]:
+    """The prompt's first tokens, few enough to leave room for a tail."""
+    left, found = min(tokens, LONGEST - max(_TAILS)), []
+    for name, count in prompt:
+        if left > 0:
+            found.append((name, min(count, left)))
+            left -= count
+    return found
+
+
+def make(
+    seed: int,
+    kind: str,
+    requests: int,
+    engine: dict[str, Any],
+    *,
+    adapters: int = 0,
+    weights: int = 1,
+    faults: Sequence[str] = (),
+) -> Schedule:
+    """A random schedule of so many requests. The same arguments make the same one."""
+    rng = random.Random(f"{seed} {kind}")
+    maker, operations = _Maker(rng, adapters), list[Operation]()
+    lives = sorted(rng.randint(requests // 4, requests) for _ in range(2))
+    while len(maker.asked) < requests:
+        if lives and len(maker.asked) >= lives[0]:
+            lives.pop(0)
+            operations.append(Operation("restart", weights=rng.randrange(weights)))
+        for _ in range(min(rng.randint(1, _AT_ONCE), requests - len(maker.asked))):
+            operations.append(maker.ask())
+        operations.append(Operation("step", count=rng.randint(0, 10)))
+        if rng.random() < 0.3:
+            operations.append(Operation("abort", rng.choice(maker.asked[-_AT_ONCE:]).name))
+        if rng.random() < 0.12:
+            operations.append(Operation("reset", running=rng.random() < 0.5))
+        if faults and rng.random() < 0.3:
+            operations.append(Operation("fault", kind=rng.choice(faults), pick=round(rng.random(), 3)))
+    return Schedule(seed, kind, tuple(operations), engine)

@@ -1,0 +1,245 @@
+"""Trials: a schedule in a process of its own, over fresh storage, so that nothing of another one has a part in it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from attrs import define, evolve, field, frozen
+
+from lmkv.testing.torture import models
+from lmkv.testing.torture.checks import Problem
+from lmkv.testing.torture.engine import Engine, engine, for_this_device, set_environment
+from lmkv.testing.torture.faults import Storage
+from lmkv.testing.torture.reference import Answers, answer
+from lmkv.testing.torture.run import Execution
+from lmkv.testing.torture.schedule import Schedule
+from lmkv.testing.torture.server import fill_in, free_ports, serving
+
+PRELOADED = "lmkv.testing.torture.preload"
+_REFERENCE = {
+    "enable_prefix_caching": False,
+    "num_gpu_blocks_override": 700,
+    "max_num_batched_tokens": 640,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "distributed_executor_backend": None,
+}
+_ENOUGH = 4
+"""Times its patience, after which a process is ended from outside."""
+
+
+@frozen
+class Setup:
+    """What all trials have in common.
+
+    `connector`: vLLM's kv_transfer_config, or None. `server`: the command of a server that it needs. `{folder}`,
+    `{redis}`, `{port}`, on which the server listens, and `{port2}` in both are filled in for each trial. `engine`: more
+    options of the engines. `around`: PACKAGE.MODULE:NAME of context managers in which engines are made. `model`: of
+    the kind `own`. `patience`: seconds.
+    """
+
+    folder: Path
+    connector: dict[str, Any] | None = None
+    engine: dict[str, Any] = field(factory=dict)
+    around: tuple[str, ...] = ()
+    model: str = ""
+    redis: str = ""
+    server: str = ""
+    patience: float = 60.0
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(self.folder / "storage", self.redis)
+
+    def filled_in(self, port: int, other: int) -> Setup:
+        places = {"folder": str(self.storage.folder), "port": str(port), "port2": str(other)}
+        redis = places["redis"] = fill_in(self.redis, places)
+        connector, server = fill_in(self.connector, places), fill_in(self.server, places)
+        return evolve(self, connector=connector, server=server, redis=redis)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+
+@define
+class Result:
+    """`schedule`: with all that is said in it. `answers`: those that were not known before. `log`: if it failed."""
+
+    schedule: Schedule
+    problem: Problem | None = None
+    counts: Counter[str] = field(factory=Counter)
+    answers: Answers = field(factory=dict)
+    log: str = ""
+    seconds: float = 0.0
+
+
+class Trials:
+    """Runs trials one after the other; `answers` grows with each."""
+
+    def __init__(self, setup: Setup) -> None:
+        set_environment()
+        self._setup = setup
+        self._context = multiprocessing.get_context("forkserver")
+        # A process that has imported vLLM, of which each trial is a copy.
+        self._context.set_forkserver_preload([PRELOADED])
+        self.answers: Answers = {}
+        self.count = 0
+
+    def run(self, schedule: Schedule) -> Result:
+        self.count += 1
+        port, other = free_ports(2)
+        setup = self._setup.filled_in(port, other)
+        setup.storage.empty_folder()
+        started = time.monotonic()
+        with serving(setup.server, port, setup.folder / "server-log"):
+            setup.storage.empty_redis()
+            result = self._run(setup, schedule)
+        self.answers |= result.answers
+        result.seconds = time.monotonic() - started
+        return result
+
+    def _run(self, setup: Setup, schedule: Schedule) -> Result:
+        ours, its = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_child, args=(setup, schedule, self.answers, its))
+        process.start()
+        its.close()
+        result = Result(schedule)
+        try:
+            self._follow(ours, result)
+        finally:
+            _end(process)
+            ours.close()
+        if result.problem is not None:
+            with contextlib.suppress(OSError):
+                result.log = self._setup.log.read_text(errors="replace")[-20000:]
+            if "Timeout (" in result.log:
+                result.problem = Problem("hang", f"nothing has moved for {self._setup.patience:.0f} s")
+        return result
+
+    def _follow(self, pipe: Any, result: Result) -> None:
+        """Take what the process tells, until it has told all or has ended."""
+        while True:
+            if not pipe.poll(_ENOUGH * self._setup.patience):
+                result.problem = Problem("hang", "the process does not answer")
+                return
+            try:
+                told = pipe.recv()
+            except (EOFError, ConnectionError):
+                result.problem = Problem("death", "the process has died")
+                return
+            for name, value in told.items():
+                setattr(result, name, value)
+            if "problem" in told:
+                return
+
+
+def _end(process: Any) -> None:
+    """End the process with all of its own ones."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def _child(setup: Setup, schedule: Schedule, answers: Answers, pipe: Any) -> None:
+    os.setsid()
+    log = os.open(setup.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    # A collection visits only what is made from here on.
+    gc.freeze()
+    try:
+        told = _Trial(setup, schedule, answers, pipe).run()
+    except BaseException as error:  # noqa: BLE001 - whatever ended it is a result
+        traceback.print_exc()
+        told = {"problem": Problem("death", _last_words(error))}
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send(told)
+    # The engine of a trial that has failed cannot end in peace.
+    os._exit(0)
+
+
+def _last_words(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+class _Trial:
+    """All that happens in the process of a trial."""
+
+    def __init__(self, setup: Setup, schedule: Schedule, answers: Answers, pipe: Any) -> None:
+        self._setup, self._schedule, self._answers, self._pipe = setup, schedule, answers, pipe
+        self._kind = models.KINDS[schedule.kind]
+        self._armed = 0.0
+
+    def run(self) -> dict[str, Any]:
+        setup = self._setup
+        self._alive()
+        with contextlib.ExitStack() as stack:
+            for name in setup.around:
+                stack.enter_context(_named(name)())
+            written = setup.folder / "models"
+            adapters = [models.write_adapter(number + 1, written) for number in range(self._kind.adapters)]
+            schedule, found = answer(self._schedule, self._answers, self._reference, adapters, self._alive)
+            self._pipe.send({"schedule": schedule, "answers": found})
+            execution = Execution(
+                schedule, self._answers | found, self._tortured, adapters, setup.storage, setup.patience, self._alive
+            )
+            problem = execution.run()
+            return {"counts": execution.counts, "problem": problem}
+
+    def _alive(self) -> None:
+        """Put off the end, which comes with every thread's stack."""
+        now = time.monotonic()
+        if now - self._armed > 1.0:
+            self._armed = now
+            faulthandler.dump_traceback_later(2 * self._setup.patience, exit=True)
+
+    def _model(self, weights: int) -> Path:
+        if self._kind.make is None:
+            return Path(self._setup.model)
+        return models.write(self._schedule.kind, weights, self._setup.folder / "models")
+
+    def _options(self) -> dict[str, Any]:
+        return {**self._kind.options, **for_this_device(self._kind.cpu)}
+
+    def _reference(self, weights: int) -> contextlib.AbstractContextManager[Engine]:
+        # The user's options decide what a model computes; the schedule's only how tight the engine is.
+        return engine(self._model(weights), {**self._options(), **self._setup.engine, **_REFERENCE})
+
+    def _tortured(self, weights: int) -> contextlib.AbstractContextManager[Engine]:
+        self._alive()
+        options = {**self._options(), **self._kind.tortured, **self._schedule.engine, **self._setup.engine}
+        # Other weights come under the same name.
+        model = self._setup.folder / "model"
+        model.unlink(missing_ok=True)
+        model.symlink_to(self._model(weights))
+        return engine(model, options, self._setup.connector)
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def resolved(result: Result) -> Schedule:
+    """The schedule of a failure, up to the operation at which it was seen."""
+    problem, operations = result.problem, result.schedule.operations
+    if problem is None or problem.at is None:
+        return result.schedule
+    return evolve(result.schedule, operations=operations[: problem.at + 1])

@@ -1,0 +1,250 @@
+"""The parts of `lmkv.testing.torture` that need no vLLM."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from lmkv.testing.torture import report
+from lmkv.testing.torture.checks import Prefixes, Problem, untrue
+from lmkv.testing.torture.faults import FAULTS, Storage
+from lmkv.testing.torture.reference import Answer, by_weights, key_of
+from lmkv.testing.torture.schedule import LONGEST, Operation, Schedule, make
+from lmkv.testing.torture.server import fill_in, free_ports, serving
+from lmkv.testing.torture.shrink import shrink, simpler
+from lmkv.testing.torture.trial import Setup
+from tests.servers import needs_package, redis_server
+
+ENGINE = {"num_gpu_blocks_override": 38}
+
+
+def made(seed: int = 3, **more: Any) -> Schedule:
+    return make(seed, "gqa", 80, ENGINE, **more)
+
+
+# -- schedules -----------------------------------------------------------------------------------------
+
+
+def test_a_schedule_is_a_function_of_its_seed() -> None:
+    assert made() == made()
+    assert made().operations != made(4).operations
+
+
+def test_a_schedule_has_all_that_it_is_asked_for() -> None:
+    schedule = made(adapters=2, weights=2, faults=["flip"])
+    done = [operation.do for operation in schedule.operations]
+    assert set(done) == {"ask", "step", "abort", "reset", "restart", "fault"}
+    assert done.count("ask") == 80
+    assert {asked.lora for asked in schedule.asked} == {0, 1, 2}
+    assert {asked.salt for asked in schedule.asked} == {"", "a", "b"}
+    assert {weights for weights, _ in by_weights(made(5, weights=2).operations)} == {0, 1}
+
+
+def test_prompts_share_beginnings_and_fit() -> None:
+    schedule = made()
+    # As long as an answer may be.
+    said = {asked.name: [7] * asked.max_tokens for asked in schedule.asked}
+    prompts = [schedule.tokens(one.prompt) for one in schedule.asked if not _turns(one)]
+    assert len({tuple(prompt[:40]) for prompt in prompts if len(prompt) > 40}) < len(prompts) / 2
+    full = evolve(schedule, said=said)
+    assert max(len(full.tokens(asked.prompt)) for asked in schedule.asked) <= LONGEST + 128
+    assert any(_turns(asked) for asked in schedule.asked)
+
+
+def _turns(asked: Operation) -> list[str]:
+    return [name for name, _ in asked.prompt if name.startswith("r")]
+
+
+def test_a_schedule_comes_back_from_json() -> None:
+    schedule = evolve(made(adapters=1, weights=2, faults=FAULTS), said={"r1": [5, 6]})
+    assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+def test_a_part_of_a_schedule_keeps_the_answers_that_it_needs() -> None:
+    turn = Operation("ask", "r3", (("b1", 4), ("r1", 2)), max_tokens=1)
+    schedule = Schedule(0, "gqa", (), said={"r1": [8, 9, 10], "r2": [1]}).cut([turn])
+    assert schedule.said == {"r1": [8, 9, 10]}
+    assert schedule.tokens(turn.prompt)[4:] == [8, 9]
+    assert key_of(schedule, turn, 1).weights == 1
+
+
+# -- smallest schedules --------------------------------------------------------------------------------
+
+
+def test_the_smallest_list_is_found() -> None:
+    tried = []
+
+    def fails(items: list[int]) -> bool:
+        tried.append(items)
+        return {3, 57} <= set(items) and items.index(3) < items.index(57)
+
+    assert shrink(range(100), fails) == [3, 57]
+    assert len(tried) < 80
+
+
+def test_operations_become_simpler() -> None:
+    asked = Operation("ask", "r1", (("b1", 90), ("d1", 3), ("d2", 30)), max_tokens=9, salt="a", lora=2)
+
+    def fails(operations: list[Operation]) -> bool:
+        return any(("d1", 3) in operation.prompt and operation.lora for operation in operations)
+
+    smallest = shrink([asked, Operation("step", count=5)], fails, simpler=simpler)
+    assert smallest == [Operation("ask", "r1", (("d1", 3),), max_tokens=1, lora=2)]
+
+
+def test_when_time_is_over_the_smallest_so_far_is_enough() -> None:
+    found = shrink(range(8), lambda items: 7 in items, over=iter([False, True, True, True]).__next__)
+    assert found == [4, 5, 6, 7]
+
+
+# -- checks --------------------------------------------------------------------------------------------
+
+
+def test_the_longest_beginning_is_that_of_the_same_salt() -> None:
+    prefixes = Prefixes()
+    prefixes.add("a", [1, 2, 3, 4])
+    prefixes.add("a", [1, 2, 9])
+    assert prefixes.longest("a", [1, 2, 3, 5]) == 3
+    assert prefixes.longest("b", [1, 2, 3, 5]) == 0
+
+
+def test_what_cannot_be_cached_is_untrue() -> None:
+    assert untrue(cached=32, prompt=33, longest=32) is None
+    assert "whose last one is always computed" in str(untrue(cached=33, prompt=33, longest=33))
+    assert "no earlier request began with more than 31" in str(untrue(cached=32, prompt=64, longest=31))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (Answer([5, 6, 7], [-1.0, -1.0, -1.0], frozenset()), None),
+        (Answer([5, 6, 7], [-1.0, -1.0005, -1.0], frozenset()), None),
+        (Answer([5, 6, 7], [-1.0, -1.01, -1.0], frozenset()), 1),
+        (Answer([5, 6, 7], [-1.0, float("nan"), -1.0], frozenset()), 1),
+        (Answer([5, 9, 7], [-1.0, -1.0, -1.0], frozenset()), 1),
+        (Answer([5, 6, 9], [-1.0, -1.0, -1.0], frozenset()), None),
+        (Answer([5, 6], [-1.0, -1.0], frozenset()), 2),
+    ],
+)
+def test_answers_are_compared_up_to_a_near_tie(given: Answer, found: int | None) -> None:
+    expected = Answer([5, 6, 7], [-1.0, -1.0, -1.0], frozenset({2}))
+    difference = expected.differs(given)
+    assert (difference and difference[0]) == found
+
+
+def test_deaths_by_other_exceptions_are_other_problems() -> None:
+    dead = Problem("death", "ValueError: 3 blocks")
+    assert dead.nature == Problem("death", "ValueError: 4 blocks").nature
+    assert dead.nature != Problem("death", "KeyError: 'r1'").nature
+    assert Problem("difference", "a: b").nature == Problem("difference", "c: d").nature
+
+
+# -- faults --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_files_break(tmp_path: Path, kind: str) -> None:
+    storage = Storage(tmp_path)
+    assert not storage.strike(kind, 0.5)
+    content = bytes(range(200))
+    for name in ("a", "b", "c"):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder" / name).write_bytes(content)
+    assert storage.strike(kind, 0.5)
+    left = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    _check(kind, left, content)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_values_in_redis_break(tmp_path: Path, kind: str) -> None:
+    needs_package("redis", "pip install 'lmkv[redis]'")
+    from redis import Redis
+
+    with redis_server("valkey", tmp_path) as server:
+        client: Any = Redis(port=server.port)
+        storage = Storage(tmp_path / "nothing", f"redis://127.0.0.1:{server.port}")
+        assert not storage.strike(kind, 0.5)
+        content = bytes(range(200))
+        for name in ("a", "b", "c"):
+            client.set(name, content)
+        assert storage.strike(kind, 0.5)
+        _check(kind, {name.decode(): client.get(name) for name in client.scan_iter()}, content)
+        storage.empty_redis()
+        assert client.dbsize() == 0
+
+
+def _check(kind: str, left: dict[str, bytes], content: bytes) -> None:
+    untouched = {"a": content, "c": content}
+    match kind:
+        case "empty":
+            assert left == {}
+        case "delete":
+            assert left == untouched
+        case "truncate":
+            broken = left.pop("b")
+            assert left == untouched
+            assert content.startswith(broken)
+            assert broken != content
+        case _:
+            broken = left.pop("b")
+            assert left == untouched
+            assert sum((one ^ other).bit_count() for one, other in zip(broken, content, strict=True)) == 1
+
+
+# -- setups and reports --------------------------------------------------------------------------------
+
+
+def test_a_connector_gets_the_folder_and_the_port_of_its_trial() -> None:
+    connector = {"kv_port": "{port}", "kv_connector_extra_config": {"path": "{folder}/x", "count": 3}}
+    filled = fill_in(connector, {"folder": '/a "folder"', "port": "81"})
+    assert filled == {"kv_port": "81", "kv_connector_extra_config": {"path": '/a "folder"/x', "count": 3}}
+    assert fill_in(None, {}) is None
+
+
+def test_a_setup_is_filled_in(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, {"url": "{redis}"}, server="serve {port} {port2}", redis="redis://127.0.0.1:{port}")
+    filled = setup.filled_in(81, 82)
+    assert filled.connector == {"url": "redis://127.0.0.1:81"}
+    assert filled.server == "serve 81 82"
+    assert filled.storage == Storage(tmp_path / "storage", "redis://127.0.0.1:81")
+
+
+def test_a_server_listens_until_its_trial_ends(tmp_path: Path) -> None:
+    [port] = free_ports(1)
+    with serving(f"{sys.executable} -m http.server --bind 127.0.0.1 {port}", port, tmp_path / "log"):
+        socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    [port] = free_ports(1)
+    command = f"{sys.executable} -c 'raise SystemExit(\"no licence\")'"
+    with pytest.raises(RuntimeError, match="no licence"), serving(command, port, tmp_path / "log"):
+        pass
+
+
+def test_a_report_says_what_differs_and_how_to_see_it_again(tmp_path: Path) -> None:
+    asked = Operation("ask", "r2", (("b1", 30), ("r1", 9)), max_tokens=3, salt="a")
+    problem = Problem("difference", "token 1 differs", 0, "r2", [5, 6, 7], [5, 9, 7], 1)
+    failure = report.Failure(problem, Schedule(1, "gqa", (asked,), ENGINE), 176, 2, 3, "")
+    setup = Setup(tmp_path, {"kv_connector": "X"}, around=("package:bug",))
+    path = report.write(tmp_path / "out", failure, setup, ["torture", "--seed", "1"], 1)
+    text = path.read_text()
+    for part in (
+        "torture --seed 1",
+        '--schedule schedule-1.json --connector \'{"kv_connector": "X"}\' --around package:bug',
+        "failed in 2 of 3 trials",
+        "It has 1 of 176 operations",
+        "1. ask r2: b1[:30] + r1[:9], 3 tokens, salt a",
+        "expected [5, 6, 7]",
+        "given    [5, 9, 7]",
+        "They differ from token 1 on.",
+    ):
+        assert part in text
+    assert Schedule.from_json((tmp_path / "out" / "schedule-1.json").read_text()) == failure.schedule

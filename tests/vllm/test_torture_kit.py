@@ -1,0 +1,51 @@
+"""`python -m lmkv.testing.torture` on real vLLM: silent where nothing is wrong, and not where something is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmkv.testing.torture.schedule import Schedule
+from lmkv.testing.torture.trial import Setup, Trials
+
+ROOT = Path(__file__).parents[2]
+LMKV = {
+    "kv_connector": "LMKVConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"chunk_size": 64, "max_local_cpu_size": 0.002},
+}
+
+
+def torture(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lmkv.testing.torture", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+
+
+def test_vllms_own_prefix_cache_is_right(tmp_path: Path) -> None:
+    done = torture("--requests", "60", "--report", str(tmp_path / "report"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no failure" in done.stdout
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_seeded_bug_is_found_and_its_schedule_becomes_smaller(tmp_path: Path) -> None:
+    around = "tests.torture.seeded:pages_of_another_request"
+    options = ["--connector", json.dumps(LMKV), "--around", around, "--shrink-minutes", "0.2"]
+    done = torture(*options, "--minutes", "5", "--report", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "# Difference: request r" in (tmp_path / "report-1.md").read_text()
+    smallest = Schedule.from_json((tmp_path / "schedule-1.json").read_text())
+    assert len(smallest.operations) < 20
+
+
+@pytest.mark.nightly
+def test_a_process_that_dies_is_a_death(tmp_path: Path) -> None:
+    """The module of `--around` does not exist: no engine starts."""
+    problem = Trials(Setup(tmp_path, around=("tests.nowhere:nothing",))).run(Schedule(0, "gqa", ())).problem
+    assert problem is not None
+    assert (problem.kind, problem.text) == ("death", "ModuleNotFoundError: No module named 'tests.nowhere'")
