@@ -2,12 +2,16 @@
 
     python benchmarks/multiturn.py [--users 8] [--turns 10] [--quick] [--json] [--picture docs/multiturn.svg]
     python benchmarks/multiturn.py --drawn-from turns.json --picture docs/multiturn.svg
+    python benchmarks/multiturn.py --audits 20 [--rate 0.1] [--users 8] [--turns 10]
 
 Each user sends a prompt, waits for the answer, and sends it all again with the next question behind it.
 vLLM's own prefix cache is on in every engine: it forgets a user's KV while the others are served. The engines
 run one after the other, each in a process of its own: vLLM alone, with lmkv in host memory, and with that and a
 disk, host memory then being too small for all conversations as well. In float32: all outputs must be equal.
 The picture needs matplotlib (`pip install "lmkv[plot]"`).
+
+`--audits`: so many rounds, each with conversations of its own, of lmkv with and without audits, both in host memory.
+Each audit costs the same whatever the rate is, so a higher rate shows the cost of a lower one, less its noise.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from typing import Any
 
 from attrs import frozen
 
-from benchmarks._timing import Row, arguments_of, finish, machine
+from benchmarks._timing import Row, arguments_of, finish, machine, turns
 from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.report import Comparison, draw
 from lmkv.cli.measure.small_model import SmallModel
@@ -41,20 +45,27 @@ IN_SPACE = 2.5
 """Conversations of full length that vLLM's KV space takes."""
 TITLE = "Conversations"
 ALONE, RAM, DISK = "vLLM alone", "lmkv, RAM", "lmkv, RAM and disk"
+AUDITED = "lmkv, RAM, audited"
+AUDIT_TARGET_RATE, AUDIT_TARGET = 0.01, 0.015
+"""Share of the throughput that audits of so many hits may cost."""
 
 
 @frozen
 class Load:
+    """`audits`: the share of hits that AUDITED audits."""
+
     users: int
     turns: int
+    audits: float = 0.0
 
     @property
     def tokens(self) -> int:
         """Tokens of the longest conversation."""
         return self.turns * (QUESTION + ANSWER)
 
-    def question(self, user: int, turn: int) -> list[int]:
-        return random.Random(user * 1000 + turn).choices(range(VOCABULARY), k=QUESTION)
+    def question(self, number: int, user: int, turn: int) -> list[int]:
+        """Tokens of a user's question in the round of this number."""
+        return random.Random((number * 1000 + user) * 1000 + turn).choices(range(VOCABULARY), k=QUESTION)
 
 
 def specs(load: Load, folder: Path) -> dict[str, EngineSpec]:
@@ -74,6 +85,7 @@ def specs(load: Load, folder: Path) -> dict[str, EngineSpec]:
     return {
         ALONE: spec(),
         RAM: spec(max_local_cpu_size=everything),
+        AUDITED: spec(max_local_cpu_size=everything, audit_rate=load.audits),
         DISK: spec(
             max_local_cpu_size=everything / 4,
             local_disk=str(folder / "kv"),
@@ -94,15 +106,15 @@ def run_engine(load: Load, name: str, folder: Path) -> None:
     warm = {"prompt_token_ids": random.Random("no prompt of the load").choices(range(VOCABULARY), k=load.tokens)}
     llm.generate(warm, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
 
-    def run() -> dict[str, Any]:
+    def run(number: int) -> dict[str, Any]:
         talks: list[list[int]] = [[] for _ in range(load.users)]
-        turns = [0] * load.users
+        done = [0] * load.users
         ttfts: list[float] = []
         cached = 0
 
         def send(user: int) -> None:
-            talks[user] += load.question(user, turns[user])
-            engine.add_request(f"{user}-{turns[user]}", {"prompt_token_ids": list(talks[user])}, params)
+            talks[user] += load.question(number, user, done[user])
+            engine.add_request(f"{user}-{done[user]}", {"prompt_token_ids": list(talks[user])}, params)
 
         started = time.perf_counter()
         for user in range(load.users):
@@ -115,25 +127,59 @@ def run_engine(load: Load, name: str, folder: Path) -> None:
                 talks[user] += output.outputs[0].token_ids
                 ttfts.append(output.metrics.first_token_latency)
                 cached += output.num_cached_tokens or 0
-                turns[user] += 1
-                if turns[user] < load.turns:
+                done[user] += 1
+                if done[user] < load.turns:
                     send(user)
         seconds = time.perf_counter() - started
         return {"seconds": seconds, "ttfts": ttfts, "cached": cached, "talks": talks}
 
-    for _ in questions:
-        questions.answer(run())
+    for number in questions:
+        questions.answer(run(number))
     leave(llm)
 
 
-def measured(load: Load, name: str, root: Path) -> dict[str, Any]:
+def child_of(load: Load, name: str, root: Path) -> ChildProcess:
     folder = root / name.replace(" ", "-").replace(",", "")
     command = [sys.executable, __file__, "--engine", name, "--folder", str(folder)]
-    command += ["--users", str(load.users), "--turns", str(load.turns)]
-    with closing(ChildProcess(command, folder, ONE_PROCESS)) as child:
+    command += ["--users", str(load.users), "--turns", str(load.turns), "--rate", str(load.audits)]
+    return ChildProcess(command, folder, ONE_PROCESS)
+
+
+def measured(load: Load, name: str, root: Path) -> dict[str, Any]:
+    with closing(child_of(load, name, root)) as child:
         found: dict[str, Any] = child.ask(0, 1800.0)
         child.leave()
     return found
+
+
+def audits(load: Load, rounds: int, root: Path) -> list[Row]:
+    """What audits cost: both engines in each round, in shuffled order."""
+    with closing(child_of(load, RAM, root)) as plain, closing(child_of(load, AUDITED, root)) as audited:
+        children = {RAM: plain, AUDITED: audited}
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
+        for number, name in turns(children, rounds):
+            found[name].append(children[name].ask(number))
+        for child in children.values():
+            child.leave()
+    # The first conversations are those that warm the engines up.
+    pairs = list(zip(found[RAM], found[AUDITED], strict=True))[1:]
+    assert all(one["talks"] == other["talks"] for one, other in pairs), "answers differ"
+    slower = statistics.median(other["seconds"] / one["seconds"] for one, other in pairs) - 1
+    again = sum(one["cached"] - other["cached"] for one, other in pairs) / sum(one["cached"] for one, _ in pairs)
+    scale = AUDIT_TARGET_RATE / again if again else 0.0
+    return [
+        Row("tokens of hits that audits computed again", 100 * again, "%"),
+        Row("time that these audits took", 100 * slower, "%"),
+        Row(
+            "time that audits of one token in 100 would take",
+            100 * slower * scale,
+            "%",
+            RAM,
+            slower * scale,
+            AUDIT_TARGET,
+            slower * scale <= AUDIT_TARGET,
+        ),
+    ]
 
 
 def rows(load: Load, found: dict[str, dict[str, Any]]) -> list[Row]:
@@ -177,14 +223,20 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--picture", type=Path, help="where to draw the comparison, as SVG or PNG")
     parser.add_argument("--drawn-from", type=Path, help="what an earlier run printed with --json; measures nothing")
+    parser.add_argument("--audits", type=int, metavar="ROUNDS", help="measure what audits cost, in so many rounds")
+    parser.add_argument("--rate", type=float, default=0.1, help="share of the hits that --audits audits")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    load = Load(3, 3) if options.quick else Load(options.users, options.turns)
+    users, number = (3, 3) if options.quick else (options.users, options.turns)
+    load = Load(users, number, options.rate)
     if options.drawn_from and not options.picture:
         parser.error("--drawn-from needs --picture")
     if options.engine:
         run_engine(load, options.engine, options.folder)
+    if options.audits:
+        with tempfile.TemporaryDirectory(prefix="lmkv-audits-") as folder:
+            return finish(audits(load, options.audits, Path(folder)), options.json)
     if options.drawn_from:
         return draw_earlier(options.drawn_from, options.picture)
     with tempfile.TemporaryDirectory(prefix="lmkv-turns-") as folder:
