@@ -47,10 +47,10 @@ _ENOUGH = 4
 class Setup:
     """What all trials have in common.
 
-    `connector`: vLLM's kv_transfer_config, or None. `prefill`: that of an engine before this one, or None. `server`: the command of a server that it needs. `{folder}`,
-    `{redis}`, `{port}`, on which the server listens, and `{port2}` in both are filled in for each trial. `engine`: more
-    options of the engines. `around`: PACKAGE.MODULE:NAME of context managers in which engines are made. `model`: of
-    the kind `own`. `patience`: seconds.
+    `connector`: vLLM's kv_transfer_config, or None. `prefill`: that of an engine through which each request goes first,
+    or None. `server`: the command of a server that they need. `{folder}`, `{redis}`, `{port}`, on which the server
+    listens, and `{port2}` in all three are filled in for each trial. `engine`: more options of the engines. `around`:
+    PACKAGE.MODULE:NAME of context managers in which engines are made. `model`: of the kind `own`. `patience`: seconds.
     """
 
     folder: Path
