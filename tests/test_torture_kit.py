@@ -208,7 +208,9 @@ def test_a_connector_gets_the_folder_and_the_port_of_its_trial() -> None:
 
 def test_a_setup_is_filled_in(tmp_path: Path) -> None:
     setup = Setup(tmp_path, {"url": "{redis}"}, server="serve {port} {port2}", redis="redis://127.0.0.1:{port}")
+    setup = evolve(setup, prefill={"path": "{folder}"})
     filled = setup.filled_in(81, 82)
+    assert filled.prefill == {"path": str(tmp_path / "storage")}
     assert filled.connector == {"url": "redis://127.0.0.1:81"}
     assert filled.server == "serve 81 82"
     assert filled.storage == Storage(tmp_path / "storage", "redis://127.0.0.1:81")

@@ -11,6 +11,7 @@ import pytest
 
 from lmkv.testing.torture.schedule import Schedule
 from lmkv.testing.torture.trial import Setup, Trials
+from tests.servers import needs_package
 
 ROOT = Path(__file__).parents[2]
 LMKV = {
@@ -41,6 +42,24 @@ def test_a_seeded_bug_is_found_and_its_schedule_becomes_smaller(tmp_path: Path) 
     assert "# Difference: request r" in (tmp_path / "report-1.md").read_text()
     smallest = Schedule.from_json((tmp_path / "schedule-1.json").read_text())
     assert len(smallest.operations) < 20
+
+
+@pytest.mark.nightly
+def test_a_pair_of_engines_with_nixl_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_package("nixl", "pip install --no-deps nixl nixl-cu13")
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    nixl = json.dumps(
+        {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu",
+            "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": 6},
+        }
+    )
+    options = ["--connector", nixl, "--prefill", nixl, "--requests", "120", "--length", "60", "--seed", "2"]
+    done = torture(*options, "--report", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.nightly

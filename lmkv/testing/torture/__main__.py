@@ -38,6 +38,7 @@ def arguments() -> argparse.Namespace:
         prog="python -m lmkv.testing.torture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--connector", help="vLLM's kv_transfer_config, as JSON or @FILE; none: its own prefix cache")
+    parser.add_argument("--prefill", help="the same of a second engine, through which each request goes first")
     parser.add_argument("--requests", type=int, help="end after so many")
     parser.add_argument("--minutes", type=float, help="end after so long (10 without --requests)")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule; the next ones count on")
@@ -80,6 +81,7 @@ class Session:
         self._setup = Setup(
             folder=folder,
             connector=_json(options.connector),
+            prefill=_json(options.prefill),
             engine=_json(options.engine),
             around=tuple(options.around),
             model=str(Path(options.model).resolve()) if options.model else "",

@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,13 @@ OPTIONS = {
 
 
 @contextlib.contextmanager
-def engine(model: Path, options: Mapping[str, Any], connector: Mapping[str, Any] | None = None) -> Iterator[Engine]:
-    """An engine of the model, with vLLM's `kv_transfer_config` made of `connector`."""
+def engine(
+    model: Path,
+    options: Mapping[str, Any],
+    connector: Mapping[str, Any] | None = None,
+    make: Callable[[Any], Engine] | None = None,
+) -> Iterator[Engine]:
+    """An engine of the model, with vLLM's `kv_transfer_config` made of `connector`; `make` makes it of vLLM's own."""
     _prepare_cpus()
     from vllm import EngineArgs
     from vllm.config import KVTransferConfig
@@ -56,7 +61,7 @@ def engine(model: Path, options: Mapping[str, Any], connector: Mapping[str, Any]
     with _no_collection():
         made = LLMEngine.from_engine_args(EngineArgs(model=str(model), **given))
     try:
-        yield Engine(made)
+        yield (make or Engine)(made)
     finally:
         with _no_collection():
             made.engine_core.shutdown()
@@ -146,9 +151,19 @@ class Engine:
         return self._engine.engine_core.engine_core.scheduler
 
     def ask(
-        self, name: str, tokens: Sequence[int], max_tokens: int, *, salt: str = "", adapter: Path | None = None
+        self,
+        name: str,
+        tokens: Sequence[int],
+        max_tokens: int,
+        *,
+        salt: str = "",
+        adapter: Path | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> None:
-        """Begin a request that is answered greedily, with the two likeliest tokens' log-probabilities."""
+        """Begin a request that is answered greedily, with the two likeliest tokens' log-probabilities.
+
+        `transfer`: vLLM's kv_transfer_params, or None.
+        """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
@@ -160,6 +175,7 @@ class Engine:
             detokenize=False,
             logprobs=2,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=None if transfer is None else {"kv_transfer_params": transfer},
         )
         prompt: dict[str, Any] = {"prompt_token_ids": list(tokens)}
         if salt:
@@ -168,6 +184,9 @@ class Engine:
         if adapter is not None:
             lora = LoRARequest(adapter.name, int(adapter.name.rpartition("-")[2]), str(adapter))
         self._engine.add_request(name, prompt, params, lora_request=lora)
+
+    def all_counts(self) -> Counter[str]:
+        return self.counts
 
     def step(self) -> list[Any]:
         """One step; vLLM's outputs of the requests that have ended with it."""

@@ -55,7 +55,7 @@ class Execution:
             self.counts["restarts"] += number > 0
             with self.engine_of(self._weights) as engine:
                 problem = self._live(engine, life)
-                self.counts.update(engine.counts)
+                self.counts.update(engine.all_counts())
             if problem is not None:
                 return problem
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from lmkv.testing.torture import models
 from lmkv.testing.torture.checks import Problem
 from lmkv.testing.torture.engine import Engine, engine, for_this_device, set_environment
 from lmkv.testing.torture.faults import Storage
+from lmkv.testing.torture.pair import PREFILL_ENGINE, Pair, new_side_channel
 from lmkv.testing.torture.reference import Answers, answer
 from lmkv.testing.torture.run import Execution
 from lmkv.testing.torture.schedule import Schedule
@@ -44,14 +47,15 @@ _ENOUGH = 4
 class Setup:
     """What all trials have in common.
 
-    `connector`: vLLM's kv_transfer_config, or None. `server`: the command of a server that it needs. `{folder}`,
-    `{redis}`, `{port}`, on which the server listens, and `{port2}` in both are filled in for each trial. `engine`: more
-    options of the engines. `around`: PACKAGE.MODULE:NAME of context managers in which engines are made. `model`: of
-    the kind `own`. `patience`: seconds.
+    `connector`: vLLM's kv_transfer_config, or None. `prefill`: that of an engine through which each request goes first,
+    or None. `server`: the command of a server that they need. `{folder}`, `{redis}`, `{port}`, on which the server
+    listens, and `{port2}` in all three are filled in for each trial. `engine`: more options of the engines. `around`:
+    PACKAGE.MODULE:NAME of context managers in which engines are made. `model`: of the kind `own`. `patience`: seconds.
     """
 
     folder: Path
     connector: dict[str, Any] | None = None
+    prefill: dict[str, Any] | None = None
     engine: dict[str, Any] = field(factory=dict)
     around: tuple[str, ...] = ()
     model: str = ""
@@ -67,7 +71,8 @@ class Setup:
         places = {"folder": str(self.storage.folder), "port": str(port), "port2": str(other)}
         redis = places["redis"] = fill_in(self.redis, places)
         connector, server = fill_in(self.connector, places), fill_in(self.server, places)
-        return evolve(self, connector=connector, server=server, redis=redis)
+        prefill = fill_in(self.prefill, places)
+        return evolve(self, connector=connector, prefill=prefill, server=server, redis=redis)
 
     @property
     def log(self) -> Path:
@@ -222,14 +227,22 @@ class _Trial:
         # The user's options decide what a model computes; the schedule's only how tight the engine is.
         return engine(self._model(weights), {**self._options(), **self._setup.engine, **_REFERENCE})
 
-    def _tortured(self, weights: int) -> contextlib.AbstractContextManager[Engine]:
+    @contextlib.contextmanager
+    def _tortured(self, weights: int) -> Iterator[Engine]:
         self._alive()
         options = {**self._options(), **self._kind.tortured, **self._schedule.engine, **self._setup.engine}
         # Other weights come under the same name.
         model = self._setup.folder / "model"
         model.unlink(missing_ok=True)
         model.symlink_to(self._model(weights))
-        return engine(model, options, self._setup.connector)
+        with contextlib.ExitStack() as stack:
+            make = None
+            if self._setup.prefill is not None:
+                new_side_channel()
+                first = stack.enter_context(engine(model, {**options, **PREFILL_ENGINE}, self._setup.prefill))
+                new_side_channel()
+                make = functools.partial(Pair, prefill=first)
+            yield stack.enter_context(engine(model, options, self._setup.connector, make))
 
 
 def _named(name: str) -> Any:
