@@ -47,6 +47,7 @@ def write(folder: Path, failure: Failure, setup: Setup, found: Sequence[str], nu
         "problem": failure.problem.as_json(),
         "versions": versions(setup),
         "connector": setup.connector,
+        "prefill": setup.prefill,
         "engine": setup.engine,
         "around": setup.around,
         "command": list(found),
@@ -69,6 +70,8 @@ def _lines(failure: Failure, setup: Setup, found: Sequence[str], path: Path) -> 
     lines += ["## Versions", "", *(f"* {name} {number}" for name, number in versions(setup).items()), ""]
     lines += ["## Engine", "", "    " + json.dumps({**schedule.engine, **setup.engine}), ""]
     lines += ["The connector, vLLM's `kv_transfer_config`:", "", "    " + json.dumps(setup.connector), ""]
+    if setup.prefill is not None:
+        lines += ["The connector of the prefill engine:", "", "    " + json.dumps(setup.prefill), ""]
     lines += [f"## The smallest schedule, on a model of the kind {schedule.kind}", ""]
     lines += [f"{number}. {operation}" for number, operation in enumerate(schedule.operations, 1)]
     lines += ["", "`d5[:30]` is 30 random tokens of a document, `r2[:9]` is 9 tokens of the right answer to r2.", ""]
@@ -84,6 +87,7 @@ def _lines(failure: Failure, setup: Setup, found: Sequence[str], path: Path) -> 
 def again(setup: Setup) -> list[str]:
     """The options that make the same setup."""
     options = [] if setup.connector is None else ["--connector", json.dumps(setup.connector)]
+    options += [] if setup.prefill is None else ["--prefill", json.dumps(setup.prefill)]
     options += ["--engine", json.dumps(setup.engine)] if setup.engine else []
     options += [word for name in setup.around for word in ("--around", name)]
     options += ["--model", setup.model] if setup.model else []
