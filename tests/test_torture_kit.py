@@ -11,6 +11,7 @@ import pytest
 from attrs import evolve
 
 from lmkv.testing.torture import report
+from lmkv.testing.torture.__main__ import arguments
 from lmkv.testing.torture.checks import Prefixes, Problem, untrue
 from lmkv.testing.torture.faults import FAULTS, Storage
 from lmkv.testing.torture.reference import Answer, by_weights, key_of
@@ -144,6 +145,35 @@ def test_deaths_by_other_exceptions_are_other_problems() -> None:
     assert Problem("difference", "a: b").nature == Problem("difference", "c: d").nature
 
 
+# -- command lines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--connector ExampleConnector", "Expecting value"),
+        ("--connector @nowhere.json", "No such file"),
+        ("--engine []", "not a JSON object: []"),
+        ("--requests 0", "less than 1: 0"),
+        ("--length 0", "less than 1: 0"),
+        ("--patience 0", "not more than 0: 0"),
+        ("--model nowhere", "no folder: nowhere"),
+        ("--schedule nowhere.json", "no schedule: nowhere.json"),
+        ("--kinds ,", "at least one kind"),
+        ("--kinds own", "`own` with --model only"),
+        ("--kinds gpa", "there is no gpa"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_anything_starts(
+    options: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["torture", *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        arguments()
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+
+
 # -- faults --------------------------------------------------------------------------------------------
 
 
@@ -250,3 +280,11 @@ def test_a_report_says_what_differs_and_how_to_see_it_again(tmp_path: Path) -> N
     ):
         assert part in text
     assert Schedule.from_json((tmp_path / "out" / "schedule-1.json").read_text()) == failure.schedule
+
+
+def test_a_report_of_an_error_of_many_lines_has_one_title_and_the_same_patience(tmp_path: Path) -> None:
+    problem = Problem("death", "ValidationError: 1 error\n  no such connector")
+    failure = report.Failure(problem, Schedule(1, "gqa", ()), 3, 3, 3, "")
+    text = report.write(tmp_path, failure, Setup(tmp_path, patience=7.5), ["torture"], 1).read_text()
+    assert text.startswith("# Death: ValidationError: 1 error no such connector\n\n")
+    assert "--schedule schedule-1.json --patience 7.5\n" in text

@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from argparse import ArgumentTypeError
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from lmkv.testing.torture import models, report
 from lmkv.testing.torture.faults import FAULTS
 from lmkv.testing.torture.schedule import Schedule, make
 from lmkv.testing.torture.shrink import shrink, simpler
-from lmkv.testing.torture.trial import Result, Setup, Trials, resolved
+from lmkv.testing.torture.trial import PATIENCE, Result, Setup, Trials, resolved
 
 _REPEATS = 3
 
@@ -37,24 +38,30 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m lmkv.testing.torture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--connector", help="vLLM's kv_transfer_config, as JSON or @FILE; none: its own prefix cache")
-    parser.add_argument("--prefill", help="the same of a second engine, through which each request goes first")
-    parser.add_argument("--requests", type=int, help="end after so many")
-    parser.add_argument("--minutes", type=float, help="end after so long (10 without --requests)")
+    parser.add_argument(
+        "--connector", type=_json, help="vLLM's kv_transfer_config, as JSON or @FILE; none: its own prefix cache"
+    )
+    parser.add_argument(
+        "--prefill", type=_json, help="the same of a second engine, through which each request goes first"
+    )
+    parser.add_argument("--requests", type=_count, help="end after so many")
+    parser.add_argument("--minutes", type=_more_than_none, help="end after so long (10 without --requests)")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule; the next ones count on")
     parser.add_argument("--kinds", default="gqa", help=f"kinds of models, of {','.join(models.KINDS)}")
-    parser.add_argument("--length", type=int, default=120, help="requests of a schedule")
-    parser.add_argument("--weights", type=int, default=1, help="models that take turns over the same storage")
+    parser.add_argument("--length", type=_count, default=120, help="requests of a schedule")
+    parser.add_argument("--weights", type=_count, default=1, help="models that take turns over the same storage")
     parser.add_argument("--faults", default="", help=f"of storage: {','.join(FAULTS)}")
     parser.add_argument("--redis", default="", help="URL of a database of its own, which is emptied again and again")
     parser.add_argument("--server", default="", help="command of a server that the connector needs")
-    parser.add_argument("--engine", default="{}", help="more options of vLLM's engines, as JSON or @FILE")
+    parser.add_argument("--engine", type=_json, default="{}", help="more options of vLLM's engines, as JSON or @FILE")
     parser.add_argument("--around", action="append", default=[], metavar="MODULE:NAME", help="engines are made in it")
-    parser.add_argument("--model", default="", help="folder of a model, for the kind `own`")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds after which a request hangs")
-    parser.add_argument("--failures", type=int, default=1, help="end after so many schedules that fail")
+    parser.add_argument("--model", type=_folder, help="folder of a model, for the kind `own`")
+    parser.add_argument(
+        "--patience", type=_more_than_none, default=PATIENCE, help="seconds after which a request hangs"
+    )
+    parser.add_argument("--failures", type=_count, default=1, help="end after so many schedules that fail")
     parser.add_argument("--shrink-minutes", type=float, default=5.0, help="at most, for each failure")
-    parser.add_argument("--schedule", help="do only what is in this file")
+    parser.add_argument("--schedule", type=_schedule, metavar="FILE", help="do only what is in it")
     parser.add_argument("--report", default="torture-report", help="folder for reports of failures")
     options = parser.parse_args()
     options.kinds = [name for name in options.kinds.split(",") if name]
@@ -64,13 +71,44 @@ def arguments() -> argparse.Namespace:
             parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     if options.model:
         options.kinds = ["own"]
+    elif not options.kinds or "own" in options.kinds:
+        parser.error("--kinds has at least one kind, and `own` with --model only")
     return options
 
 
-def _json(text: str | None) -> Any:
-    if text is None:
-        return None
-    return json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+    except (OSError, ValueError) as error:
+        raise ArgumentTypeError(f"{error}: {text}") from None
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(f"not a JSON object: {text}")
+    return found
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ArgumentTypeError(f"less than 1: {text}")
+    return number
+
+
+def _more_than_none(text: str) -> float:
+    if not (number := float(text)) > 0:
+        raise ArgumentTypeError(f"not more than 0: {text}")
+    return number
+
+
+def _folder(text: str) -> str:
+    if not Path(text).is_dir():
+        raise ArgumentTypeError(f"no folder: {text}")
+    return str(Path(text).resolve())
+
+
+def _schedule(path: str) -> Schedule:
+    try:
+        return Schedule.from_json(Path(path).read_text())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ArgumentTypeError(f"no schedule: {path}: {error}") from None
 
 
 class Session:
@@ -80,11 +118,11 @@ class Session:
         self._options = options
         self._setup = Setup(
             folder=folder,
-            connector=_json(options.connector),
-            prefill=_json(options.prefill),
-            engine=_json(options.engine),
+            connector=options.connector,
+            prefill=options.prefill,
+            engine=options.engine,
             around=tuple(options.around),
-            model=str(Path(options.model).resolve()) if options.model else "",
+            model=options.model or "",
             redis=options.redis,
             server=options.server,
             patience=options.patience,
@@ -187,7 +225,7 @@ class Session:
         return [f"no {name.replace('_', ' ')}" for name in sorted(names) if not self._counts[name]]
 
     def _conclude(self) -> int:
-        verdict = f"{self._failures} failures" if self._failures else "no failure"
+        verdict = {0: "no failure", 1: "1 failure"}.get(self._failures, f"{self._failures} failures")
         self._say(f"{verdict}: {report.summary(self._counts)}")
         return 1 if self._failures else 0
 
@@ -201,9 +239,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="torture-") as folder:
         session = Session(options, Path(folder))
         if options.schedule:
-            return session.replay(Schedule.from_json(Path(options.schedule).read_text()))
+            return session.replay(options.schedule)
         return session.run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("torture: interrupted")

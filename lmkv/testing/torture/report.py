@@ -14,7 +14,7 @@ from attrs import frozen
 
 from lmkv.testing.torture.checks import Problem
 from lmkv.testing.torture.schedule import Schedule
-from lmkv.testing.torture.trial import Setup
+from lmkv.testing.torture.trial import PATIENCE, Setup
 
 _LOG_LINES = 60
 _MEANINGS = {
@@ -63,7 +63,8 @@ def write(folder: Path, failure: Failure, setup: Setup, found: Sequence[str], nu
 def _lines(failure: Failure, setup: Setup, found: Sequence[str], path: Path) -> list[str]:
     problem, schedule = failure.problem, failure.schedule
     replay = ["python", "-m", "lmkv.testing.torture", "--schedule", path.name, *again(setup)]
-    lines = [f"# {problem.kind.capitalize()}: {problem.text}", "", _MEANINGS[problem.kind], ""]
+    title = " ".join(problem.text.split())
+    lines = [f"# {problem.kind.capitalize()}: {title}", "", _MEANINGS[problem.kind], ""]
     lines += ["Found with", "", f"    {shlex.join(found)}", "", "and seen again with", "", f"    {shlex.join(replay)}"]
     lines += ["", f"This schedule failed in {failure.failed} of {failure.trials} trials, each in a fresh process over"]
     lines += [f"fresh storage. It has {len(schedule.operations)} of {failure.operations} operations.", ""]
@@ -90,6 +91,7 @@ def again(setup: Setup) -> list[str]:
     options += [] if setup.prefill is None else ["--prefill", json.dumps(setup.prefill)]
     options += ["--engine", json.dumps(setup.engine)] if setup.engine else []
     options += [word for name in setup.around for word in ("--around", name)]
+    options += ["--patience", f"{setup.patience:g}"] if setup.patience != PATIENCE else []
     options += ["--model", setup.model] if setup.model else []
     options += ["--server", setup.server] if setup.server else []
     return options + (["--redis", setup.redis] if setup.redis else [])

@@ -23,7 +23,6 @@ _AT_ONCE = 12
 @define
 class _Asked:
     operation: Operation
-    at: int
     tokens: list[int]
     expected: Answer
     since: float
@@ -33,7 +32,8 @@ class _Asked:
 class Execution:
     """One schedule on engines that `engine_of` makes of the weights' number. `patience`: seconds until it is a hang.
 
-    `run` ends with the first problem, which it returns.
+    `run` ends with the first problem, which it returns. `at`: the place of the operation that is being done, or None
+    while an engine starts.
     """
 
     schedule: Schedule
@@ -47,12 +47,13 @@ class Execution:
     _prefixes: Prefixes = field(factory=Prefixes)
     _asked: dict[str, _Asked] = field(factory=dict)
     _weights: int = 0
-    _at: int = 0
+    at: int | None = None
 
     def run(self) -> Problem | None:
         for number, (weights, life) in enumerate(by_weights(self.schedule.operations)):
             self._weights = weights
             self.counts["restarts"] += number > 0
+            self.at = None
             with self.engine_of(self._weights) as engine:
                 problem = self._live(engine, life)
                 self.counts.update(engine.all_counts())
@@ -62,7 +63,7 @@ class Execution:
 
     def _live(self, engine: Engine, life: list[tuple[int, Operation]]) -> Problem | None:
         for at, operation in life:
-            self._at = at
+            self.at = at
             problem = self._do(engine, operation)
             if problem is not None:
                 return problem
@@ -94,7 +95,7 @@ class Execution:
         tokens = list(key.tokens)
         adapter = self.adapters[operation.lora - 1] if operation.lora else None
         engine.ask(operation.name, tokens, operation.max_tokens, salt=operation.salt, adapter=adapter)
-        self._asked[operation.name] = _Asked(operation, self._at, tokens, self.answers[key], time.monotonic())
+        self._asked[operation.name] = _Asked(operation, tokens, self.answers[key], time.monotonic())
 
     def _abort(self, engine: Engine, name: str) -> None:
         asked = self._asked.pop(name, None)
@@ -123,9 +124,14 @@ class Execution:
         now = time.monotonic()
         for name, asked in self._asked.items():
             if now - asked.since > self.patience:
-                text = f"request {name} has not ended after {self.patience:.0f} s"
-                problems.append(Problem("hang", text, self._at, name))
+                text = f"request {name} has not ended after {self.patience:.0f} s{self._held(engine)}"
+                problems.append(Problem("hang", text, self.at, name))
         return next(filter(None, problems), None)
+
+    def _held(self, engine: Engine) -> str:
+        """Requests that have ended and hold blocks that others wait for."""
+        ended = len(engine.scheduler.requests) - len(self._asked)
+        return f", and vLLM still holds the blocks of {ended} that have" if ended > 0 else ""
 
     def _tick(self, engine: Engine) -> None:
         """One step of an engine that has nothing to do."""
@@ -148,9 +154,9 @@ class Execution:
             position, how = difference
             text = f"{where}: token {position} of the answer differs: {how}"
             tokens = (asked.expected.tokens, given.tokens)
-            return Problem("difference", text, self._at, asked.operation.name, *tokens, position)
+            return Problem("difference", text, self.at, asked.operation.name, *tokens, position)
         why = untrue(cached, len(asked.tokens), others)
-        return None if why is None else Problem("truthfulness", f"{where}: {why}", self._at, asked.operation.name)
+        return None if why is None else Problem("truthfulness", f"{where}: {why}", self.at, asked.operation.name)
 
     def _others(self, asked: _Asked) -> int:
         """Tokens of the longest beginning that another request has had or has."""

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -39,6 +40,9 @@ _REFERENCE = {
     "pipeline_parallel_size": 1,
     "distributed_executor_backend": None,
 }
+PATIENCE = 60.0
+"""Seconds after which a request hangs."""
+
 _ENOUGH = 4
 """Times its patience, after which a process is ended from outside."""
 
@@ -61,7 +65,7 @@ class Setup:
     model: str = ""
     redis: str = ""
     server: str = ""
-    patience: float = 60.0
+    patience: float = PATIENCE
 
     @property
     def storage(self) -> Storage:
@@ -131,7 +135,7 @@ class Trials:
             with contextlib.suppress(OSError):
                 result.log = self._setup.log.read_text(errors="replace")[-20000:]
             if "Timeout (" in result.log:
-                result.problem = Problem("hang", f"nothing has moved for {self._setup.patience:.0f} s")
+                result.problem = Problem("hang", f"a call has not returned after {2 * self._setup.patience:.0f} s")
         return result
 
     def _follow(self, pipe: Any, result: Result) -> None:
@@ -163,6 +167,9 @@ def _child(setup: Setup, schedule: Schedule, answers: Answers, pipe: Any) -> Non
     log = os.open(setup.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # A trial that is killed leaves temporary files.
+    tempfile.tempdir = os.environ["TMPDIR"] = str(setup.folder / "tmp")
+    os.makedirs(tempfile.tempdir, exist_ok=True)
     # A collection visits only what is made from here on.
     gc.freeze()
     try:
@@ -205,7 +212,11 @@ class _Trial:
             execution = Execution(
                 schedule, self._answers | found, self._tortured, adapters, setup.storage, setup.patience, self._alive
             )
-            problem = execution.run()
+            try:
+                problem = execution.run()
+            except Exception as error:  # noqa: BLE001 - whatever ended it is a result
+                traceback.print_exc()
+                problem = Problem("death", _last_words(error), execution.at)
             return {"counts": execution.counts, "problem": problem}
 
     def _alive(self) -> None:
