@@ -359,7 +359,8 @@ FAMILIES = {
 }
 
 _NET: dict[str, Any] = {
-    "options": {"dtype": "bfloat16", "max_num_batched_tokens": 1200},
+    # States are float32 by default on processors with bfloat16 of AVX-512 only, and blocks are as long as a state.
+    "options": {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "max_num_batched_tokens": 1200},
     "groups": 4,
     "blocks": 24,
     "own": 4,
