@@ -153,7 +153,7 @@ def measured(load: Load, name: str, root: Path) -> dict[str, Any]:
 
 
 def audits(load: Load, rounds: int, root: Path) -> list[Row]:
-    """What audits cost: both engines in each round, in shuffled order."""
+    """Measure the cost of audits: both engines run in each round, in shuffled order."""
     with closing(child_of(load, RAM, root)) as plain, closing(child_of(load, AUDITED, root)) as audited:
         children = {RAM: plain, AUDITED: audited}
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in children}

@@ -1,4 +1,4 @@
-"""What a hit in shared memory costs at least: files in memory read, checked and mapped, beside a copy of as many bytes.
+"""The least cost of a hit in shared memory: files are read, checked and mapped, beside a copy of as many bytes.
 
     python benchmarks/shared.py [--folder /dev/shm] [--rounds 15] [--quick] [--json]
 
@@ -54,7 +54,7 @@ def for_each(part: Callable[[int], object]) -> None:
 
 
 def parts(folder: Path) -> dict[str, Callable[[int], object]]:
-    """What is done with one chunk, by name."""
+    """The measured actions on one chunk, by name."""
     backend = LocalDiskBackend(folder / "kv", bytes(32), direct="off")
     # Aligned to pages as slots are: elsewhere the kernel copies at half the speed.
     slots = np.frombuffer(mmap.mmap(-1, CHUNKS * NBYTES), np.uint8).reshape(CHUNKS, NBYTES)

@@ -16,7 +16,7 @@ from lmkv.memory.copier import DONE, ChunkCopy
 from lmkv.memory.cpu_copier import CPUCopier
 
 _ONE_IN = 4
-"""Of the calls that could go wrong, one in so many does."""
+"""One call in so many goes wrong."""
 
 _load, _store = CPUCopier.load, CPUCopier.store
 

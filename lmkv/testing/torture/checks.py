@@ -1,4 +1,4 @@
-"""What is checked beside answers: that reported hits can be true, and that nothing is left over."""
+"""Checks beside answers: reported hits can be true, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmkv.testing.torture.engine import Engine
 
 @define
 class Problem:
-    """What went wrong, of a `kind`: difference, truthfulness, leak, hang, or death, of the process.
+    """A failed check, of a `kind`: difference, truthfulness, leak, hang, or death, of the process.
 
     `at`: the place of the operation in the schedule at which it was seen, or None. `request`: whose answer it is.
     `expected`, `given`: tokens, which differ at `position`.
@@ -38,7 +38,7 @@ class Problem:
 
 @define
 class Prefixes:
-    """What could have been cached so far: all tokens of all requests, by salt, adapter and weights."""
+    """All tokens of all requests so far, by salt, adapter and weights. Nothing else can have been cached."""
 
     _seen: dict[Hashable, list[Sequence[int]]] = field(factory=dict)
 

@@ -202,7 +202,7 @@ class Engine:
             self._engine.reset_prefix_cache(reset_running_requests=running)
 
     def left(self) -> str:
-        """What no request needs any more and is still held, in words; "" if nothing is."""
+        """Names the blocks and requests that vLLM still holds; "" if there are none."""
         scheduler = self.scheduler
         pool, known = scheduler.kv_cache_manager.block_pool, len(scheduler.requests)
         # One block is vLLM's own.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from attrs import define, field
@@ -41,21 +40,12 @@ class Pair(Engine):
     _waiting: dict[str, Callable[[Any], None]] = field(factory=dict)
     _cached: dict[str, int] = field(factory=dict)
 
-    def ask(
-        self,
-        name: str,
-        tokens: Sequence[int],
-        max_tokens: int,
-        *,
-        salt: str = "",
-        adapter: Path | None = None,
-        transfer: dict[str, Any] | None = None,
-    ) -> None:
+    def ask(self, name: str, tokens: Sequence[int], max_tokens: int, **more: Any) -> None:
         def decode(returned: Any) -> None:
-            super(Pair, self).ask(name, tokens, max_tokens, salt=salt, adapter=adapter, transfer=returned)
+            super(Pair, self).ask(name, tokens, max_tokens, **more | {"transfer": returned})
 
         self._waiting[name] = decode
-        self.prefill.ask(name, tokens, 1, salt=salt, adapter=adapter, transfer=dict(_TO_PREFILL))
+        self.prefill.ask(name, tokens, 1, **more | {"transfer": dict(_TO_PREFILL)})
 
     def step(self) -> list[Any]:
         for output in self.prefill.step():

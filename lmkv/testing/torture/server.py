@@ -1,4 +1,4 @@
-"""What a trial's configuration leaves open, and the server that a connector may need."""
+"""Fills in a trial's configuration, and runs the server that a connector may need."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _ENOUGH = 4
 
 @frozen
 class Setup:
-    """What all trials have in common.
+    """The settings that all trials have in common.
 
     `connector`: vLLM's kv_transfer_config, or None. `prefill`: that of an engine through which each request goes first,
     or None. `server`: the command of a server that they need. `{folder}`, `{redis}`, `{port}`, on which the server
