@@ -32,17 +32,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from attrs import frozen
 
 from benchmarks._lmcache_server import ENVIRONMENT
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv import Config, Engine
 from lmkv.cli.measure.limits import bare_chain, check
+from lmkv.cli.measure.pages import Pages, fastest_way
 from lmkv.memory.copier import DONE
-
-Array = npt.NDArray[np.int64]
 
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
 SHAPES = {"32 MiB chunks": 32, "4 MiB chunks": 4}
@@ -95,54 +92,6 @@ def engine_of(layers: int) -> tuple[Engine, list[torch.Tensor], list[int]]:
     return engine, tensors, random.Random(0).sample(range(2 * blocks), blocks)
 
 
-@frozen
-class Pages:
-    """The pages of a request beside lmkv: copied by numpy into an array that stands for their slots, and back.
-
-    `rows`: of each layer, [block, word]. `slots`: [layer, page of the request, word].
-    """
-
-    rows: list[Array]
-    blocks: list[int]
-    slots: Array
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], blocks: list[int]) -> Pages:
-        rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
-        return cls(rows, blocks, np.ones((len(rows), len(blocks), rows[0].shape[1]), np.int64))
-
-    def ways(self) -> dict[str, Callable[[], None]]:
-        """Either direction, page by page and layer by layer."""
-        pages = [
-            (row[block], self.slots[layer, n])
-            for layer, row in enumerate(self.rows)
-            for n, block in enumerate(self.blocks)
-        ]
-
-        def gather() -> None:
-            for page, place in pages:
-                np.copyto(place, page)
-
-        def scatter() -> None:
-            for page, place in pages:
-                np.copyto(page, place)
-
-        def take() -> None:
-            for row, part in zip(self.rows, self.slots, strict=True):
-                np.take(row, self.blocks, axis=0, out=part, mode="clip")
-
-        def put() -> None:
-            for row, part in zip(self.rows, self.slots, strict=True):
-                row[self.blocks] = part
-
-        return {
-            "one by one, store": gather,
-            "one by one, retrieve": scatter,
-            "by layers, store": take,
-            "by layers, retrieve": put,
-        }
-
-
 def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[Row]:
     engine, tensors, blocks = engine_of(layers)
     tokens = random.Random(1).choices(range(50_000), k=CHUNK * CHUNKS)
@@ -179,8 +128,7 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
     for name in ("store", "retrieve"):
         speed = nbytes / statistics.median(times[name]) / 1e9
         ways = (f"one by one, {name}", f"by layers, {name}")
-        # Some processors are faster one by one, others by layers. The limit is the faster way of each round.
-        times[PAGES] = [min(found) for found in zip(*(times[way] for way in ways), strict=True)]
+        times[PAGES] = fastest_way(times, name)
         ratio = 1 / median_ratio(times, name, PAGES)
         rows.append(Row(f"{name}, {label}", speed, "GB/s of CPU", PAGES, ratio, PAGES_TARGET, ratio >= PAGES_TARGET))
         for case, title in ((name, name), *((way, f"numpy, pages {way}") for way in ways), (f"{name} by layers",) * 2):

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lmkv.cli.measure.limits import measure_copies, measure_disk, measure_keys
+from lmkv.cli.measure.calls import measure_calls
+from lmkv.cli.measure.limits import measure_copies, measure_disk
 from lmkv.cli.measure.report import Comparison, rounded
 from lmkv.cli.measure.timing import machine
 from lmkv.cli.measure.ttft import measure_ttft
@@ -32,15 +33,16 @@ def bench(
     disk: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder on the disk to measure.", show_default="TMPDIR")
     ] = None,
+    redis: Annotated[str | None, typer.Option(metavar="URL", help="Redis to measure, whose database is used.")] = None,
     report: Annotated[Path, typer.Option(help="Where to draw the comparisons.")] = Path("lmkv-bench.png"),
     quick: Annotated[bool, typer.Option("--quick", help="Rough figures in a fraction of the time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON too, in the last line.")] = False,
 ) -> None:
-    """Measure copies, disk, hashing and vLLM's time to first token with lmkv, beside the limit of each."""
+    """Measure copies, lookups, evictions, disk and vLLM's time to first token with lmkv, beside the limit of each."""
     parent = disk or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
     length = min(tokens, 2048) if quick else tokens
-    comparisons = list(measured(model, length, host_gib, engine, parent, quick))
+    comparisons = list(measured(model, length, host_gib, engine, parent, redis, quick))
     show(comparisons)
     drawn(comparisons, report)
     if as_json:
@@ -49,18 +51,18 @@ def bench(
 
 
 def measured(
-    model: str | None, tokens: int, host_gib: float, engine: bool, parent: Path, quick: bool
+    model: str | None, tokens: int, host_gib: float, engine: bool, parent: Path, redis: str | None, quick: bool
 ) -> Iterator[Comparison]:
     say("copies in host memory")
-    yield measure_copies(quick=quick)
-    say("hashing")
-    yield measure_keys(quick=quick)
+    yield from measure_copies(quick=quick)
+    say("calls that a scheduler waits for")
+    yield from measure_calls(quick=quick)
     say(f"disk, in {parent}")
     yield from measure_disk(parent, quick=quick)
     if engine and find_spec("vllm") is None:
         say("vLLM is not installed: no times to the first token")
     elif engine:
-        yield measure_ttft(tokens, model, parent, host_gib, say)
+        yield measure_ttft(tokens, model, parent, host_gib, redis, say)
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""lmkv's copies, hashing and disk tier beside the limits of this machine. Wall time, without vLLM."""
+"""lmkv's copies, in CPU time, and its disk tier, in wall time, beside the limits of this machine. Without vLLM."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.chunks.hashing import chunk_keys
+from lmkv.cli.measure.pages import Pages, fastest_way
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import interleaved
 from lmkv.outcomes import ReadStatus, WriteStatus
@@ -30,7 +31,7 @@ from lmkv.protocols import Chunk, ChunkKey
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
 MIB = 1 << 20
 NAMESPACE = bytes(32)
-COPY, STORE, RETRIEVE = "contiguous copy", "lmkv store", "lmkv retrieve"
+COPY, PAGES = "contiguous copy", "the same pages, by numpy"
 
 Cases = Mapping[str, Callable[[], Any]]
 
@@ -40,7 +41,7 @@ def check(right: bool) -> None:
         raise RuntimeError("a transfer failed, so that its time means nothing; try again")
 
 
-def measure_copies(*, quick: bool) -> Comparison:
+def measure_copies(*, quick: bool) -> Iterator[Comparison]:
     """`Engine.store` and `retrieve`, between scattered blocks and host memory, in one thread."""
     layers = 4 if quick else 32
     blocks = CHUNKS * CHUNK // BLOCK
@@ -52,24 +53,26 @@ def measure_copies(*, quick: bool) -> Comparison:
     nbytes = CHUNKS * layers * MIB
     source, target = np.ones(nbytes // 8, np.int64), np.zeros(nbytes // 8, np.int64)
     with Engine.open(tensors, block_size=BLOCK, model="bench", config=config) as engine:
+        transfers: dict[str, Callable[[list[int], list[int]], int]]
+        transfers = {"store": engine.store, "retrieve": engine.retrieve}
 
         def forget() -> None:
             engine.clear()
 
-        cases: Cases = {
+        cases: dict[str, Callable[[], Any]] = {
             COPY: lambda: np.copyto(target, source),
-            STORE: lambda: engine.store(tokens, scattered),
-            RETRIEVE: lambda: engine.retrieve(tokens, scattered),
+            **Pages.of(tensors, scattered).ways(),
+            **{f"lmkv {name}": partial(call, tokens, scattered) for name, call in transfers.items()},
         }
         # Until the kernel has mapped every page of the slots.
         for _ in range(3):
             forget()
             check(engine.store(tokens, scattered) == len(tokens))
-        times = interleaved(
-            cases, 7 if quick else 21, clock=time.perf_counter, before=lambda name: forget() if name == STORE else None
-        )
-    speeds = {name: nbytes / statistics.median(found) / 1e9 for name, found in times.items()}
-    return Comparison(f"Host memory, {layers} MiB chunks", "GB/s", speeds, COPY)
+        times = interleaved(cases, 7 if quick else 21, before=lambda name: forget() if name == "lmkv store" else None)
+    for name in transfers:
+        times[PAGES] = fastest_way(times, name)
+        bars = {case: nbytes / statistics.median(times[case]) / 1e9 for case in (COPY, PAGES, f"lmkv {name}")}
+        yield Comparison(f"Host memory, {name}, {layers} MiB chunks", "GB/s", bars, PAGES)
 
 
 def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
@@ -80,18 +83,6 @@ def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
         chain.update(data[start : start + 4 * chunk])
         keys.append(chain.digest())
     return keys
-
-
-def measure_keys(*, quick: bool) -> Comparison:
-    """The chunk keys of a long prompt."""
-    tokens = random.Random(0).choices(range(150_000), k=131_072)
-    cases: Cases = {
-        "bare sha256": lambda: bare_chain(tokens),
-        "lmkv keys": lambda: chunk_keys(tokens, NAMESPACE, CHUNK),
-    }
-    times = interleaved(cases, 11 if quick else 101, clock=time.perf_counter)
-    speeds = {name: len(tokens) / statistics.median(found) / 1e6 for name, found in times.items()}
-    return Comparison("Chunk keys, 131,072 tokens", "million tokens/s", speeds, "bare sha256")
 
 
 # -- disk -------------------------------------------------------------------------------------------------

@@ -22,25 +22,27 @@ REPEATS = 15
 PAUSE = 0.25
 """Seconds between repetitions, so that one disturbance does not hit two of them."""
 OWN = "vllm prefix cache"
-NAMES = (OWN, "lmkv ram", "lmkv disk")
+NAMES = (OWN, "lmkv ram", "lmkv shared memory", "lmkv disk")
+MEMORY = Path("/dev/shm")
 COMPUTED = "computed"
 OTHER_PROMPT, PROMPT = 1, 2
 
 
 def measure_ttft(
-    tokens: int, model: str | None, parent: Path, host_gib: float, say: Callable[[str], None]
+    tokens: int, model: str | None, parent: Path, host_gib: float, redis: str | None, say: Callable[[str], None]
 ) -> Comparison:
-    """Measure one engine after the other, as vLLM runs by default.
+    """Measure one engine after the other, as vLLM runs by default. `redis`: URL of a database that may be used.
 
     The best of `REPEATS` repetitions counts, because disturbances only add.
     """
     cold: dict[str, float] = {}
     warm: dict[str, list[Answer]] = {}
-    for name in NAMES:
+    for name in (*NAMES, *(["lmkv redis"] if redis else [])):
         say(f"vLLM: {name}, a prompt of {tokens:,} tokens")
-        with tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as temporary:
+        place = MEMORY if name == "lmkv shared memory" else parent
+        with tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=place) as temporary:
             folder = Path(temporary)
-            spec = engine_specs(folder, tokens + 16, model=model, host_gib=host_gib)[name]
+            spec = engine_specs(folder, tokens + 16, model=model, host_gib=host_gib, remote_url=redis)[name]
             with closing(EngineProcess(spec, folder, SEVERAL_PROCESSES)) as engine:
                 cold[name] = first_time(engine, folder, tokens).ttft_s
                 warm[name] = [send(engine, folder, tokens) for _ in range(REPEATS)]

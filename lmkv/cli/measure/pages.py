@@ -1,0 +1,66 @@
+"""The limit of copies between scattered pages and host memory: numpy, which copies nothing but bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import frozen
+
+Array = npt.NDArray[np.int64]
+
+
+@frozen
+class Pages:
+    """The pages of a request beside lmkv: copied by numpy into an array that stands for their slots, and back.
+
+    `rows`: of each layer, [block, word]. `slots`: [layer, page of the request, word].
+    """
+
+    rows: list[Array]
+    blocks: list[int]
+    slots: Array
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], blocks: list[int]) -> Pages:
+        rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
+        return cls(rows, blocks, np.ones((len(rows), len(blocks), rows[0].shape[1]), np.int64))
+
+    def ways(self) -> dict[str, Callable[[], None]]:
+        """Either direction, page by page and layer by layer."""
+        pages = [
+            (row[block], self.slots[layer, n])
+            for layer, row in enumerate(self.rows)
+            for n, block in enumerate(self.blocks)
+        ]
+
+        def gather() -> None:
+            for page, place in pages:
+                np.copyto(place, page)
+
+        def scatter() -> None:
+            for page, place in pages:
+                np.copyto(page, place)
+
+        def take() -> None:
+            for row, part in zip(self.rows, self.slots, strict=True):
+                np.take(row, self.blocks, axis=0, out=part, mode="clip")
+
+        def put() -> None:
+            for row, part in zip(self.rows, self.slots, strict=True):
+                row[self.blocks] = part
+
+        return {
+            "one by one, store": gather,
+            "one by one, retrieve": scatter,
+            "by layers, store": take,
+            "by layers, retrieve": put,
+        }
+
+
+def fastest_way(times: Mapping[str, Sequence[float]], direction: str) -> list[float]:
+    """Seconds of the limit in each round: some processors are faster page by page, others layer by layer."""
+    ways = (found for name, found in times.items() if name.endswith(f", {direction}"))
+    return [min(each) for each in zip(*ways, strict=True)]
