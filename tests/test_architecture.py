@@ -72,7 +72,7 @@ BUDGET = {
     "protocols": 104,
     "chunks": 541,
     "plugins": 33,
-    "policies": 1061,
+    "policies": 1062,
     "simulation": 359,
     "config": 702,
     "memory": 1201,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15225
+WHOLE = 15226
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from lmkv import plugins
@@ -58,9 +58,10 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 """lmkv's own policies, by the names that a configuration gives them."""
 
 
-def policy_names() -> list[str]:
-    """The names that a configuration can give: lmkv's own, and those of installed packages."""
-    return [*POLICIES, *(name for name in plugins.installed(plugins.POLICIES) if name not in POLICIES)]
+def policy_names() -> Iterator[str]:
+    """The names that a configuration can give: lmkv's own, and then those of installed packages."""
+    yield from POLICIES
+    yield from (name for name in plugins.installed(plugins.POLICIES) if name not in POLICIES)
 
 
 def make_policy(name: str) -> Policy:
