@@ -14,7 +14,7 @@ import functools
 import hashlib
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
@@ -70,6 +70,8 @@ class Replay:
 
 
 Table = Group | Ring | Replay
+Place = tuple[int, slice]
+"""A block, and bytes in it."""
 
 
 @functools.lru_cache(1 << 16)
@@ -374,7 +376,7 @@ class SimulatedVLLM:
         """A freed block is soon another request's: what still reads it must be caught."""
         for rank, rows in enumerate(self.memories):
             for index in self._layers(group):
-                self._write(rank, rows[index], (block, slice(None)), 0xEE)
+                self._write(rank, rows[index], [((block, slice(None)), 0xEE)])
 
     def _launch(self, rank: int, work: Callable[[], object]) -> None:
         """Computation of a rank: now, or whenever its device comes to it."""
@@ -383,17 +385,23 @@ class SimulatedVLLM:
         else:
             work()
 
-    def _write(self, rank: int, row: np.ndarray, place: tuple[int, slice], value: Any) -> None:
+    def _write(self, rank: int, row: np.ndarray, values: Sequence[tuple[Place, Any]]) -> None:
+        """One kernel, which writes everything at once."""
+
         def write() -> None:
-            row[place] = value
+            for place, value in values:
+                row[place] = value
 
         self._launch(rank, write)
 
-    def _read(self, rank: int, row: np.ndarray, place: tuple[int, slice], expected: bytes | None, where: str) -> None:
+    def _read(self, rank: int, row: np.ndarray, wanted: Sequence[tuple[int, Place, bytes | None]], where: str) -> None:
+        """One kernel, which reads everything at once: number of a token, place and content; None: anything but 0xDD."""
+
         def read() -> None:
-            found = row[place].tobytes()
-            if found == b"\xdd" * len(found) if expected is None else found != expected:
-                self.wrong.append(where)
+            for at, place, expected in wanted:
+                found = row[place].tobytes()
+                if found == b"\xdd" * len(found) if expected is None else found != expected:
+                    self.wrong.append(f"{where} {at}")
 
         self._launch(rank, read)
 
@@ -524,15 +532,15 @@ class SimulatedVLLM:
                 assert block != NULL, f"{request.request_id}: no state after {request.start} tokens"
                 for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
                     state = kv_of(request.cache_salt, bytes(request.truth(request.start)), layer, PAGE)
-                    where = f"{request.request_id}: wrong state after {request.start} tokens in layer {layer}"
-                    self._read(rank, rows[layer], (block, slice(None)), state, where)
+                    where = f"{request.request_id}: wrong state in layer {layer} after token"
+                    self._read(rank, rows[layer], [(request.start, (block, slice(None)), state)], where)
 
     def _write_state(self, request: SimulatedRequest, group: int, tokens: int, place: int) -> None:
         block = request.blocks[group][place]
         for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
             state = kv_of(request.cache_salt, bytes(request.truth(tokens)), layer, PAGE)
             value = 0xDD if request.tainted else np.frombuffer(state, np.uint8)
-            self._write(rank, rows[layer], (block, slice(None)), value)
+            self._write(rank, rows[layer], [((block, slice(None)), value)])
 
     def _compute_states(self, request: SimulatedRequest, end: int, drafts: int, accepted: int) -> None:
         """Write the states that a step leaves which computes tokens up to `end`, the last of them drafts."""
@@ -706,20 +714,24 @@ class SimulatedVLLM:
             ahead = self._ahead(layer)
             # As vLLM's modules of MTP: once more when the tokens are known that they look ahead to.
             first = min(low, max(request.loaded, low - max(0, ahead - 1)))
+            values = defaultdict(list)
+            truth = bytes(request.truth(high + ahead))
             for at, block, place, ranks in self._places(request, group, first, high):
-                kv = self._kv(request, at, layer, place)
                 rubbish = request.tainted or at + ahead >= known
-                value = 0xDD if rubbish else np.frombuffer(kv, np.uint8)
+                value = (
+                    0xDD if rubbish else np.frombuffer(self._kv(request.cache_salt, truth, at, layer, place), np.uint8)
+                )
                 for rank in ranks:
-                    self._write(rank, self.memories[rank][layer], (block, place), value)
+                    values[rank].append(((block, place), value))
+            for rank, written in values.items():
+                self._write(rank, self.memories[rank][layer], written)
 
     def _ahead(self, layer: int) -> int:
         """How many tokens after its own decide the KV of this layer, none in scratch blocks."""
         return self.lookahead if layer % 2 and layer // 2 in self.prefixes else 0
 
-    def _kv(self, request: SimulatedRequest, at: int, layer: int, place: slice) -> bytes:
-        upto = at + 1 + self._ahead(layer)
-        return kv_of(request.cache_salt, bytes(request.truth(upto)), layer, place.stop - place.start)
+    def _kv(self, salt: str, truth: bytes, at: int, layer: int, place: slice) -> bytes:
+        return kv_of(salt, truth[: at + 1 + self._ahead(layer)], layer, place.stop - place.start)
 
     def _is_loose(self, request: SimulatedRequest, at: int, layer: int) -> bool:
         """Whether the KV of a token may be that of a request which went on otherwise after the chunk that it stored.
@@ -736,7 +748,7 @@ class SimulatedVLLM:
         """What is computed for drafts that are rejected."""
         for _, block, place, ranks in self._places(request, group, low, high):
             for rank, layer in itertools.product(ranks, self._layers(group)):
-                self._write(rank, self.memories[rank][layer], (block, place), 0xDD)
+                self._write(rank, self.memories[rank][layer], [((block, place), 0xDD)])
 
     def _places(
         self, request: SimulatedRequest, group: int, low: int, high: int
@@ -779,15 +791,21 @@ class SimulatedVLLM:
                 self._read_tokens(request, index, request.start // group.ratio * group.ratio)
 
     def _read_tokens(self, request: SimulatedRequest, group: int, low: int) -> None:
-        for at, block, place, ranks in self._places(request, group, low, request.start):
-            for layer in self._layers(group):
-                if self._is_due(request, at, layer):
+        places = list(self._places(request, group, low, request.start))
+        for layer in self._layers(group):
+            ahead = self._ahead(layer)
+            truth = bytes(request.truth(request.start + ahead))
+            wanted = defaultdict(list)
+            for at, block, place, ranks in places:
+                if ahead and self._is_due(request, at, layer):
                     continue
-                loose = self._is_loose(request, at, layer)
-                kv = None if loose else self._kv(request, at, layer, place)
-                where = f"{request.request_id}: wrong KV of token {at} in layer {layer}"
+                loose = ahead and self._is_loose(request, at, layer)
+                kv = None if loose else self._kv(request.cache_salt, truth, at, layer, place)
                 for rank in ranks:
-                    self._read(rank, self.memories[rank][layer], (block, place), kv, where)
+                    wanted[rank].append((at, (block, place), kv))
+            where = f"{request.request_id}: in layer {layer} wrong KV of"
+            for rank, read in wanted.items():
+                self._read(rank, self.memories[rank][layer], read, where)
 
     def _execute(self, plan: Any, scheduled: dict[SimulatedRequest, int], drafted: dict[str, int]) -> _Step:
         reports, failed_blocks = [], set()
