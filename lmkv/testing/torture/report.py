@@ -23,7 +23,7 @@ _LOG_LINES = 60
 _MEANINGS = {
     "difference": "An answer differs from that of an engine without the connector.",
     "truthfulness": "More tokens are reported as cached than can have been.",
-    "leak": "Something is still held after the last request.",
+    "leak": "Blocks or requests are not given back.",
     "hang": "Something never ends.",
     "death": "The engine has died.",
 }
@@ -94,7 +94,7 @@ def _lines(failure: Failure, setup: Setup, found: Sequence[str], path: Path) -> 
     if problem.expected:
         lines += [f"## The answer to {problem.request}", "", f"    expected {problem.expected}"]
         lines += [f"    given    {problem.given}", "", f"They differ from token {problem.position} on.", ""]
-    if failure.result.log.strip() and problem.kind in {"hang", "death"}:
+    if failure.result.log.strip() and problem.kind in {"leak", "hang", "death"}:
         lines += ["## The end of its log", ""]
         lines += [f"    {line}" for line in failure.result.log.splitlines()[-_LOG_LINES:]]
     return lines
