@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from attrs import evolve
 
-from lmkv.testing.torture import report
-from lmkv.testing.torture.__main__ import arguments
+from lmkv.testing.torture import __main__ as program, report
 from lmkv.testing.torture.checks import Prefixes, Problem, untrue
 from lmkv.testing.torture.faults import FAULTS, Storage
 from lmkv.testing.torture.reference import Answer, by_weights, key_of
+from lmkv.testing.torture.run import Execution
 from lmkv.testing.torture.schedule import LONGEST, Operation, Schedule, make
 from lmkv.testing.torture.server import fill_in, free_ports, serving
 from lmkv.testing.torture.shrink import shrink, simpler
-from lmkv.testing.torture.trial import Setup
+from lmkv.testing.torture.trial import Result, Setup
 from tests.servers import needs_package, redis_server
 
 ENGINE = {"num_gpu_blocks_override": 38}
@@ -117,7 +120,7 @@ def test_the_longest_beginning_is_that_of_the_same_salt() -> None:
 def test_what_cannot_be_cached_is_untrue() -> None:
     assert untrue(cached=32, prompt=33, longest=32) is None
     assert "whose last one is always computed" in str(untrue(cached=33, prompt=33, longest=33))
-    assert "no earlier request began with more than 31" in str(untrue(cached=32, prompt=64, longest=31))
+    assert "began with more than 31 of them" in str(untrue(cached=32, prompt=64, longest=31))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +148,113 @@ def test_deaths_by_other_exceptions_are_other_problems() -> None:
     assert Problem("difference", "a: b").nature == Problem("difference", "c: d").nature
 
 
+# -- engines that do not end requests ------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Ends no request but `ends`, and holds the blocks of `holds`."""
+
+    def __init__(self, ends: str = "", holds: str = "") -> None:
+        self.counts, self.scheduler, self._ends, self._holds = Counter[str](), SimpleNamespace(running=[]), ends, holds
+
+    def ask(self, name: str, *_: Any, **__: Any) -> None:
+        pass
+
+    def step(self) -> list[Any]:
+        likely = {5: SimpleNamespace(logprob=-1.0), 6: SimpleNamespace(logprob=-2.0)}
+        answer = SimpleNamespace(token_ids=[5], logprobs=[likely])
+        return [SimpleNamespace(request_id=self._ends, outputs=[answer], num_cached_tokens=0)]
+
+    def held(self) -> set[str]:
+        return {self._holds} - {""}
+
+    def left(self) -> str:
+        return ""
+
+    def all_counts(self) -> Counter[str]:
+        return self.counts
+
+
+def executed(engine: FakeEngine, schedule: Schedule, tmp_path: Path) -> tuple[Problem | None, list[int]]:
+    answers = {key_of(schedule, asked, 0): Answer([5], [-1.0], frozenset()) for asked in schedule.asked}
+    reached: list[int] = []
+    made: Any = lambda weights: nullcontext(engine)  # noqa: E731
+    execution = Execution(schedule, answers, made, (), Storage(tmp_path), 0.05, lambda: None, reached.append)
+    return execution.run(), reached
+
+
+TWO = Schedule(0, "gqa", tuple(Operation("ask", name, (("b1", 4),), max_tokens=1) for name in ("r1", "r2")))
+
+
+def test_a_request_that_does_not_end_is_a_hang(tmp_path: Path) -> None:
+    problem, _ = executed(FakeEngine(ends="r1"), TWO, tmp_path)
+    assert problem is not None
+    assert (problem.kind, problem.request) == ("hang", "r2")
+
+
+def test_where_ended_requests_hold_blocks_it_is_a_leak(tmp_path: Path) -> None:
+    problem, _ = executed(FakeEngine(ends="r1", holds="r1"), TWO, tmp_path)
+    assert problem is not None
+    assert problem.kind == "leak"
+    assert "request r2 has not ended after 0 s, and 1 that have ended hold blocks" in problem.text
+
+
+def test_every_operation_is_told_before_it_is_done(tmp_path: Path) -> None:
+    first, second = TWO.operations
+    schedule = evolve(TWO, operations=(first, Operation("step", count=0), Operation("restart"), second))
+    assert executed(FakeEngine(ends="r1"), schedule, tmp_path)[1] == [0, 1, 2, 3]
+
+
+# -- findings ------------------------------------------------------------------------------------------
+
+
+class FakeTrials:
+    """Every trial with r7 fails, at its last operation or before the first. The sixth is interrupted."""
+
+    def __init__(self, starts: bool) -> None:
+        self.answers: dict[Any, Any] = {}
+        self.count = 0
+        self._starts = starts
+
+    def run(self, schedule: Schedule) -> Result:
+        self.count += 1
+        if self.count == 6:
+            raise KeyboardInterrupt
+        at = len(schedule.operations) - 1 if self._starts else None
+        failed = "r7" in {asked.name for asked in schedule.asked}
+        return Result(schedule, Problem("death", "no licence") if failed else None, at=at, log="lines\nno licence")
+
+
+def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, starts: bool, schedule: Schedule) -> int:
+    (tmp_path / "schedule.json").write_text(schedule.to_json())
+    options = ["--schedule", str(tmp_path / "schedule.json"), "--report", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["torture", *options])
+    monkeypatch.setattr(program, "Trials", lambda setup: FakeTrials(starts))
+    return program.Session(program.arguments(), tmp_path).run()
+
+
+def test_when_interrupted_the_smallest_schedule_so_far_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = made()
+    assert status(tmp_path, monkeypatch, starts=True, schedule=whole) == 1
+    assert "failed in 1 of 1 trials" in (tmp_path / "report-1.md").read_text()
+    smallest = Schedule.from_json((tmp_path / "schedule-1.json").read_text())
+    assert "r7" in {asked.name for asked in smallest.asked}
+    assert len(smallest.operations) < len(whole.operations) / 2
+
+
+def test_an_engine_that_does_not_start_is_told_without_another_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = Schedule(0, "gqa", tuple(Operation("ask", f"r{number}", (("b1", 4),)) for number in (7, 8)))
+    assert status(tmp_path, monkeypatch, starts=False, schedule=schedule) == 1
+    said = capsys.readouterr().out
+    assert "death before the first operation: no licence\nlines\nno licence\n" in said
+    assert "1 of 2 operations after 0 more trials" in said
+    assert "No engine has started." in (tmp_path / "report-1.md").read_text()
+
+
 # -- command lines -------------------------------------------------------------------------------------
 
 
@@ -169,7 +279,7 @@ def test_a_wrong_command_line_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["torture", *options.split()])
     with pytest.raises(SystemExit) as ended:
-        arguments()
+        program.arguments()
     assert ended.value.code == 2
     assert why in capsys.readouterr().err
 
@@ -263,14 +373,15 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 def test_a_report_says_what_differs_and_how_to_see_it_again(tmp_path: Path) -> None:
     asked = Operation("ask", "r2", (("b1", 30), ("r1", 9)), max_tokens=3, salt="a")
-    problem = Problem("difference", "token 1 differs", 0, "r2", [5, 6, 7], [5, 9, 7], 1)
-    failure = report.Failure(problem, Schedule(1, "gqa", (asked,), ENGINE), 176, 2, 3, "")
+    problem = Problem("difference", "token 1 differs", "r2", [5, 6, 7], [5, 9, 7], 1)
+    failure = report.Failure(Result(Schedule(1, "gqa", (asked,), ENGINE), problem, at=0), 176, [True, False, True])
     setup = Setup(tmp_path, {"kv_connector": "X"}, around=("package:bug",))
     path = report.write(tmp_path / "out", failure, setup, ["torture", "--seed", "1"], 1)
     text = path.read_text()
     for part in (
         "torture --seed 1",
         '--schedule schedule-1.json --connector \'{"kv_connector": "X"}\' --around package:bug',
+        "Seen at operation 1.",
         "failed in 2 of 3 trials",
         "It has 1 of 176 operations",
         "1. ask r2: b1[:30] + r1[:9], 3 tokens, salt a",
@@ -279,12 +390,24 @@ def test_a_report_says_what_differs_and_how_to_see_it_again(tmp_path: Path) -> N
         "They differ from token 1 on.",
     ):
         assert part in text
-    assert Schedule.from_json((tmp_path / "out" / "schedule-1.json").read_text()) == failure.schedule
+    assert Schedule.from_json((tmp_path / "out" / "schedule-1.json").read_text()) == failure.result.schedule
 
 
 def test_a_report_of_an_error_of_many_lines_has_one_title_and_the_same_patience(tmp_path: Path) -> None:
     problem = Problem("death", "ValidationError: 1 error\n  no such connector")
-    failure = report.Failure(problem, Schedule(1, "gqa", ()), 3, 3, 3, "")
+    failure = report.Failure(Result(Schedule(1, "gqa", ()), problem), 3, [True])
     text = report.write(tmp_path, failure, Setup(tmp_path, patience=7.5), ["torture"], 1).read_text()
     assert text.startswith("# Death: ValidationError: 1 error no such connector\n\n")
     assert "--schedule schedule-1.json --patience 7.5\n" in text
+
+
+def test_the_versions_are_those_of_what_connectors_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"nixl": ["nixl"], "nixl_cu13": ["nixl-cu13"], "lmcache": ["lmcache"], "theirs": ["their-connector"]}
+    monkeypatch.setattr(report, "packages_distributions", lambda: found)
+    monkeypatch.setattr(report, "version", lambda package: f"version of {package}")
+    nested = {"connectors": [{"kv_connector": "X", "kv_connector_module_path": "theirs.connector"}]}
+    setup = Setup(tmp_path, {"kv_connector": "MultiConnector", "kv_connector_extra_config": nested})
+    assert {"their-connector", "lmkv"} <= report.versions(setup).keys()
+    setup = Setup(tmp_path, {"kv_connector": "NixlConnector"}, {"kv_connector": "LMCacheMPConnector"})
+    assert {"nixl", "nixl-cu13", "lmcache"} <= report.versions(setup).keys()
+    assert not {"nixl", "lmcache"} & report.versions(Setup(tmp_path)).keys()

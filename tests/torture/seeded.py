@@ -6,6 +6,8 @@ python -m lmkv.testing.torture --around tests.torture.seeded:shifted_chunk --con
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -106,6 +108,17 @@ def state_without_its_kv() -> Iterator[None]:
         return _load(self, copies[-1:], **more)
 
     with _patched(load=load):
+        yield
+
+
+@contextlib.contextmanager
+def killed() -> Iterator[None]:
+    """The process is killed when it stores something."""
+
+    def store(self: Any, copies: Sequence[ChunkCopy]) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with _patched(store=store):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from lmkv.testing.torture.schedule import Schedule
-from lmkv.testing.torture.trial import Setup, Trials
 from tests.servers import needs_package
 
 ROOT = Path(__file__).parents[2]
@@ -62,9 +62,24 @@ def test_a_pair_of_engines_with_nixl_is_right(tmp_path: Path, monkeypatch: pytes
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.nightly
-def test_a_process_that_dies_is_a_death(tmp_path: Path) -> None:
-    """The module of `--around` does not exist: no engine starts."""
-    problem = Trials(Setup(tmp_path, around=("tests.nowhere:nothing",))).run(Schedule(0, "gqa", ())).problem
-    assert problem is not None
-    assert (problem.kind, problem.text) == ("death", "ModuleNotFoundError: No module named 'tests.nowhere'")
+def test_a_process_that_is_killed_has_a_place_also_when_interrupted(tmp_path: Path) -> None:
+    options = ["--connector", json.dumps(LMKV), "--around", "tests.torture.seeded:killed", "--report", str(tmp_path)]
+    command = [sys.executable, "-m", "lmkv.testing.torture", *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "looks for a smaller schedule" in line:
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == 1
+    text = (tmp_path / "report-1.md").read_text()
+    assert text.startswith("# Death: the process has died: Killed\n")
+    assert "Seen at operation " in text
+
+
+def test_an_engine_that_does_not_start_is_told_at_once(tmp_path: Path) -> None:
+    nowhere = {**LMKV, "kv_connector": "Nowhere"}
+    done = torture("--connector", json.dumps(nowhere), "--report", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "death before the first operation: ValidationError" in done.stdout
+    assert "Unsupported connector type: Nowhere" in done.stdout
+    assert "after 0 more trials" in done.stdout

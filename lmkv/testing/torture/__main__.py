@@ -25,6 +25,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
+
 from lmkv.testing.torture import models, report
 from lmkv.testing.torture.faults import FAULTS
 from lmkv.testing.torture.schedule import Schedule, make
@@ -32,6 +34,7 @@ from lmkv.testing.torture.shrink import shrink, simpler
 from lmkv.testing.torture.trial import PATIENCE, Result, Setup, Trials, resolved
 
 _REPEATS = 3
+_LOG_LINES = 20
 
 
 def arguments() -> argparse.Namespace:
@@ -133,7 +136,21 @@ class Session:
         self._started = time.monotonic()
 
     def run(self) -> int:
-        """Trial after trial, until it is enough; the exit status."""
+        """Trial after trial, or the one of `--schedule`, until it is enough; the exit status."""
+        try:
+            if self._options.schedule:
+                self._try(self._options.schedule)
+            else:
+                self._try_many()
+        except KeyboardInterrupt:
+            self._say("interrupted")
+            if not self._failures:
+                return 130
+        verdict = {0: "no failure", 1: "1 failure"}.get(self._failures, f"{self._failures} failures")
+        self._say(f"{verdict}: {report.summary(self._counts)}")
+        return 1 if self._failures else 0
+
+    def _try_many(self) -> None:
         options = self._options
         minutes = options.minutes or (10.0 if options.requests is None else float("inf"))
         number = 0
@@ -147,12 +164,6 @@ class Session:
             for missing in self._untested():
                 self._failures += 1
                 self._say(f"nothing was tested: {missing}")
-        return self._conclude()
-
-    def replay(self, schedule: Schedule) -> int:
-        """Only this schedule."""
-        self._try(schedule)
-        return self._conclude()
 
     @property
     def _seconds(self) -> float:
@@ -181,39 +192,38 @@ class Session:
         self._say(done)
         if result.problem is not None:
             self._failures += 1
-            self._say(f"{result.problem.kind}: {result.problem.text}")
+            at = "before the first operation" if result.at is None else f"at operation {result.at + 1}"
+            self._say(f"{result.problem.kind} {at}: {result.problem.text}")
             self._report(result)
 
     def _report(self, result: Result) -> None:
-        """Write a report with the smallest schedule that fails in the same way."""
+        """Write a report with the smallest schedule that fails in the same way, the smallest so far if interrupted."""
         assert result.problem is not None
-        nature, last = result.problem.nature, result
-        deadline = time.monotonic() + 60 * self._options.shrink_minutes
+        nature, last = result.problem.nature, evolve(result, schedule=resolved(result))
+        minutes, before, repeats = self._options.shrink_minutes, self._trials.count, list[bool]()
+        deadline = time.monotonic() + 60 * minutes
 
         def fails(operations: list[Any]) -> bool:
             nonlocal last
             tried = self._trials.run(result.schedule.cut(operations))
             same = tried.problem is not None and tried.problem.nature == nature
-            if same:
-                last = tried
+            last = tried if same else last
             return same
 
-        before = self._trials.count
-        operations = resolved(result).operations
-        smallest = shrink(operations, fails, simpler=simpler, over=lambda: time.monotonic() > deadline)
-        repeats = [fails(smallest) for _ in range(_REPEATS)]
-        assert last.problem is not None
-        failure = report.Failure(
-            last.problem,
-            result.schedule.cut(smallest),
-            len(result.schedule.operations),
-            sum(repeats),
-            len(repeats),
-            last.log,
-        )
-        command = ["python", "-m", "lmkv.testing.torture", *sys.argv[1:]]
-        path = report.write(Path(self._options.report), failure, self._setup, command, self._failures)
-        self._say(f"{len(smallest)} of {len(operations)} operations after {self._trials.count - before} trials: {path}")
+        try:
+            if result.at is None:
+                print(*result.log.splitlines()[-_LOG_LINES:], sep="\n")
+            else:
+                self._say(f"looks for a smaller schedule, for {minutes:g} minutes at most, or until Ctrl-C")
+                shrink(last.schedule.operations, fails, simpler=simpler, over=lambda: time.monotonic() > deadline)
+                for _ in range(_REPEATS):
+                    repeats.append(fails(list(last.schedule.operations)))
+        finally:
+            failure = report.Failure(last, len(result.schedule.operations), repeats or [True])
+            command = ["python", "-m", "lmkv.testing.torture", *sys.argv[1:]]
+            path = report.write(Path(self._options.report), failure, self._setup, command, self._failures)
+            size = f"{len(last.schedule.operations)} of {failure.operations} operations"
+            self._say(f"{size} after {self._trials.count - before} more trials: {path}")
 
     def _untested(self) -> list[str]:
         """Counts that would be there, had anything been tested."""
@@ -224,11 +234,6 @@ class Session:
             names.add("faults")
         return [f"no {name.replace('_', ' ')}" for name in sorted(names) if not self._counts[name]]
 
-    def _conclude(self) -> int:
-        verdict = {0: "no failure", 1: "1 failure"}.get(self._failures, f"{self._failures} failures")
-        self._say(f"{verdict}: {report.summary(self._counts)}")
-        return 1 if self._failures else 0
-
 
 def main() -> int:
     options = arguments()
@@ -237,14 +242,8 @@ def main() -> int:
     # Processes of trials start somewhere else than this one.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory(prefix="torture-") as folder:
-        session = Session(options, Path(folder))
-        if options.schedule:
-            return session.replay(options.schedule)
-        return session.run()
+        return Session(options, Path(folder)).run()
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("torture: interrupted")
+    sys.exit(main())

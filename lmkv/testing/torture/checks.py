@@ -15,13 +15,11 @@ from lmkv.testing.torture.engine import Engine
 class Problem:
     """A failed check, of a `kind`: difference, truthfulness, leak, hang, or death, of the process.
 
-    `at`: the place of the operation in the schedule at which it was seen, or None. `request`: whose answer it is.
-    `expected`, `given`: tokens, which differ at `position`.
+    `request`: whose answer it is. `expected`, `given`: tokens, which differ at `position`.
     """
 
     kind: str
     text: str
-    at: int | None = None
     request: str = ""
     expected: list[int] = field(factory=list)
     given: list[int] = field(factory=list)
@@ -67,7 +65,8 @@ def untrue(cached: int, prompt: int, longest: int) -> str | None:
     if cached > prompt - 1:
         return f"{cached} tokens are reported as cached, of a prompt of {prompt}, whose last one is always computed"
     if cached > longest:
-        return f"{cached} tokens are reported as cached, and no earlier request began with more than {longest} of them"
+        others = "no earlier request with the same salt, adapter and weights"
+        return f"{cached} tokens are reported as cached, and {others} began with more than {longest} of them"
     return None
 
 

@@ -201,6 +201,10 @@ class Engine:
         with contextlib.suppress(RuntimeError):
             self._engine.reset_prefix_cache(reset_running_requests=running)
 
+    def held(self) -> set[str]:
+        """Requests that have ended, and whose blocks are not free."""
+        return {name for name, request in self.scheduler.requests.items() if request.is_finished()}
+
     def left(self) -> str:
         """Names the blocks and requests that vLLM still holds; "" if there are none."""
         scheduler = self.scheduler

@@ -72,6 +72,9 @@ class Pair(Engine):
         self.prefill.reset(running=running)
         super().reset(running=running)
 
+    def held(self) -> set[str]:
+        return self.prefill.held() | super().held()
+
     def left(self) -> str:
         sides = {"prefill": self.prefill.left(), "decode": super().left()}
         return "; ".join(f"{side}: {left}" for side, left in sides.items() if left)

@@ -70,14 +70,14 @@ def key_of(schedule: Schedule, asked: Operation, weights: int) -> Key:
     return Key(tuple(schedule.tokens(asked.prompt)), asked.max_tokens, asked.lora, weights)
 
 
-def by_weights(operations: Iterable[Operation]) -> list[tuple[int, list[tuple[int, Operation]]]]:
-    """The lives of a schedule's engines: their weights, and their operations with their places in the schedule."""
-    lives: list[tuple[int, list[tuple[int, Operation]]]] = [(0, [])]
-    for index, operation in enumerate(operations):
+def by_weights(operations: Iterable[Operation]) -> list[tuple[int, list[Operation]]]:
+    """The lives of a schedule's engines: their weights, and their operations between two restarts."""
+    lives: list[tuple[int, list[Operation]]] = [(0, [])]
+    for operation in operations:
         if operation.do == "restart":
             lives.append((operation.weights, []))
         else:
-            lives[-1][1].append((index, operation))
+            lives[-1][1].append(operation)
     return lives
 
 
@@ -111,7 +111,7 @@ def answer(
                 schedule = evolve(schedule, said={**schedule.said, **said})
     needed: dict[int, set[Key]] = {}
     for weights, life in by_weights(schedule.operations):
-        keys = {key_of(schedule, one, weights) for _, one in life if one.do == "ask"}
+        keys = {key_of(schedule, one, weights) for one in life if one.do == "ask"}
         needed.setdefault(weights, set()).update(keys - known.keys() - found.keys())
     for weights, keys in needed.items():
         if keys:

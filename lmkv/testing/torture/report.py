@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
+import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,46 +15,55 @@ from pathlib import Path
 from attrs import frozen
 
 from lmkv.testing.torture.checks import Problem
-from lmkv.testing.torture.schedule import Schedule
-from lmkv.testing.torture.trial import PATIENCE, Setup
+from lmkv.testing.torture.engine import OPTIONS
+from lmkv.testing.torture.models import KINDS
+from lmkv.testing.torture.trial import PATIENCE, Result, Setup
 
 _LOG_LINES = 60
 _MEANINGS = {
     "difference": "An answer differs from that of an engine without the connector.",
     "truthfulness": "More tokens are reported as cached than can have been.",
-    "leak": "Something is still held after the last request.",
+    "leak": "Blocks or requests are not given back.",
     "hang": "Something never ends.",
     "death": "The engine has died.",
 }
 
+_LEGEND = """Prompts are made of parts: `b2[:90]` and `d5[:30]` are the first 90 and 30 random tokens of a document, the
+same in all prompts, and `r2[:9]` is the first 9 tokens of the right answer to r2. A salt is vLLM's `cache_salt`. A step
+is one of the engine; `step count=0` goes on until all requests have ended."""
+_LIBRARIES = ("flexkv", "hf3fs", "lmcache", "mooncake", "mori", "nixl")
+"""What connectors that vLLM registers itself are named after, and import."""
+
 
 @frozen
 class Failure:
-    """`schedule`: the smallest one, of `operations` at first. `failed`, `trials`: how often it did, when repeated."""
+    """`result`: of the smallest schedule, which had `operations` at first. `repeats`: whether it has failed again."""
 
-    problem: Problem
-    schedule: Schedule
+    result: Result
     operations: int
-    failed: int
-    trials: int
-    log: str
+    repeats: Sequence[bool]
+
+    @property
+    def problem(self) -> Problem:
+        assert self.result.problem is not None
+        return self.result.problem
 
 
 def write(folder: Path, failure: Failure, setup: Setup, found: Sequence[str], number: int) -> Path:
     """Write the report and the schedule for `--schedule` into the folder; the report's path. `found`: the command."""
     folder.mkdir(parents=True, exist_ok=True)
     schedule = folder / f"schedule-{number}.json"
-    schedule.write_text(failure.schedule.to_json())
+    schedule.write_text(failure.result.schedule.to_json())
     facts = {
-        "problem": failure.problem.as_json(),
+        "problem": {**failure.problem.as_json(), "at": failure.result.at},
         "versions": versions(setup),
         "connector": setup.connector,
         "prefill": setup.prefill,
         "engine": setup.engine,
         "around": setup.around,
         "command": list(found),
-        "failed": failure.failed,
-        "trials": failure.trials,
+        "failed": sum(failure.repeats),
+        "trials": len(failure.repeats),
     }
     (folder / f"report-{number}.json").write_text(json.dumps(facts, indent=1) + "\n")
     report = folder / f"report-{number}.md"
@@ -61,27 +72,31 @@ def write(folder: Path, failure: Failure, setup: Setup, found: Sequence[str], nu
 
 
 def _lines(failure: Failure, setup: Setup, found: Sequence[str], path: Path) -> list[str]:
-    problem, schedule = failure.problem, failure.schedule
+    problem, schedule, at = failure.problem, failure.result.schedule, failure.result.at
+    options = {**OPTIONS, **KINDS[schedule.kind].options, **KINDS[schedule.kind].tortured}
     replay = ["python", "-m", "lmkv.testing.torture", "--schedule", path.name, *again(setup)]
     title = " ".join(problem.text.split())
-    lines = [f"# {problem.kind.capitalize()}: {title}", "", _MEANINGS[problem.kind], ""]
-    lines += ["Found with", "", f"    {shlex.join(found)}", "", "and seen again with", "", f"    {shlex.join(replay)}"]
-    lines += ["", f"This schedule failed in {failure.failed} of {failure.trials} trials, each in a fresh process over"]
-    lines += [f"fresh storage. It has {len(schedule.operations)} of {failure.operations} operations.", ""]
+    meaning = "No engine has started." if at is None else f"{_MEANINGS[problem.kind]} Seen at operation {at + 1}."
+    lines = [f"# {problem.kind.capitalize()}: {title}", "", meaning, ""]
+    lines += ["Found with", "", f"    {shlex.join(found)}", ""]
+    lines += ["and seen again with, in the folder of this report,", "", f"    {shlex.join(replay)}", ""]
+    lines += [f"This schedule failed in {sum(failure.repeats)} of {len(failure.repeats)} trials, each in a fresh"]
+    lines += [f"process over fresh storage. It has {len(schedule.operations)} of {failure.operations} operations.", ""]
     lines += ["## Versions", "", *(f"* {name} {number}" for name, number in versions(setup).items()), ""]
-    lines += ["## Engine", "", "    " + json.dumps({**schedule.engine, **setup.engine}), ""]
-    lines += ["The connector, vLLM's `kv_transfer_config`:", "", "    " + json.dumps(setup.connector), ""]
+    lines += ["## Engine", "", "    " + json.dumps({**options, **schedule.engine, **setup.engine}), ""]
+    lines += ["The connector, vLLM's `kv_transfer_config`; `{folder}` is a fresh folder for each trial:", ""]
+    lines += ["    " + json.dumps(setup.connector), ""]
     if setup.prefill is not None:
         lines += ["The connector of the prefill engine:", "", "    " + json.dumps(setup.prefill), ""]
-    lines += [f"## The smallest schedule, on a model of the kind {schedule.kind}", ""]
+    lines += [f"## The smallest schedule, on a small model of the kind {schedule.kind} with random weights", ""]
     lines += [f"{number}. {operation}" for number, operation in enumerate(schedule.operations, 1)]
-    lines += ["", "`d5[:30]` is 30 random tokens of a document, `r2[:9]` is 9 tokens of the right answer to r2.", ""]
+    lines += ["", _LEGEND, ""]
     if problem.expected:
         lines += [f"## The answer to {problem.request}", "", f"    expected {problem.expected}"]
         lines += [f"    given    {problem.given}", "", f"They differ from token {problem.position} on.", ""]
-    if failure.log.strip() and problem.kind in {"hang", "death"}:
+    if failure.result.log.strip() and problem.kind in {"leak", "hang", "death"}:
         lines += ["## The end of its log", ""]
-        lines += [f"    {line}" for line in failure.log.splitlines()[-_LOG_LINES:]]
+        lines += [f"    {line}" for line in failure.result.log.splitlines()[-_LOG_LINES:]]
     return lines
 
 
@@ -98,16 +113,17 @@ def again(setup: Setup) -> list[str]:
 
 
 def versions(setup: Setup) -> dict[str, str]:
-    """Versions of Python, of vLLM with what it computes with, and of the package that the connector is from."""
-    module = str((setup.connector or {}).get("kv_connector_module_path", "lmkv")).partition(".")[0]
-    names = {"vllm", "torch", "transformers", module}
+    """Versions of Python, of vLLM with what it computes with, and of the packages that the connectors are from."""
+    connectors, installed = json.dumps([setup.connector, setup.prefill]), packages_distributions()
+    names = {"lmkv", "vllm", "torch", "transformers", *re.findall(r'"kv_connector_module_path": "(\w+)', connectors)}
+    named = tuple(name for name in _LIBRARIES if name in connectors.lower())
+    names |= {module for module in installed if module.startswith(named)}
+    # Packages that are installed from their working tree are known by their own name only.
+    packages = {package for name in names for package in installed.get(name, [name])}
     found = {"Python": platform.python_version()}
-    for name in sorted(names):
-        for package in packages_distributions().get(name, ()):
-            try:
-                found[package] = version(package)
-            except PackageNotFoundError:
-                continue
+    for package in sorted(packages):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
     return found
 
 

@@ -32,8 +32,7 @@ class _Asked:
 class Execution:
     """One schedule on engines that `engine_of` makes of the weights' number. `patience`: seconds until it is a hang.
 
-    `run` ends with the first problem, which it returns. `at`: the place of the operation that is being done, or None
-    while an engine starts.
+    `run` ends with the first problem, which it returns. `reached` gets the place of each operation before it is done.
     """
 
     schedule: Schedule
@@ -43,17 +42,20 @@ class Execution:
     storage: Storage
     patience: float
     alive: Callable[[], None]
+    reached: Callable[[int], None]
     counts: Counter[str] = field(factory=Counter)
     _prefixes: Prefixes = field(factory=Prefixes)
     _asked: dict[str, _Asked] = field(factory=dict)
+    _held: dict[str, float] = field(factory=dict)
     _weights: int = 0
-    at: int | None = None
+    _next: int = 0
 
     def run(self) -> Problem | None:
         for number, (weights, life) in enumerate(by_weights(self.schedule.operations)):
             self._weights = weights
-            self.counts["restarts"] += number > 0
-            self.at = None
+            if number:
+                self.counts["restarts"] += 1
+                self._reach_next()
             with self.engine_of(self._weights) as engine:
                 problem = self._live(engine, life)
                 self.counts.update(engine.all_counts())
@@ -61,9 +63,13 @@ class Execution:
                 return problem
         return None
 
-    def _live(self, engine: Engine, life: list[tuple[int, Operation]]) -> Problem | None:
-        for at, operation in life:
-            self.at = at
+    def _reach_next(self) -> None:
+        self.reached(self._next)
+        self._next += 1
+
+    def _live(self, engine: Engine, life: list[Operation]) -> Problem | None:
+        for operation in life:
+            self._reach_next()
             problem = self._do(engine, operation)
             if problem is not None:
                 return problem
@@ -121,17 +127,22 @@ class Execution:
         self.counts["steps"] += 1
         self.alive()
         problems = [self._check(output) for output in outputs if output.request_id in self._asked]
+        return next(filter(None, [*problems, self._stuck(engine)]), None)
+
+    def _stuck(self, engine: Engine) -> Problem | None:
+        """A request that hangs, or a leak: blocks that it may wait for have been held for as long by ended requests."""
         now = time.monotonic()
+        self._held = {name: self._held.get(name, now) for name in engine.held()}
+        oldest = min(self._held.values(), default=now)
         for name, asked in self._asked.items():
             if now - asked.since > self.patience:
-                text = f"request {name} has not ended after {self.patience:.0f} s{self._held(engine)}"
-                problems.append(Problem("hang", text, self.at, name))
-        return next(filter(None, problems), None)
-
-    def _held(self, engine: Engine) -> str:
-        """Requests that have ended and hold blocks that others wait for."""
-        ended = len(engine.scheduler.requests) - len(self._asked)
-        return f", and vLLM still holds the blocks of {ended} that have" if ended > 0 else ""
+                text = f"request {name} has not ended after {self.patience:.0f} s"
+                if not self._held:
+                    return Problem("hang", text, name)
+                if now - oldest > self.patience:
+                    ended = f"{len(self._held)} that have ended hold blocks, one for {now - oldest:.0f} s"
+                    return Problem("leak", f"{text}, and {ended}", name)
+        return None
 
     def _tick(self, engine: Engine) -> None:
         """One step of an engine that has nothing to do."""
@@ -154,9 +165,9 @@ class Execution:
             position, how = difference
             text = f"{where}: token {position} of the answer differs: {how}"
             tokens = (asked.expected.tokens, given.tokens)
-            return Problem("difference", text, self.at, asked.operation.name, *tokens, position)
+            return Problem("difference", text, asked.operation.name, *tokens, position)
         why = untrue(cached, len(asked.tokens), others)
-        return None if why is None else Problem("truthfulness", f"{where}: {why}", self.at, asked.operation.name)
+        return None if why is None else Problem("truthfulness", f"{where}: {why}", asked.operation.name)
 
     def _others(self, asked: _Asked) -> int:
         """Tokens of the longest beginning that another request has had or has."""

@@ -44,7 +44,7 @@ PATIENCE = 60.0
 """Seconds after which a request hangs."""
 
 _ENOUGH = 4
-"""Times its patience, after which a process is ended from outside."""
+"""Times its patience, after which a process that tells nothing is ended from outside."""
 
 
 @frozen
@@ -85,12 +85,16 @@ class Setup:
 
 @define
 class Result:
-    """`schedule`: with all that is said in it. `answers`: those that were not known before. `log`: if it failed."""
+    """`schedule`: with all that is said in it. `answers`: those that were not known before. `log`: if it failed.
+
+    `at`: the place of the last operation that was begun, or None if the first engine has not started.
+    """
 
     schedule: Schedule
     problem: Problem | None = None
     counts: Counter[str] = field(factory=Counter)
     answers: Answers = field(factory=dict)
+    at: int | None = None
     log: str = ""
     seconds: float = 0.0
 
@@ -127,18 +131,19 @@ class Trials:
         its.close()
         result = Result(schedule)
         try:
-            self._follow(ours, result)
+            self._follow(process, ours, result)
         finally:
             _end(process)
             ours.close()
         if result.problem is not None:
             with contextlib.suppress(OSError):
-                result.log = self._setup.log.read_text(errors="replace")[-20000:]
-            if "Timeout (" in result.log:
+                result.log = self._setup.log.read_text(errors="replace")
+            if result.problem.kind == "death" and "Timeout (" in result.log:
                 result.problem = Problem("hang", f"a call has not returned after {2 * self._setup.patience:.0f} s")
+            result.log = result.log[-20000:]
         return result
 
-    def _follow(self, pipe: Any, result: Result) -> None:
+    def _follow(self, process: Any, pipe: Any, result: Result) -> None:
         """Take what the process tells, until it has told all or has ended."""
         while True:
             if not pipe.poll(_ENOUGH * self._setup.patience):
@@ -147,7 +152,9 @@ class Trials:
             try:
                 told = pipe.recv()
             except (EOFError, ConnectionError):
-                result.problem = Problem("death", "the process has died")
+                _end(process)
+                how = signal.strsignal(-process.exitcode) if process.exitcode < 0 else f"status {process.exitcode}"
+                result.problem = Problem("death", f"the process has died: {how}")
                 return
             for name, value in told.items():
                 setattr(result, name, value)
@@ -209,14 +216,13 @@ class _Trial:
             adapters = [models.write_adapter(number + 1, written) for number in range(self._kind.adapters)]
             schedule, found = answer(self._schedule, self._answers, self._reference, adapters, self._alive)
             self._pipe.send({"schedule": schedule, "answers": found})
-            execution = Execution(
-                schedule, self._answers | found, self._tortured, adapters, setup.storage, setup.patience, self._alive
-            )
+            engines = (self._tortured, adapters, setup.storage, setup.patience, self._alive, self._reached)
+            execution = Execution(schedule, self._answers | found, *engines)
             try:
                 problem = execution.run()
             except Exception as error:  # noqa: BLE001 - whatever ended it is a result
                 traceback.print_exc()
-                problem = Problem("death", _last_words(error), execution.at)
+                problem = Problem("death", _last_words(error))
             return {"counts": execution.counts, "problem": problem}
 
     def _alive(self) -> None:
@@ -225,6 +231,9 @@ class _Trial:
         if now - self._armed > 1.0:
             self._armed = now
             faulthandler.dump_traceback_later(2 * self._setup.patience, exit=True)
+
+    def _reached(self, at: int) -> None:
+        self._pipe.send({"at": at})
 
     def _model(self, weights: int) -> Path:
         if self._kind.make is None:
@@ -262,8 +271,5 @@ def _named(name: str) -> Any:
 
 
 def resolved(result: Result) -> Schedule:
-    """The schedule of a failure, up to the operation at which it was seen."""
-    problem, operations = result.problem, result.schedule.operations
-    if problem is None or problem.at is None:
-        return result.schedule
-    return evolve(result.schedule, operations=operations[: problem.at + 1])
+    """The schedule of a failure, up to the operation at which it was seen, or with one if no engine has started."""
+    return result.schedule.cut(result.schedule.operations[: (result.at or 0) + 1])
