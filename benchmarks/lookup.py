@@ -101,6 +101,8 @@ class Bench:
         store = TieredStore(Tier(host, LRU()))
         namespace = Namespace(model="lookup", dtype="bfloat16", chunk_size=CHUNK, block_size=BLOCK)
         bench = cls(store, Scheduler(store, namespace, BlockMap(CHUNK, (Group(BLOCK),))), [])
+        # Until then each plan names the slab.
+        bench.scheduler.on_report(WorkerReport(mapped={0}))
         bench.fill()
         return bench
 
