@@ -34,6 +34,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from typing import Any
@@ -89,13 +90,16 @@ class Engines:
         engine = Engine(what, self._root / str(len(self._engines)), python, env)
         self._engines[name] = self._stack.enter_context(closing(engine))
 
-    def run(self, rounds: int) -> Found:
-        """All engines in each round."""
+    def run(self, rounds: int, minutes: float) -> Found:
+        """All engines in each round; none begins after so many minutes."""
         # Only the first long prompts allocate buffers and load kernels; memory is full after some conversations.
         for engine in self._engines.values():
             engine.run(evolve(self._load, users=min(8, self._load.users)), -1)
         found: dict[str, list[Round]] = {name: [] for name in self._engines}
+        started = time.monotonic()
         for number, name in turns(self._engines, rounds):
+            if all(len(each) == number for each in found.values()) and time.monotonic() - started > 60 * minutes:
+                break
             one = self._engines[name].run(self._load, number)
             found[name].append(one)
             print(f"round {number}, {name}: {one.seconds:.1f} s", flush=True)
@@ -185,11 +189,12 @@ def draw_earlier(file: Path, picture: Path) -> int:
 
 
 def main() -> int:
-    parser = arguments_of(__doc__, quick="three users, three turns, one round")
+    parser = arguments_of(__doc__, quick="eight users, three turns, one round")
     parser.add_argument("--users", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--question", type=int, default=250, help="tokens of each question")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=20.0, help="after them no round begins")
     parser.add_argument("--over", default="2,8", help="times that all conversations oversubscribe host memory")
     parser.add_argument("--policies", default="LRU", help="lmkv's order of eviction, of an engine for each")
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
@@ -203,7 +208,7 @@ def main() -> int:
         if not options.picture:
             parser.error("--drawn-from needs --picture")
         return draw_earlier(options.drawn_from, options.picture)
-    users, number, rounds = (3, 3, 1) if options.quick else (options.users, options.turns, options.rounds)
+    users, number, rounds = (8, 3, 1) if options.quick else (options.users, options.turns, options.rounds)
     load = Load(users=users, turns=number, question=options.question, new=options.new)
     levels = [float(each) for each in options.over.split(",")]
     with ExitStack() as stack:
@@ -212,7 +217,7 @@ def main() -> int:
         if options.audits:
             engines.add("lmkv", levels[0])
             engines.add(AUDITED, levels[0], audit_rate=options.audits)
-            found = engines.run(rounds)
+            found = engines.run(rounds, options.minutes)
             return finish(audit_rows(load, found["lmkv"], found[AUDITED]), options.json)
         engines.add(ALONE)
         if options.new:
@@ -226,7 +231,7 @@ def main() -> int:
                 engines.add_disk(f"lmkv, {memory}, disk", over, options.disk)
             if options.lmcache:
                 engines.add_lmcache(f"LMCache, {memory}", over, options.lmcache)
-        result = rows(load, engines.run(rounds))
+        result = rows(load, engines.run(rounds, options.minutes))
     if options.picture:
         draw(comparisons(result), machine(), options.picture, title=TITLE)
     return finish(result, options.json)
