@@ -47,7 +47,7 @@ from benchmarks._timing import Row, arguments_of, finish, interval, machine, per
 from lmkv.cli.measure.report import Comparison, draw
 from lmkv.cli.measure.small_model import SmallModel
 
-MODEL = SmallModel(layers=6, hidden=384)
+MODEL = SmallModel(layers=4, hidden=256)
 KV_SPACE = 3
 """Conversations of full length that vLLM's KV space takes."""
 TITLE = "Conversations"
@@ -57,6 +57,8 @@ NEW_TARGET = 0.995
 AUDIT_TARGET_RATE, AUDIT_TARGET = 0.01, 0.015
 """Share of the throughput that audits of so many hits may cost."""
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+SURE = 6
+"""Rounds that an interval of 95 % takes at least."""
 Found = Mapping[str, list[Round]]
 
 
@@ -134,8 +136,9 @@ def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> l
     made.append(row("prompt tokens not computed", 100 * hit, "%"))
     if of:
         low, high = interval(ratios)
+        sure = "95 % within" if len(ratios) >= SURE else "rounds of"
         made += [
-            row(f"throughput beside {of}, 95 % within {low:.4f} to {high:.4f}", statistics.median(ratios), "x"),
+            row(f"throughput beside {of}, {sure} {low:.4f} to {high:.4f}", statistics.median(ratios), "x"),
             row(f"throughput beside {of}, worst round of {len(ratios)}", min(ratios), "x"),
             row(f"answers equal to those of {of}", 100 * equal_answers(rounds, alone), "%"),
         ]
@@ -157,14 +160,16 @@ def audit_rows(load: Load, plain: list[Round], audited: list[Round]) -> list[Row
     scale = AUDIT_TARGET_RATE / again if again > 0 else 0.0
     cost = slower * scale
     all_tokens = len(plain) * load.prompt_tokens
-    within = f"95 % within {100 * low - 100:.1f} to {100 * high - 100:.1f}"
+    sure = "95 % within" if len(pairs) >= SURE else "rounds of"
+    within = f"{sure} {100 * low - 100:.1f} to {100 * high - 100:.1f}"
+    # Met only where the upper end is: noise must not pass for cheap audits.
     aim = "time that audits of one token in 100 would take"
     return [
         Row("prompt tokens that hit", 100 * hits / all_tokens, "%"),
         Row("tokens of hits that audits computed again", 100 * again, "%"),
         Row("computed tokens that these are more", 100 * again * hits / (all_tokens - hits), "%"),
         Row(f"time that these audits took, {within}", 100 * slower, "%"),
-        Row(aim, 100 * cost, "%", "lmkv", cost, AUDIT_TARGET, cost <= AUDIT_TARGET),
+        Row(aim, 100 * cost, "%", "lmkv", cost, AUDIT_TARGET, (high - 1) * scale <= AUDIT_TARGET),
         Row("answers equal", 100 * equal_answers(audited, plain), "%"),
     ]
 
