@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import time
 from collections.abc import Collection, Iterator, Sequence
 
 from lmkv.cli.measure.timing import Row, finish, interleaved, machine, median_ratio
 
-__all__ = ["Row", "arguments_of", "finish", "interleaved", "machine", "median_ratio", "percentile", "turns"]
+__all__ = ["Row", "arguments_of", "finish", "interleaved", "interval", "machine", "median_ratio", "percentile", "turns"]
 
 PAUSE = 0.5
 """Seconds: an engine's threads go on spinning for a while after a request, at the cost of the next one."""
@@ -33,3 +34,10 @@ def turns(engines: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Interval of the median with 95 % confidence: order statistics, whose ranks are binomial."""
+    values, count = sorted(values), len(values)
+    rank = max(0, int((count - 1.96 * math.sqrt(count)) / 2))
+    return values[rank], values[count - 1 - rank]

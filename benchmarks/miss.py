@@ -24,7 +24,6 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import argparse
 import functools
 import inspect
-import math
 import random
 import statistics
 import tempfile
@@ -34,7 +33,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
-from benchmarks._timing import Row, arguments_of, finish, turns
+from benchmarks._timing import Row, arguments_of, finish, interval, turns
 from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.vllm_engines import ONE_PROCESS, engine_specs, leave, open_engine
 
@@ -109,13 +108,6 @@ def run_engine(folder: Path, name: str) -> None:
     for seed in questions:
         questions.answer(measure(seed))
     leave(llm)
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Interval of the median with 95 % confidence: order statistics, whose ranks are binomial."""
-    values, count = sorted(values), len(values)
-    rank = max(0, int((count - 1.96 * math.sqrt(count)) / 2))
-    return values[rank], values[count - 1 - rank]
 
 
 def main() -> int:

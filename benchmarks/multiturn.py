@@ -1,17 +1,26 @@
-"""Users who talk for several turns with one engine whose KV space is too small for all of them.
+"""Users who talk for several turns: vLLM alone, with lmkv and with LMCache, where no memory takes all conversations.
 
-    python benchmarks/multiturn.py [--users 8] [--turns 10] [--quick] [--json] [--picture docs/multiturn.svg]
+    python benchmarks/multiturn.py [--users 32] [--turns 5] [--rounds 6] [--over 2,8] [--lmcache PYTHON]
+                                   [--policies LRU,ADAPTIVE] [--disk FOLDER] [--quick] [--json]
+                                   [--picture docs/multiturn.svg]
+    python benchmarks/multiturn.py --new [--rounds 15]
+    python benchmarks/multiturn.py --audits 0.1
     python benchmarks/multiturn.py --drawn-from turns.json --picture docs/multiturn.svg
-    python benchmarks/multiturn.py --audits 20 [--rate 0.1] [--users 8] [--turns 10]
 
-Each user sends a prompt, waits for the answer, and sends it all again with the next question behind it.
-vLLM's own prefix cache is on in every engine: it forgets a user's KV while the others are served. The engines
-run one after the other, each in a process of its own: vLLM alone, with lmkv in host memory, and with that and a
-disk, host memory then being too small for all conversations as well. In float32: all outputs must be equal.
+Each user sends a prompt, waits for the answer, thinks, and sends it all again with the next question behind it. Four
+requests are in flight at any time. Who speaks next follows from random thinking times, longer for some users: nobody
+talks in a fixed circle, and with one LRU would have nothing for anyone. vLLM's own prefix cache is on in every engine,
+and its KV space takes three conversations of full length. `--over`: how many times more memory all conversations take
+at full length than lmkv has, and LMCache's server; with `--disk` another engine has a disk below that. With
+`--lmcache`, the interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes part
+by its fastest route. All engines run at once, each in processes of its own, and are asked in turn, in shuffled order,
+with new conversations in each round. Throughputs are compared within a round, times to first token over all rounds.
+In float32, so that answers should be equal: the last row of an engine says how many are.
+
+`--new`: no prompt begins like another one, so that nothing can hit, and lmkv evicts all the time; a second vLLM alone
+shows how far two equal engines are apart. `--audits`: lmkv with and without audits of this share of the hits. An
+audit costs the same whatever the rate is, so a higher rate shows the cost of a lower one, less its noise.
 The picture needs matplotlib (`pip install "lmkv[plot]"`).
-
-`--audits`: so many rounds, each with conversations of its own, of lmkv with and without audits, both in host memory.
-Each audit costs the same whatever the rate is, so a higher rate shows the cost of a lower one, less its noise.
 """
 
 from __future__ import annotations
@@ -22,192 +31,159 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import json
-import random
 import statistics
 import tempfile
 import time
-from contextlib import closing
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve
 
-from benchmarks._timing import Row, arguments_of, finish, machine, turns
-from lmkv.cli.measure.process import ChildProcess, Questions
+from benchmarks._conversations import Engine, Load, Round, spec
+from benchmarks._lmcache_server import ENVIRONMENT, Server
+from benchmarks._timing import Row, arguments_of, finish, interval, machine, percentile, turns
 from lmkv.cli.measure.report import Comparison, draw
 from lmkv.cli.measure.small_model import SmallModel
-from lmkv.cli.measure.vllm_engines import ONE_PROCESS, VOCABULARY, EngineSpec, leave, open_engine
 
-QUESTION, ANSWER = 400, 24
-"""Tokens that a turn adds to a conversation."""
-IN_SPACE = 2.5
+MODEL = SmallModel(layers=4, hidden=256)
+KV_SPACE = 3
 """Conversations of full length that vLLM's KV space takes."""
 TITLE = "Conversations"
-ALONE, RAM, DISK = "vLLM alone", "lmkv, RAM", "lmkv, RAM and disk"
-AUDITED = "lmkv, RAM, audited"
+ALONE, AGAIN, AUDITED = "vLLM alone", "vLLM alone, again", "lmkv, audited"
+ROUTE = "LMCache, shared memory"
+NEW_TARGET = 0.995
 AUDIT_TARGET_RATE, AUDIT_TARGET = 0.01, 0.015
 """Share of the throughput that audits of so many hits may cost."""
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+SURE = 6
+"""Rounds that an interval of 95 % takes at least."""
+Found = Mapping[str, list[Round]]
 
 
-@frozen
-class Load:
-    """`audits`: the share of hits that AUDITED audits."""
+class Engines:
+    """Engines that run at once, each in a folder of its own, and LMCache's servers."""
 
-    users: int
-    turns: int
-    audits: float = 0.0
+    def __init__(self, load: Load, root: Path, stack: ExitStack) -> None:
+        self._load, self._root, self._stack = load, root, stack
+        self._engines: dict[str, Engine] = {}
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the longest conversation."""
-        return self.turns * (QUESTION + ANSWER)
+    def host_gib(self, over: float) -> float:
+        """Memory that all conversations oversubscribe so many times."""
+        return self._load.users * self._load.tokens * MODEL.kv_bytes_per_token / over / 2**30
 
-    def question(self, number: int, user: int, turn: int) -> list[int]:
-        """Tokens of a user's question in the round of this number."""
-        return random.Random((number * 1000 + user) * 1000 + turn).choices(range(VOCABULARY), k=QUESTION)
+    def add(self, name: str, over: float | None = None, **settings: Any) -> None:
+        """vLLM alone, or with lmkv that has so much host memory."""
+        host = {} if over is None else {"max_local_cpu_size": self.host_gib(over), **settings}
+        self._start(name, spec(self._load, KV_SPACE, MODEL, host or None), sys.executable, {})
 
+    def add_disk(self, name: str, over: float, parent: Path) -> None:
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-turns-", dir=parent))
+        size = {"max_local_disk_size": 2 * self.host_gib(1) + 1, "disk_min_free": 0.0}
+        self.add(name, over, local_disk=folder, **size)
 
-def specs(load: Load, folder: Path) -> dict[str, EngineSpec]:
-    model = SmallModel(layers=8, hidden=512, max_position=max(32_768, 2 * load.tokens))
-    conversation = (load.tokens + 256) * model.kv_bytes_per_token
-    everything = 1.2 * load.users * conversation / 2**30
+    def add_lmcache(self, name: str, over: float, python: str) -> None:
+        log = self._root / f"server-{len(self._engines)}.log"
+        server = self._stack.enter_context(closing(Server(python, self.host_gib(over), log)))
+        self._start(name, server.spec(ROUTE, spec(self._load, KV_SPACE, MODEL, None)), python, ENVIRONMENT)
 
-    def spec(**settings: Any) -> EngineSpec:
-        return EngineSpec(
-            model=model,
-            max_tokens=load.tokens + 16,
-            kv_bytes=int(IN_SPACE * conversation),
-            prefix_caching=True,
-            settings=settings or None,
-        )
+    def _start(self, name: str, what: Any, python: str, env: dict[str, str]) -> None:
+        engine = Engine(what, self._root / str(len(self._engines)), python, env)
+        self._engines[name] = self._stack.enter_context(closing(engine))
 
-    return {
-        ALONE: spec(),
-        RAM: spec(max_local_cpu_size=everything),
-        AUDITED: spec(max_local_cpu_size=everything, audit_rate=load.audits),
-        DISK: spec(
-            max_local_cpu_size=everything / 4,
-            local_disk=str(folder / "kv"),
-            max_local_disk_size=2 * everything,
-            disk_min_free=0.0,
-        ),
-    }
-
-
-def run_engine(load: Load, name: str, folder: Path) -> None:
-    """In the child: all conversations at once, each turn as soon as the one before is answered."""
-    questions = Questions()  # before vLLM prints anything
-    from vllm import SamplingParams
-
-    llm = open_engine(specs(load, folder)[name], folder)
-    engine = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
-    warm = {"prompt_token_ids": random.Random("no prompt of the load").choices(range(VOCABULARY), k=load.tokens)}
-    llm.generate(warm, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
-
-    def run(number: int) -> dict[str, Any]:
-        talks: list[list[int]] = [[] for _ in range(load.users)]
-        done = [0] * load.users
-        ttfts: list[float] = []
-        cached = 0
-
-        def send(user: int) -> None:
-            talks[user] += load.question(number, user, done[user])
-            engine.add_request(f"{user}-{done[user]}", {"prompt_token_ids": list(talks[user])}, params)
-
-        started = time.perf_counter()
-        for user in range(load.users):
-            send(user)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if not output.finished:
-                    continue
-                user = int(output.request_id.split("-")[0])
-                talks[user] += output.outputs[0].token_ids
-                ttfts.append(output.metrics.first_token_latency)
-                cached += output.num_cached_tokens or 0
-                done[user] += 1
-                if done[user] < load.turns:
-                    send(user)
-        seconds = time.perf_counter() - started
-        return {"seconds": seconds, "ttfts": ttfts, "cached": cached, "talks": talks}
-
-    for number in questions:
-        questions.answer(run(number))
-    leave(llm)
+    def run(self, rounds: int, minutes: float) -> Found:
+        """All engines in each round; none begins after so many minutes."""
+        # Only the first long prompts allocate buffers and load kernels; memory is full after some conversations.
+        for engine in self._engines.values():
+            engine.run(evolve(self._load, users=min(8, self._load.users)), -1)
+        found: dict[str, list[Round]] = {name: [] for name in self._engines}
+        started = time.monotonic()
+        for number, name in turns(self._engines, rounds):
+            if all(len(each) == number for each in found.values()) and time.monotonic() - started > 60 * minutes:
+                break
+            one = self._engines[name].run(self._load, number)
+            found[name].append(one)
+            print(f"round {number}, {name}: {one.seconds:.1f} s", flush=True)
+        for engine in self._engines.values():
+            engine.leave()
+        return found
 
 
-def child_of(load: Load, name: str, root: Path) -> ChildProcess:
-    folder = root / name.replace(" ", "-").replace(",", "")
-    command = [sys.executable, __file__, "--engine", name, "--folder", str(folder)]
-    command += ["--users", str(load.users), "--turns", str(load.turns), "--rate", str(load.audits)]
-    return ChildProcess(command, folder, ONE_PROCESS)
+def rows(load: Load, found: Found) -> list[Row]:
+    return [row for name, rounds in found.items() for row in rows_of(load, name, rounds, found[ALONE])]
 
 
-def measured(load: Load, name: str, root: Path) -> dict[str, Any]:
-    with closing(child_of(load, name, root)) as child:
-        found: dict[str, Any] = child.ask(0, 1800.0)
-        child.leave()
-    return found
+def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> list[Row]:
+    """One engine beside vLLM alone. lmkv has targets: never worse."""
+    ours, of = name.startswith("lmkv"), None if name == ALONE else ALONE
 
+    def row(title: str, value: float, unit: str, ratio: float | None = None, least: float = 0.0) -> Row:
+        """`ratio` beside vLLM alone, which reaches `least` or, without that, is at most 1."""
+        if of is None or ratio is None:
+            return Row(f"{name}: {title}", value, unit)
+        if not ours or (load.new and not least):
+            return Row(f"{name}: {title}", value, unit, of, ratio)
+        return Row(f"{name}: {title}", value, unit, of, ratio, least or 1.0, ratio >= least if least else ratio <= 1)
 
-def audits(load: Load, rounds: int, root: Path) -> list[Row]:
-    """Measure the cost of audits: both engines run in each round, in shuffled order."""
-    with closing(child_of(load, RAM, root)) as plain, closing(child_of(load, AUDITED, root)) as audited:
-        children = {RAM: plain, AUDITED: audited}
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
-        for number, name in turns(children, rounds):
-            found[name].append(children[name].ask(number))
-        for child in children.values():
-            child.leave()
-    # The first conversations are those that warm the engines up.
-    pairs = list(zip(found[RAM], found[AUDITED], strict=True))[1:]
-    assert all(one["talks"] == other["talks"] for one, other in pairs), "answers differ"
-    slower = statistics.median(other["seconds"] / one["seconds"] for one, other in pairs) - 1
-    again = sum(one["cached"] - other["cached"] for one, other in pairs) / sum(one["cached"] for one, _ in pairs)
-    scale = AUDIT_TARGET_RATE / again if again else 0.0
-    return [
-        Row("tokens of hits that audits computed again", 100 * again, "%"),
-        Row("time that these audits took", 100 * slower, "%"),
-        Row(
-            "time that audits of one token in 100 would take",
-            100 * slower * scale,
-            "%",
-            RAM,
-            slower * scale,
-            AUDIT_TARGET,
-            slower * scale <= AUDIT_TARGET,
-        ),
-    ]
-
-
-def rows(load: Load, found: dict[str, dict[str, Any]]) -> list[Row]:
-    made = []
-    alone = found[ALONE]
-    for name, one in found.items():
-        mean, throughput = statistics.mean(one["ttfts"]), load.users * load.turns / one["seconds"]
-        before, of = statistics.mean(alone["ttfts"]), None if name == ALONE else ALONE
-        rate = load.users * load.turns / alone["seconds"]
+    ratios = [other.seconds / one.seconds for one, other in zip(rounds, alone, strict=True)]
+    throughput = statistics.median(len(one.answers) / one.seconds for one in rounds)
+    made = [row("throughput", throughput, "requests/s", statistics.median(ratios), NEW_TARGET if load.new else 1.0)]
+    for title, share in SHARES.items():
+        mine, theirs = (percentile([ttft for one in each for ttft in one.ttfts], share) for each in (rounds, alone))
+        made.append(row(f"time to first token, {title}", mine, "s", mine / theirs))
+    hit = sum(one.cached for one in rounds) / (len(rounds) * load.prompt_tokens)
+    made.append(row("prompt tokens not computed", 100 * hit, "%"))
+    if of:
+        low, high = interval(ratios)
+        sure = "95 % within" if len(ratios) >= SURE else "rounds of"
         made += [
-            Row(f"{name}: mean time to first token", mean, "s", of, of and mean / before),
-            Row(f"{name}: throughput", throughput, "requests/s", of, of and throughput / rate),
-            Row(f"{name}: prompt tokens not computed", one["cached"], "tokens"),
+            row(f"throughput beside {of}, {sure} {low:.4f} to {high:.4f}", statistics.median(ratios), "x"),
+            row(f"throughput beside {of}, worst round of {len(ratios)}", min(ratios), "x"),
+            row(f"answers equal to those of {of}", 100 * equal_answers(rounds, alone), "%"),
         ]
-        if one["talks"] != alone["talks"]:
-            raise SystemExit(f"{name}: its outputs differ from those of vLLM alone")
     return made
 
 
+def equal_answers(rounds: list[Round], others: list[Round]) -> float:
+    pairs = list(zip(rounds, others, strict=True))
+    same = sum(answer == other.answers[which] for one, other in pairs for which, answer in one.answers.items())
+    return same / sum(len(one.answers) for one in rounds)
+
+
+def audit_rows(load: Load, plain: list[Round], audited: list[Round]) -> list[Row]:
+    pairs = list(zip(plain, audited, strict=True))
+    ratios = [other.seconds / one.seconds for one, other in pairs]
+    slower, (low, high) = statistics.median(ratios) - 1, interval(ratios)
+    hits = sum(one.cached for one in plain)
+    again = (hits - sum(one.cached for one in audited)) / hits
+    scale = AUDIT_TARGET_RATE / again if again > 0 else 0.0
+    cost = slower * scale
+    all_tokens = len(plain) * load.prompt_tokens
+    sure = "95 % within" if len(pairs) >= SURE else "rounds of"
+    within = f"{sure} {100 * low - 100:.1f} to {100 * high - 100:.1f}"
+    # Met only where the upper end is: noise must not pass for cheap audits.
+    aim = "time that audits of one token in 100 would take"
+    return [
+        Row("prompt tokens that hit", 100 * hits / all_tokens, "%"),
+        Row("tokens of hits that audits computed again", 100 * again, "%"),
+        Row("computed tokens that these are more", 100 * again * hits / (all_tokens - hits), "%"),
+        Row(f"time that these audits took, {within}", 100 * slower, "%"),
+        Row(aim, 100 * cost, "%", "lmkv", cost, AUDIT_TARGET, (high - 1) * scale <= AUDIT_TARGET),
+        Row("answers equal", 100 * equal_answers(audited, plain), "%"),
+    ]
+
+
 def comparisons(rows: list[Row]) -> list[Comparison]:
-    """A chart for each thing that was measured, with a bar for each engine."""
+    """A chart for each thing that was measured of vLLM alone, with a bar for each engine."""
     charts: dict[str, dict[str, float]] = {}
     units = {}
     for row in rows:
         engine, title = row.name.split(": ")
         charts.setdefault(title, {})[engine] = row.value
         units[title] = row.unit
-    return [Comparison(title.capitalize(), units[title], bars, ALONE) for title, bars in charts.items()]
+    shown = {title: bars for title, bars in charts.items() if ALONE in bars}
+    return [Comparison(title.capitalize(), units[title], bars, ALONE) for title, bars in shown.items()]
 
 
 def draw_earlier(file: Path, picture: Path) -> int:
@@ -218,30 +194,49 @@ def draw_earlier(file: Path, picture: Path) -> int:
 
 
 def main() -> int:
-    parser = arguments_of(__doc__, quick="three users, three turns")
-    parser.add_argument("--users", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=10)
+    parser = arguments_of(__doc__, quick="eight users, three turns, one round")
+    parser.add_argument("--users", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--question", type=int, default=250, help="tokens of each question")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=20.0, help="after them no round begins")
+    parser.add_argument("--over", default="2,8", help="times that all conversations oversubscribe host memory")
+    parser.add_argument("--policies", default="LRU", help="lmkv's order of eviction, of an engine for each")
+    parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
+    parser.add_argument("--disk", type=Path, metavar="FOLDER", help="where to keep a disk tier for another engine")
+    parser.add_argument("--new", action="store_true", help="no prompt begins like another one")
+    parser.add_argument("--audits", type=float, metavar="RATE", help="measure what audits of this share of hits cost")
     parser.add_argument("--picture", type=Path, help="where to draw the comparison, as SVG or PNG")
     parser.add_argument("--drawn-from", type=Path, help="what an earlier run printed with --json; measures nothing")
-    parser.add_argument("--audits", type=int, metavar="ROUNDS", help="measure what audits cost, in so many rounds")
-    parser.add_argument("--rate", type=float, default=0.1, help="share of the hits that --audits audits")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    users, number = (3, 3) if options.quick else (options.users, options.turns)
-    load = Load(users, number, options.rate)
-    if options.drawn_from and not options.picture:
-        parser.error("--drawn-from needs --picture")
-    if options.engine:
-        run_engine(load, options.engine, options.folder)
-    if options.audits:
-        with tempfile.TemporaryDirectory(prefix="lmkv-audits-") as folder:
-            return finish(audits(load, options.audits, Path(folder)), options.json)
     if options.drawn_from:
+        if not options.picture:
+            parser.error("--drawn-from needs --picture")
         return draw_earlier(options.drawn_from, options.picture)
-    with tempfile.TemporaryDirectory(prefix="lmkv-turns-") as folder:
-        found = {name: measured(load, name, Path(folder)) for name in (ALONE, RAM, DISK)}
-    result = rows(load, found)
+    users, number, rounds = (8, 3, 1) if options.quick else (options.users, options.turns, options.rounds)
+    load = Load(users=users, turns=number, question=options.question, new=options.new)
+    levels = [float(each) for each in options.over.split(",")]
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-turns-")))
+        engines = Engines(load, root, stack)
+        if options.audits:
+            engines.add("lmkv", levels[0])
+            engines.add(AUDITED, levels[0], audit_rate=options.audits)
+            found = engines.run(rounds, options.minutes)
+            return finish(audit_rows(load, found["lmkv"], found[AUDITED]), options.json)
+        engines.add(ALONE)
+        if options.new:
+            engines.add(AGAIN)
+        for over in levels:
+            memory = f"RAM for 1 in {over:g}"
+            for policy in options.policies.split(","):
+                name = "lmkv" if policy == "LRU" else f"lmkv {policy}"
+                engines.add(f"{name}, {memory}", over, cache_policy=policy)
+            if options.disk:
+                engines.add_disk(f"lmkv, {memory}, disk", over, options.disk)
+            if options.lmcache:
+                engines.add_lmcache(f"LMCache, {memory}", over, options.lmcache)
+        result = rows(load, engines.run(rounds, options.minutes))
     if options.picture:
         draw(comparisons(result), machine(), options.picture, title=TITLE)
     return finish(result, options.json)

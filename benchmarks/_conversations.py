@@ -1,0 +1,163 @@
+"""Users who talk with one vLLM engine: what they say, in which order, and the process that answers them.
+
+Run with a folder and -P, else benchmarks/copy.py would be imported as the standard library's. Takes lines of JSON:
+an engine's specification first, then loads.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, field, frozen
+
+from lmkv.cli.measure.process import ChildProcess, Questions
+from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.measure.vllm_engines import SEVERAL_PROCESSES, VOCABULARY, EngineSpec, leave, open_engine
+
+AT_ONCE = 4
+"""Requests in flight: the next turn is sent as soon as one is answered."""
+PACES = 4.0
+"""How many times longer the slowest user thinks than the fastest."""
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@frozen(kw_only=True)
+class Load:
+    """Users who each send so many turns: a question of so many tokens, answered with so many.
+
+    `new`: nothing is said again, every prompt is as long as in the conversation, and new.
+    """
+
+    users: int
+    turns: int
+    question: int = 250
+    answer: int = 10
+    new: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a conversation of full length."""
+        return self.turns * (self.question + self.answer)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return self.users * sum(self.question + turn * (self.question + self.answer) for turn in range(self.turns))
+
+    def order(self, number: int) -> list[int]:
+        """Who speaks, in the round of this number.
+
+        Before each turn a user thinks for a random, exponentially distributed time; some users think longer.
+        """
+        chance = random.Random(f"order {number}")
+        due = []
+        for user in range(self.users):
+            pace, now = PACES ** chance.random(), 0.0
+            for _ in range(self.turns):
+                now += chance.expovariate(1 / pace)
+                due.append((now, user))
+        return [user for _, user in sorted(due)]
+
+    def prompt(self, number: int, user: int, before: Sequence[int], turn: int) -> list[int]:
+        """What a user sends, in the round of this number, after a conversation."""
+        said = [] if self.new else list(before)
+        fresh = random.Random(f"{number} {user} {turn}").choices(range(VOCABULARY), k=len(before) + self.question)
+        return said + fresh[len(said) :]
+
+
+@frozen(kw_only=True)
+class Round:
+    """One round of one engine. `cached`: prompt tokens that were not computed. `answers`: by user and turn."""
+
+    seconds: float
+    ttfts: list[float]
+    cached: int
+    answers: dict[str, list[int]] = field(repr=False)
+
+
+class Engine(ChildProcess):
+    """An engine in processes of its own. `env`: variables beside those of this process."""
+
+    def __init__(self, spec: EngineSpec, folder: Path, python: str, env: dict[str, str]) -> None:
+        command = [python, "-P", __file__, str(folder)]
+        super().__init__(command, folder, {"PYTHONPATH": str(ROOT), **SEVERAL_PROCESSES, **env})
+        try:
+            self.ask(asdict(spec))
+        except BaseException:
+            self.kill()
+            self.close()
+            raise
+
+    def run(self, load: Load, number: int) -> Round:
+        """Run the load with conversations of this number, which no other number shares."""
+        return Round(**self.ask([asdict(load), number]))
+
+
+def spec(load: Load, spaces: float, model: SmallModel, settings: dict[str, Any] | None) -> EngineSpec:
+    """An engine whose KV space takes `spaces` conversations of full length."""
+    return EngineSpec(
+        model=model,
+        max_tokens=load.tokens + 16,
+        kv_bytes=int(spaces * (load.tokens + 64) * model.kv_bytes_per_token),
+        prefix_caching=True,
+        settings=settings,
+    )
+
+
+# -- in the child -----------------------------------------------------------------------------------------
+
+
+def run(engine: Any, load: Load, number: int) -> Round:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=load.answer, ignore_eos=True, detokenize=False)
+    talks: list[list[int]] = [[] for _ in range(load.users)]
+    answers: dict[str, list[int]] = {}
+    ttfts: list[float] = []
+    cached, waiting = 0, load.order(number)
+    turn, busy = [0] * load.users, set[int]()
+
+    def send() -> None:
+        """Send the next turns of the order whose users have got the answer before."""
+        while len(busy) < AT_ONCE:
+            user = next((user for user in waiting if user not in busy), None)
+            if user is None:
+                return
+            waiting.remove(user)
+            busy.add(user)
+            talks[user] = load.prompt(number, user, talks[user], turn[user])
+            engine.add_request(f"{user}-{turn[user]}", {"prompt_token_ids": list(talks[user])}, params)
+
+    started = time.perf_counter()
+    send()
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if not output.finished:
+                continue
+            user = int(output.request_id.split("-")[0])
+            answers[output.request_id] = list(output.outputs[0].token_ids)
+            talks[user] += answers[output.request_id]
+            ttfts.append(output.metrics.first_token_latency)
+            cached += output.num_cached_tokens or 0
+            turn[user] += 1
+            busy.remove(user)
+        send()
+    return Round(seconds=time.perf_counter() - started, ttfts=ttfts, cached=cached, answers=answers)
+
+
+def main() -> None:
+    questions = Questions()  # before vLLM prints anything
+    llm = open_engine(EngineSpec(**next(questions)), Path(sys.argv[1]))
+    questions.answer("ready")
+    for load, number in questions:
+        questions.answer(asdict(run(llm.llm_engine, Load(**load), number)))
+    leave(llm)
+
+
+if __name__ == "__main__":
+    main()
