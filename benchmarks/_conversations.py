@@ -6,10 +6,12 @@ an engine's specification first, then loads.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +74,13 @@ class Load:
 
 @frozen(kw_only=True)
 class Round:
-    """One round of one engine. `cached`: prompt tokens that were not computed. `answers`: by user and turn."""
+    """One round of one engine. `cached`: prompt tokens that were not computed. `answers`: by user and turn.
+
+    `cpu`: seconds of CPU time of all the engine's processes.
+    """
 
     seconds: float
+    cpu: float = 0.0
     ttfts: list[float]
     cached: int
     answers: dict[str, list[int]] = field(repr=False)
@@ -95,7 +101,19 @@ class Engine(ChildProcess):
 
     def run(self, load: Load, number: int) -> Round:
         """Run the load with conversations of this number, which no other number shares."""
-        return Round(**self.ask([asdict(load), number]))
+        before = cpu_seconds(self._child.pid)
+        found: dict[str, Any] = self.ask([asdict(load), number])
+        return Round(**{**found, "cpu": cpu_seconds(self._child.pid) - before})
+
+
+def cpu_seconds(session: int) -> float:
+    """CPU time of all processes of a session so far."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            values = stat.read_text().rpartition(")")[2].split()
+            ticks += int(values[11]) + int(values[12]) if int(values[3]) == session else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def spec(load: Load, spaces: float, model: SmallModel, settings: dict[str, Any] | None) -> EngineSpec:

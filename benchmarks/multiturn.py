@@ -140,9 +140,17 @@ def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> l
         made += [
             row(f"throughput beside {of}, {sure} {low:.4f} to {high:.4f}", statistics.median(ratios), "x"),
             row(f"throughput beside {of}, worst round of {len(ratios)}", min(ratios), "x"),
+            row(f"CPU time beside {of}, {cpu_times(rounds, alone)[1]}", cpu_times(rounds, alone)[0], "x"),
             row(f"answers equal to those of {of}", 100 * equal_answers(rounds, alone), "%"),
         ]
     return made
+
+
+def cpu_times(rounds: list[Round], others: list[Round]) -> tuple[float, str]:
+    """Median ratio of CPU times, which other programs disturb less than throughput, and its interval in words."""
+    ratios = [one.cpu / other.cpu for one, other in zip(rounds, others, strict=True)]
+    low, high = interval(ratios)
+    return statistics.median(ratios), f"{'95 % within' if len(ratios) >= SURE else 'rounds of'} {low:.4f} to {high:.4f}"
 
 
 def equal_answers(rounds: list[Round], others: list[Round]) -> float:
@@ -170,6 +178,7 @@ def audit_rows(load: Load, plain: list[Round], audited: list[Round]) -> list[Row
         Row("computed tokens that these are more", 100 * again * hits / (all_tokens - hits), "%"),
         Row(f"time that these audits took, {within}", 100 * slower, "%"),
         Row(aim, 100 * cost, "%", "lmkv", cost, AUDIT_TARGET, (high - 1) * scale <= AUDIT_TARGET),
+        Row(f"CPU time with these audits, {cpu_times(audited, plain)[1]}", cpu_times(audited, plain)[0], "x"),
         Row("answers equal", 100 * equal_answers(audited, plain), "%"),
     ]
 

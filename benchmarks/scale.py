@@ -3,9 +3,9 @@
     python benchmarks/scale.py [--quick] [--json] [--files FOLDER]
 
 Each size has a process of its own. A made-up medium lists random keys as fast as they can be made, so that only lmkv
-is measured; with --files, real files of a local disk tier are listed beside it, up to 300,000. Times are CPU time, but
-for those of calls meanwhile, which are what a scheduler would wait. The last tier is as large as its content, so that
-each new chunk evicts one.
+is measured; with --files, real files of a local disk tier are listed beside it, up to 300,000, and then inspected and
+deleted by `lmkv inspect` and `lmkv prune`. Times are CPU time, but for those of calls meanwhile, which are what a
+scheduler would wait. The last tier is as large as its content, so that each new chunk evicts one.
 """
 
 from __future__ import annotations
@@ -137,6 +137,17 @@ def in_a_process(count: int, folder: Path | None = None) -> dict[str, float]:
     return found
 
 
+def command(*arguments: str) -> float:
+    """CPU seconds of an `lmkv` command."""
+    before = os.times()
+    program = [sys.executable, "-c", "from lmkv.cli import main; main()", *arguments]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"lmkv {' '.join(arguments)}: {done.stderr}")
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
 def rows(kind: str, found: dict[int, dict[str, float]]) -> Iterator[Row]:
     smallest = next(iter(found.values()))
     of = f"{next(iter(found)):,} chunks"
@@ -187,6 +198,10 @@ def main() -> int:
         for count in (count for count in FILES if count <= most):
             fill(options.files, count)
             files[count] = in_a_process(count, options.files)
+            start = command("--help")
+            for name, what in {"inspect": ["--json"], "prune": ["--max-size", "0"]}.items():
+                seconds = command(name, str(options.files), *what) - start
+                files[count][f"lmkv {name} a chunk, us"] = seconds / count * 1e6
         found += rows("files", files)
     return finish(found, options.json)
 
