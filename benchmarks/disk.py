@@ -120,12 +120,11 @@ def raw(name: str, pool: ThreadPoolExecutor | None, sync: Sync) -> Way:
 def lmkv(name: str, pool: ThreadPoolExecutor, sync: Sync, direct: Any = "auto") -> Way:
     def store(backend: LocalDiskBackend, buffers: Sequence[memoryview]) -> None:
         chunks = [Chunk(key_of(index), buffer) for index, buffer in enumerate(buffers)]
-        results = list(pool.map(lambda chunk: backend.write([chunk])[0], chunks))
+        results = list(pool.map(backend.write, chunks))
         check(all(result.status is WriteStatus.STORED for result in results))
 
     def load(backend: LocalDiskBackend, buffers: Sequence[memoryview]) -> None:
-        items = [(key_of(index), buffer) for index, buffer in enumerate(buffers)]
-        results = list(pool.map(lambda item: backend.read([item])[0], items))
+        results = list(pool.map(backend.read, map(key_of, range(len(buffers))), buffers))
         check(all(result.status is ReadStatus.HIT for result in results))
 
     return Way(name, store, load, partial(LocalDiskBackend, namespace=NAMESPACE, sync=sync, direct=direct))
@@ -272,7 +271,7 @@ def listing(root: Path) -> Row:
         backend = LocalDiskBackend(folder, NAMESPACE, direct="off")
         payload = memoryview(b"x")
         for _ in range(10_000):
-            backend.write([Chunk(secrets.token_bytes(32), payload)])
+            backend.write(Chunk(secrets.token_bytes(32), payload))
         bare = "os.scandir and a stat of each"
         cases = {
             "list": lambda: check(sum(map(len, backend.list_keys())) == 10_000),

@@ -178,7 +178,7 @@ def measure(url: str, rounds: int) -> Iterator[Row]:
     def put(_: int) -> None:
         key = os.urandom(32)
         written[0].append(key)
-        (result,) = backend.write([Chunk(key, payload)])
+        result = backend.write(Chunk(key, payload))
         assert result.status is WriteStatus.STORED, result
 
     def client_put(_: int) -> None:
@@ -187,7 +187,7 @@ def measure(url: str, rounds: int) -> Iterator[Row]:
         client.put(name, payload)
 
     def get(thread: int) -> None:
-        (result,) = backend.read([(keys[next(numbers) % KEPT], buffers[thread])])
+        result = backend.read(keys[next(numbers) % KEPT], buffers[thread])
         assert result.status is ReadStatus.HIT, result
 
     def client_get(_: int) -> None:
@@ -206,7 +206,8 @@ def measure(url: str, rounds: int) -> Iterator[Row]:
             (backend.delete, client.delete)[which](written[which])
             written[which].clear()
 
-    backend.write([Chunk(key, payload) for key in keys])
+    for key in keys:
+        backend.write(Chunk(key, payload))
     for name in names:
         client.put(name, payload)
     try:

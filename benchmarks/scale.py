@@ -23,7 +23,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from benchmarks._timing import Row, arguments_of, finish, percentile
 from lmkv.backends.cpu import CPUPinnedBackend
@@ -56,8 +56,8 @@ class MadeUp(NullBackend):
         for start in range(0, self.count, BATCH):
             yield [Listed(key_of(number), SLOT_BYTES, float(number)) for number in range(start, start + BATCH)]
 
-    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
-        return [STORED] * len(chunks)
+    def write(self, chunk: Chunk) -> Written:
+        return STORED
 
 
 def resident_bytes() -> int:
@@ -125,8 +125,8 @@ def fill(folder: Path, count: int) -> None:
     """A folder with so many small chunks."""
     backend = LocalDiskBackend(folder, bytes(32), direct="off", min_free=0)
     payload = memoryview(b"x" * 64)
-    for start in range(0, count, BATCH):
-        backend.write([Chunk(key_of(number), payload) for number in range(start, start + BATCH)])
+    for number in range(count):
+        backend.write(Chunk(key_of(number), payload))
     backend.close()
 
 

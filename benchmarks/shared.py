@@ -61,14 +61,14 @@ def parts(folder: Path) -> dict[str, Callable[[int], object]]:
     source = np.frombuffer(mmap.mmap(-1, CHUNKS * NBYTES), np.uint8).reshape(CHUNKS, NBYTES)
     source[:] = np.random.default_rng(0).integers(0, 256, source.shape, np.uint8)
     keys = [bytes(31) + bytes([index]) for index in range(CHUNKS)]
-    written = backend.write([Chunk(key, row.data) for key, row in zip(keys, source, strict=True)])
-    assert {each.status for each in written} == {WriteStatus.STORED}
+    for key, row in zip(keys, source, strict=True):
+        assert backend.write(Chunk(key, row.data)).status is WriteStatus.STORED
     plain = [folder / str(index) for index in range(CHUNKS)]
     for path, row in zip(plain, source, strict=True):
         path.write_bytes(row.data)
 
     def tier(index: int) -> None:
-        assert backend.read([(keys[index], slots[index].data)])[0].status is ReadStatus.HIT
+        assert backend.read(keys[index], slots[index].data).status is ReadStatus.HIT
 
     def read(index: int) -> None:
         fd = os.open(plain[index], os.O_RDONLY)

@@ -41,10 +41,11 @@ class Chunk:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Blocking, thread-safe, batched storage of immutable chunks; called only on lmkv's own threads.
+    """Blocking, thread-safe storage of immutable chunks; called only on lmkv's own threads, several at a time.
 
-    Results come in request order, one per key. A backend neither counts bytes nor evicts: its tier does.
-    `close` is idempotent; after it every other call raises `ClosedError`.
+    Payloads move one at a time, and their failures are values. `contains` and `delete` take batches and raise
+    `BackendError`; `contains` answers in the order of its keys. A backend neither counts bytes nor evicts: its tier
+    does. `close` is idempotent; after it every other call raises `ClosedError`.
     """
 
     @property
@@ -54,16 +55,16 @@ class Backend(Protocol):
         """Whether each chunk is there. A `Shared` backend is asked for chunks that the index does not know."""
         ...
 
-    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
-        """Fill each caller-owned buffer with its chunk; a buffer's content is undefined unless HIT.
+    def read(self, key: ChunkKey, into: memoryview) -> Read:
+        """Fill the caller-owned buffer with a chunk; its content is undefined unless HIT.
 
-        A buffer's length is the chunk's payload length; a stored chunk of another length is FAILED. FAILED with a
+        The buffer's length is the chunk's payload length; a stored chunk of another length is FAILED. FAILED with a
         `CorruptChunkError` says that the bytes are wrong, and the chunk is deleted; any other error may pass.
         """
         ...
 
-    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
-        """Store each chunk completely or not at all; an existing key is PRESENT and stays as it is."""
+    def write(self, chunk: Chunk) -> Written:
+        """Store a chunk completely or not at all; an existing key is PRESENT and stays as it is."""
         ...
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:

@@ -29,7 +29,7 @@ from lmkv.errors import BackendUnavailable
 from lmkv.memory import slab_files
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.testing.backend_suite import chunk_of, listed, read_back, statuses
+from lmkv.testing.backend_suite import chunk_of, listed, read_back
 from tests.forked import Child, Tell
 from tests.kit import LIMIT
 
@@ -143,7 +143,7 @@ def test_a_link_of_his_is_refused_and_one_of_the_operators_is_not(everybodys: Pa
     assert list(tmp_path.iterdir()) == []
     (everybodys / "own").symlink_to(tmp_path)
     backend, chunk = LocalDiskBackend(everybodys / "own", NAMESPACE), chunk_of(5000)
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     assert read_back(backend, chunk) == chunk.payload
 
 
@@ -160,12 +160,12 @@ def test_a_folder_of_his_where_not_everybody_may_make_one_was_given_to_him(tmp_p
     root.mkdir()
     os.chown(root, OTHER, OTHER)
     backend, chunk = LocalDiskBackend(root, NAMESPACE), chunk_of(5000)
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     assert read_back(backend, chunk) == chunk.payload
 
 
 def his_namespace(root: str, namespace: bytes, key: bytes, mode: int) -> None:
-    assert statuses(LocalDiskBackend(root, namespace), [chunk_of(5000, key)]) == [WriteStatus.STORED]
+    assert LocalDiskBackend(root, namespace).write(chunk_of(5000, key)).status is WriteStatus.STORED
     folder = Path(root) / namespace.hex() / key[:1].hex()
     for path in (folder, folder.parent):
         path.chmod(mode)
@@ -180,9 +180,9 @@ def test_a_namespace_that_he_has_made_is_neither_served_nor_written(
     backend = LocalDiskBackend(shared, NAMESPACE)
     assert "belongs to user 65534" in caplog.text
     before = sorted(shared.rglob("*"))
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(5000)))])
+    read = backend.read(chunk.key, memoryview(bytearray(5000)))
     assert (read.status, type(read.error)) == (ReadStatus.FAILED, BackendUnavailable)
-    (written,) = backend.write([chunk_of(5000)])
+    written = backend.write(chunk_of(5000))
     assert (written.status, type(written.error)) == (WriteStatus.FAILED, BackendUnavailable)
     assert "remove it" in str(written.error)
     for call in (lambda: backend.contains([chunk.key]), lambda: listed(backend), lambda: backend.delete([chunk.key])):
@@ -221,11 +221,11 @@ def test_what_he_puts_in_place_of_a_namespace_is_not_served(everybodys: Path, ca
     root.chmod(0o777)
     backend, chunk = LocalDiskBackend(root, NAMESPACE), chunk_of(5000)
     assert f"{root}: forbid it with chmod +t" in caplog.text
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     done_by_another(rename_and_replace, str(root), chunk.key)
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(5000)))])
+    read = backend.read(chunk.key, memoryview(bytearray(5000)))
     assert read.status is ReadStatus.FAILED
-    assert statuses(backend, [chunk_of(5000)]) == [WriteStatus.FAILED]
+    assert backend.write(chunk_of(5000)).status is WriteStatus.FAILED
     shutil.rmtree(root / NAMESPACE.hex())
     (root / "away").rename(root / NAMESPACE.hex())
     assert read_back(backend, chunk) == chunk.payload
@@ -241,10 +241,10 @@ def test_a_link_that_he_puts_in_place_of_the_root_is_not_used(everybodys: Path, 
     everybodys.chmod(0o777)
     root, chunk = everybodys / "kv", chunk_of(5000)
     backend = LocalDiskBackend(root, NAMESPACE)
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     done_by_another(rename_and_link, str(root), str(victim))
-    assert statuses(backend, [chunk]) == [WriteStatus.FAILED]
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(5000)))])
+    assert backend.write(chunk).status is WriteStatus.FAILED
+    read = backend.read(chunk.key, memoryview(bytearray(5000)))
     assert (read.status, type(read.error)) == (ReadStatus.FAILED, BackendUnavailable)
     assert backend.reserve_bytes(5000) == 0
     root.unlink()
@@ -254,11 +254,11 @@ def test_a_link_that_he_puts_in_place_of_the_root_is_not_used(everybodys: Path, 
 
 def test_a_folder_of_ones_own_that_anybody_may_write_to_is_not_used(shared: Path) -> None:
     backend, chunk = LocalDiskBackend(shared, NAMESPACE), chunk_of(5000)
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     folder = shared / NAMESPACE.hex() / chunk.key[:1].hex()
     for place in (folder, folder.parent):
         place.chmod(0o777)
-        (read,) = backend.read([(chunk.key, memoryview(bytearray(5000)))])
+        read = backend.read(chunk.key, memoryview(bytearray(5000)))
         assert "chmod o-w" in str(read.error)
         place.chmod(0o700)
     assert read_back(backend, chunk) == chunk.payload
@@ -294,7 +294,7 @@ def test_no_link_of_his_leads_out_of_the_folder(shared: Path, victim: Path, plac
         assert engine.wait_indexed(LIMIT)
         assert engine.store(range(64), range(16), wait=LIMIT) == 64
     backend = LocalDiskBackend(shared, b"\xee" * 32)
-    backend.write([chunk_of(5000, bytes(32))])
+    backend.write(chunk_of(5000, bytes(32)))
     for command in (["inspect"], ["inspect", "--verify"], ["prune", "--older-than", "0s"], ["clear", "--yes"]):
         CliRunner().invoke(app, [command[0], str(shared), *command[1:]])
 
@@ -310,7 +310,7 @@ def test_a_second_name_for_somebodys_file_is_not_the_count(shared: Path, victim:
     os.link(victim / "thesis", shared / ".lmkv-use")
     backend = LocalDiskBackend(shared, NAMESPACE)
     assert backend.reserve_bytes(5000) == 0
-    assert statuses(backend, [chunk_of(5000)]) == [WriteStatus.STORED]
+    assert backend.write(chunk_of(5000)).status is WriteStatus.STORED
 
 
 def plant_count(root: str) -> None:
@@ -331,7 +331,7 @@ def test_a_count_of_his_evicts_nothing(shared: Path) -> None:
 
 def test_inspect_says_what_it_leaves_out_and_shows_the_rest(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
     done_by_another(his_namespace, str(shared), bytes([9]) * 32, bytes(32), 0o777)
-    statuses(LocalDiskBackend(shared, NAMESPACE), [chunk_of(5000)])
+    LocalDiskBackend(shared, NAMESPACE).write(chunk_of(5000))
     done = CliRunner().invoke(app, ["inspect", str(shared), "--json"])
     assert done.exit_code == 0, done.output
     assert [found["namespace"] for found in json.loads(done.stdout)["namespaces"]] == [NAMESPACE.hex()]
@@ -433,10 +433,10 @@ def member(root: str, key: bytes) -> tuple[bool, int]:
     """Serve what another member has stored, delete it, and store the same key."""
     backend, chunk = LocalDiskBackend(root, NAMESPACE), chunk_of(5000, key)
     into = memoryview(bytearray(5000))
-    (read,) = backend.read([(key, into)])
+    read = backend.read(key, into)
     backend.reserve_bytes(backend.stored_bytes(5000))
     backend.delete([key])
-    stored = statuses(backend, [chunk]) == [WriteStatus.STORED]
+    stored = backend.write(chunk).status is WriteStatus.STORED
     return read.status is ReadStatus.HIT and stored, backend.reserve_bytes(0)
 
 
@@ -451,12 +451,12 @@ def test_a_group_shares_a_folder_that_was_given_to_it(everybodys: Path, mask: in
     try:
         backend, chunk = LocalDiskBackend(root, NAMESPACE), chunk_of(5000)
         backend.reserve_bytes(backend.stored_bytes(5000))
-        assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+        assert backend.write(chunk).status is WriteStatus.STORED
         for user in (1001, 1002):
             served, counted = done_by_another(member, str(root), chunk.key, user=user, groups=(GROUP,))
             assert served
             assert counted > 0
-        (read,) = backend.read([(chunk.key, memoryview(bytearray(5000)))])
+        read = backend.read(chunk.key, memoryview(bytearray(5000)))
         assert read.status is ReadStatus.HIT
         assert listed(backend) == {chunk.key: backend.stored_bytes(5000)}
     finally:

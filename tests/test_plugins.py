@@ -131,14 +131,14 @@ def test_another_key_or_a_flipped_bit_is_not_served(tmp_path: Path) -> None:
     key, into = chain("a", 1)[0], memoryview(bytearray(7))
     plain = SQLiteStore(f"sqlite://{path}", bytes(32), RemoteOptions(**common))
     keyed = SQLiteStore(f"sqlite://{path}", bytes(32), RemoteOptions(**common, authentication_key=b"k" * 32))
-    plain.write([Chunk(key, memoryview(b"payload"))])
-    assert plain.read([(key, into)])[0].status is ReadStatus.HIT
-    assert keyed.read([(key, into)])[0].status is ReadStatus.FAILED
+    plain.write(Chunk(key, memoryview(b"payload")))
+    assert plain.read(key, into).status is ReadStatus.HIT
+    assert keyed.read(key, into).status is ReadStatus.FAILED
     with sqlite3.connect(path) as db:
         [(value,)] = db.execute("select value from chunks").fetchall()
         db.execute("update chunks set value = ?", (value[:-1] + bytes([value[-1] ^ 1]),))
     db.close()
-    assert plain.read([(key, into)])[0].status is ReadStatus.FAILED
+    assert plain.read(key, into).status is ReadStatus.FAILED
     plain.close()
     keyed.close()
 

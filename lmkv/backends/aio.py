@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from attrs import evolve
+
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError
 from lmkv.outcomes import Read, ReadStatus, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
@@ -30,16 +32,16 @@ class AsyncBackend(Protocol):
     ...     name = "memory"
     ...     def __init__(self):
     ...         self.values = {}
-    ...     async def write(self, chunks):
-    ...         self.values |= {chunk.key: bytes(chunk.payload) for chunk in chunks}
-    ...         return [STORED] * len(chunks)
+    ...     async def write(self, chunk):
+    ...         self.values[chunk.key] = bytes(chunk.payload)
+    ...         return STORED
     ...     async def contains(self, keys):
     ...         return [key in self.values for key in keys]
     ...     async def close(self):
     ...         self.values.clear()
     >>> from lmkv.outcomes import STORED
     >>> backend = AsyncAdapter(Memory())
-    >>> backend.write([Chunk(bytes(32), memoryview(b"payload"))])[0].status
+    >>> backend.write(Chunk(bytes(32), memoryview(b"payload"))).status
     <WriteStatus.STORED: 'stored'>
     >>> backend.contains([bytes(32), bytes(31) + b"a"])
     [True, False]
@@ -51,9 +53,9 @@ class AsyncBackend(Protocol):
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]: ...
 
-    async def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]: ...
+    async def read(self, key: ChunkKey, into: memoryview) -> Read: ...
 
-    async def write(self, chunks: Sequence[Chunk]) -> list[Written]: ...
+    async def write(self, chunk: Chunk) -> Written: ...
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None: ...
 
@@ -75,13 +77,13 @@ class AsyncAdapter:
     inner
         The asynchronous backend, closed with the adapter.
     deadline
-        Seconds for one call. Keys of a read or write that takes longer are FAILED with `BackendUnavailable`;
-        the other verbs raise it.
+        Seconds for one call. A read or write that takes longer is FAILED with `BackendUnavailable`; the other
+        verbs raise it.
 
     Notes
     -----
     A coroutine that missed its deadline may run on, because a thread in a system call cannot be cancelled. It
-    must not reach the caller's memory then, so each call copies payloads, or reads into buffers of its own.
+    must not reach the caller's memory then, so each call copies the payload, or reads into a buffer of its own.
     Write a backend for which that copy matters as a blocking one.
 
     One lock keeps a call from being started after `close`; no call runs under it.
@@ -122,23 +124,22 @@ class AsyncAdapter:
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self._call("contains", self.inner.contains(keys))
 
-    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
-        staged = [(key, memoryview(bytearray(len(into)))) for key, into in items]
+    def read(self, key: ChunkKey, into: memoryview) -> Read:
+        buffer = memoryview(bytearray(len(into)))
         try:
-            results = self._call("read", self.inner.read(staged))
+            result = self._call("read", self.inner.read(key, buffer), key)
         except BackendError as error:
-            return [Read.failed(self._for_key(error, key)) for key, _ in items]
-        for (_, into), (_, buffer), result in zip(items, staged, results, strict=True):
-            if result.status is ReadStatus.HIT:
-                into[:] = buffer
-        return results
+            return Read.failed(error)
+        if result.status is ReadStatus.HIT:
+            into[:] = buffer
+        return result
 
-    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
-        staged = [Chunk(c.key, memoryview(bytes(c.payload)), c.parent, c.tokens) for c in chunks]
+    def write(self, chunk: Chunk) -> Written:
+        staged = evolve(chunk, payload=memoryview(bytes(chunk.payload)))
         try:
-            return self._call("write", self.inner.write(staged))
+            return self._call("write", self.inner.write(staged), chunk.key)
         except BackendError as error:
-            return [Written.failed(self._for_key(error, chunk.key)) for chunk in chunks]
+            return Written.failed(error)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         self._call("delete", self.inner.delete(keys))
@@ -165,7 +166,7 @@ class AsyncAdapter:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(self.deadline)
 
-    def _call(self, action: str, work: Coroutine[Any, Any, T]) -> T:
+    def _call(self, action: str, work: Coroutine[Any, Any, T], key: ChunkKey = b"") -> T:
         """Run a coroutine on the loop and wait for its result, at most until the deadline."""
         with self._lock:
             if self._closed:
@@ -178,10 +179,7 @@ class AsyncAdapter:
             raise ClosedError(f"backend {self.name!r} was closed during {action}") from error
         except TimeoutError as error:
             running.cancel()
-            raise BackendUnavailable(self.name, action, reason=f"no answer in {self.deadline} s") from error
-
-    def _for_key(self, error: BackendError, key: ChunkKey) -> BackendError:
-        return type(error)(error.backend, error.action, key.hex(), error.reason)
+            raise BackendUnavailable(self.name, action, key.hex(), f"no answer in {self.deadline} s") from error
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -51,10 +51,10 @@ class CPUPinnedBackend:
     >>> backend = CPUPinnedBackend(capacity_bytes=1 << 20, slot_bytes=4096)
     >>> backend
     <CPUPinnedBackend 'cpu': 256 of 256 slots of 4096 bytes are free>
-    >>> backend.write([Chunk(bytes(32), memoryview(b"payload"))])[0].status
+    >>> backend.write(Chunk(bytes(32), memoryview(b"payload"))).status
     <WriteStatus.STORED: 'stored'>
     >>> into = memoryview(bytearray(7))
-    >>> backend.read([(bytes(32), into)])[0].status, bytes(into)
+    >>> backend.read(bytes(32), into).status, bytes(into)
     (<ReadStatus.HIT: 'hit'>, b'payload')
     >>> backend.close()
     """
@@ -101,38 +101,33 @@ class CPUPinnedBackend:
         self._check_open()
         return [key in self._slots for key in keys]
 
-    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
+    def read(self, key: ChunkKey, into: memoryview) -> Read:
         with self._lock:
             self._check_open()
-            return [self._read(key, into) for key, into in items]
+            found = self._slots.get(key)
+            if found is None:
+                return MISS
+            slot, nbytes = found
+            if nbytes != len(into):
+                reason = f"it has {nbytes} bytes, not {len(into)}"
+                return Read.failed(BackendError(self.name, "read", key.hex(), reason))
+            into[:] = self._slab.view(slot, len(into))
+            return HIT
 
-    def _read(self, key: ChunkKey, into: memoryview) -> Read:
-        found = self._slots.get(key)
-        if found is None:
-            return MISS
-        slot, nbytes = found
-        if nbytes != len(into):
-            return Read.failed(BackendError(self.name, "read", key.hex(), f"it has {nbytes} bytes, not {len(into)}"))
-        into[:] = self._slab.view(slot, len(into))
-        return HIT
-
-    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
+    def write(self, chunk: Chunk) -> Written:
         with self._lock:
             self._check_open()
-            return [self._write(chunk) for chunk in chunks]
-
-    def _write(self, chunk: Chunk) -> Written:
-        if chunk.key in self._slots:
-            return PRESENT
-        nbytes = len(chunk.payload)
-        if nbytes > self._slab.slot_bytes:
-            return Written.rejected(f"{nbytes} bytes do not fit a slot of {self._slab.slot_bytes} bytes")
-        slot = self._slab.allocate()
-        if slot is None:
-            return Written.rejected("no slot is free")
-        self._slab.view(slot, nbytes)[:] = chunk.payload
-        self._slots[chunk.key] = (slot, nbytes)
-        return STORED
+            if chunk.key in self._slots:
+                return PRESENT
+            nbytes = len(chunk.payload)
+            if nbytes > self._slab.slot_bytes:
+                return Written.rejected(f"{nbytes} bytes do not fit a slot of {self._slab.slot_bytes} bytes")
+            slot = self._slab.allocate()
+            if slot is None:
+                return Written.rejected("no slot is free")
+            self._slab.view(slot, nbytes)[:] = chunk.payload
+            self._slots[chunk.key] = (slot, nbytes)
+            return STORED
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         with self._lock:

@@ -52,10 +52,10 @@ class AsyncFileBackend:
     >>> from lmkv.protocols import Chunk
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     backend = AsyncAdapter(AsyncFileBackend(folder))
-    ...     written = backend.write([Chunk(bytes(32), memoryview(b"payload"))])
+    ...     written = backend.write(Chunk(bytes(32), memoryview(b"payload")))
     ...     found = backend.contains([bytes(32)])
     ...     backend.close()
-    >>> written[0].status, found
+    >>> written.status, found
     (<WriteStatus.STORED: 'stored'>, [True])
     """
 
@@ -71,25 +71,7 @@ class AsyncFileBackend:
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return await asyncio.gather(*(aiofiles.os.path.exists(self._path(key)) for key in keys))
 
-    async def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
-        return await asyncio.gather(*(self._read(key, into) for key, into in items))
-
-    async def write(self, chunks: Sequence[Chunk]) -> list[Written]:
-        return await asyncio.gather(*map(self._write, chunks))
-
-    async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        try:
-            await asyncio.gather(*(asyncio.to_thread(self._path(key).unlink, True) for key in keys))
-        except OSError as error:
-            raise BackendError(self.name, "delete", reason=str(error)) from error
-
-    async def list_keys(self) -> AsyncIterator[list[Listed]]:
-        found = await asyncio.to_thread(lambda: sorted(self._scan(), key=lambda listed: listed.last_used))
-        yield found
-
-    async def close(self) -> None: ...
-
-    async def _read(self, key: ChunkKey, into: memoryview) -> Read:
+    async def read(self, key: ChunkKey, into: memoryview) -> Read:
         try:
             async with aiofiles.open(self._path(key), "rb", opener=_open_no_link) as file:
                 whole = os.fstat(file.fileno()).st_size == len(into) == await file.readinto(into)
@@ -99,7 +81,7 @@ class AsyncFileBackend:
             return Read.failed(BackendError(self.name, "read", key.hex(), str(error)))
         return HIT if whole else Read.failed(BackendError(self.name, "read", key.hex(), "another length"))
 
-    async def _write(self, chunk: Chunk) -> Written:
+    async def write(self, chunk: Chunk) -> Written:
         unfinished = self.folder / f"{secrets.token_hex(8)}.tmp"
         try:
             async with aiofiles.open(unfinished, "xb") as file:
@@ -117,6 +99,18 @@ class AsyncFileBackend:
             with contextlib.suppress(OSError):
                 await aiofiles.os.unlink(unfinished)
         return STORED
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        try:
+            await asyncio.gather(*(asyncio.to_thread(self._path(key).unlink, True) for key in keys))
+        except OSError as error:
+            raise BackendError(self.name, "delete", reason=str(error)) from error
+
+    async def list_keys(self) -> AsyncIterator[list[Listed]]:
+        found = await asyncio.to_thread(lambda: sorted(self._scan(), key=lambda listed: listed.last_used))
+        yield found
+
+    async def close(self) -> None: ...
 
     def _scan(self) -> Iterator[Listed]:
         for path in self.folder.glob(f"*{_SUFFIX}"):

@@ -33,7 +33,7 @@ class NullBackend:
     --------
     >>> from lmkv.protocols import Chunk
     >>> backend = NullBackend()
-    >>> backend.write([Chunk(bytes(32), memoryview(b"payload"))])[0].status
+    >>> backend.write(Chunk(bytes(32), memoryview(b"payload"))).status
     <WriteStatus.REJECTED: 'rejected'>
     """
 
@@ -44,13 +44,13 @@ class NullBackend:
         self._check_open()
         return [False] * len(keys)
 
-    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
+    def read(self, key: ChunkKey, into: memoryview) -> Read:
         self._check_open()
-        return [MISS] * len(items)
+        return MISS
 
-    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
+    def write(self, chunk: Chunk) -> Written:
         self._check_open()
-        return [Written.rejected("null")] * len(chunks)
+        return Written.rejected("null")
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         self._check_open()

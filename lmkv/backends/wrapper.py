@@ -67,11 +67,11 @@ class WrapperBackend:
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self.around("contains", lambda: self.inner.contains(keys))
 
-    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
-        return self.around("read", lambda: self.inner.read(items))
+    def read(self, key: ChunkKey, into: memoryview) -> Read:
+        return self.around("read", lambda: self.inner.read(key, into))
 
-    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
-        return self.around("write", lambda: self.inner.write(chunks))
+    def write(self, chunk: Chunk) -> Written:
+        return self.around("write", lambda: self.inner.write(chunk))
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         self.around("delete", lambda: self.inner.delete(keys))

@@ -19,7 +19,6 @@ from lmkv.outcomes import Read, Written
 from lmkv.protocols import Backend, Chunk, ChunkKey
 
 T = TypeVar("T")
-Item = TypeVar("Item")
 
 VERBS = frozenset({"contains", "read", "write", "delete", "list_keys"})
 COPIES = frozenset({"store", "load"})
@@ -40,7 +39,7 @@ class FaultyBackend(WrapperBackend):
     seed
         Seed of the random numbers: the same seed and calls give the same faults.
     error_rate
-        Probability of a failure, for each key of a read or write and for each other call.
+        Probability that a call fails.
     latency
         Seconds before each call.
     verbs
@@ -57,18 +56,17 @@ class FaultyBackend(WrapperBackend):
 
     Notes
     -----
-    `fail_call(n)` fails the n-th call from now on, `black_hole()` answers no call until `release()`. Keys of
-    reads and writes fail by value, other verbs raise; the error is always `BackendUnavailable`. `calls`
-    counts calls by verb, `faults` injected faults. Thread-safe: one lock guards the random numbers and the
-    counts, and is not held while a call sleeps or is forwarded.
+    `fail_call(n)` fails the n-th call from now on, `black_hole()` answers no call until `release()`. Reads and
+    writes fail by value, other verbs raise; the error is always `BackendUnavailable`. `calls` counts calls by
+    verb, `faults` injected faults. Thread-safe: one lock guards the random numbers and the counts, and is not
+    held while a call sleeps or is forwarded.
 
     Examples
     --------
     >>> from lmkv.backends.null import NullBackend
     >>> backend = FaultyBackend(NullBackend())
     >>> backend.fail_call()
-    >>> [read] = backend.read([(bytes(32), memoryview(bytearray(4)))])
-    >>> read.status, backend.faults
+    >>> backend.read(bytes(32), memoryview(bytearray(4))).status, backend.faults
     (<ReadStatus.FAILED: 'failed'>, 1)
     """
 
@@ -112,34 +110,20 @@ class FaultyBackend(WrapperBackend):
         self._released.set()
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
-        error = self._enter(verb) or self._draw(verb)
-        if error:
+        if error := self._error_of(verb):
             raise error
         return call()
 
-    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
-        return self._some("read", items, [key for key, _ in items], self.inner.read, Read.failed)
+    def read(self, key: ChunkKey, into: memoryview) -> Read:
+        error = self._error_of("read", key)
+        return Read.failed(error) if error else self.inner.read(key, into)
 
-    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
-        return self._some("write", chunks, [c.key for c in chunks], self.inner.write, Written.failed)
+    def write(self, chunk: Chunk) -> Written:
+        error = self._error_of("write", chunk.key)
+        return Written.failed(error) if error else self.inner.write(chunk)
 
-    def _some(
-        self,
-        verb: str,
-        items: Sequence[Item],
-        keys: Sequence[ChunkKey],
-        forward: Callable[[list[Item]], list[T]],
-        failed: Callable[[BackendError], T],
-    ) -> list[T]:
-        """Forward the items that do not fail, and return all results in the order of the request."""
-        whole_call = self._enter(verb)
-        errors = [whole_call or self._draw(verb, key) for key in keys]
-        spared = [item for item, error in zip(items, errors, strict=True) if error is None]
-        results = iter(forward(spared) if spared or not items else [])
-        return [failed(error) if error else next(results) for error in errors]
-
-    def _enter(self, verb: str) -> BackendError | None:
-        """Count and delay a call; returns the error if all of it fails."""
+    def _error_of(self, verb: str, key: ChunkKey = b"") -> BackendError | None:
+        """Count and delay a call; returns its error if it fails."""
         with self._lock:
             self.calls[verb] += 1
             errno = self._failing.pop(self._counted(), None)
@@ -148,14 +132,11 @@ class FaultyBackend(WrapperBackend):
         if self.latency:
             self._sleep(self.latency)
         if not self._released.wait(self.max_hold):
-            return self._fault(verb, b"", "it fell into a black hole")
-        return self._fault(verb, b"", os.strerror(errno)) if errno else None
-
-    def _draw(self, verb: str, key: ChunkKey = b"") -> BackendError | None:
-        if verb not in self.verbs or not self.error_rate:
-            return None
+            return self._fault(verb, key, "it fell into a black hole")
+        if errno:
+            return self._fault(verb, key, os.strerror(errno))
         with self._lock:
-            unlucky = self._random.random() < self.error_rate
+            unlucky = self.error_rate and self._random.random() < self.error_rate
         return self._fault(verb, key, "an injected error") if unlucky else None
 
     def _fault(self, verb: str, key: ChunkKey, reason: str) -> BackendError:

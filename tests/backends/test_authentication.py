@@ -226,7 +226,7 @@ FORGERIES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_forged_value_is_a_corrupt_one_and_can_be_replaced(medium: Medium, forgery: str) -> None:
     backend, chunk = medium.open(KEY), chunk_of(NBYTES)
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     sound = medium.get(chunk.key)
     assert resealed(sound) == sound
     medium.put(chunk.key, resealed(FORGERIES[forgery](sound)))
@@ -234,11 +234,11 @@ def test_a_forged_value_is_a_corrupt_one_and_can_be_replaced(medium: Medium, for
 
 
 def assert_refused_and_replaced(backend: Backend, chunk: Chunk) -> None:
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
+    read = backend.read(chunk.key, memoryview(bytearray(len(chunk.payload))))
     assert read.status is ReadStatus.FAILED
     assert isinstance(read.error, CorruptChunkError)
     backend.delete([chunk.key])
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     assert read_back(backend, chunk) == chunk.payload
     backend.close()
 
@@ -247,7 +247,7 @@ def assert_refused_and_replaced(backend: Backend, chunk: Chunk) -> None:
 def test_what_others_have_written_is_refused_however_valid_it_is(medium: Medium, key: bytes | None) -> None:
     """By an engine without a key, or with another one, in this very namespace: the format is right in every byte."""
     forger, forged = medium.open(key), chunk_of(NBYTES)
-    assert statuses(forger, [forged]) == [WriteStatus.STORED]
+    assert forger.write(forged).status is WriteStatus.STORED
     assert read_back(forger, forged) == forged.payload
     forger.close()
     assert_refused_and_replaced(medium.open(KEY), chunk_of(NBYTES, forged.key))
@@ -275,8 +275,8 @@ def test_a_payload_with_another_header_is_refused(medium: Medium) -> None:
 def test_a_forgery_in_the_place_of_a_file_does_not_count_as_present(disk: Medium) -> None:
     """Its header is enough to know."""
     backend, chunk = disk.open(KEY), chunk_of(NBYTES)
-    disk.open(None).write([chunk_of(NBYTES, chunk.key)])
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    disk.open(None).write(chunk_of(NBYTES, chunk.key))
+    assert backend.write(chunk).status is WriteStatus.STORED
     assert read_back(backend, chunk) == chunk.payload
 
 
@@ -414,7 +414,7 @@ def test_checksums_can_be_checked_without_the_key() -> None:
 def test_keys_of_one_namespace_make_other_files_than_those_of_another(tmp_path: Path) -> None:
     key = new_key()
     mine = LocalDiskBackend(tmp_path, NAMESPACE, authentication_key=KEY)
-    assert statuses(mine, [chunk_of(100, key)]) == [WriteStatus.STORED]
+    assert mine.write(chunk_of(100, key)).status is WriteStatus.STORED
     assert LocalDiskBackend(tmp_path, OTHER_NAMESPACE, authentication_key=OTHER_KEY).contains([key]) == [False]
 
 
@@ -470,7 +470,7 @@ def test_a_forged_chunk_is_a_counted_miss(tmp_path: Path) -> None:
     path.unlink()
     attacker = LocalDiskBackend(tmp_path / "kv", header.namespace)
     forged = Chunk(header.key, memoryview(bytes(header.payload_bytes)), header.parent, header.tokens)
-    assert statuses(attacker, [forged]) == [WriteStatus.STORED]
+    assert attacker.write(forged).status is WriteStatus.STORED
     with open_engine(tmp_path, authentication_key="k" * 32) as engine:
         assert engine.lookup(TOKENS) == 16, "it is there by its name"
         assert engine.retrieve(TOKENS, BLOCK_IDS) == 0

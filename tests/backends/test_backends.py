@@ -24,8 +24,8 @@ from lmkv.backends.null import NullBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, UsageError
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk, Listed, ListsKeys, RegistersMemory, Shared, SizesChunks
+from lmkv.outcomes import MISS, STORED, Read, ReadStatus, WriteStatus, Written
+from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, RegistersMemory, Shared, SizesChunks
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, statuses
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
@@ -131,7 +131,7 @@ def only_file(folder: Path) -> Path:
 
 def test_the_listing_of_the_folder_is_what_the_format_says(disk: LocalDiskBackend, tmp_path: Path) -> None:
     chunk = chunk_of(5000)
-    disk.write([chunk])
+    disk.write(chunk)
     path = only_file(tmp_path)
     assert path.relative_to(tmp_path).parts == (NAMESPACE.hex(), chunk.key[:1].hex(), f"{chunk.key.hex()}.kv1")
     assert path.stat().st_size == disk.stored_bytes(5000) == 4096 + 8192
@@ -145,25 +145,25 @@ def test_aligned_memory_in_every_combination(disk: LocalDiskBackend) -> None:
         for skew_in in (0, 512):
             source = page_aligned(nbytes + 4096, os.urandom(nbytes + 4096))
             chunk = Chunk(new_key(), source[skew_in : skew_in + nbytes])
-            assert statuses(disk, [chunk]) == [WriteStatus.STORED]
+            assert disk.write(chunk).status is WriteStatus.STORED
             for skew_out in (0, 512):
                 room = page_aligned(nbytes + 4096)
                 into = room[skew_out : skew_out + nbytes]
-                assert disk.read([(chunk.key, into)])[0].status is ReadStatus.HIT
+                assert disk.read(chunk.key, into).status is ReadStatus.HIT
                 assert into == chunk.payload
 
 
 def test_namespaces_do_not_see_each_other(disk: LocalDiskBackend, tmp_path: Path) -> None:
     other = LocalDiskBackend(tmp_path, bytes(32))
     chunk = chunk_of(100)
-    disk.write([chunk])
+    disk.write(chunk)
     assert other.contains([chunk.key]) == [False]
     assert listed(other) == {}
 
 
 def test_the_least_recently_used_comes_first(disk: LocalDiskBackend, tmp_path: Path) -> None:
     chunks = [chunk_of(100) for _ in range(3)]
-    disk.write(chunks)
+    statuses(disk, chunks)
     for age, chunk in zip((300, 200, 100), chunks, strict=True):
         path = next(tmp_path.rglob(f"{chunk.key.hex()}.kv1"))
         os.utime(path, (0, time.time() - age))
@@ -178,7 +178,7 @@ def test_the_least_recently_used_comes_first(disk: LocalDiskBackend, tmp_path: P
 
 def test_a_chunk_in_use_is_touched_once_a_minute(disk: LocalDiskBackend, tmp_path: Path) -> None:
     chunk = chunk_of(100)
-    disk.write([chunk])
+    disk.write(chunk)
     # A clock that was ahead leaves times in the future.
     for age, touched in ((chunkfile.TOUCH_EVERY - 30, False), (chunkfile.TOUCH_EVERY + 1, True), (-1e8, True)):
         used = time.time() - age
@@ -193,12 +193,12 @@ def test_min_free_rejects_before_it_writes(tmp_path: Path) -> None:
     far_too_much = stats.f_blocks * stats.f_frsize * 2
     full = LocalDiskBackend(tmp_path, NAMESPACE, min_free=far_too_much, clock=clock)
     chunk = chunk_of(100)
-    (written,) = full.write([chunk])
+    written = full.write(chunk)
     assert (written.status, written.reason) == (WriteStatus.REJECTED, "min_free")
     assert files_below(tmp_path) == []
     modest = LocalDiskBackend(tmp_path, NAMESPACE, min_free=1, clock=clock)
-    assert statuses(modest, [chunk]) == [WriteStatus.STORED]
-    (written,) = full.write([chunk])
+    assert modest.write(chunk).status is WriteStatus.STORED
+    written = full.write(chunk)
     assert written.status is WriteStatus.PRESENT
 
 
@@ -218,14 +218,14 @@ def test_free_space_counts_what_was_written_since_it_was_asked(tmp_path: Path, m
     assert statuses(backend, [chunk_of(100) for _ in range(5)]) == [WriteStatus.STORED] * 3 + [WriteStatus.REJECTED] * 2
     assert len(asked) == 1
     clock.advance(1)
-    assert statuses(backend, [chunk_of(100)]) == [WriteStatus.STORED]
+    assert backend.write(chunk_of(100)).status is WriteStatus.STORED
     assert len(asked) == 2
 
 
 def test_more_tokens_than_there_is_room_for_are_left_out(tmp_path: Path) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE, chunk_tokens=4)
     chunk = Chunk(new_key(), memoryview(b"x" * 10), tokens=bytes(4000))
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     assert only_file(tmp_path).stat().st_size == backend.stored_bytes(10)
     assert read_back(backend, chunk) == chunk.payload
 
@@ -233,9 +233,9 @@ def test_more_tokens_than_there_is_room_for_are_left_out(tmp_path: Path) -> None
 @pytest.mark.parametrize("nbytes", [4 << 20, 5 << 20, (9 << 20) + 12288, (9 << 20) + 777])
 def test_chunks_of_real_size(disk: LocalDiskBackend, nbytes: int) -> None:
     chunk = Chunk(new_key(), page_aligned(nbytes, os.urandom(nbytes)))
-    assert statuses(disk, [chunk]) == [WriteStatus.STORED]
+    assert disk.write(chunk).status is WriteStatus.STORED
     slot = page_aligned(nbytes)
-    assert disk.read([(chunk.key, slot)])[0].status is ReadStatus.HIT
+    assert disk.read(chunk.key, slot).status is ReadStatus.HIT
     assert slot == chunk.payload
 
 
@@ -243,9 +243,9 @@ def test_settings_of_another_writer_do_not_matter(tmp_path: Path) -> None:
     writer = LocalDiskBackend(tmp_path, NAMESPACE, segment_bytes=4096, chunk_tokens=4000)
     reader = LocalDiskBackend(tmp_path, NAMESPACE, segment_bytes=65536)
     chunk = chunk_of(30_000)
-    writer.write([chunk])
+    writer.write(chunk)
     assert read_back(reader, chunk) == chunk.payload
-    assert statuses(reader, [chunk]) == [WriteStatus.PRESENT]
+    assert reader.write(chunk).status is WriteStatus.PRESENT
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_bad_settings_are_refused(tmp_path: Path, settings: dict[str, Any]) -> N
 )
 def test_misuse_is_told_and_nothing_is_written(disk: LocalDiskBackend, tmp_path: Path, chunk: Chunk) -> None:
     with pytest.raises(UsageError):
-        disk.write([chunk_of(100), chunk])
+        disk.write(chunk)
     assert files_below(tmp_path) == []
 
 
@@ -292,7 +292,7 @@ def test_direct_io_is_insisted_on_or_done_without(tmp_path: Path, monkeypatch: p
     backend = LocalDiskBackend(tmp_path, NAMESPACE)
     assert not backend.direct_io
     chunk = Chunk(new_key(), page_aligned(8192, os.urandom(8192)))
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     assert read_back(backend, chunk) == chunk.payload
 
 
@@ -312,7 +312,7 @@ def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, cut(views), at))
     backend = LocalDiskBackend(tmp_path, NAMESPACE, direct="off")
     chunk = chunk_of(9000)
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     assert read_back(backend, chunk) == chunk.payload
 
 
@@ -346,7 +346,7 @@ def test_what_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: A
     monkeypatch.setattr(os, "fsync", logged("folder", fsync))
     monkeypatch.setattr(os, "link", logged("name", link))
     key = new_key()
-    backend.write([chunk_of(100, key), chunk_of(100, key[:1] + bytes(31))])
+    statuses(backend, [chunk_of(100, key), chunk_of(100, key[:1] + bytes(31))])
     expected = {
         "none": ["name", "name"],
         "data": ["data", "name"] * 2,
@@ -361,7 +361,7 @@ def test_ten_thousand_chunks_are_listed_at_once(memory_path: Path) -> None:
     payload = memoryview(b"x")
     keys = {new_key() for _ in range(10_000)}
     for key in keys:
-        backend.write([Chunk(key, payload)])
+        backend.write(Chunk(key, payload))
     assert listed(backend).keys() == keys
 
     def bare() -> None:
@@ -412,7 +412,7 @@ def test_a_wrapper_sees_every_call(tmp_path: Path) -> None:
 
     wrapped: Any = Logging(LocalDiskBackend(tmp_path, NAMESPACE))
     chunk = chunk_of(100)
-    wrapped.write([chunk])
+    wrapped.write(chunk)
     wrapped.contains([chunk.key])
     read_back(wrapped, chunk)
     list(wrapped.list_keys())
@@ -420,7 +420,7 @@ def test_a_wrapper_sees_every_call(tmp_path: Path) -> None:
     assert seen == ["write", "contains", "read", "list_keys", "delete"]
 
 
-def test_faults_hit_some_keys_of_a_batch_and_repeat_with_the_seed(tmp_path: Path) -> None:
+def test_faults_hit_some_calls_and_repeat_with_the_seed(tmp_path: Path) -> None:
     chunks = [chunk_of(100) for _ in range(40)]
 
     def run(seed: int, folder: str) -> list[WriteStatus]:
@@ -441,8 +441,8 @@ def test_the_nth_call_fails_as_told(tmp_path: Path) -> None:
     faulty = FaultyBackend(LocalDiskBackend(tmp_path, NAMESPACE))
     chunk = chunk_of(100)
     faulty.fail_call(2, errno.EIO)
-    assert statuses(faulty, [chunk]) == [WriteStatus.STORED]
-    (read,) = faulty.read([(chunk.key, memoryview(bytearray(100)))])
+    assert faulty.write(chunk).status is WriteStatus.STORED
+    read = faulty.read(chunk.key, memoryview(bytearray(100)))
     assert read.status is ReadStatus.FAILED
     assert isinstance(read.error, BackendUnavailable)
     assert os.strerror(errno.EIO) in str(read.error)
@@ -457,7 +457,7 @@ def test_latency_is_slept_and_only_for_the_chosen_verbs() -> None:
     faulty = FaultyBackend(NullBackend(), latency=0.5, verbs=frozenset({"read"}), sleep=slept.append)
     faulty.contains([new_key()])
     assert slept == []
-    faulty.read([])
+    faulty.read(new_key(), memoryview(bytearray(1)))
     assert slept == [0.5]
     with pytest.raises(ValueError, match="raed"):
         FaultyBackend(NullBackend(), verbs=frozenset({"raed"}))
@@ -476,7 +476,7 @@ def test_a_black_hole_holds_calls_until_it_is_released() -> None:
     assert answers == [[False]]
     faulty.max_hold = 0.0
     faulty.black_hole()
-    (read,) = faulty.read([(new_key(), memoryview(bytearray(1)))])
+    read = faulty.read(new_key(), memoryview(bytearray(1)))
     assert read.status is ReadStatus.FAILED
 
 
@@ -500,15 +500,15 @@ class HangingAsync:
         await self._hang()
         return []
 
-    async def read(self, items: Any) -> list[Any]:
-        self.kept += [into for _, into in items]
+    async def read(self, key: ChunkKey, into: memoryview) -> Read:
+        self.kept.append(into)
         await self._hang()
-        return []
+        return MISS
 
-    async def write(self, chunks: Any) -> list[Any]:
-        self.kept += [chunk.payload for chunk in chunks]
+    async def write(self, chunk: Chunk) -> Written:
+        self.kept.append(chunk.payload)
         await self._hang()
-        return []
+        return STORED
 
     async def delete(self, keys: Any) -> None:
         raise ValueError("a bug in the backend")
@@ -536,24 +536,22 @@ def given_up(adapter: AsyncAdapter, call: Callable[[], T]) -> T:
             return answer
 
 
-def test_a_missed_deadline_is_a_value_per_key(hanging: AsyncAdapter) -> None:
-    keys = [new_key(), new_key()]
+def test_a_missed_deadline_of_a_read_or_write_is_a_value(hanging: AsyncAdapter) -> None:
+    chunk = chunk_of(10)
     hanging.deadline = 0.0
-    reads = hanging.read([(key, memoryview(bytearray(10))) for key in keys])
-    assert [read.status for read in reads] == [ReadStatus.FAILED] * 2
-    assert [read.error.key for read in reads if read.error] == [key.hex() for key in keys]
-    assert all(isinstance(read.error, BackendUnavailable) for read in reads)
-    (written,) = hanging.write([chunk_of(10)])
-    assert written.status is WriteStatus.FAILED
+    for result in (hanging.read(chunk.key, memoryview(bytearray(10))), hanging.write(chunk)):
+        assert result.status in (ReadStatus.FAILED, WriteStatus.FAILED)
+        assert isinstance(result.error, BackendUnavailable)
+        assert result.error.key == chunk.key.hex()
     with pytest.raises(BackendUnavailable):
-        hanging.contains(keys)
+        hanging.contains([chunk.key])
     hanging.deadline = LIMIT
 
 
 def test_a_coroutine_that_was_given_up_cannot_reach_the_callers_memory(hanging: AsyncAdapter) -> None:
     slot = memoryview(bytearray(10))
-    given_up(hanging, lambda: hanging.read([(new_key(), slot)]))
-    given_up(hanging, lambda: hanging.write([Chunk(new_key(), slot)]))
+    given_up(hanging, lambda: hanging.read(new_key(), slot))
+    given_up(hanging, lambda: hanging.write(Chunk(new_key(), slot)))
     read_buffer, *_, payload = hanging.inner.kept  # type: ignore[attr-defined]
     read_buffer[:] = b"late bytes"
     assert slot == bytes(10)
@@ -619,7 +617,7 @@ def files(tmp_path: Path) -> Iterator[Any]:
 
 def test_files_that_are_no_chunks_are_left_alone(files: Any, tmp_path: Path) -> None:
     chunk = chunk_of(100)
-    files.write([chunk])
+    files.write(chunk)
     for name in ("0123456789abcdef.tmp", "notes.txt", "notes.chunk"):
         (tmp_path / "chunks" / name).write_bytes(b"x")
     assert listed(files) == {chunk.key: 100}
@@ -633,10 +631,10 @@ def test_what_the_medium_refuses_is_told(files: Any, tmp_path: Path) -> None:
     obstacle.mkdir()
     with pytest.raises(BackendError, match="delete failed"):
         files.delete([chunk.key])
-    (read,) = files.read([(chunk.key, memoryview(bytearray(100)))])
+    read = files.read(chunk.key, memoryview(bytearray(100)))
     assert read.status is ReadStatus.FAILED
     shutil.rmtree(tmp_path / "chunks")
-    assert statuses(files, [chunk]) == [WriteStatus.FAILED]
+    assert files.write(chunk).status is WriteStatus.FAILED
     assert read_back(files, chunk) is None
     assert listed(files) == {}
     files.delete([chunk.key])
@@ -644,7 +642,7 @@ def test_what_the_medium_refuses_is_told(files: Any, tmp_path: Path) -> None:
 
 def test_files_are_listed_in_the_order_of_their_writing(files: Any, tmp_path: Path) -> None:
     chunks = [chunk_of(100) for _ in range(3)]
-    files.write(chunks)
+    statuses(files, chunks)
     for age, chunk in zip((100, 300, 200), chunks, strict=True):
         os.utime(tmp_path / "chunks" / f"{chunk.key.hex()}.chunk", (0, 1e9 - age))
     assert list(listed(files)) == [chunks[1].key, chunks[2].key, chunks[0].key]

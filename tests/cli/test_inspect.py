@@ -57,7 +57,7 @@ def fill(tmp_path: Path) -> Fill:
         chunks = [Chunk(key, memoryview(os.urandom(PAYLOAD)), tokens=TOKENS) for key in keys]
         for _ in keys:
             backend.reserve_bytes(backend.stored_bytes(PAYLOAD))
-        assert {written.status for written in backend.write(chunks)} == {WriteStatus.STORED}
+        assert {backend.write(chunk).status for chunk in chunks} == {WriteStatus.STORED}
         for number, key in enumerate(keys):
             used = time.time() - 3600 + 60 * number
             os.utime(file_of(tmp_path, namespace, key), (used, used))
@@ -73,7 +73,7 @@ def file_of(root: Path, namespace: Namespace, key: bytes) -> Path:
 def stored(root: Path, namespace: Namespace, keys: list[bytes]) -> list[bool]:
     backend = LocalDiskBackend(root, namespace.digest)
     into = memoryview(bytearray(PAYLOAD))
-    return [read.status is ReadStatus.HIT for read in backend.read([(key, into) for key in keys])]
+    return [backend.read(key, into).status is ReadStatus.HIT for key in keys]
 
 
 def test_namespaces_are_described_and_added_up(tmp_path: Path, fill: Fill) -> None:

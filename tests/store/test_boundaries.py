@@ -122,7 +122,8 @@ def test_states_that_another_process_has_stored_are_asked_for() -> None:
     with closing(small_store(20, lower(Persistent(medium, shared=True)))) as store, listing_every(NEVER):
         assert store.wait_indexed(LIMIT)
         theirs = [*keys[:4], *state_keys(keys[1], STATES), state_keys(keys[2], STATES)[0]]
-        medium.write([Chunk(key, memoryview(payload(key))) for key in theirs])
+        for key in theirs:
+            medium.write(Chunk(key, memoryview(payload(key))))
         lookup = store.look_up_shared(keys, STATES)
         assert lookup is not None
         assert lookup.wait(LIMIT)

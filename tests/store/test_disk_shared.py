@@ -120,7 +120,7 @@ def test_a_listing_in_the_middle_of_a_deletion_subtracts_nothing_twice(
     disk, other = (LocalDiskBackend(tmp_path, bytes([name]) * 32) for name in (1, 2))
     for key in KEYS[:3]:
         disk.reserve_bytes(COST)
-        disk.write([Chunk(key, memoryview(payload(key)))])
+        disk.write(Chunk(key, memoryview(payload(key))))
     unlink = os.unlink
 
     def unlink_and_list(path: str, **options: int) -> None:
@@ -136,7 +136,7 @@ def test_what_another_process_deletes_first_is_subtracted_once(tmp_path: Path, m
     disk = LocalDiskBackend(tmp_path, bytes([1]) * 32)
     for key in KEYS[:2]:
         disk.reserve_bytes(COST)
-        disk.write([Chunk(key, memoryview(payload(key)))])
+        disk.write(Chunk(key, memoryview(payload(key))))
     unlink, evicted = os.unlink, []
 
     def too_late(path: str, **options: int) -> None:

@@ -42,7 +42,8 @@ def shared_medium(*, shared: bool = True) -> tuple[Gated, CPUPinnedBackend]:
 
 
 def others_store(medium: CPUPinnedBackend, keys: list[ChunkKey]) -> None:
-    medium.write([Chunk(key, memoryview(payload(key))) for key in keys])
+    for key in keys:
+        medium.write(Chunk(key, memoryview(payload(key))))
 
 
 def store_over(gated: Gated, slots: int = 48, capacity: int | None = None) -> TieredStore:

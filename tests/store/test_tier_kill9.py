@@ -30,7 +30,7 @@ def check_bytes(folder: Path) -> int:
     into = memoryview(bytearray(CHUNK))
     hits = 0
     for key in KEYS:
-        [read] = disk.read([(key, into)])
+        read = disk.read(key, into)
         assert read.status in (ReadStatus.HIT, ReadStatus.MISS), read.error
         if read.status is ReadStatus.HIT:
             assert bytes(into) == payload(key)

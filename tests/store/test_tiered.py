@@ -127,7 +127,8 @@ def test_a_chain_that_passes_through_evicts_nothing_of_its_own_that_is_nowhere_e
 def test_clear_deletes_what_was_not_even_indexed_yet() -> None:
     disk = memory(10, "disk")
     keys = chain("a", 4)
-    disk.write([Chunk(key, memoryview(payload(key))) for key in keys])
+    for key in keys:
+        disk.write(Chunk(key, memoryview(payload(key))))
     gated = Gated(Persistent(disk))
     gated.shut("list_keys")
     store = small_store(4, lower(gated, 10))
@@ -142,7 +143,8 @@ def test_clear_deletes_what_was_not_even_indexed_yet() -> None:
 def test_a_listing_from_before_clear_brings_nothing_back() -> None:
     disk = memory(10, "disk")
     keys = chain("a", 6)
-    disk.write([Chunk(key, memoryview(payload(key))) for key in keys])
+    for key in keys:
+        disk.write(Chunk(key, memoryview(payload(key))))
     passed, go_on = threading.Event(), threading.Event()
 
     class Slow(Persistent):
@@ -166,7 +168,7 @@ def test_a_listing_from_before_clear_brings_nothing_back() -> None:
 def test_an_unlisted_chunk_is_not_taken_for_a_new_one_before_it_is_deleted() -> None:
     disk = memory(10, "disk")
     (key,) = keys = chain("a", 1)
-    disk.write([Chunk(key, memoryview(payload(key, 1)))])
+    disk.write(Chunk(key, memoryview(payload(key, 1))))
     gated = Gated(Persistent(disk))
     gated.shut("list_keys")
     store = small_store(4, lower(gated, 10))
@@ -190,7 +192,7 @@ def test_nothing_is_written_until_a_failed_clear_has_been_made_up_for() -> None:
     (key,) = keys = chain("a", 1)
     failing = Failing(Persistent(disk), "list_keys")
     store = small_store(4, lower(failing, 10))
-    disk.write([Chunk(key, memoryview(payload(key, 1)))])
+    disk.write(Chunk(key, memoryview(payload(key, 1))))
     store.clear()
     assert store.drain(LIMIT)
     for version in (2, 3):
@@ -316,16 +318,36 @@ def test_a_tier_that_was_away_for_a_moment_has_lost_nothing() -> None:
     assert store.stats().tiers[1].chunks == 2
 
 
-@pytest.mark.parametrize("nonsense", [[], [None], None, "read"])
+@pytest.mark.parametrize("nonsense", [[], [MISS], None, "read"])
 def test_a_read_that_returns_nonsense_is_a_miss(nonsense: Any) -> None:
     class Mad(Failing):
-        def read(self, items: Any) -> Any:
+        def read(self, key: ChunkKey, into: memoryview) -> Any:
             return nonsense
 
     store = small_store(2, lower(Mad(memory(10, "low"))))
     keys = chain("a", 1)
     put_below(store, keys)
     assert get(store, keys) == []
+    assert_idle(store)
+
+
+def test_a_backend_that_takes_lists_stores_nothing_and_its_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The verbs were so before `read` and `write` moved one chunk each."""
+
+    class TakesLists(Failing):
+        def read(self, items: Any) -> Any:
+            return [self.inner.read(key, into) for key, into in items]
+
+        def write(self, chunks: Any) -> Any:
+            return [self.inner.write(chunk) for chunk in chunks]
+
+    store = small_store(2, lower(TakesLists(memory(10, "low"))))
+    keys = chain("a", 1)
+    put_below(store, keys)
+    assert get(store, keys) == []
+    assert [record.message for record in caplog.records] == [
+        f"lmkv: backend 'low': write of chunk {keys[0].hex()} failed: TypeError(\"'Chunk' object is not iterable\")"
+    ]
     assert_idle(store)
 
 
@@ -439,9 +461,9 @@ def test_a_demand_overtakes_the_prefetch_that_wants_the_same() -> None:
     order: list[ChunkKey] = []
     inner = gated.inner.read
 
-    def read(items: Any) -> Any:
-        order.extend(key for key, _ in items)
-        return inner(items)
+    def read(key: ChunkKey, into: memoryview) -> Read:
+        order.append(key)
+        return inner(key, into)
 
     gated.inner.read = read  # type: ignore[method-assign]
     gated.shut("read")
@@ -584,7 +606,8 @@ def test_one_tier_that_cannot_be_listed_hides_no_other() -> None:
     failing = Gated(Failing(Persistent(memory(10, "one")), "list_keys"))
     fine = memory(10, "two")
     keys = chain("a", 2)
-    fine.write([Chunk(key, memoryview(payload(key))) for key in keys])
+    for key in keys:
+        fine.write(Chunk(key, memoryview(payload(key))))
     store = small_store(4, lower(failing), lower(Persistent(fine)))
     eventually(lambda: store.count_prefix(keys) == (0, 2))
     eventually(lambda: bool(failing.calls))
@@ -639,8 +662,8 @@ def test_a_chunk_on_its_way_down_can_be_leased_and_then_stays() -> None:
 
 def test_a_miss_below_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     class Forgetful(Failing):
-        def read(self, items: Any) -> list[Read]:
-            return [MISS] * len(items)
+        def read(self, key: ChunkKey, into: memoryview) -> Read:
+            return MISS
 
     store = small_store(2, lower(Forgetful(memory(10, "low")), 10))
     keys = chain("a", 2)

@@ -101,7 +101,7 @@ class LocalDiskBackend:
     >>> chunk = Chunk(bytes(32), memoryview(b"payload"))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     first = LocalDiskBackend(folder, namespace=bytes(32))
-    ...     first.write([chunk])[0].status
+    ...     first.write(chunk).status
     ...     first.close()
     ...     again = LocalDiskBackend(folder, namespace=bytes(32))
     ...     [[listed.nbytes for listed in batch] for batch in again.list_keys()]
@@ -161,15 +161,34 @@ class LocalDiskBackend:
         except OSError as error:
             raise self._translated(error, "contains") from error
 
-    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
-        self._check_keys([key for key, _ in items])
-        return [self._read(key, into.cast("B")) for key, into in items]
+    def read(self, key: ChunkKey, into: memoryview) -> Read:
+        """Read one chunk. A failure becomes a value, and a damaged file is set aside."""
+        self._check_keys([key])
+        try:
+            with self._folder.place_of(key) as (folder, name):
+                return self._read_in(folder, name, key, into.cast("B"))
+        except (FileNotFoundError, NotADirectoryError):
+            return MISS
+        except OSError as error:
+            if len(self._unreadable) < _MAX_UNREADABLE:
+                self._unreadable.add(key)
+            return Read.failed(self._translated(error, "read", key))
 
-    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
-        self._check_keys([chunk.key for chunk in chunks])
-        for chunk in chunks:
-            chunk.check()
-        return [self._write(chunk) for chunk in chunks]
+    def write(self, chunk: Chunk) -> Written:
+        self._check_keys([chunk.key])
+        chunk.check()
+        try:
+            # Two retries, for two things that may be missing: the folder, and the temporary file, which another
+            # process deletes as stale when it finds it after its creation and before it is locked.
+            for _ in range(2):
+                with contextlib.suppress(FileNotFoundError):
+                    return self._write_once(chunk)
+                self._make_place_of(chunk.key)
+            return self._write_once(chunk)
+        except FileExistsError:
+            return PRESENT
+        except OSError as error:
+            return Written.failed(self._translated(error, "write", chunk.key))
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         """Remove the files; then raise `BackendError` for the first that could not be removed."""
@@ -246,18 +265,6 @@ class LocalDiskBackend:
             yield found
         self._usage.set(used, reserved)
 
-    def _read(self, key: ChunkKey, into: memoryview) -> Read:
-        """Read one chunk. A failure becomes a value, and a damaged file is set aside."""
-        try:
-            with self._folder.place_of(key) as (folder, name):
-                return self._read_in(folder, name, key, into)
-        except (FileNotFoundError, NotADirectoryError):
-            return MISS
-        except OSError as error:
-            if len(self._unreadable) < _MAX_UNREADABLE:
-                self._unreadable.add(key)
-            return Read.failed(self._translated(error, "read", key))
-
     def _read_in(self, folder: Folder, name: str, key: ChunkKey, into: memoryview) -> Read:
         try:
             self._files.read(folder, name, key, into)
@@ -271,20 +278,6 @@ class LocalDiskBackend:
             return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
         self._unreadable.discard(key)
         return HIT
-
-    def _write(self, chunk: Chunk) -> Written:
-        try:
-            # Two retries, for two things that may be missing: the folder, and the temporary file, which another
-            # process deletes as stale when it finds it after its creation and before it is locked.
-            for _ in range(2):
-                with contextlib.suppress(FileNotFoundError):
-                    return self._write_once(chunk)
-                self._make_place_of(chunk.key)
-            return self._write_once(chunk)
-        except FileExistsError:
-            return PRESENT
-        except OSError as error:
-            return Written.failed(self._translated(error, "write", chunk.key))
 
     def _write_once(self, chunk: Chunk) -> Written:
         with self._folder.place_of(chunk.key) as (folder, name):

@@ -90,10 +90,10 @@ class RemoteBackend(ABC):
     ...     def _is_unavailable(self, error):
     ...         return isinstance(error, OSError)
     >>> backend = DictBackend("dict://", bytes(32), RemoteOptions(name="dict"))
-    >>> backend.write([Chunk(bytes(32), memoryview(b"payload"))])
-    [Written(status=<WriteStatus.STORED: 'stored'>, reason='', error=None)]
+    >>> backend.write(Chunk(bytes(32), memoryview(b"payload"))).status
+    <WriteStatus.STORED: 'stored'>
     >>> into = memoryview(bytearray(7))
-    >>> backend.read([(bytes(32), into)])[0].status, bytes(into)
+    >>> backend.read(bytes(32), into).status, bytes(into)
     (<ReadStatus.HIT: 'hit'>, b'payload')
     """
 
@@ -133,27 +133,20 @@ class RemoteBackend(ABC):
         except Exception as error:
             raise self._translated(error, "contains") from error
 
-    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
+    def read(self, key: ChunkKey, into: memoryview) -> Read:
         self._check_open()
-        return [self._read(key, into.cast("B")) for key, into in items]
-
-    def _read(self, key: ChunkKey, into: memoryview) -> Read:
-        name = self.name_of(key)
+        name, flat = self.name_of(key), into.cast("B")
         try:
-            return HIT if self._get(key, name, into) else MISS
+            return HIT if self._get(key, name, flat) else MISS
         except FormatError as error:
             # Corrupt, so that it is deleted: as long as it is there, its chunk is not written again.
             return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
         except Exception as error:
             return Read.failed(self._translated(error, "read", key))
 
-    def write(self, chunks: Sequence[Chunk]) -> list[Written]:
+    def write(self, chunk: Chunk) -> Written:
         self._check_open()
-        for chunk in chunks:
-            chunk.check()
-        return [self._write(chunk) for chunk in chunks]
-
-    def _write(self, chunk: Chunk) -> Written:
+        chunk.check()
         name = self.name_of(chunk.key)
         try:
             return self._put(name, chunk)

@@ -128,15 +128,13 @@ class Disk:
 
     def write(self) -> None:
         def one(index: int) -> bool:
-            [written] = self.backend.write([Chunk(self._keys[index], self._slots[index])])
-            return written.status is WriteStatus.STORED
+            return self.backend.write(Chunk(self._keys[index], self._slots[index])).status is WriteStatus.STORED
 
         self._each(one)
 
     def read(self) -> None:
         def one(index: int) -> bool:
-            [read] = self.backend.read([(self._keys[index], self._slots[index])])
-            return read.status is ReadStatus.HIT
+            return self.backend.read(self._keys[index], self._slots[index]).status is ReadStatus.HIT
 
         self._each(one)
 

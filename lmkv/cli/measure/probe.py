@@ -83,9 +83,9 @@ def _round_trip(backend: Backend) -> None:
     with mmap.mmap(-1, size) as given, mmap.mmap(-1, size) as returned:
         given.write(os.urandom(size))
         with memoryview(given) as payload, memoryview(returned) as into:
-            [written] = backend.write([Chunk(_KEY, payload)])
+            written = backend.write(Chunk(_KEY, payload))
             if written.status is not WriteStatus.STORED:
                 raise written.error or BackendError(backend.name, "write", reason=written.reason)
-            [read] = backend.read([(_KEY, into)])
+            read = backend.read(_KEY, into)
             if read.status is not ReadStatus.HIT or into != payload:
                 raise read.error or BackendError(backend.name, "read", reason="other bytes than were written")

@@ -169,7 +169,7 @@ class LowerTier:
         if call is None:
             return False
         started = self._clock()
-        result = attempt(lambda: checked(self.backend.read([(key, into)])[0], Read), self._failed_read(key))
+        result = attempt(lambda: checked(self.backend.read(key, into), Read), self._failed_read(key))
         with self._lock:
             self._reads.end(call, ok=tier_answers(result))
             self._count_read(result, len(into), self._clock() - started)
@@ -314,7 +314,7 @@ class LowerTier:
 
     def _write(self, chunk: Chunk, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
         """Write it; where the medium is full although the tier is not, evict once and try again."""
-        written = checked(self.backend.write([chunk])[0], Written)
+        written = checked(self.backend.write(chunk), Written)
         if not is_full(written):
             return written
         with self._lock:
@@ -322,7 +322,7 @@ class LowerTier:
         if not victims:
             return written
         self._reclaim(victims)
-        return checked(self.backend.write([chunk])[0], Written)
+        return checked(self.backend.write(chunk), Written)
 
     @locked
     def _count_write(self, result: Written, nbytes: int, seconds: float) -> None:

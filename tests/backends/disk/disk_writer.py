@@ -56,7 +56,7 @@ def write_until_killed(tell: Tell, folder: str, direct: Any, seed: int, step: in
         if chooser.random() < 0.4:
             backend.delete([chunk.key])
         else:
-            (written,) = backend.write([chunk])
+            written = backend.write(chunk)
             assert written.status in (WriteStatus.STORED, WriteStatus.PRESENT), written
 
 
@@ -88,7 +88,7 @@ def stop_halfway(tell: Tell, folder: str, direct: Any) -> None:
         threading.Event().wait()
 
     pytest.MonkeyPatch().setattr(os, "link", stop)
-    open_disk(folder, direct).write([Chunk(KEYS[0], memoryview(PAYLOADS[KEYS[0]]))])
+    open_disk(folder, direct).write(Chunk(KEYS[0], memoryview(PAYLOADS[KEYS[0]])))
 
 
 def churn(_: Tell, folder: str, direct: Any, seed: int, rounds: int, start: Barrier) -> None:
@@ -101,7 +101,7 @@ def churn(_: Tell, folder: str, direct: Any, seed: int, rounds: int, start: Barr
         payload = PAYLOADS[key]
         action = chooser.random()
         if action < 0.4:
-            (written,) = backend.write([Chunk(key, memoryview(payload))])
+            written = backend.write(Chunk(key, memoryview(payload)))
             assert written.status in (WriteStatus.STORED, WriteStatus.PRESENT), written
         elif action < 0.6:
             backend.delete([key])
@@ -110,5 +110,5 @@ def churn(_: Tell, folder: str, direct: Any, seed: int, rounds: int, start: Barr
                 assert all(item.nbytes == backend.stored_bytes(len(PAYLOADS[item.key])) for item in batch)
         else:
             buffer = memoryview(bytearray(len(payload)))
-            (read,) = backend.read([(key, buffer)])
+            read = backend.read(key, buffer)
             assert read.status is ReadStatus.MISS or (read.status is ReadStatus.HIT and buffer == payload), read

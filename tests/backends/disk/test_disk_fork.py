@@ -75,7 +75,7 @@ def fork_while_writing(tell: Tell, folder: str, threads: int) -> None:
     backend = LocalDiskBackend(folder, NAMESPACE)
     stopped = Stopped("pwritev")
     for _ in range(threads):
-        threading.Thread(target=backend.write, args=([chunk_of(100_000)],), daemon=True).start()
+        threading.Thread(target=backend.write, args=(chunk_of(100_000),), daemon=True).start()
     while len(temporaries(Path(folder))) < threads:
         assert stopped.reached.wait(LIMIT)
     tell(fork())
@@ -90,7 +90,7 @@ def fork_again_and_again(tell: Tell, folder: str, forks: int) -> None:
         while True:
             chunk = chunk_of(100_000)
             backend.reserve_bytes(backend.stored_bytes(100_000))
-            backend.write([chunk])
+            backend.write(chunk)
             backend.delete([chunk.key])
 
     for _ in range(4):
@@ -188,12 +188,12 @@ def write_after_fork(tell: Tell, folder: str) -> None:
     """A backend may be used on in a child that was forked while other threads wrote."""
     backend = LocalDiskBackend(folder, NAMESPACE)
     stopped = Stopped("pwritev")
-    threading.Thread(target=backend.write, args=([chunk_of(100_000)],), daemon=True).start()
+    threading.Thread(target=backend.write, args=(chunk_of(100_000),), daemon=True).start()
     assert stopped.reached.wait(LIMIT)
     if not (pid := os.fork()):
         stopped.go_on()
         chunk = Chunk(bytes(32), memoryview(b"of the child"))
-        stored = backend.write([chunk])[0].status is WriteStatus.STORED
+        stored = backend.write(chunk).status is WriteStatus.STORED
         os._exit(0 if stored and backend.contains([chunk.key]) == [True] else 1)
     tell(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 

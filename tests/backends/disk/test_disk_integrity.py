@@ -51,7 +51,7 @@ def files_of(backend: LocalDiskBackend) -> list[Path]:
 
 def try_read(backend: LocalDiskBackend, key: bytes, nbytes: int = len(PAYLOAD)) -> tuple[Read, memoryview]:
     buffer = memoryview(bytearray(nbytes))
-    return backend.read([(key, buffer)])[0], buffer
+    return backend.read(key, buffer), buffer
 
 
 class Specimen:
@@ -64,7 +64,7 @@ class Specimen:
     def __init__(self, folder: Path, direct: Any, *, thorough: bool = False) -> None:
         self.backend = LocalDiskBackend(folder, NAMESPACE, direct=direct, segment_bytes=4096)
         self.key = new_key()
-        self.backend.write([Chunk(self.key, memoryview(PAYLOAD), new_key(), bytes(400))])
+        self.backend.write(Chunk(self.key, memoryview(PAYLOAD), new_key(), bytes(400)))
         (self.path,) = files_of(self.backend)
         self.good = self.path.read_bytes()
         self.payload_end = 4096 + len(PAYLOAD)
@@ -134,7 +134,7 @@ def test_pages_that_never_reached_the_disk(specimen: Specimen) -> None:
 def test_chunks_that_swapped_places(tmp_path: Path) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE)
     chunks = [chunk_of(5000), chunk_of(5000)]
-    backend.write(chunks)
+    statuses(backend, chunks)
     first, second = files_of(backend)
     aside = tmp_path / "aside"
     first.rename(aside)
@@ -149,7 +149,7 @@ def test_chunks_that_swapped_places(tmp_path: Path) -> None:
 def test_a_broken_chunk_that_cannot_be_set_aside_is_stored_again_too(tmp_path: Path, obstacle: str) -> None:
     """As on a full disk, which takes no folder: it is removed."""
     backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(5000)
-    backend.write([chunk])
+    backend.write(chunk)
     (path,) = files_of(backend)
     away = tmp_path / NAMESPACE.hex() / "quarantine"
     match obstacle:
@@ -163,22 +163,22 @@ def test_a_broken_chunk_that_cannot_be_set_aside_is_stored_again_too(tmp_path: P
     path.write_bytes(path.read_bytes()[:-1])
     read, _ = try_read(backend, chunk.key)
     assert isinstance(read.error, CorruptChunkError)
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
     assert read_back(backend, chunk) == chunk.payload
 
 
 def test_what_can_be_neither_set_aside_nor_removed_is_no_chunk_that_is_present(tmp_path: Path) -> None:
     backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(5000)
-    backend.write([chunk])
+    backend.write(chunk)
     (path,) = files_of(backend)
     path.unlink()
     (tmp_path / NAMESPACE.hex() / "quarantine").touch()
     (path / "full").mkdir(parents=True)
-    (written,) = backend.write([chunk])
+    written = backend.write(chunk)
     assert written.status is WriteStatus.FAILED
     (path / "full").rmdir()
     path.rmdir()
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
 
 
 def test_a_broken_chunk_is_a_miss_and_then_stored_again(specimen: Specimen) -> None:
@@ -187,7 +187,7 @@ def test_a_broken_chunk_is_a_miss_and_then_stored_again(specimen: Specimen) -> N
     assert try_read(specimen.backend, specimen.key)[0].status is ReadStatus.FAILED
     assert try_read(specimen.backend, specimen.key)[0].status is ReadStatus.MISS
     assert specimen.backend.contains([specimen.key]) == [False]
-    assert statuses(specimen.backend, [chunk]) == [STORED]
+    assert specimen.backend.write(chunk).status is STORED
     assert read_back(specimen.backend, chunk) == chunk.payload
 
 
@@ -227,11 +227,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: int = 
 def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE, sync="full")
     before, chunk = chunk_of(5000), chunk_of(5000)
-    backend.write([before])
+    backend.write(before)
     kept = files_of(backend)
     for after in range(4):
         with failing(monkeypatch, call, code, after):
-            (written,) = backend.write([chunk])
+            written = backend.write(chunk)
         if written.status is STORED:
             backend.delete([chunk.key])
             continue
@@ -239,7 +239,7 @@ def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         assert type(written.error) is ERRNOS[code]
         assert written.error.key == chunk.key.hex()
         assert files_of(backend) == kept
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
     assert read_back(backend, before) == before.payload
     assert read_back(backend, chunk) == chunk.payload
 
@@ -258,7 +258,7 @@ def test_a_medium_that_is_full_halfway_through(tmp_path: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", fill)
-        (written,) = backend.write([chunk_of(9000)])
+        written = backend.write(chunk_of(9000))
     assert isinstance(written.error, NoSpaceError)
     assert files_of(backend) == []
 
@@ -285,7 +285,7 @@ def test_a_chunk_on_a_bad_sector_is_replaced_when_it_is_stored_again(
     specimen.backend.reserve_bytes(before.st_size)
     chunk = Chunk(specimen.key, memoryview(PAYLOAD))
     with failing(monkeypatch, "pwritev", errno.EIO):
-        assert statuses(specimen.backend, [chunk]) == [FAILED]
+        assert specimen.backend.write(chunk).status is FAILED
     assert specimen.path.stat().st_ino == before.st_ino
     specimen.backend.reserve_bytes(before.st_size)
     assert statuses(specimen.backend, [chunk, chunk]) == [STORED, WriteStatus.PRESENT]
@@ -312,7 +312,7 @@ def test_one_bad_key_of_a_batch_is_its_own_problem(tmp_path: Path, monkeypatch: 
 def test_deleting_goes_on_after_a_failure_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE)
     chunks = [chunk_of(100) for _ in range(3)]
-    backend.write(chunks)
+    statuses(backend, chunks)
     real = os.unlink
 
     def unlink(path: str, **options: Any) -> None:
@@ -370,7 +370,7 @@ def test_filled_to_the_brim(medium: Medium, direct: Any) -> None:
     backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE, direct=direct)
     chunks = [chunk_of(200_000 + index) for index in range(60)]
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda chunk: backend.write([chunk])[0], chunks))
+        results = list(pool.map(backend.write, chunks))
     stored = [chunk for chunk, result in zip(chunks, results, strict=True) if result.status is STORED]
     assert 20 < len(stored) < 45
     for result in results:
@@ -396,7 +396,7 @@ def test_no_inodes_left(medium: Medium) -> None:
 
 def test_min_free_keeps_its_distance_from_the_brim(medium: Medium) -> None:
     backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE, min_free=3 << 20)
-    results = [backend.write([chunk_of(200_000)])[0] for _ in range(40)]
+    results = [backend.write(chunk_of(200_000)) for _ in range(40)]
     assert {result.status for result in results} == {STORED, WriteStatus.REJECTED}
     stats = os.statvfs(medium.folder)
     assert stats.f_bavail * stats.f_frsize >= (3 << 20) - 300_000
@@ -405,9 +405,9 @@ def test_min_free_keeps_its_distance_from_the_brim(medium: Medium) -> None:
 def test_a_read_only_remount_and_back(medium: Medium) -> None:
     backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
     old, new = chunk_of(5000), chunk_of(5000)
-    backend.write([old])
+    backend.write(old)
     medium.remount("ro")
-    (written,) = backend.write([new])
+    written = backend.write(new)
     assert isinstance(written.error, NoSpaceError)
     with pytest.raises(NoSpaceError):
         backend.delete([old.key])
@@ -416,7 +416,7 @@ def test_a_read_only_remount_and_back(medium: Medium) -> None:
     reader = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
     assert read_back(reader, old) == old.payload
     medium.remount("rw")
-    assert statuses(backend, [new]) == [STORED]
+    assert backend.write(new).status is STORED
     backend.delete([old.key])
     assert list(listed(reader)) == [new.key]
 
@@ -425,9 +425,9 @@ def test_a_removed_folder_and_its_return(tmp_path: Path) -> None:
     root = tmp_path / "kv"
     backend = LocalDiskBackend(root, NAMESPACE)
     chunk = chunk_of(5000)
-    backend.write([chunk])
+    backend.write(chunk)
     shutil.rmtree(root)
-    (written,) = backend.write([chunk])
+    written = backend.write(chunk)
     assert isinstance(written.error, BackendUnavailable)
     assert read_back(backend, chunk) is None
     assert backend.contains([chunk.key]) == [False]
@@ -435,7 +435,7 @@ def test_a_removed_folder_and_its_return(tmp_path: Path) -> None:
     backend.delete([chunk.key])
     assert not root.exists()
     root.mkdir()
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
     assert read_back(backend, chunk) == chunk.payload
 
 
@@ -443,9 +443,9 @@ def test_what_is_lmkvs_is_made_again_at_once(tmp_path: Path) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE)
     chunk = chunk_of(5000)
     for folder in (tmp_path / NAMESPACE.hex(), tmp_path / NAMESPACE.hex() / chunk.key[:1].hex()):
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         shutil.rmtree(folder)
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
 
 
 @contextlib.contextmanager
@@ -463,9 +463,9 @@ def as_nobody() -> Iterator[None]:
 def test_a_folder_that_may_not_be_entered(tmp_path: Path) -> None:
     backend = LocalDiskBackend(tmp_path / "kv", NAMESPACE)
     chunk = chunk_of(5000)
-    backend.write([chunk])
+    backend.write(chunk)
     with as_nobody():
-        (written,) = backend.write([chunk_of(5000)])
+        written = backend.write(chunk_of(5000))
         read, _ = try_read(backend, chunk.key)
         with pytest.raises(BackendUnavailable):
             list(backend.list_keys())
@@ -475,24 +475,24 @@ def test_a_folder_that_may_not_be_entered(tmp_path: Path) -> None:
             LocalDiskBackend(tmp_path / "another", NAMESPACE)
     assert isinstance(written.error, BackendUnavailable)
     assert isinstance(read.error, BackendUnavailable)
-    assert statuses(backend, [chunk_of(5000)]) == [STORED]
+    assert backend.write(chunk_of(5000)).status is STORED
     assert read_back(backend, chunk) == chunk.payload
 
 
 def test_a_folder_that_was_made_immutable(tmp_path: Path) -> None:
     backend = LocalDiskBackend(tmp_path / "kv", NAMESPACE)
     chunk, more = chunk_of(5000), new_key()
-    backend.write([chunk])
+    backend.write(chunk)
     (path,) = files_of(backend)
     beside = chunk_of(5000, chunk.key[:1] + more[1:])
     run("chattr", "+i", path.parent)
     try:
-        (written,) = backend.write([beside])
+        written = backend.write(beside)
         assert isinstance(written.error, BackendUnavailable)
         assert read_back(backend, chunk) == chunk.payload
     finally:
         run("chattr", "-i", path.parent)
-    assert statuses(backend, [beside]) == [STORED]
+    assert backend.write(beside).status is STORED
 
 
 def test_a_file_where_a_folder_belongs(tmp_path: Path) -> None:
@@ -500,12 +500,12 @@ def test_a_file_where_a_folder_belongs(tmp_path: Path) -> None:
     chunk = chunk_of(5000)
     obstacle = tmp_path / NAMESPACE.hex() / chunk.key[:1].hex()
     obstacle.touch()
-    (written,) = backend.write([chunk])
+    written = backend.write(chunk)
     assert isinstance(written.error, BackendUnavailable)
     assert try_read(backend, chunk.key)[0].status is ReadStatus.MISS
     assert listed(backend) == {}
     obstacle.unlink()
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
 
 
 # -- temporaries -------------------------------------------------------------------------------------------
@@ -514,7 +514,7 @@ def test_a_file_where_a_folder_belongs(tmp_path: Path) -> None:
 def test_only_abandoned_temporaries_are_swept(tmp_path: Path) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE)
     chunk = chunk_of(100)
-    backend.write([chunk])
+    backend.write(chunk)
     folder = files_of(backend)[0].parent
     dead, live, other_namespace = (folder / ".1-aa.tmp", folder / f".{os.getpid()}-bb.tmp", folder / "notes.tmp")
     probe = folder.parent / ".1-cc.tmp"
@@ -536,7 +536,7 @@ def test_a_temporary_that_was_swept_by_mistake_is_written_again(
 ) -> None:
     """The moment between making a file and locking it: another process sweeps, the writer starts over."""
     backend = LocalDiskBackend(tmp_path, NAMESPACE)
-    backend.write([chunk_of(100)])
+    backend.write(chunk_of(100))
     real = os.link
     swept: list[str] = []
 
@@ -548,7 +548,7 @@ def test_a_temporary_that_was_swept_by_mistake_is_written_again(
 
     monkeypatch.setattr(os, "link", link)
     chunk = chunk_of(5000)
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
     assert read_back(backend, chunk) == chunk.payload
     assert len(swept) == 1
 
@@ -556,11 +556,11 @@ def test_a_temporary_that_was_swept_by_mistake_is_written_again(
 def test_failing_again_and_again_leaks_nothing(medium: Medium) -> None:
     """Descriptors, memory of the medium, and files, on a disk that is full all the time."""
     backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
-    while backend.write([chunk_of(400_000)])[0].status is STORED:
+    while backend.write(chunk_of(400_000)).status is STORED:
         pass
     kept, free = files_of(backend), os.statvfs(medium.folder).f_bfree
     chunk = chunk_of(4_000_000)
     for _ in range(300):
-        assert isinstance(backend.write([chunk])[0].error, NoSpaceError)
+        assert isinstance(backend.write(chunk).error, NoSpaceError)
     assert files_of(backend) == kept
     assert os.statvfs(medium.folder).f_bfree >= free - 64

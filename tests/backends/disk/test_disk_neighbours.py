@@ -29,7 +29,7 @@ def root(memory_path: Path) -> Path:
     """A folder for everybody, with a namespace that only its own user may read."""
     memory_path.chmod(0o1777)
     private = LocalDiskBackend(memory_path, bytes([9]) * 32)
-    assert statuses(private, [chunk_of(5000)]) == [WriteStatus.STORED]
+    assert private.write(chunk_of(5000)).status is WriteStatus.STORED
     # Without root there is only one user here, and the folder is closed to that one, too.
     (memory_path / (b"\x09" * 32).hex()).chmod(0o700 if not os.geteuid() else 0)
     return memory_path
@@ -43,7 +43,7 @@ def list_twice(tell: Tell, root: str) -> None:
     logging.getLogger("lmkv").addHandler(handler)
     own, beside = (LocalDiskBackend(root, bytes([name]) * 32) for name in (1, 2))
     chunk, other = chunk_of(5000), chunk_of(5000)
-    assert statuses(own, [chunk]) == statuses(beside, [other]) == [WriteStatus.STORED]
+    assert own.write(chunk).status is beside.write(other).status is WriteStatus.STORED
     for _ in range(2):
         found = {item.key for batch in own.list_all() for item in batch}
         assert found == {chunk.key, beside.namespace + other.key}

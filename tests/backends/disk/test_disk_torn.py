@@ -43,13 +43,13 @@ def tear(tell: Tell, path: str) -> None:
 
 def test_what_is_changed_while_it_is_read_is_served_whole_or_not_at_all(memory_path: Path) -> None:
     backend = LocalDiskBackend(memory_path, bytes(32), direct="off", shared=True)
-    backend.write([Chunk(KEY, memoryview(PAYLOAD))])
+    backend.write(Chunk(KEY, memoryview(PAYLOAD)))
     [path] = memory_path.rglob(f"*{SUFFIX}")
     found = dict.fromkeys(ReadStatus, 0)
     with Child(tear, str(path)) as other:
         assert other.heard() == "begun"
         while found[ReadStatus.HIT] < ENOUGH or found[ReadStatus.FAILED] < ENOUGH:
             into = bytearray(len(PAYLOAD))
-            [read] = backend.read([(KEY, memoryview(into))])
+            read = backend.read(KEY, memoryview(into))
             found[read.status] += 1
             assert read.status is not ReadStatus.HIT or into == PAYLOAD

@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_asked_is_not_one_without_chunks(tmp_path: Path)
     """The breaker has to hear of it, and the listing must not forget what it could not see."""
     backend = LocalDiskBackend(tmp_path, bytes(32))
     chunk = chunk_of(5000)
-    backend.write([chunk])
+    backend.write(chunk)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_asked_is_not_one_without_chunks(tmp_path: Path)
             backend.contains([chunk.key])
         with pytest.raises(BackendUnavailable):
             list(backend.list_all())
-        (read,) = backend.read([(chunk.key, memoryview(bytearray(5000)))])
+        read = backend.read(chunk.key, memoryview(bytearray(5000)))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert (read.status, type(read.error)) == (ReadStatus.FAILED, BackendUnavailable)

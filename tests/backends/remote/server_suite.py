@@ -68,7 +68,7 @@ class StoreSuite:
 
     def test_more_names_than_one_message_takes(self, backend: Any) -> None:
         chunk = chunk_of(100)
-        backend.write([chunk])
+        backend.write(chunk)
         keys = [new_key() for _ in range(1500)]
         keys[777] = chunk.key
         assert [index for index, found in enumerate(backend.contains(keys)) if found] == [777]
@@ -77,10 +77,10 @@ class StoreSuite:
         other = self.backend_of()
         for one, two in ((backend, other), (other, backend)):
             chunk = chunk_of(70_001)
-            assert statuses(one, [chunk]) == [STORED]
+            assert one.write(chunk).status is STORED
             assert two.contains([chunk.key]) == [True]
             assert read_back(two, chunk) == chunk.payload
-            assert statuses(two, [chunk]) == [PRESENT]
+            assert two.write(chunk).status is PRESENT
             two.delete([chunk.key])
             assert one.contains([chunk.key]) == [False]
         other.close()
@@ -88,16 +88,16 @@ class StoreSuite:
     def test_other_namespaces_and_prefixes_are_other_chunks(self, backend: Any) -> None:
         chunk = chunk_of(500)
         others = [self.backend_of(namespace=bytes(32)), self.backend_of(prefix="team*[a]:")]
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         for other in others:
             assert other.contains([chunk.key]) == [False]
-            assert statuses(other, [chunk_of(600, chunk.key)]) == [STORED]
+            assert other.write(chunk_of(600, chunk.key)).status is STORED
             other.close()
         assert read_back(backend, chunk) == chunk.payload
 
     def test_a_fork_of_the_engine_asks_nothing_and_disturbs_nothing(self, backend: Any) -> None:
         chunk = chunk_of(100)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         child = os.fork()
         if not child:
             with suppress(BackendUnavailable):
@@ -151,7 +151,7 @@ class ServerSuite(StoreSuite, BackendSuite, ABC):
         chunk, other = chunk_of(9000), chunk_of(9000)
         assert statuses(backend, [chunk, other]) == [STORED] * 2
         self.replace(backend, chunk, lambda _: self.value_of(backend, other))
-        (read,) = backend.read([(chunk.key, memoryview(bytearray(9000)))])
+        read = backend.read(chunk.key, memoryview(bytearray(9000)))
         assert isinstance(read.error, CorruptChunkError)
 
     def replace(self, backend: Any, chunk: Chunk, damage: Callable[[bytes], bytes]) -> None:
@@ -167,13 +167,13 @@ class ServerSuite(StoreSuite, BackendSuite, ABC):
 
     def test_a_server_that_is_killed_is_unavailable_until_it_is_back(self, backend: Any) -> None:
         chunk = chunk_of(100)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         self.server.kill()
         try:
             assert_unavailable(backend, chunk)
         finally:
             self.server.start()
-        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+        eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
         assert read_back(backend, chunk) == chunk.payload
 
     def test_a_server_that_dies_while_values_are_read_serves_no_wrong_byte(self) -> None:
@@ -193,7 +193,7 @@ class ServerSuite(StoreSuite, BackendSuite, ABC):
             while not killed:
                 for chunk in chunks[index:]:
                     into = memoryview(bytearray(len(chunk.payload)))
-                    (read,) = backend.read([(chunk.key, into)])
+                    read = backend.read(chunk.key, into)
                     reads.append(read)
                     assert read.status is not ReadStatus.HIT or into == chunk.payload
                     if read.status is ReadStatus.FAILED:
@@ -203,14 +203,14 @@ class ServerSuite(StoreSuite, BackendSuite, ABC):
             in_threads(4, work)
         finally:
             self.server.start()
-        eventually(lambda: statuses(backend, chunks[:1])[0] in (STORED, PRESENT))
+        eventually(lambda: backend.write(chunks[0]).status in (STORED, PRESENT))
         assert read_back(backend, chunks[0]) == chunks[0].payload
         backend.close()
 
     def test_a_server_that_does_not_answer_is_given_up_in_time(self) -> None:
         backend = self.backend_of(timeout=1.0)
         chunk = chunk_of(100)
-        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+        eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
         self.server.pause()
         try:
             for _ in range(2):  # with a connection, and without one
@@ -219,7 +219,7 @@ class ServerSuite(StoreSuite, BackendSuite, ABC):
                 assert time.monotonic() - started < 3 * GIVEN_UP
         finally:
             self.server.resume()
-        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+        eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
         # It answers again, if not yet each time within the second that is left to it.
         eventually(lambda: can_read(backend, chunk))
         assert read_back(backend, chunk) == chunk.payload
@@ -235,7 +235,7 @@ class ServerSuite(StoreSuite, BackendSuite, ABC):
 
 
 def can_read(backend: Any, chunk: Chunk) -> bool:
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
+    read = backend.read(chunk.key, memoryview(bytearray(len(chunk.payload))))
     return read.status is not ReadStatus.FAILED
 
 
@@ -243,19 +243,19 @@ def assert_unavailable(backend: Any, chunk: Chunk) -> list[str]:
     """Assert that every call says so; returns the errors' texts."""
     with pytest.raises(BackendUnavailable) as asked:
         backend.contains([chunk.key])
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
+    read = backend.read(chunk.key, memoryview(bytearray(len(chunk.payload))))
     assert isinstance(read.error, BackendUnavailable)
-    (written,) = backend.write([chunk_of(100)])
+    written = backend.write(chunk_of(100))
     assert isinstance(written.error, BackendUnavailable)
     return [repr(asked.value), str(read.error), str(written.error)]
 
 
 def assert_fails_and_can_be_replaced(backend: Any, chunk: Chunk, sound: Chunk) -> None:
     """The chunk's value is not the chunk's, and fails; that of `sound` is served."""
-    (read,) = backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])
+    read = backend.read(chunk.key, memoryview(bytearray(len(chunk.payload))))
     assert read.status is ReadStatus.FAILED
     assert isinstance(read.error, CorruptChunkError)
     assert read_back(backend, sound) == sound.payload, "the connection is clean again"
     backend.delete([chunk.key])
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
     assert read_back(backend, chunk) == chunk.payload

@@ -43,17 +43,17 @@ class ProcessSuite(StoreSuite):
     def test_the_clients_process_may_end_or_hang(self, how: signal.Signals) -> None:
         backend = self.backend_of("?clients=1", timeout=1.0)
         chunk = chunk_of(100)
-        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+        eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
         stop(process_of(backend, chunk).pid, how)
-        (read,) = backend.read([(chunk.key, memoryview(bytearray(100)))])
+        read = backend.read(chunk.key, memoryview(bytearray(100)))
         assert isinstance(read.error, BackendUnavailable)
-        eventually(lambda: backend.read([(chunk.key, memoryview(bytearray(100)))])[0].status is ReadStatus.HIT)
+        eventually(lambda: backend.read(chunk.key, memoryview(bytearray(100))).status is ReadStatus.HIT)
         backend.close()
 
     def test_no_process_outlives_its_backend(self) -> None:
         backend = self.backend_of("?clients=2")
         chunks = [chunk_of(100) for _ in range(20)]
-        backend.write(chunks)
+        statuses(backend, chunks)
         processes = {process_of(backend, chunk) for chunk in chunks}
         assert len(processes) == 2
         assert all(process.poll() is None for process in processes)

@@ -93,16 +93,16 @@ class TestInfiniStoreSuite(ServerSuite):
 
     def test_a_payload_that_was_evicted_is_a_miss_and_can_be_stored_again(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(9000)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         payload_name = self.payload_name(backend, chunk)
         backend._call(lambda connection: connection.delete([payload_name]))
         assert read_back(backend, chunk) is None
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         assert read_back(backend, chunk) == chunk.payload
 
     def test_a_deleted_chunk_leaves_nothing(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(9000)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         payload_name = self.payload_name(backend, chunk)
         assert backend._exist([payload_name]) == [True]
         backend.delete([chunk.key])
@@ -119,7 +119,7 @@ class TestInfiniStoreSuite(ServerSuite):
                 written = pool.submit(statuses, slow, [chunk])
                 seen = set()
                 while not written.done():
-                    seen.add(backend.read([(chunk.key, into)])[0].status)
+                    seen.add(backend.read(chunk.key, into).status)
                     backend.delete([new_key()])
             assert written.result() == [STORED]
             assert seen <= {ReadStatus.MISS, ReadStatus.HIT}
@@ -133,20 +133,20 @@ class TestInfiniStoreSuite(ServerSuite):
             slow = self.behind(proxy, timeout=30.0)
             proxy.delay = 0.01
             with ThreadPoolExecutor(1) as pool:
-                written = pool.submit(slow.write, [chunk])
+                written = pool.submit(slow.write, chunk)
                 eventually(lambda: proxy.forwarded > 1 << 20)
                 # No byte more comes through.
                 proxy.deaf = True
                 proxy.cut()
-            assert isinstance(written.result()[0].error, BackendUnavailable)
+            assert isinstance(written.result().error, BackendUnavailable)
             slow.close()
         assert read_back(backend, chunk) is None
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         assert read_back(backend, chunk) == chunk.payload
 
     def test_lmcaches_url_is_the_same(self, backend: InfiniStoreBackend, caplog: pytest.LogCaptureFixture) -> None:
         chunk = chunk_of(100)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         other = InfiniStoreBackend(f"{self.url}?device=mlx5_0", NAMESPACE, RemoteOptions(timeout=10.0))
         assert "device is not used" in caplog.text
         assert read_back(other, chunk) == chunk.payload
@@ -162,7 +162,7 @@ class TestInfiniStoreSuite(ServerSuite):
         )
         theirs.connect()
         chunk = chunk_of(70_001)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         name = self.payload_name(backend, chunk)
         value = np.frombuffer(theirs.tcp_read_cache(name), np.uint8).copy()
         assert bytes(value) == chunk.payload
@@ -175,16 +175,17 @@ class TestInfiniStoreSuite(ServerSuite):
     def test_a_full_server_drops_the_oldest(self, backend: InfiniStoreBackend) -> None:
         payload = memoryview(os.urandom(8 << 20))
         chunks = [Chunk(new_key(), payload) for _ in range(160)]
-        assert {written.status for written in backend.write(chunks)} == {STORED}
+        assert set(statuses(backend, chunks)) == {STORED}
         found = [read_back(backend, chunk) for chunk in chunks]
         assert found[0] is None, "1 GiB was enough for 1.25"
         assert found[-1] == payload
 
     def test_a_chunk_larger_than_the_servers_memory_is_rejected(self, backend: InfiniStoreBackend) -> None:
         larger, chunk = Chunk(new_key(), memoryview(bytearray(1100 << 20))), chunk_of(100)
-        written = backend.write([larger, chunk])
-        assert [each.status for each in written] == [WriteStatus.REJECTED, STORED]
-        assert "no memory" in written[0].reason
+        written = backend.write(larger)
+        assert written.status is WriteStatus.REJECTED
+        assert "no memory" in written.reason
+        assert backend.write(chunk).status is STORED
         assert read_back(backend, chunk) == chunk.payload
 
     def test_a_value_that_comes_too_late_does_not_end_the_server(self, backend: InfiniStoreBackend) -> None:
@@ -195,17 +196,17 @@ class TestInfiniStoreSuite(ServerSuite):
             slow = self.behind(proxy, timeout=0.5)
             assert read_back(slow, small) == small.payload
             proxy.delay = 0.5
-            (read,) = slow.read([(chunk.key, memoryview(bytearray(32 << 20)))])
+            read = slow.read(chunk.key, memoryview(bytearray(32 << 20)))
             assert isinstance(read.error, BackendUnavailable)
             proxy.delay = 0.0
-            eventually(lambda: slow.read([(chunk.key, memoryview(bytearray(32 << 20)))])[0].status is ReadStatus.HIT)
+            eventually(lambda: slow.read(chunk.key, memoryview(bytearray(32 << 20))).status is ReadStatus.HIT)
             eventually(lambda: slow.contains([small.key]) == [True] and not any(c.is_behind for c in slow._idle))
             slow.close()
         assert read_back(backend, chunk) == chunk.payload, "the server ended, or lost it"
 
     def test_a_connection_that_was_closed_is_made_anew(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(1 << 20)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         with closing(Proxy(INFINISTORE)) as proxy:
             behind = self.behind(proxy, timeout=10.0)
             for _ in range(3):
@@ -215,7 +216,7 @@ class TestInfiniStoreSuite(ServerSuite):
 
     def test_a_server_far_away_is_asked_once_for_many_names(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(100)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         with closing(Proxy(INFINISTORE)) as proxy:
             far = self.behind(proxy, timeout=10.0)
             assert far.contains([chunk.key]) == [True]
@@ -233,7 +234,7 @@ class TestInfiniStoreSuite(ServerSuite):
         ) as other:
             with pytest.raises(BackendUnavailable):
                 other.contains([new_key()])
-            (written,) = other.write([chunk_of(100)])
+            written = other.write(chunk_of(100))
             assert isinstance(written.error, BackendUnavailable)
 
     def test_many_threads_read_with_a_connection_each(self, backend: InfiniStoreBackend) -> None:
@@ -245,9 +246,9 @@ class TestInfiniStoreSuite(ServerSuite):
 
     def test_a_value_of_another_length_leaves_the_connection_in_step(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(3 << 20)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         self.put(backend, backend.name_of(chunk.key), os.urandom(40 << 20))
-        (read,) = backend.read([(chunk.key, memoryview(bytearray(3 << 20)))])
+        read = backend.read(chunk.key, memoryview(bytearray(3 << 20)))
         assert isinstance(read.error, CorruptChunkError)
         assert all(connection.in_step for connection in backend._idle)
         assert backend.contains([chunk.key]) == [True]
@@ -269,7 +270,7 @@ class TestInfiniStoreSuite(ServerSuite):
     def test_signals_do_not_move_a_deadline(self) -> None:
         backend = InfiniStoreBackend(self.url, NAMESPACE, RemoteOptions(timeout=1.0))
         chunk = chunk_of(100)
-        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+        eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
         given_up = threading.Event()
 
         def interrupt() -> None:
@@ -282,7 +283,7 @@ class TestInfiniStoreSuite(ServerSuite):
         try:
             interrupting.start()
             started = time.monotonic()
-            (read,) = backend.read([(chunk.key, memoryview(bytearray(100)))])
+            read = backend.read(chunk.key, memoryview(bytearray(100)))
             assert isinstance(read.error, BackendUnavailable)
             assert time.monotonic() - started < GIVEN_UP
         finally:
@@ -299,10 +300,10 @@ class TestInfiniStoreSuite(ServerSuite):
     ) -> None:
         # Its bytes read like answers that say that there is one.
         chunk = Chunk(new_key(), memoryview(struct.pack("<II", 200, 0) * nbytes)[:nbytes])
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         with closing(HalfAnswers(INFINISTORE, struct.pack("<II", 200, nbytes))) as proxy:
             behind = self.behind(proxy, timeout=0.5)
-            (read,) = behind.read([(chunk.key, memoryview(bytearray(nbytes)))])
+            read = behind.read(chunk.key, memoryview(bytearray(nbytes)))
             assert isinstance(read.error, BackendUnavailable)
             proxy.go_on.set()
             eventually(lambda: behind.contains([new_key()]) == [False] and all(each.in_step for each in behind._idle))

@@ -43,7 +43,7 @@ class TestMooncakeSuite(SubprocessSuite):
 
     def test_lmcaches_url_is_the_same(self, backend: MooncakeBackend) -> None:
         chunk = chunk_of(100)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         other = MooncakeBackend(self.url.replace("mooncake", "mooncakestore"), NAMESPACE, RemoteOptions(timeout=10.0))
         assert read_back(other, chunk) == chunk.payload
         other.close()
@@ -55,10 +55,10 @@ class TestMooncakeSuite(SubprocessSuite):
         without = self.backend_of()
         try:
             # The master takes the memory of the process that was killed for there, for some seconds.
-            eventually(lambda: statuses(with_segment, [chunk])[0] in (STORED, PRESENT) and is_hit(without, chunk))
+            eventually(lambda: with_segment.write(chunk).status in (STORED, PRESENT) and is_hit(without, chunk))
             with_segment.close()
             assert without.contains([chunk.key]) == [False], "it said that it leaves"
-            assert without.read([(chunk.key, memoryview(bytearray(1 << 20)))])[0].status is ReadStatus.MISS
+            assert without.read(chunk.key, memoryview(bytearray(1 << 20))).status is ReadStatus.MISS
         finally:
             for each in (with_segment, without):
                 each.close()
@@ -68,7 +68,7 @@ class TestMooncakeSuite(SubprocessSuite):
     def test_names_that_are_long(self) -> None:
         backend = self.backend_of(prefix="é" * 500)
         chunk = chunk_of(100)
-        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+        eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
         keys = [new_key() for _ in range(500)]
         keys[77] = chunk.key
         assert [index for index, found in enumerate(backend.contains(keys)) if found] == [77]
@@ -92,11 +92,11 @@ class TestMooncakeSuite(SubprocessSuite):
     def test_memory_that_does_not_answer_is_given_up_in_time(self, mooncake: Mooncake) -> None:
         self.until_there_is_room()
         backend, chunk = self.backend_of(timeout=1.0), chunk_of(1 << 20)
-        eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+        eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
         mooncake.memory.pause()
         try:
             started = time.monotonic()
-            (read,) = backend.read([(chunk.key, memoryview(bytearray(1 << 20)))])
+            read = backend.read(chunk.key, memoryview(bytearray(1 << 20)))
             assert isinstance(read.error, BackendUnavailable)
             assert time.monotonic() - started < GIVEN_UP
         finally:
@@ -107,13 +107,13 @@ class TestMooncakeSuite(SubprocessSuite):
     def test_memory_that_is_killed_loses_its_chunks_and_no_more(self, mooncake: Mooncake) -> None:
         self.until_there_is_room()
         backend, chunk = self.backend_of(), chunk_of(1 << 20)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         mooncake.memory.kill()
-        (read,) = backend.read([(chunk.key, memoryview(bytearray(1 << 20)))])
+        read = backend.read(chunk.key, memoryview(bytearray(1 << 20)))
         assert read.status is not ReadStatus.HIT
         mooncake.memory.start()
         eventually(lambda: backend.contains([chunk.key]) == [False])
-        eventually(lambda: statuses(backend, [chunk]) == [STORED], "the master has heard of the memory")
+        eventually(lambda: backend.write(chunk).status is STORED, "the master has heard of the memory")
         assert read_back(backend, chunk) == chunk.payload
         backend.close()
 
@@ -130,7 +130,7 @@ class TestMooncakeSuite(SubprocessSuite):
         self.until_there_is_room()
         done = subprocess.run([sys.executable, "-c", begin], check=False, capture_output=True)
         assert done.returncode == -signal.SIGKILL, done.stderr
-        (written,) = backend.write([chunk])
+        written = backend.write(chunk)
         assert written.status is WriteStatus.REJECTED
         assert "another client" in written.reason
         assert backend.contains([chunk.key]) == [False]
@@ -140,7 +140,7 @@ class TestMooncakeSuite(SubprocessSuite):
         self.until_there_is_room()
         payload = memoryview(os.urandom(8 << 20))
         chunks = [Chunk(new_key(), payload) for _ in range(80)]
-        written = backend.write(chunks)
+        written = [backend.write(chunk) for chunk in chunks]
         assert {each.status for each in written} <= {STORED, WriteStatus.REJECTED}
         assert all(each.reason for each in written if each.status is WriteStatus.REJECTED)
         found = [read_back(backend, chunk) for chunk in chunks]
@@ -148,7 +148,7 @@ class TestMooncakeSuite(SubprocessSuite):
         assert None in found, "512 MB were enough for 640"
         assert payload in found
         late = chunk_of(8 << 20)
-        eventually(lambda: statuses(backend, [late])[0] in (STORED, PRESENT))
+        eventually(lambda: backend.write(late).status in (STORED, PRESENT))
 
     def until_there_is_room(self) -> None:
         """The memory says that it is there, and the master gives none that is away any more."""
@@ -176,7 +176,7 @@ def test_nobody_else_reaches_the_registered_memory(mooncake: Mooncake) -> None:
     """Mooncake's client listens on every address and writes what it is told."""
     backend = MooncakeBackend(f"{TestMooncakeSuite.url}?clients=1", NAMESPACE, RemoteOptions(timeout=10.0))
     chunk = chunk_of(1 << 20)
-    eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+    eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
     ports = listening(process_of(backend, chunk).pid)
     assert ports, "it needs no filter any more"
     for port in ports:
@@ -212,4 +212,4 @@ def listening(pid: int) -> list[int]:
 
 
 def is_hit(backend: MooncakeBackend, chunk: Chunk) -> bool:
-    return backend.read([(chunk.key, memoryview(bytearray(len(chunk.payload))))])[0].status is ReadStatus.HIT
+    return backend.read(chunk.key, memoryview(bytearray(len(chunk.payload)))).status is ReadStatus.HIT

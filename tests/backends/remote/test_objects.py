@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,12 @@ def backend_of(url: str, **options: Any) -> ObjectStoreBackend:
 class ReadsAgain(WrapperBackend):
     """Reads again what the server did not answer: rclone may end an answer when its file is replaced."""
 
-    def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> list[Read]:
+    def read(self, key: ChunkKey, into: memoryview) -> Read:
         for _ in range(20):
-            reads = super().read(items)
-            if not any(isinstance(read.error, BackendUnavailable) for read in reads):
+            read = super().read(key, into)
+            if not isinstance(read.error, BackendUnavailable):
                 break
-        return reads
+        return read
 
 
 class TestServerSuite(BackendSuite):
@@ -95,7 +95,7 @@ class TestServerSuite(BackendSuite):
         # rclone overwrites, and moto looks before it stores, in two steps that others' come between: several store it,
         # and whatever is read is one writer's whole.
         chunk = chunk_of(50_000)
-        results = in_threads(4, lambda _: statuses(keeping, [chunk])[0])
+        results = in_threads(4, lambda _: keeping.write(chunk).status)
         assert STORED in results
         assert set(results) <= {STORED, PRESENT}
         assert read_back(keeping, chunk) == chunk.payload
@@ -189,9 +189,9 @@ def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(
 def test_of_a_huge_foreign_file_only_the_beginning_is_read(tmp_path: Path) -> None:
     with closing(backend_of(f"file://{tmp_path}")) as backend:
         chunk = chunk_of(9000)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         os.truncate(tmp_path / backend.name_of(chunk.key), 1 << 40)
-        (read,) = backend.read([(chunk.key, memoryview(bytearray(9000)))])
+        read = backend.read(chunk.key, memoryview(bytearray(9000)))
         assert isinstance(read.error, CorruptChunkError)
 
 
@@ -202,7 +202,7 @@ def test_of_a_large_foreign_object_only_the_beginning_is_read(server: ObjectServ
     ):
         key = new_key()
         replaced(raw, backend.name_of(key), bytes(100 << 20))
-        (read,) = backend.read([(key, memoryview(bytearray(9000)))])
+        read = backend.read(key, memoryview(bytearray(9000)))
         assert isinstance(read.error, CorruptChunkError)
         assert proxy.forwarded < 50 << 20
 
@@ -219,11 +219,11 @@ def test_other_namespaces_paths_and_prefixes_are_other_chunks(
         backend_of(url, prefix="/other/"),
         backend_of(server.url(f"{tmp_path.name}/deeper")),
     ]
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
     for other in others:
         assert other.contains([chunk.key]) == [False]
         mine = chunk_of(600)
-        assert statuses(other, [mine]) == [STORED]
+        assert other.write(mine).status is STORED
         assert listed(other) == sizes_of(other, [mine])
         other.close()
     assert listed(backend) == sizes_of(backend, [chunk])
@@ -235,7 +235,7 @@ def test_objects_of_others_are_not_listed(backend: ObjectStoreBackend, raw: Any)
     for other in (name[:-1], f"{name}0", f"{name[:-1]}Z", f"{name.rpartition('/')[0]}/deeper/{'0' * 64}"):
         replaced(raw, other, b"somebody else's")
     assert listed(backend) == {}
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
     assert listed(backend) == sizes_of(backend, [chunk])
 
 
@@ -257,10 +257,10 @@ def test_what_is_there_is_not_sent_again(server: ObjectServer, tmp_path: Path) -
     proxy = Proxy(server.port)
     with closing(proxy), closing(backend_of(server.url(tmp_path.name, port=proxy.port))) as backend:
         chunk = chunk_of(1 << 20)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         assert proxy.forwarded > 1 << 20
         before = proxy.forwarded
-        assert statuses(backend, [chunk]) == [PRESENT]
+        assert backend.write(chunk).status is PRESENT
         assert proxy.forwarded - before < 10_000
 
 
@@ -283,12 +283,12 @@ def test_engines_that_write_a_chunk_at_the_same_time_harm_nothing(server: Object
 
         def read(index: int, key: bytes = key, seen: list[Any] = seen) -> None:
             into = memoryview(bytearray(500_000))
-            (found,) = backends[index].read([(key, into)])
+            found = backends[index].read(key, into)
             seen.append((found, bytes(into)))
 
         def work(index: int, read: Any = read, chunks: list[Chunk] = chunks) -> WriteStatus | None:
             if index < 4:
-                return statuses(backends[index], [chunks[index]])[0]
+                return backends[index].write(chunks[index]).status
             for _ in range(20):
                 read(index - 4)
             return None
@@ -324,12 +324,12 @@ def assert_all_unavailable(backend: ObjectStoreBackend, chunk: Chunk) -> list[st
 def test_a_server_that_is_killed_is_unavailable_until_it_is_back(tmp_path: Path, kind: str) -> None:
     with object_server(kind, tmp_path) as server, closing(backend_of(server.url())) as backend:
         chunk = chunk_of(100)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         server.kill()
         assert_all_unavailable(backend, chunk)
         server.start()
         # moto had it in its memory, and azurite may not have written it yet.
-        assert statuses(backend, [chunk])[0] in ((STORED, PRESENT) if kind in CONDITIONAL else (PRESENT,))
+        assert backend.write(chunk).status in ((STORED, PRESENT) if kind in CONDITIONAL else (PRESENT,))
         assert read_back(backend, chunk) == chunk.payload
 
 
@@ -337,7 +337,7 @@ def test_connections_that_die_in_the_middle_of_values_serve_no_wrong_byte(server
     proxies = [Proxy(server.port)]
     with closing(backend_of(server.url(tmp_path.name))) as direct:
         chunks = [chunk_of(1 << 20) for _ in range(4)]
-        direct.write(chunks)
+        statuses(direct, chunks)
     stop = threading.Event()
 
     def cut_off() -> None:
@@ -350,7 +350,7 @@ def test_connections_that_die_in_the_middle_of_values_serve_no_wrong_byte(server
     found = []
     for number in range(60):
         into = memoryview(bytearray(1 << 20))
-        (read,) = backend.read([(chunks[number % 4].key, into)])
+        read = backend.read(chunks[number % 4].key, into)
         found.append(read.status)
         assert read.status is not ReadStatus.HIT or into == chunks[number % 4].payload
         assert read.error is None or isinstance(read.error, BackendUnavailable)
@@ -369,7 +369,7 @@ def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str, ser
     proxy = Proxy(server.port)
     backend = backend_of(server.url(tmp_path.name, port=proxy.port), timeout=1.0)
     chunk = chunk_of(100)
-    eventually(lambda: statuses(backend, [chunk])[0] in (STORED, PRESENT))
+    eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
     if deaf == "the server":
         server.pause()
     proxy.deaf = deaf == "the network"
@@ -383,9 +383,9 @@ def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str, ser
         server.resume()
     proxy.deaf = False
     # A paused server may carry out the deletion that was given up.
-    eventually(lambda: statuses(backend, [chunk]) == [PRESENT], "it answers again")
+    eventually(lambda: backend.write(chunk).status is PRESENT, "it answers again")
     into = memoryview(bytearray(100))
-    eventually(lambda: backend.read([(chunk.key, into)])[0].status is ReadStatus.HIT, "it answers again")
+    eventually(lambda: backend.read(chunk.key, into).status is ReadStatus.HIT, "it answers again")
     assert into == chunk.payload
     backend.close()
     proxy.close()
@@ -396,10 +396,10 @@ def test_a_value_that_comes_too_slowly_is_given_up(server: ObjectServer, tmp_pat
     direct = backend_of(server.url(tmp_path.name))
     slow = backend_of(server.url(tmp_path.name, port=proxy.port), timeout=1.0)
     chunk = chunk_of(32 << 20)
-    assert statuses(direct, [chunk]) == [STORED]
+    assert direct.write(chunk).status is STORED
     proxy.delay = 0.2
     started = time.monotonic()
-    (read,) = slow.read([(chunk.key, memoryview(bytearray(32 << 20)))])
+    read = slow.read(chunk.key, memoryview(bytearray(32 << 20)))
     assert isinstance(read.error, BackendUnavailable)
     assert time.monotonic() - started < LIMIT
     patient = backend_of(server.url(tmp_path.name, port=proxy.port))
@@ -414,7 +414,7 @@ def test_without_its_bucket_there_is_nothing_and_writes_say_why(server: ObjectSe
         chunk = chunk_of(100)
         assert backend.contains([chunk.key]) == [False]
         assert read_back(backend, chunk) is None
-        (written,) = backend.write([chunk])
+        written = backend.write(chunk)
         assert isinstance(written.error, BackendUnavailable)
         assert "NoSuchBucket" in str(written.error) or "ContainerNotFound" in str(written.error)
 
@@ -430,7 +430,7 @@ def test_keys_come_from_settings_from_the_url_or_from_the_environment(
         pytest.skip("a file has its key")
     named = url.replace("://", f"://{USER}:{quote(SECRET)}@", 1)
     with closing(backend_of(named, username="nobody", password="bm90aGluZw==")) as by_url:
-        assert statuses(by_url, [chunk]) == [STORED]
+        assert by_url.write(chunk).status is STORED
         assert SECRET not in repr(by_url)
         assert quote(SECRET) not in repr(by_url)
     names = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY")
@@ -442,7 +442,7 @@ def test_keys_come_from_settings_from_the_url_or_from_the_environment(
     for name, value in zip(names, (USER, SECRET), strict=True):
         monkeypatch.setenv(name, value)
     with closing(backend_of(url, username=None, password=None)) as by_environment:
-        assert statuses(by_environment, [chunk]) == [PRESENT]
+        assert by_environment.write(chunk).status is PRESENT
 
 
 def test_googles_key_comes_from_a_file_and_is_shown_nowhere(
@@ -454,7 +454,7 @@ def test_googles_key_comes_from_a_file_and_is_shown_nowhere(
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
         with closing(backend_of(url, username=None, password=None)) as backend:
             chunk = chunk_of(100)
-            assert statuses(backend, [chunk]) == [STORED]
+            assert backend.write(chunk).status is STORED
             assert read_back(backend, chunk) == chunk.payload
             server.kill()
             texts = [repr(backend), *assert_all_unavailable(backend, chunk)]
@@ -493,7 +493,7 @@ def test_keys_that_end_in_the_middle_are_misses_until_they_hold_again(
 ) -> None:
     with object_server("rclone", tmp_path) as server, closing(backend_of(server.url())) as backend:
         chunk = chunk_of(100)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         server.expect("another")
         texts = assert_all_unavailable(backend, chunk)
         server.expect(SECRET)
@@ -522,7 +522,7 @@ def test_tls(tmp_path: Path) -> None:
     with object_server("rclone", tmp_path, *options) as server:
         url, chunk = server.url(scheme="https"), chunk_of(3 << 20)
         with closing(backend_of(f"{url}&ssl_ca_certs={tmp_path / 'cert'}")) as backend:
-            assert statuses(backend, [chunk]) == [STORED]
+            assert backend.write(chunk).status is STORED
             assert read_back(backend, chunk) == chunk.payload
         with closing(backend_of(url)) as distrusting:
             assert_all_unavailable(distrusting, chunk)
@@ -613,7 +613,7 @@ def test_a_full_folder_rejects_and_takes_more_when_there_is_room(tmp_path: Path)
             assert listed(backend) == sizes_of(backend, stored)
             assert all(read_back(backend, chunk) == chunk.payload for chunk in stored)
             backend.delete([stored[0].key])
-            assert statuses(backend, [stored[0]]) == [STORED]
+            assert backend.write(stored[0]).status is STORED
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
@@ -622,7 +622,7 @@ def write_for_ever(tell: Tell, url: str) -> None:
     backend = backend_of(url)
     tell("ready")
     while True:
-        backend.write([chunk_of(3 << 20)])
+        backend.write(chunk_of(3 << 20))
 
 
 def test_a_writer_that_is_killed_leaves_whole_chunks_only(tmp_path: Path) -> None:
@@ -633,16 +633,16 @@ def test_a_writer_that_is_killed_leaves_whole_chunks_only(tmp_path: Path) -> Non
                 assert child.heard() == "ready"
                 eventually(lambda number=number: len(listed(backend)) > 2 * number)  # type: ignore[misc]
         for key in listed(backend):
-            (read,) = backend.read([(key, memoryview(bytearray(3 << 20)))])
+            read = backend.read(key, memoryview(bytearray(3 << 20)))
             assert read.status is ReadStatus.HIT, read.error
 
 
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     with closing(backend_of(f"file://{tmp_path}/folder")) as backend:
         chunk = chunk_of(100)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         shutil.rmtree(tmp_path / "folder")
         assert backend.contains([chunk.key]) == [False]
         assert read_back(backend, chunk) is None
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         assert read_back(backend, chunk) == chunk.payload

@@ -150,7 +150,7 @@ def foreign(client: Redis, name: str) -> None:
 def of_another_chunk(client: Redis, name: str) -> None:
     other = chunk_of(9000)
     with_other = backend_of(f"redis://127.0.0.1:{client.get_connection_kwargs()['port']}")
-    with_other.write([other])
+    with_other.write(other)
     client.rename(with_other.name_of(other.key), name)
     with_other.close()
 
@@ -177,11 +177,11 @@ def test_other_namespaces_and_prefixes_are_other_chunks(backend: RedisBackend, s
         backend_of(server.url, prefix="team*[a]:"),
         backend_of(f"{server.url}/3"),
     ]
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     for other in others:
         assert other.contains([chunk.key]) == [False]
         mine = chunk_of(600)
-        assert statuses(other, [mine]) == [WriteStatus.STORED]
+        assert other.write(mine).status is WriteStatus.STORED
         assert listed(other) == sizes_of(other, [mine])
         other.close()
     assert listed(backend) == sizes_of(backend, [chunk])
@@ -189,7 +189,7 @@ def test_other_namespaces_and_prefixes_are_other_chunks(backend: RedisBackend, s
 
 def test_names_that_are_not_of_a_chunk_are_not_listed(backend: RedisBackend, client: Redis) -> None:
     chunk = chunk_of(500)
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     blanks = f"{'a' * 31} {'a' * 31} "
     for tail in (
         "z" * 64,
@@ -208,16 +208,16 @@ def test_names_that_are_not_of_a_chunk_are_not_listed(backend: RedisBackend, cli
 def test_a_value_is_dropped_by_the_server_after_its_time(server: RedisServer, client: Redis) -> None:
     backend = backend_of(server.url, ttl=1000)
     chunk = chunk_of(100)
-    backend.write([chunk])
+    backend.write(chunk)
     assert 990 <= int(client.ttl(backend.name_of(chunk.key))) <= 1000  # type: ignore[arg-type]
     backend.close()
 
 
 def test_what_is_there_is_not_sent_again(backend: RedisBackend, client: Redis) -> None:
     chunk = chunk_of(1 << 20)
-    backend.write([chunk])
+    backend.write(chunk)
     before = client.info()["total_net_input_bytes"]  # type: ignore[index]
-    assert statuses(backend, [chunk]) == [WriteStatus.PRESENT]
+    assert backend.write(chunk).status is WriteStatus.PRESENT
     assert client.info()["total_net_input_bytes"] - before < 10_000  # type: ignore[index]
 
 
@@ -240,12 +240,12 @@ def test_a_server_that_is_killed_is_unavailable_until_it_is_back(tmp_path: Path)
     with redis_server(kind, tmp_path) as server:
         backend = backend_of(server.url)
         chunk = chunk_of(100)
-        assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+        assert backend.write(chunk).status is WriteStatus.STORED
         server.kill()
         assert_unavailable(backend, chunk)
         server.start()
         assert backend.contains([chunk.key]) == [False]
-        assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+        assert backend.write(chunk).status is WriteStatus.STORED
         assert read_back(backend, chunk) == chunk.payload
         backend.close()
 
@@ -253,7 +253,7 @@ def test_a_server_that_is_killed_is_unavailable_until_it_is_back(tmp_path: Path)
 def test_a_connection_that_dies_while_it_was_idle_is_made_again(server: RedisServer) -> None:
     backend = emptied(server.url)
     chunk = chunk_of(100)
-    backend.write([chunk])
+    backend.write(chunk)
     with Redis(port=server.port) as client:
         client.client_kill_filter(_type="normal", skipme=True)
     assert read_back(backend, chunk) == chunk.payload
@@ -263,7 +263,7 @@ def test_a_connection_that_dies_while_it_was_idle_is_made_again(server: RedisSer
 def test_connections_that_die_in_the_middle_of_values_serve_no_wrong_byte(server: RedisServer) -> None:
     backend = emptied(server.url)
     chunks = [chunk_of(1 << 20) for _ in range(8)]
-    backend.write(chunks)
+    statuses(backend, chunks)
     stop = threading.Event()
 
     def kill() -> None:
@@ -277,7 +277,7 @@ def test_connections_that_die_in_the_middle_of_values_serve_no_wrong_byte(server
     for number in range(200):
         chunk = chunks[number % 8]
         into = memoryview(bytearray(len(chunk.payload)))
-        (read,) = backend.read([(chunk.key, into)])
+        read = backend.read(chunk.key, into)
         hits += read.status is ReadStatus.HIT
         failures += read.status is ReadStatus.FAILED
         assert read.status is not ReadStatus.HIT or into == chunk.payload
@@ -296,7 +296,7 @@ def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str) -> 
         at = f"redis://127.0.0.1:{proxy.port}"
         patient, backend = backend_of(at, timeout=LIMIT), backend_of(at, timeout=0.5)
         chunk = chunk_of(100)
-        assert statuses(patient, [chunk]) == [WriteStatus.STORED]
+        assert patient.write(chunk).status is WriteStatus.STORED
         if deaf == "the server":
             server.pause()
         proxy.deaf = deaf == "the network"
@@ -306,7 +306,7 @@ def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str) -> 
         server.resume()
         proxy.deaf = False
         into = memoryview(bytearray(100))
-        eventually(lambda: backend.read([(chunk.key, into)])[0].status is ReadStatus.HIT, "it answers again")
+        eventually(lambda: backend.read(chunk.key, into).status is ReadStatus.HIT, "it answers again")
         assert into == chunk.payload
         for each in (patient, backend):
             each.close()
@@ -320,9 +320,9 @@ def test_a_value_that_comes_too_slowly_is_given_up(tmp_path: Path) -> None:
         direct, at = backend_of(server.url, timeout=LIMIT), f"redis://127.0.0.1:{proxy.port}"
         slow, patient = backend_of(at, timeout=1.0), backend_of(at, timeout=LIMIT)
         chunk = chunk_of(32 << 20)
-        direct.write([chunk])
+        direct.write(chunk)
         proxy.delay = 0.2
-        (read,) = slow.read([(chunk.key, memoryview(bytearray(32 << 20)))])
+        read = slow.read(chunk.key, memoryview(bytearray(32 << 20)))
         assert isinstance(read.error, BackendUnavailable)
         assert patient.contains([chunk.key]) == [True], "200 ms are no failure"
         for each in (direct, slow, patient):
@@ -383,7 +383,7 @@ def test_an_acl_user_with_a_prefix_of_its_own(server: RedisServer, client: Redis
     at = f"127.0.0.1:{server.port}"
     mine = backend_of(f"redis://cache:s3cret@{at}", prefix="kv:")
     chunk = chunk_of(100)
-    assert statuses(mine, [chunk]) == [WriteStatus.STORED]
+    assert mine.write(chunk).status is WriteStatus.STORED
     assert read_back(mine, chunk) == chunk.payload
     assert listed(mine) == sizes_of(mine, [chunk])
     by_settings = backend_of(f"redis://{at}", username="cache", password="s3cret", prefix="kv:")
@@ -482,7 +482,7 @@ def test_tls(tmp_path: Path, scheme: str) -> None:
     with redis_server("redis", tmp_path, *tls):
         backend = backend_of(f"{scheme}://localhost:{port}?ssl_ca_certs={tmp_path / 'cert'}")
         chunk = chunk_of(3 << 20)
-        assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+        assert backend.write(chunk).status is WriteStatus.STORED
         assert read_back(backend, chunk) == chunk.payload
         backend.close()
         distrusting = backend_of(f"{scheme}://localhost:{port}")
@@ -496,7 +496,7 @@ def test_tls(tmp_path: Path, scheme: str) -> None:
 def test_chunks_are_found_while_a_cluster_moves_their_slot(cluster: list[RedisServer]) -> None:
     backend = backend_of(f"redis+cluster://127.0.0.1:{cluster[1].port}")
     chunk = chunk_of(200_000)
-    assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+    assert backend.write(chunk).status is WriteStatus.STORED
     name = backend.name_of(chunk.key)
     nodes = [Redis(port=each.port, decode_responses=True) for each in cluster]
     owner, slot = owner_and_slot(nodes, name)
@@ -510,7 +510,7 @@ def test_chunks_are_found_while_a_cluster_moves_their_slot(cluster: list[RedisSe
     for _ in range(10):
         assert read_back(backend, chunk) == chunk.payload, "moved"
     assert redirections(nodes[owner]) == before + 1, "where it is now is remembered"
-    assert statuses(backend, [chunk]) == [WriteStatus.PRESENT]
+    assert backend.write(chunk).status is WriteStatus.PRESENT
     assert backend.contains([chunk.key]) == [True]
     backend.close()
     for node in nodes:
@@ -557,10 +557,10 @@ def test_chunks_are_written_while_a_cluster_moves_their_slot(tmp_path_factory: p
             owner, slot = owner_and_slot(nodes, name)
             target = nodes[3 if is_new else (owner + 1) % 3]
             begin_to_move(slot, nodes[owner], target)
-            assert statuses(backend, [chunk]) == [WriteStatus.STORED]
+            assert backend.write(chunk).status is WriteStatus.STORED
             assert name in set(target.keys())  # type: ignore[arg-type]
             assert read_back(backend, chunk) == chunk.payload
-            assert statuses(backend, [chunk]) == [WriteStatus.PRESENT]
+            assert backend.write(chunk).status is WriteStatus.PRESENT
             assert backend.contains([chunk.key]) == [True]
             end_to_move(slot, target, *(node for node in nodes if node is not target))
             assert read_back(backend, chunk) == chunk.payload
@@ -587,7 +587,7 @@ def test_a_cluster_node_that_is_killed_costs_its_chunks_until_a_replica_takes_ov
         servers[2].kill()
         for chunk in chunks:
             into = memoryview(bytearray(1000))
-            (read,) = backend.read([(chunk.key, into)])
+            read = backend.read(chunk.key, into)
             if backend.name_of(chunk.key) in lost:
                 assert isinstance(read.error, BackendUnavailable)
             else:
@@ -597,7 +597,7 @@ def test_a_cluster_node_that_is_killed_costs_its_chunks_until_a_replica_takes_ov
         replica.execute_command("CLUSTER FAILOVER", "TAKEOVER")
         into = memoryview(bytearray(1000))
         for chunk in chunks:
-            eventually(lambda chunk=chunk: backend.read([(chunk.key, into)])[0].status is ReadStatus.HIT)  # type: ignore[misc]
+            eventually(lambda chunk=chunk: backend.read(chunk.key, into).status is ReadStatus.HIT)  # type: ignore[misc]
             assert into == chunk.payload
         assert backend.contains([chunk.key for chunk in chunks]) == [True] * 30
         assert set(statuses(backend, [chunk_of(1000) for _ in range(30)])) == {WriteStatus.STORED}

@@ -47,7 +47,7 @@ class TestProcesses(ProcessSuite):
             from lmkv.backends.remote.options import RemoteOptions
             from tests.backends.remote.folder_store import FolderBackend
             backend = FolderBackend(sys.argv[1], bytes(32), RemoteOptions(timeout=10.0))
-            print(*(written.status.value for written in backend.write([chunk_of(100) for _ in range(20)])))
+            print(*(backend.write(chunk_of(100)).status.value for _ in range(20)))
             print(*(client._process.pid for client in backend._clients), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         """
@@ -67,7 +67,7 @@ class TestProcesses(ProcessSuite):
     def test_options_are_in_no_arguments(self, backend: FolderBackend) -> None:
         """Everybody on a machine sees those."""
         chunk = chunk_of(100)
-        backend.write([chunk])
+        backend.write(chunk)
         arguments = Path(f"/proc/{process_of(backend, chunk).pid}/cmdline").read_bytes()
         assert b"folder_store" in arguments
         assert bytes(self.folder) not in arguments
@@ -77,7 +77,7 @@ class TestProcesses(ProcessSuite):
     ) -> None:
         """Linux shares it among sessions: a process in one of its own waited for it for seconds."""
         chunk = chunk_of(100)
-        backend.write([chunk])
+        backend.write(chunk)
         pid = process_of(backend, chunk).pid
         assert os.getpgid(pid) == pid
         assert os.getsid(pid) == os.getsid(0)
@@ -127,8 +127,8 @@ def test_payloads_in_the_slab_are_not_copied(tmp_path: Path, slab: Slab, query: 
     backend, payload = folder_backend(tmp_path, slab, query), os.urandom(slab.slot_bytes)
     slab.view(1)[:] = payload
     chunk = Chunk(new_key(), slab.view(1))
-    assert statuses(backend, [chunk]) == [STORED]
-    (read,) = backend.read([(chunk.key, slab.view(3))])
+    assert backend.write(chunk).status is STORED
+    read = backend.read(chunk.key, slab.view(3))
     assert read.status is ReadStatus.HIT
     assert slab.view(3) == payload
     (client,) = backend._clients
@@ -143,9 +143,9 @@ def test_parts_of_slots_and_other_memory(backend: FolderBackend, slab: Slab) -> 
     slab.view(3)[-5000:] = payload
     for place in (slab.view(3)[-5000:], memoryview(payload), memoryview(bytearray(payload))):
         chunk = Chunk(new_key(), place)
-        assert statuses(backend, [chunk]) == [STORED]
+        assert backend.write(chunk).status is STORED
         for into in (slab.view(0)[77:5077], memoryview(bytearray(5000))):
-            (read,) = backend.read([(chunk.key, into)])
+            read = backend.read(chunk.key, into)
             assert read.status is ReadStatus.HIT
             assert into == payload
 
@@ -157,7 +157,7 @@ def test_a_read_that_fails_ends_its_process_before_the_slot_is_used_again(
     assert statuses(backend, [chunk, sound]) == [STORED] * 2
     process = process_of(backend, chunk)
     (tmp_path / backend.name_of(chunk.key).replace("/", "-")).write_bytes(UNREADABLE)
-    (read,) = backend.read([(chunk.key, slab.view(0)[:100])])
+    read = backend.read(chunk.key, slab.view(0)[:100])
     assert "it cannot be read" in str(read.error)
     assert process.poll() is not None
     assert read_back(backend, sound) == sound.payload
@@ -176,7 +176,7 @@ def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next_one(backend: Fo
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            backend.read([(chunk.key, slab.view(0)[:100])])
+            backend.read(chunk.key, slab.view(0)[:100])
     finally:
         signal.signal(signal.SIGALRM, before)
     assert process.poll() is not None
@@ -185,7 +185,7 @@ def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next_one(backend: Fo
 
 def test_an_answer_to_an_interrupted_call_is_not_the_next_ones(backend: FolderBackend) -> None:
     chunk = chunk_of(100)
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
     (client,) = backend._clients
     client._connection = InterruptedSocket(fileno=client._connection.detach())
     with pytest.raises(KeyboardInterrupt):
@@ -207,10 +207,10 @@ def test_large_payloads_in_the_slab_need_no_other_room(tmp_path: Path) -> None:
     backend = folder_backend(tmp_path, slab)
     small, large = chunk_of(100), Chunk(new_key(), slab.view(0))
     slab.view(0)[:8] = b"the data"
-    assert statuses(backend, [small]) == [STORED]
+    assert backend.write(small).status is STORED
     process = process_of(backend, small)
-    assert statuses(backend, [large]) == [STORED]
-    (read,) = backend.read([(large.key, slab.view(1))])
+    assert backend.write(large).status is STORED
+    read = backend.read(large.key, slab.view(1))
     assert read.status is ReadStatus.HIT
     assert slab.view(1) == slab.view(0)
     assert process_of(backend, small) is process
@@ -226,7 +226,7 @@ def test_memory_is_registered_once_and_first(backend: FolderBackend, slab: Slab)
 def test_a_living_fork_keeps_no_process_from_leaving(tmp_path: Path) -> None:
     backend = FolderBackend(f"folder://host:1/?clients=1&folder={tmp_path}", NAMESPACE, RemoteOptions(timeout=10.0))
     chunk = chunk_of(100)
-    assert statuses(backend, [chunk]) == [STORED]
+    assert backend.write(chunk).status is STORED
     process = process_of(backend, chunk)
     read, write = os.pipe()
     fork = os.fork()

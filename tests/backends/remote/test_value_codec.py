@@ -91,7 +91,7 @@ def test_a_file_is_refused_or_right(value: bytes) -> None:
         path.parent.mkdir()
         path.write_bytes(value + bytes(-len(value) % 4096))
         into = memoryview(bytearray(len(CHUNK.payload)))
-        (read,) = backend.read([(CHUNK.key, into)])
+        read = backend.read(CHUNK.key, into)
         if read.status is ReadStatus.HIT:
             assert into == CHUNK.payload
         else:

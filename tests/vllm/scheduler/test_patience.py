@@ -240,7 +240,8 @@ class TestTwoTiers:
             keys = KeyChain(namespace.root(cache_salt="a", lora=None, extra={}), 8)
             keys.extend(PROMPT)
             for name, part in (("fast", keys.keys[:2]), ("slow", keys.keys[2:3])):
-                gates[name].write([Chunk(key, memoryview(payload(key))) for key in part])
+                for key in part:
+                    gates[name].write(Chunk(key, memoryview(payload(key))))
             store = small_store(32, *(lower(gate) for gate in gates.values()), clock=clock)
         assert store.wait_indexed(LIMIT)
         options = SchedulerOptions(save_unfull_chunk=False, clock=clock)
@@ -300,7 +301,8 @@ class TestStates:
         first, second = (state_keys(chain.keys[end - 1], 1) for end in (2, 4))
         with listing_every(NEVER):
             for name, part in (("fast", [*chain.keys, *first]), ("slow", second)):
-                tiers[name].write([Chunk(key, memoryview(payload(key))) for key in part])
+                for key in part:
+                    tiers[name].write(Chunk(key, memoryview(payload(key))))
             store = small_store(32, *map(lower, tiers.values()), clock=clock)
         assert store.wait_indexed(LIMIT)
         block_map = BlockMap(self.CHUNK, (Group(self.CHUNK), Group(self.CHUNK, state=1)))

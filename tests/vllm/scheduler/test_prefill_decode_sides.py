@@ -70,7 +70,8 @@ class Side:
 
     def others_store(self, keys: list[ChunkKey]) -> None:
         assert self.store.drain(LIMIT)
-        self.medium.write([Chunk(key, memoryview(payload(key))) for key in keys])
+        for key in keys:
+            self.medium.write(Chunk(key, memoryview(payload(key))))
 
 
 def side(*, shared: bool = True, **options: Any) -> Side:

@@ -112,12 +112,12 @@ def attempts(root: Path) -> list[Callable[[], object]]:
 
     def read() -> None:
         into = memoryview(bytearray(len(PAYLOAD)))
-        (found,) = backend.read([(KEY, into)])
+        found = backend.read(KEY, into)
         assert found.status is not ReadStatus.HIT or into == PAYLOAD
         event(found.status.name)
 
     def write() -> None:
-        (written,) = backend.write([Chunk(KEY, memoryview(PAYLOAD))])
+        written = backend.write(Chunk(KEY, memoryview(PAYLOAD)))
         event(written.status.name)
 
     def used_again() -> None:

@@ -48,13 +48,13 @@ def place_of(backend: LocalDiskBackend) -> Path:
 def assert_refused_then_replaced(backend: LocalDiskBackend) -> None:
     """The planted file is not served, and its key can be stored again and is then served."""
     buffer = memoryview(bytearray(len(PAYLOAD)))
-    (read,) = backend.read([(KEY, buffer)])
+    read = backend.read(KEY, buffer)
     assert read.status is ReadStatus.FAILED
     assert isinstance(read.error, BackendError)
     assert isinstance(read.error, CorruptChunkError) != os.path.lexists(place_of(backend))
-    (written,) = backend.write([Chunk(KEY, memoryview(PAYLOAD))])
+    written = backend.write(Chunk(KEY, memoryview(PAYLOAD)))
     assert written.status is WriteStatus.STORED
-    assert backend.read([(KEY, buffer)])[0].status is ReadStatus.HIT
+    assert backend.read(KEY, buffer).status is ReadStatus.HIT
     assert buffer == PAYLOAD
 
 
@@ -69,7 +69,7 @@ def test_the_generator_can_make_a_sound_file(backend: LocalDiskBackend) -> None:
     """Written by code that shares nothing with lmkv: what is read is the format, not the implementation."""
     shutil.copy(make_attacks.FOLDER / "sound.kv1", place_of(backend))
     buffer = memoryview(bytearray(len(PAYLOAD)))
-    assert backend.read([(KEY, buffer)])[0].status is ReadStatus.HIT
+    assert backend.read(KEY, buffer).status is ReadStatus.HIT
     assert buffer == PAYLOAD
 
 
@@ -84,9 +84,9 @@ def test_a_hostile_file_does_not_block_its_key(backend: LocalDiskBackend) -> Non
     buffer = memoryview(bytearray(len(PAYLOAD)))
     for attack in HOSTILE:
         shutil.copy(attack, place_of(backend))
-        if backend.write([Chunk(KEY, memoryview(PAYLOAD))])[0].status is WriteStatus.PRESENT:
+        if backend.write(Chunk(KEY, memoryview(PAYLOAD))).status is WriteStatus.PRESENT:
             assert_refused_then_replaced(backend)
-        assert backend.read([(KEY, buffer)])[0].status is ReadStatus.HIT, attack.stem
+        assert backend.read(KEY, buffer).status is ReadStatus.HIT, attack.stem
         assert buffer == PAYLOAD
 
 
@@ -104,7 +104,7 @@ def test_no_lie_costs_memory(backend: LocalDiskBackend) -> None:
     try:
         for attack in HOSTILE:
             shutil.copy(attack, place_of(backend))
-            backend.read([(KEY, memoryview(bytearray(len(PAYLOAD))))])
+            backend.read(KEY, memoryview(bytearray(len(PAYLOAD))))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
