@@ -36,7 +36,7 @@ from lmkv.store.tiered import TieredStore
 
 SIZES = (10_000, 100_000, 1_000_000, 3_000_000)
 FILES = (10_000, 100_000, 300_000)
-SLOT_BYTES, CHAIN, BATCH = 4096, 64, 1000
+SLOT_BYTES, CHAIN, BATCH = 4096, 64, 64
 FLAT = 1.5
 """A chunk of the largest index may take so many times what one of the smallest takes."""
 

@@ -76,10 +76,10 @@ BUDGET = {
     "simulation": 359,
     "config": 702,
     "memory": 1201,
-    "store.tiers": 1301,
+    "store.tiers": 1303,
     "store": 1195,
     "backends": 366,
-    "backends.disk": 932,
+    "backends.disk": 939,
     "backends.remote": 1347,
     "build": 101,
     "engine": 488,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15207
+WHOLE = 15215
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

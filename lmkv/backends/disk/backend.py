@@ -7,9 +7,11 @@ import logging
 import os
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from itertools import chain, islice
+from operator import attrgetter
 from typing import Literal
 
 from attrs import define, field, validators
@@ -39,6 +41,8 @@ from lmkv.protocols import Chunk, ChunkKey, Clock, Listed
 logger = logging.getLogger(__name__)
 
 LIST_BATCH = 1024
+_PAUSE_AFTER, _PAUSE = 64, 5e-5
+"""Files of a listing after which other threads may run, and seconds for them: see `store.tiers.scanner`."""
 _REFUSED = {ENOSPC, EDQUOT, EROFS, EFBIG}
 _MAX_UNREADABLE = 4096
 
@@ -251,10 +255,18 @@ class LocalDiskBackend:
         self._closed = True
 
     def _listing(self, scan: Iterator[Listed]) -> Iterator[list[Listed]]:
+        minutes: defaultdict[float, list[Listed]] = defaultdict(list)
         try:
-            found = iter(sorted(scan, key=_oldest_use))
+            for number, each in enumerate(scan):
+                minutes[each.last_used // 60].append(each)
+                if number % _PAUSE_AFTER == 0:
+                    time.sleep(_PAUSE)
         except OSError as error:
             raise self._translated(error, "list_keys") from error
+        # To sort a million at once would keep the interpreter for a second. Within a minute the latest use comes first:
+        # the tail of a chain is evicted before its head.
+        ordered = (sorted(minutes[minute], key=attrgetter("last_used"), reverse=True) for minute in sorted(minutes))
+        found = chain.from_iterable(ordered)
         while batch := list(islice(found, LIST_BATCH)):
             yield batch
 
@@ -365,11 +377,6 @@ class LocalDiskBackend:
         for key in keys:
             if len(key) != KEY_BYTES:
                 raise UsageError(f"a chunk key must have {KEY_BYTES} bytes, not {len(key)}")
-
-
-def _oldest_use(found: Listed) -> tuple[float, float]:
-    """Sort key. Within a minute the latest comes first: the tail of a chain is evicted before its head."""
-    return found.last_used // 60, -found.last_used
 
 
 def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
