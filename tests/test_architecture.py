@@ -88,11 +88,11 @@ BUDGET = {
     "vllm": 1892,
     "vllm.requests": 299,
     "vllm.observe": 758,
-    "vllm.scheduler": 1437,
+    "vllm.scheduler": 1443,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15215
+WHOLE = 15222
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

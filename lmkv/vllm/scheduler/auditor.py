@@ -133,8 +133,6 @@ class Auditor:
                 tiers = [tier for tier, count in state.source_chunks.items() for _ in range(count)]
                 state.audit = Audit(first, end, tiers, state.computed)
                 self._telemetry.audited(tokens, seconds)
-        if state.audit is not None:
-            state.audit.computed = max(state.audit.computed, state.computed)
         return state.audit is not None
 
     # -- orders -------------------------------------------------------------------------------------------

@@ -218,6 +218,8 @@ class Scheduler:
 
     def _match(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
         state.drop_lease()
+        if state.audit is not None:
+            state.audit.computed = max(state.audit.computed, num_computed_tokens)
         # Also for a request that loads nothing: vLLM's own hit may include unfilled blocks of another one.
         if self.loading.jobs.is_unconfirmed(state, num_computed_tokens):
             return None, False
@@ -283,7 +285,7 @@ class Scheduler:
         stores = self._options.stores
         complete = self.storing.completes(state, computed) if stores else 0
         tail = stores and self.storing.completes_tail(state, computed)
-        states = stores and self.boundaries.states > 0
+        states = self.boundaries.states > 0 and (stores or state.audit is not None)
         found = blocks_of(request_id) if complete or tail or states or state.audit is not None else None
         if found is None:
             return
@@ -332,7 +334,9 @@ class Scheduler:
         key = state.chain.keys[chunk]
         for other in self._requests.values():
             if key in other.chain.keys:
-                other.options.skip_save |= other is not state or not honest
+                if other is not state or not honest:
+                    # Nor is what it computes compared: it would accuse what others store anew.
+                    other.options.skip_save, other.audit = True, None
                 other.stored, other.tail_due = min(other.stored, chunk), True
 
     def _merge(self, report: WorkerReport) -> Iterator[tuple[int, JobReport]]:
@@ -374,6 +378,7 @@ class Scheduler:
             state.drop_promotion()
             # Running requests were computed before the reset, perhaps with other weights.
             state.options.skip_save = state.options.skip_load = True
+            state.audit = None
 
     def forget_evictions(self, keys: Sequence[ChunkKey] | None = None) -> None:
         """Note that a caller has deleted these chunks, or all: they were not evicted. On any thread."""

@@ -51,6 +51,7 @@ class StatePlanner:
         self._block_map = context.block_map
         self._chunk_size = context.chunk_size
         self._builder = context.builder
+        self._stores = context.options.stores
         self._save_decode = context.options.save_decode
         self._interval = context.options.state_interval or context.block_map.states
         self._jobs: dict[int, _StateJob] = {}
@@ -61,7 +62,8 @@ class StatePlanner:
 
         `computed`: tokens after the step, drafts excluded. `tables`: after the step.
         """
-        if state.options.skip_save:
+        saves = self._stores and not state.options.skip_save
+        if not saves and state.audit is None:
             return
         handed: dict[int, dict[int, int]] = {}
         for group, block, tokens in offers:
@@ -72,15 +74,17 @@ class StatePlanner:
         for tokens, blocks in handed.items():
             if self._keyed(state, tokens):
                 self._audit.compare_states(state, tokens // self._chunk_size, blocks)
-                state.kept = max(state.kept, tokens // self._chunk_size)
-                self._order(state, tokens // self._chunk_size, blocks)
+                if saves:
+                    state.kept = max(state.kept, tokens // self._chunk_size)
+                    self._order(state, tokens // self._chunk_size, blocks)
         # With asynchronous scheduling the step computes tokens that become known later: what is known was computed by
         # a step before. With drafts that step may have ended behind its first token.
         for tokens in {min(computed, state.request.num_tokens), self._accepted(state)} - handed.keys():
             if self._keyed(state, tokens):
                 blocks = self._block_map.state_blocks(tables, tokens)
                 self._audit.compare_states(state, tokens // self._chunk_size, blocks)
-                self._step_ended(state, tokens // self._chunk_size, blocks)
+                if saves:
+                    self._step_ended(state, tokens // self._chunk_size, blocks)
 
     def _accepted(self, state: RequestState) -> int:
         """Tokens of its answer that steps whose end is known have computed, accepted drafts among them; or 0."""

@@ -217,3 +217,95 @@ def test_the_rate_is_that_of_the_hits() -> None:
     assert 850 < sum(sampler() for _ in range(100_000)) < 1150
     assert not any(Sampler(0.0)() for _ in range(1000))
     assert all(Sampler(1.0)() for _ in range(1000))
+
+
+class Chunked(random.Random):
+    """Steps of one chunk, but prompts of more tokens than `whole` at once."""
+
+    whole = 1000
+
+    def randint(self, a: int, b: int) -> int:
+        return b if b > self.whole else min(b, CHUNK)
+
+
+LONG = list(range(164))
+
+
+def begun(running: SimulatedVLLM) -> SimulatedRequest:
+    """A request that is audited, and has compared three of its chunks."""
+    ask(running, "stores", LONG)
+    running.forget()
+    request = SimulatedRequest("slow", list(LONG), len(LONG), 1, "a")
+    running.add(request)
+    while request.computed < 3 * CHUNK:
+        running.step()
+    running.forget()
+    running.rng.whole = 150  # type: ignore[attr-defined]
+    return request
+
+
+def large() -> closing[SimulatedVLLM]:
+    made = SimulatedVLLM(
+        Chunked(0), groups=(Group(4),), num_blocks=200, chunk_size=CHUNK, ram_chunks=120, audit_rate=1.0
+    )
+    made.local_hits = 0.0
+    return closing(made)
+
+
+def test_what_was_computed_before_a_reset_is_not_compared_with_what_is_stored_after_it() -> None:
+    """The weights may be others now: the later chunk differs though it is right."""
+    with large() as running:
+        slow, last = begun(running), keys(running, LONG)[-1]
+        running.scheduler.reset()
+        running.add(SimulatedRequest("stores anew", list(LONG), len(LONG), 1, "a"))
+        while where(running, [last]) != [Presence.READY]:
+            running.step()
+        assert slow.computed < len(LONG) - 2 * CHUNK
+        damage(running, last)
+        running.finish()
+        assert total(running, "lmkv_wrong_chunks") == 0
+        assert where(running, [last]) == [Presence.READY]
+
+
+def test_a_request_that_may_have_read_a_wrong_chunk_accuses_no_other() -> None:
+    with large() as running:
+        slow, found = begun(running), keys(running, LONG)
+        damage(running, found[2])
+        running.add(SimulatedRequest("finds it", list(LONG), len(LONG), 8, "a"))
+        while where(running, [found[-1]]) != [Presence.MISS]:
+            running.step()
+        while where(running, [found[-1]]) != [Presence.READY]:
+            running.step()
+        assert slow.computed < len(LONG) - 2 * CHUNK
+        damage(running, found[-1])
+        running.finish()
+        assert total(running, "lmkv_wrong_chunks") == 1
+        assert where(running, [found[-1]]) == [Presence.READY]
+
+
+def test_a_hit_that_vllm_has_itself_by_then_may_be_what_is_wrong() -> None:
+    """It was drawn while vLLM had nothing of it, and waited until vLLM had all."""
+    prompt = TOKENS[:41]
+    with engine(prefix_caching=True) as running:
+        ask(running, "stores", prompt)
+        request = SimulatedRequest("audited", list(prompt), len(prompt), 1, "a")
+        running.scheduler.on_new_request(request)
+        assert running.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        damage(running, keys(running, prompt)[4])
+        running.waiting.append(request)
+        assert running.shares
+        running.finish()
+        assert request.loaded == 40, "vLLM had it"
+        assert total(running, "lmkv_wrong_chunks") == 1
+        assert where(running, keys(running, prompt)) == [Presence.MISS] * CHUNKS
+
+
+def test_states_are_compared_though_the_request_stores_nothing() -> None:
+    with engine([Group(8), Group(8, state=1)]) as running:
+        ask(running, "stores")
+        running.forget()
+        request = SimulatedRequest("audited", list(TOKENS), len(TOKENS), 1, "a", {"lmkv.skip_save": True})
+        running.add(request)
+        running.finish()
+        assert total(running, "lmkv_audited_chunks") == CHUNKS
+        assert total(running, "lmkv_audited_states") == 1
