@@ -150,7 +150,7 @@ class Auditor:
         copies = [lambda slot, chunk=chunk: self._block_map.compared_copy(slot, tables, chunk) for chunk in chunks]
         self._order(state, audit, keys[chunks.start :], copies, list(chunks), states=False)
         if audit.next == audit.end:
-            self._end(state)
+            self.end(state)
 
     def compare_states(self, state: RequestState, chunks: int, blocks: Mapping[int, int]) -> None:
         """Order the comparison of the states behind `chunks` chunks, where the hit would have ended."""
@@ -162,7 +162,8 @@ class Auditor:
         self._order(state, audit, keys, copies, [chunks - 1] * len(keys), states=True)
 
     @staticmethod
-    def _end(state: RequestState) -> None:
+    def end(state: RequestState) -> None:
+        """Compare no more of what this request computes."""
         state.audit = None
         state.drop_promotion()
 

@@ -336,7 +336,8 @@ class Scheduler:
             if key in other.chain.keys:
                 if other is not state or not honest:
                     # Nor is what it computes compared: it would accuse what others store anew.
-                    other.options.skip_save, other.audit = True, None
+                    other.options.skip_save = True
+                    self.audit.end(other)
                 other.stored, other.tail_due = min(other.stored, chunk), True
 
     def _merge(self, report: WorkerReport) -> Iterator[tuple[int, JobReport]]:
@@ -375,10 +376,9 @@ class Scheduler:
         self._observer.reset()
         for state in self._requests.values():
             state.drop_lease()
-            state.drop_promotion()
             # Running requests were computed before the reset, perhaps with other weights.
             state.options.skip_save = state.options.skip_load = True
-            state.audit = None
+            self.audit.end(state)
 
     def forget_evictions(self, keys: Sequence[ChunkKey] | None = None) -> None:
         """Note that a caller has deleted these chunks, or all: they were not evicted. On any thread."""
