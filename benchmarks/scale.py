@@ -170,11 +170,14 @@ def draw(found: dict[int, dict[str, float]], path: Path) -> None:
     from matplotlib import pyplot
 
     names = list(next(iter(found.values())))
-    figure, parts = pyplot.subplots(1, len(names), figsize=(3.2 * len(names), 3), layout="constrained")
-    for axes, name in zip(parts, names, strict=True):
-        axes.plot(list(found), [values[name] for values in found.values()], marker="o")
-        axes.set(title=name, xlabel="chunks", xscale="log", ylim=(0, None))
+    figure, parts = pyplot.subplots(2, -(-len(names) // 2), figsize=(14, 6), layout="constrained")
+    for axes, name in zip(parts.flat, names, strict=False):
+        values = [each[name] for each in found.values()]
+        axes.plot(list(found), values, marker="o")
+        axes.set(title=name, xlabel="chunks", xscale="log", ylim=(0, 1.2 * max(values)))
         axes.grid(alpha=0.3)
+    for axes in parts.flat[len(names) :]:
+        axes.remove()
     figure.savefig(path)
 
 
