@@ -174,7 +174,8 @@ def draw(found: dict[int, dict[str, float]], path: Path) -> None:
     for axes, name in zip(parts.flat, names, strict=False):
         values = [each[name] for each in found.values()]
         axes.plot(list(found), values, marker="o")
-        axes.set(title=name, xlabel="chunks", xscale="log", ylim=(0, 1.2 * max(values)))
+        axes.set(xlabel="chunks", xscale="log", ylim=(0, 1.2 * max(values)))
+        axes.set_title(name, fontsize=10)
         axes.grid(alpha=0.3)
     for axes in parts.flat[len(names) :]:
         axes.remove()
