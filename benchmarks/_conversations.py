@@ -66,7 +66,7 @@ class Load:
         return [user for _, user in sorted(due)]
 
     def prompt(self, number: int, user: int, before: Sequence[int], turn: int) -> list[int]:
-        """What a user sends, in the round of this number, after a conversation."""
+        """The prompt of a user's turn, which follows his conversation so far, in the round of this number."""
         said = [] if self.new else list(before)
         fresh = random.Random(f"{number} {user} {turn}").choices(range(VOCABULARY), k=len(before) + self.question)
         return said + fresh[len(said) :]

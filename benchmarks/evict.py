@@ -18,26 +18,20 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import itertools
 import statistics
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.cpu import CPUPinnedBackend
+from lmkv.cli.measure.calls import BATCH, new_keys, replacing, storing
 from lmkv.memory.slab import Slab
 from lmkv.policies import POLICIES, make_policy
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 
-SLOTS, PINNED, BATCH = 32_768, 4096, 64
+SLOTS, PINNED = 32_768, 4096
 SLOT_BYTES = 4096
 EVICT_TARGET, PIN_TARGET, SLOT_TARGET, NOISE = 10.0, 2.5, 1.0, 1.2
 BARE = "a bare OrderedDict"
-
-_numbers = itertools.count()
-
-
-def new_keys(count: int) -> list[bytes]:
-    return [next(_numbers).to_bytes(32, "little") for _ in range(count)]
 
 
 def full_store(policy: str, pinned: int) -> tuple[TieredStore, list[bytes]]:
@@ -52,35 +46,6 @@ def full_store(policy: str, pinned: int) -> tuple[TieredStore, list[bytes]]:
     return store, keys
 
 
-def storing(store: TieredStore) -> tuple[Callable[[], None], Callable[[], None]]:
-    """`(run, prepare)`: store a request's chunks, and make the keys of the next request."""
-    ready = [new_keys(BATCH)]
-
-    def run() -> None:
-        store.reserve(ready[0]).commit()
-
-    def prepare() -> None:
-        ready[0] = new_keys(BATCH)
-
-    return run, prepare
-
-
-def replacing(batch: int = BATCH) -> tuple[Callable[[], None], Callable[[], None]]:
-    """`(run, prepare)`: the least that any such bookkeeping does, on a bare OrderedDict."""
-    table = OrderedDict.fromkeys(new_keys(SLOTS))
-    ready = [new_keys(batch)]
-
-    def run() -> None:
-        for key in ready[0]:
-            table.popitem(last=False)
-            table[key] = None
-
-    def prepare() -> None:
-        ready[0] = new_keys(batch)
-
-    return run, prepare
-
-
 def beside_bare(name: str, times: Mapping[str, Sequence[float]], case: str, count: int, target: float) -> Row:
     """Microseconds of one of `count` keys, and the ratio to a bare OrderedDict in the same rounds."""
     micros, ratio = statistics.median(times[case]) / count * 1e6, median_ratio(times, case, BARE)
@@ -90,7 +55,7 @@ def beside_bare(name: str, times: Mapping[str, Sequence[float]], case: str, coun
 def eviction(rounds: int) -> Iterator[Row]:
     for policy in POLICIES:
         stores = {f"{pinned:,} pinned": full_store(policy, pinned)[0] for pinned in (0, PINNED)}
-        cases = {name: storing(store) for name, store in stores.items()} | {BARE: replacing()}
+        cases = {name: storing(store) for name, store in stores.items()} | {BARE: replacing(SLOTS)}
         runs = {name: run for name, (run, _) in cases.items()}
         times = interleaved(runs, rounds, before=lambda name, cases=cases: cases[name][1]())
         for name in stores:
@@ -104,7 +69,7 @@ def eviction(rounds: int) -> Iterator[Row]:
 
 
 def pins(rounds: int) -> Iterator[Row]:
-    bare, next_keys = replacing(8 * BATCH)
+    bare, next_keys = replacing(SLOTS, 8 * BATCH)
     for policy in POLICIES:
         store, keys = full_store(policy, 0)
         batches = [keys[start : start + 8 * BATCH] for start in range(0, SLOTS, 8 * BATCH)]
@@ -140,7 +105,7 @@ def slots(rounds: int) -> Row:
         for slot in [slab.allocate() for _ in range(count)]:
             slab.free(slot)
 
-    bare, prepare = replacing(count)
+    bare, prepare = replacing(SLOTS, count)
     times = interleaved({"slots": take_and_give_back, BARE: bare}, rounds, before=lambda name: prepare())
     slab.close()
     return beside_bare("take and free a slot", times, "slots", count, SLOT_TARGET)

@@ -19,7 +19,8 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
-from benchmarks.evict import BATCH, SLOTS, full_store, storing
+from benchmarks.evict import SLOTS, full_store
+from lmkv.cli.measure.calls import BATCH, storing
 from lmkv.policies import POLICIES
 
 TARGET = 0.6

@@ -178,7 +178,10 @@ class FakeEngine:
 def executed(engine: FakeEngine, schedule: Schedule, tmp_path: Path) -> tuple[Problem | None, list[int]]:
     answers = {key_of(schedule, asked, 0): Answer([5], [-1.0], frozenset()) for asked in schedule.asked}
     reached: list[int] = []
-    made: Any = lambda weights: nullcontext(engine)  # noqa: E731
+
+    def made(weights: int) -> Any:
+        return nullcontext(engine)
+
     execution = Execution(schedule, answers, made, (), Storage(tmp_path), 0.05, lambda: None, reached.append)
     return execution.run(), reached
 

@@ -217,7 +217,11 @@ class BackendSuite:
     def test_one_of_many_writers_of_a_key_stores_it(self, keeping: Backend) -> None:
         for _ in range(5):
             chunk = chunk_of(50_000)
-            results = in_threads(4, lambda _, chunk=chunk: keeping.write(chunk).status)  # type: ignore[misc]
+
+            def write(_: int, chunk: Chunk = chunk) -> WriteStatus:
+                return keeping.write(chunk).status
+
+            results = in_threads(4, write)
             assert sorted(result.value for result in results) == ["present"] * 3 + ["stored"]
             assert read_back(keeping, chunk) == chunk.payload
 

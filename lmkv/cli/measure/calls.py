@@ -21,11 +21,43 @@ SLOT_BYTES, SLOTS, BATCH = 4096, 8192, 64
 LENGTH = 131_072
 """Tokens of the prompt that is looked up."""
 
-Numbers = itertools.count()
+_numbers = itertools.count()
+
+Case = tuple[Callable[[], None], Callable[[], None]]
+"""`(run, prepare)`: a call to be measured, and one that goes before each, which is not."""
 
 
 def new_keys(count: int) -> list[ChunkKey]:
-    return [next(Numbers).to_bytes(32, "little") for _ in range(count)]
+    return [next(_numbers).to_bytes(32, "little") for _ in range(count)]
+
+
+def storing(store: TieredStore, batch: int = BATCH) -> Case:
+    """Store a request's chunks, with the keys of another request each time."""
+    ready = [new_keys(batch)]
+
+    def run() -> None:
+        store.reserve(ready[0]).commit()
+
+    def prepare() -> None:
+        ready[0] = new_keys(batch)
+
+    return run, prepare
+
+
+def replacing(size: int, batch: int = BATCH) -> Case:
+    """The least that any such bookkeeping does, on a bare OrderedDict of so many keys."""
+    table = OrderedDict.fromkeys(new_keys(size))
+    ready = [new_keys(batch)]
+
+    def run() -> None:
+        for key in ready[0]:
+            table.popitem(last=False)
+            table[key] = None
+
+    def prepare() -> None:
+        ready[0] = new_keys(batch)
+
+    return run, prepare
 
 
 def measure_calls(*, quick: bool) -> list[Comparison]:
@@ -45,20 +77,11 @@ def measure_calls(*, quick: bool) -> list[Comparison]:
         found = compared(f"A prompt of {LENGTH:,} tokens", "million tokens/s", LENGTH, looking, rounds)
         while store.slab.free_slots:
             store.reserve(new_keys(BATCH)).commit()
-        table = OrderedDict.fromkeys(new_keys(SLOTS))
-        ready = new_keys(BATCH)
-
-        def prepare(name: str) -> None:
-            ready[:] = new_keys(BATCH)
-
-        def replace() -> None:
-            for key in ready:
-                table.popitem(last=False)
-                table[key] = None
-
-        replacing = {"a bare OrderedDict": replace, "lmkv": lambda: store.reserve(ready).commit()}
+        cases = {"a bare OrderedDict": replacing(SLOTS), "lmkv": storing(store)}
+        runs = {name: run for name, (run, _) in cases.items()}
         title = "Evicting and inserting chunks"
-        return [found, compared(title, "million chunks/s", BATCH, replacing, 10 * rounds, prepare)]
+        evicting = compared(title, "million chunks/s", BATCH, runs, 10 * rounds, lambda name: cases[name][1]())
+        return [found, evicting]
     finally:
         store.close()
 

@@ -206,7 +206,7 @@ class Engine:
         return {name for name, request in self.scheduler.requests.items() if request.is_finished()}
 
     def left(self) -> str:
-        """Names the blocks and requests that vLLM still holds; "" if there are none."""
+        """Say how many blocks and requests vLLM still holds; "" if there are none."""
         scheduler = self.scheduler
         pool, known = scheduler.kv_cache_manager.block_pool, len(scheduler.requests)
         # One block is vLLM's own.

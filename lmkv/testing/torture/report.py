@@ -32,7 +32,7 @@ _LEGEND = """Prompts are made of parts: `b2[:90]` and `d5[:30]` are the first 90
 same in all prompts, and `r2[:9]` is the first 9 tokens of the right answer to r2. A salt is vLLM's `cache_salt`. A step
 is one of the engine; `step count=0` goes on until all requests have ended."""
 _LIBRARIES = ("flexkv", "hf3fs", "lmcache", "mooncake", "mori", "nixl")
-"""What connectors that vLLM registers itself are named after, and import."""
+"""Packages behind connectors that vLLM registers itself. Such a connector's name contains its package's."""
 
 
 @frozen

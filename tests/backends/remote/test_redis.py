@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.errors import BackendUnavailable, ConfigError
 from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend
+from lmkv.protocols import Backend, Chunk
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, sizes_of, statuses
 from tests.backends.remote.server_suite import assert_fails_and_can_be_replaced, assert_unavailable
 from tests.kit import LIMIT, chain, eventually, get, lower, put, put_below, small_store
@@ -596,8 +597,12 @@ def test_a_cluster_node_that_is_killed_costs_its_chunks_until_a_replica_takes_ov
             backend.contains([chunk.key for chunk in chunks])
         replica.execute_command("CLUSTER FAILOVER", "TAKEOVER")
         into = memoryview(bytearray(1000))
+
+        def is_read(chunk: Chunk) -> bool:
+            return backend.read(chunk.key, into).status is ReadStatus.HIT
+
         for chunk in chunks:
-            eventually(lambda chunk=chunk: backend.read(chunk.key, into).status is ReadStatus.HIT)  # type: ignore[misc]
+            eventually(partial(is_read, chunk))
             assert into == chunk.payload
         assert backend.contains([chunk.key for chunk in chunks]) == [True] * 30
         assert set(statuses(backend, [chunk_of(1000) for _ in range(30)])) == {WriteStatus.STORED}

@@ -240,7 +240,8 @@ def begun(running: SimulatedVLLM) -> SimulatedRequest:
     while request.computed < 3 * CHUNK:
         running.step()
     running.forget()
-    running.rng.whole = 150  # type: ignore[attr-defined]
+    assert isinstance(running.rng, Chunked)
+    running.rng.whole = 150
     return request
 
 
