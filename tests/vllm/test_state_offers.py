@@ -74,7 +74,7 @@ class Planner(StatePlanner):
 
     def __init__(self) -> None:
         self._block_map = BlockMap(BLOCK, (Group(BLOCK), Group(BLOCK, state=1)))
-        self._chunk_size, self._interval, self._save_decode = BLOCK, 1, True
+        self._chunk_size, self._interval, self._stores, self._save_decode = BLOCK, 1, True, True
         audit: Any = SimpleNamespace(compare_states=lambda *given: None)
         self._audit = audit
         self.copied: set[int] = set()
