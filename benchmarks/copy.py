@@ -5,11 +5,12 @@
 
 CPU seconds of store and retrieve of 8 chunks a request, paged tensors of 16-token blocks. Beside them numpy copies
 the same pages between the same tensors and an array in the place of the slots, page by page and layer by layer; the
-faster way is the limit. A contiguous copy of as many bytes is shown, too, but pages are too short to reach it on
-every processor. The second command leaves AVX-512 out. The control path alone is the same with the copies left out,
-also for requests of 1 and 2 chunks, beside hashing the keys of the chunks and putting each into a dict and taking it
-out. With --lmcache, the interpreter of an environment that has torch and lmcache, LMCache does the same in every
-round (see _lmcache.py).
+faster way is the limit, for lmkv and for its copier alone. A contiguous copy of as many bytes is shown, too, but
+pages are too short to reach it on every processor. The second command leaves AVX-512 out. The control path alone is
+the same with the copies left out, also for requests of 1 and 2 chunks, beside hashing the keys of the chunks and
+putting each into a dict and taking it out; in cold caches, as copies leave them, both take several times as long.
+With --lmcache, the interpreter of an environment that has torch and lmcache, LMCache does the same in every round
+(see _lmcache.py).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from benchmarks._lmcache_server import ENVIRONMENT
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv import Config, Engine
 from lmkv.cli.measure.limits import bare_chain, check
-from lmkv.cli.measure.pages import Pages, fastest_way
-from lmkv.memory.copier import DONE
+from lmkv.cli.measure.pages import Pages, fastest_way, wait_until_populated
+from lmkv.memory.copier import DONE, ChunkCopy, Run
 
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
 SHAPES = {"32 MiB chunks": 32, "4 MiB chunks": 4}
@@ -97,6 +98,9 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
     tokens = random.Random(1).choices(range(50_000), k=CHUNK * CHUNKS)
     nbytes = CHUNKS * layers * 2**20
     source, target = np.ones(nbytes // 8, np.int64), np.zeros(nbytes // 8, np.int64)
+    copier, pages = engine._copier, CHUNK // BLOCK
+    # Slots behind those of the request.
+    copies = [ChunkCopy(CHUNKS + n, (Run(0, blocks[n * pages : (n + 1) * pages]),)) for n in range(CHUNKS)]
 
     with ExitStack() as stack:
         peer = stack.enter_context(closing(LMCache(lmcache, layers, blocks, tokens))) if lmcache else None
@@ -112,14 +116,14 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
             **Pages.of(tensors, blocks).ways(),
             "store": lambda: check(engine.store(tokens, blocks) == len(tokens)),
             "retrieve": lambda: check(engine.retrieve(tokens, blocks) == len(tokens)),
+            "copies alone, store": lambda: copier.store(copies),
+            "copies alone, retrieve": lambda: copier.load(copies),
             "store by layers": lambda: by_layers(engine.store_layers(tokens, blocks), "save", layers),
             "retrieve by layers": lambda: by_layers(engine.retrieve_layers(tokens, blocks), "wait", layers),
         }
         if peer is not None:
             cases |= {f"peer {name}": partial(peer.do, name) for name in ("store", "retrieve")}
-        for _ in range(3):  # every slot that will be used has been touched
-            engine.clear()
-            engine.store(tokens, blocks)
+        wait_until_populated()
         times = interleaved(cases, rounds, before=before)
         if peer is not None:
             # Its own seconds, not those of waiting for it; the first call was the warm-up.
@@ -128,9 +132,12 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
     for name in ("store", "retrieve"):
         speed = nbytes / statistics.median(times[name]) / 1e9
         ways = (f"one by one, {name}", f"by layers, {name}")
-        times[PAGES] = fastest_way(times, name)
+        times[PAGES] = fastest_way({way: times[way] for way in ways}, name)
         ratio = 1 / median_ratio(times, name, PAGES)
         rows.append(Row(f"{name}, {label}", speed, "GB/s of CPU", PAGES, ratio, PAGES_TARGET, ratio >= PAGES_TARGET))
+        alone = f"copies alone, {name}"
+        speed = nbytes / statistics.median(times[alone]) / 1e9
+        rows.append(Row(f"{alone}, {label}", speed, "GB/s of CPU", PAGES, 1 / median_ratio(times, alone, PAGES)))
         for case, title in ((name, name), *((way, f"numpy, pages {way}") for way in ways), (f"{name} by layers",) * 2):
             rows.append(beside_contiguous(times, case, f"{title}, {label}", nbytes))
         if peer is not None:
@@ -142,6 +149,7 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
     if label == "4 MiB chunks":
         for chunks in (1, 2, CHUNKS):
             rows += control(engine, tokens[: chunks * CHUNK], blocks[: chunks * CHUNK // BLOCK], rounds)
+        rows += control(engine, tokens, blocks, rounds, evict=lambda: np.copyto(target, source))
     engine.close()
     return rows
 
@@ -183,7 +191,10 @@ def bare_control(tokens: list[int], table: dict[bytes, int]) -> Callable[[], Non
     return run
 
 
-def control(engine: Engine, tokens: list[int], blocks: list[int], rounds: int) -> list[Row]:
+def control(
+    engine: Engine, tokens: list[int], blocks: list[int], rounds: int, evict: Callable[[], None] | None = None
+) -> list[Row]:
+    """`evict`: takes the processor's caches from the control path before each call, as copies do."""
     engine._copier = _NoCopies()
     chunks = len(tokens) // CHUNK
     of = "hashing, and an entry of a dict in and out"
@@ -192,13 +203,20 @@ def control(engine: Engine, tokens: list[int], blocks: list[int], rounds: int) -
         "retrieve": lambda: engine.retrieve(tokens, blocks),
         of: bare_control(tokens, {}),
     }
-    times = interleaved(cases, 10 * rounds, before=lambda name: engine.clear() and None if name == "store" else None)
+
+    def before(name: str) -> None:
+        if name == "store":
+            engine.clear()
+        if evict is not None:
+            evict()
+
+    times = interleaved(cases, (1 if evict else 10) * rounds, before=before)
     rows = []
     for name, goal in CONTROL.items():
         micros, ratio = statistics.median(times[name]) / chunks * 1e6, median_ratio(times, name, of)
-        wanted = goal if chunks == CHUNKS else None
+        wanted = goal if chunks == CHUNKS and evict is None else None
         met = None if wanted is None else ratio <= wanted
-        title = f"control path a chunk, {name}, {chunks} chunk{'s'[: chunks > 1]}"
+        title = f"control path a chunk, {name}, {chunks} chunk{'s'[: chunks > 1]}{', caches cold' if evict else ''}"
         rows.append(Row(title, micros, "us", of, ratio, wanted, met))
     return rows
 

@@ -22,7 +22,7 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.cli.measure.pages import Pages, fastest_way
+from lmkv.cli.measure.pages import Pages, fastest_way, wait_until_populated
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import interleaved
 from lmkv.outcomes import ReadStatus, WriteStatus
@@ -64,10 +64,7 @@ def measure_copies(*, quick: bool) -> Iterator[Comparison]:
             **Pages.of(tensors, scattered).ways(),
             **{f"lmkv {name}": partial(call, tokens, scattered) for name, call in transfers.items()},
         }
-        # Until the kernel has mapped every page of the slots.
-        for _ in range(3):
-            forget()
-            check(engine.store(tokens, scattered) == len(tokens))
+        wait_until_populated()
         times = interleaved(cases, 7 if quick else 21, before=lambda name: forget() if name == "lmkv store" else None)
     for name in transfers:
         times[PAGES] = fastest_way(times, name)
