@@ -26,17 +26,23 @@ import time
 from collections.abc import Callable, Iterator
 
 from benchmarks._timing import Row, arguments_of, finish, percentile
+from benchmarks.lookup import Request
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.null import NullBackend
+from lmkv.chunks.namespace import Namespace
 from lmkv.outcomes import STORED, Written
 from lmkv.policies import make_policy
 from lmkv.protocols import Chunk, ChunkKey, Listed, Tier
 from lmkv.store.tiered import TieredStore
+from lmkv.vllm.observe.explain import Explainer
+from lmkv.vllm.requests.miss import Miss
+from lmkv.vllm.requests.patience import Patience
+from lmkv.vllm.requests.request import RequestState
 
 SIZES = (10_000, 100_000, 1_000_000, 3_000_000)
 FILES = (10_000, 100_000, 300_000)
-SLOT_BYTES, CHAIN, BATCH = 4096, 64, 64
+SLOT_BYTES, CHAIN, BATCH, TOKENS = 4096, 64, 64, 256
 FLAT = 1.5
 """A chunk of the largest index may take so many times what one of the smallest takes."""
 
@@ -102,7 +108,9 @@ def measured(count: int, folder: str | None) -> dict[str, float]:
         "counters, us": cpu_of(store.stats, 200, 1),
     }
     if folder is None:
+        explainer = Explainer(store, TOKENS, time.monotonic)
         found["evict and index a chunk, us"] = evicting(store)
+        found["explain a request, us"] = explaining(explainer, store)
     store.close()
     return found
 
@@ -119,6 +127,25 @@ def evicting(store: TieredStore) -> float:
         store.drain(60)
         times.append(time.process_time() - start)
     return statistics.median(times) / CHAIN * 1e6
+
+
+def explaining(explainer: Explainer, store: TieredStore) -> float:
+    """CPU time of a request of 64 chunks, the first of which was evicted."""
+    gone = [number for number in range(100_000) if explainer.evictions.find(key_of(number)) is not None][:64]
+    if not gone:
+        raise SystemExit("no eviction is remembered")
+    namespace = Namespace(model="scale", dtype="bfloat16", chunk_size=TOKENS, block_size=16)
+    prompts = [Request(str(number), list(range(CHAIN * TOKENS))) for number in gone]
+    states = [RequestState.of(prompt, namespace, "", TOKENS, Patience(1.0), save_tails=False) for prompt in prompts]
+    chains = [[key_of(number), *(key_of(number + more << 40) for more in range(1, CHAIN))] for number in gone]
+
+    def explain() -> list[Miss | None]:
+        each = zip(states, chains, strict=True)
+        return [explainer.explain(state, keys, 0, 0, few=False, late=False) for state, keys in each]
+
+    if {miss and miss.reason for miss in explain()} != {"evicted"}:
+        raise SystemExit("an eviction is not the reason of a miss")
+    return cpu_of(explain, 30, len(gone))
 
 
 def fill(folder: Path, count: int) -> None:
