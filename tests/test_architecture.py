@@ -75,7 +75,7 @@ BUDGET = {
     "policies": 1062,
     "simulation": 359,
     "config": 702,
-    "memory": 1201,
+    "memory": 1209,
     "store.tiers": 1303,
     "store": 1195,
     "backends": 366,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15222
+WHOLE = 15230
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

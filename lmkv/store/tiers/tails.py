@@ -17,8 +17,8 @@ from lmkv.chunks.layout import align_up
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiers.entry import Entry
 
-_TAIL_SHARE = 1, 8
-"""Share of the slots for tails, which leave most of their slots unused."""
+_TAIL_SHARE = 1, 32
+"""Share of the slots for tails, which leave most of their slots unused: with 1 in 8 conversations hit 3 points less."""
 _STATE_SHARE = 2, 3
 """Share of the slots for states: twice as many as chunks, because a state needs all the chunks before it."""
 
