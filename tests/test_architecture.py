@@ -76,7 +76,7 @@ BUDGET = {
     "simulation": 359,
     "config": 702,
     "memory": 1209,
-    "store.tiers": 1303,
+    "store.tiers": 1306,
     "store": 1195,
     "backends": 366,
     "backends.disk": 939,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15230
+WHOLE = 15233
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

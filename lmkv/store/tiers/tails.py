@@ -17,8 +17,10 @@ from lmkv.chunks.layout import align_up
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiers.entry import Entry
 
+_TAILS_IN_SMALL_MEMORY = 8
+"""Tails that host memory of 64 to 256 slots has room for; in a smaller one they have an eighth of the slots."""
 _TAIL_SHARE = 1, 32
-"""Share of the slots for tails, which leave most of their slots unused: with 1 in 8 conversations hit 3 points less."""
+"""Share of a larger one's slots: most of a tail's slot is unused, and conversations need them for whole chunks."""
 _STATE_SHARE = 2, 3
 """Share of the slots for states: twice as many as chunks, because a state needs all the chunks before it."""
 
@@ -64,8 +66,12 @@ class Share:
 
 def shares(num_slots: int) -> dict[type, Share]:
     """The shares of `num_slots` slots, by the type of the keys."""
-    kinds = ((TailKey, _TAIL_SHARE), (StateKey, _STATE_SHARE))
-    return {kind: Share(max(1, num_slots * part // of)) for kind, (part, of) in kinds}
+    tails = max(_part(num_slots, _TAIL_SHARE), min(num_slots // 8, _TAILS_IN_SMALL_MEMORY))
+    return {TailKey: Share(max(1, tails)), StateKey: Share(max(1, _part(num_slots, _STATE_SHARE)))}
+
+
+def _part(slots: int, share: tuple[int, int]) -> int:
+    return slots * share[0] // share[1]
 
 
 @frozen

@@ -79,7 +79,7 @@ def test_generated_tokens_complete_the_chunk() -> None:
 
 
 def test_tails_take_a_share_of_host_memory_at_most_and_the_latest_stay() -> None:
-    with engine_of(ram_chunks=96) as engine:
+    with engine_of(ram_chunks=24) as engine:
         for first in range(12):
             serve(engine, [first, 1, 2])
         assert len(tails(engine)) == 3
@@ -118,7 +118,7 @@ WINDOWED = [Group(4), Group(4, window=8)]
 
 
 def test_with_windows_a_tail_is_found_by_its_prompt_whatever_came_after_it() -> None:
-    with engine_of(groups=WINDOWED, ram_chunks=96) as engine:
+    with engine_of(groups=WINDOWED) as engine:
         serve(engine, list(range(12)), max_tokens=12)
         assert hit(engine, list(range(12))) == 11
         serve(engine, list(range(15)))
