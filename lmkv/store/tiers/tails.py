@@ -17,8 +17,8 @@ from lmkv.chunks.layout import align_up
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiers.entry import Entry
 
-_TAILS_IN_SMALL_MEMORY = 8
-"""Tails that host memory of 64 to 256 slots has room for; in a smaller one they have an eighth of the slots."""
+_TAILS_IN_SMALL_MEMORY = 32
+"""Tails that host memory of 256 to 1,024 slots has room for; in a smaller one they have an eighth of the slots."""
 _TAIL_SHARE = 1, 32
 """Share of a larger one's slots: most of a tail's slot is unused, and conversations need them for whole chunks."""
 _STATE_SHARE = 2, 3

@@ -9,7 +9,7 @@ from lmkv.store.tiers.tails import shares
 
 
 @pytest.mark.parametrize(
-    ("slots", "tails", "states"), [(1, 1, 1), (24, 3, 16), (80, 8, 53), (256, 8, 170), (3200, 100, 2133)]
+    ("slots", "tails", "states"), [(1, 1, 1), (24, 3, 16), (80, 10, 53), (512, 32, 341), (3200, 100, 2133)]
 )
 def test_tails_have_a_smaller_share_of_a_larger_memory(slots: int, tails: int, states: int) -> None:
     found = shares(slots)
