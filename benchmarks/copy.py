@@ -116,8 +116,8 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
             **Pages.of(tensors, blocks).ways(),
             "store": lambda: check(engine.store(tokens, blocks) == len(tokens)),
             "retrieve": lambda: check(engine.retrieve(tokens, blocks) == len(tokens)),
-            "copies alone, store": lambda: copier.store(copies),
-            "copies alone, retrieve": lambda: copier.load(copies),
+            "copies alone: store": lambda: copier.store(copies),
+            "copies alone: retrieve": lambda: copier.load(copies),
             "store by layers": lambda: by_layers(engine.store_layers(tokens, blocks), "save", layers),
             "retrieve by layers": lambda: by_layers(engine.retrieve_layers(tokens, blocks), "wait", layers),
         }
@@ -132,10 +132,10 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
     for name in ("store", "retrieve"):
         speed = nbytes / statistics.median(times[name]) / 1e9
         ways = (f"one by one, {name}", f"by layers, {name}")
-        times[PAGES] = fastest_way({way: times[way] for way in ways}, name)
+        times[PAGES] = fastest_way(times, name)
         ratio = 1 / median_ratio(times, name, PAGES)
         rows.append(Row(f"{name}, {label}", speed, "GB/s of CPU", PAGES, ratio, PAGES_TARGET, ratio >= PAGES_TARGET))
-        alone = f"copies alone, {name}"
+        alone = f"copies alone: {name}"
         speed = nbytes / statistics.median(times[alone]) / 1e9
         rows.append(Row(f"{alone}, {label}", speed, "GB/s of CPU", PAGES, 1 / median_ratio(times, alone, PAGES)))
         for case, title in ((name, name), *((way, f"numpy, pages {way}") for way in ways), (f"{name} by layers",) * 2):

@@ -8,7 +8,7 @@ with a 95 % confidence interval that assumes nothing about their distribution.
 
 That interval does not cover what is constant within a process, such as the addresses of its memory, and two
 engines without any connector differ by more than a connector costs. So the time within the connector's
-methods is measured, too: its share of the same engine's wall time is the cost of a miss. Most of it are copies of
+methods is measured, too: its share of the same engine's wall time is the cost of a miss. About half of it are copies of
 what is stored, which are measured alone, too. So is the time that metrics take on vLLM's thread: to count, to
 aggregate, and to hand over to Prometheus, which is in the same process here. Without AVX-512 vLLM computes bfloat16
 so slowly that float32 says more.
@@ -34,12 +34,9 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
-from attrs import evolve
-
 from benchmarks._timing import Row, arguments_of, finish, interval, turns
 from lmkv.cli.measure.pages import wait_until_populated
 from lmkv.cli.measure.process import ChildProcess, Questions
-from lmkv.cli.measure.small_model import SmallModel
 from lmkv.cli.measure.vllm_engines import ONE_PROCESS, engine_specs, leave, open_engine
 
 TARGET, METRICS_TARGET = 0.01, 0.002
@@ -94,10 +91,8 @@ def run_engine(folder: Path, name: str, dtype: str) -> None:
         "copies": Clock(CPUCopier),
         "metrics": Clock(Samples, Telemetry, LMKVStats, LMKVPromMetrics),
     }
-    spec = engine_specs(folder, PROMPT + ANSWER, host_gib=HOST_GIB, requests=REQUESTS)[name]
-    model = SmallModel(dtype=dtype, max_position=32_768)
-    kv_bytes = (REQUESTS + 2) * (PROMPT + ANSWER + 256) * model.kv_bytes_per_token
-    llm = open_engine(evolve(spec, model=model, kv_bytes=kv_bytes), folder)
+    specs = engine_specs(folder, PROMPT + ANSWER, host_gib=HOST_GIB, requests=REQUESTS, dtype=dtype)
+    llm = open_engine(specs[name], folder)
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
 
     def measure(seed: int) -> dict[str, float]:

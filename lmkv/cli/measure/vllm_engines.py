@@ -75,13 +75,14 @@ def engine_specs(
     host_gib: float = 4.0,
     requests: int = 1,
     remote_url: str | None = None,
+    dtype: str = "bfloat16",
 ) -> dict[str, EngineSpec]:
     """The engines that are compared, by name, for `requests` requests of `tokens` tokens at a time.
 
     `folder`: where a disk tier, or one in shared memory, stores its chunks. Without `model` a small one, with
-    KV space for the requests. `remote_url`: of the engine that stores its chunks there.
+    KV space for the requests, that computes in `dtype`. `remote_url`: of the engine that stores its chunks there.
     """
-    small = SmallModel(dtype="bfloat16", max_position=max(32_768, 2 * tokens))
+    small = SmallModel(dtype=dtype, max_position=max(32_768, 2 * tokens))
     kv_bytes = (requests + 2) * (tokens + 256) * small.kv_bytes_per_token
 
     def spec(settings: Mapping[str, Any] | None = None, *, prefix_caching: bool = False) -> EngineSpec:
