@@ -12,8 +12,8 @@ from lmkv.cli.measure.timing import Row, finish, interleaved, machine, median_ra
 
 __all__ = ["Row", "arguments_of", "finish", "interleaved", "interval", "machine", "median_ratio", "percentile", "turns"]
 
-PAUSE = 0.5
-"""Seconds: an engine's threads go on spinning for a while after a request, at the cost of the next one."""
+PAUSE = 1.5
+"""Seconds: vLLM's processes go on polling for a second after a request, at the cost of the next engine."""
 
 
 def arguments_of(page: str | None, *, quick: str | None = None) -> argparse.ArgumentParser:

@@ -6,11 +6,11 @@
 All engines run at once, each in processes of its own, and are asked in turn, in shuffled order, so that what
 disturbs one round disturbs all engines in it. Ratios are taken within a round; their median counts. The
 engine core runs in a process of its own, as vLLM does by default, or with --one-process in that of the API.
-Shared memory is shown beside host memory. A disk and a Redis are shown beside the sum of host memory's time and
-1.1 times that of a plain read of as many bytes in the same round: of as many files of the tier by one thread with
-O_DIRECT, of as many of its values by redis-py. With --lmcache, the interpreter of an environment that has vLLM,
-LMCache and what lmkv needs, LMCacheMPConnector takes its turns too, by its default route and by its fastest. With
---json the last line is the result.
+A lower tier is shown beside the sum of host memory's time and 1.1 times that of a plain read of as many bytes in the
+same round: of as many files of the tier by one thread, from a disk with O_DIRECT, from shared memory with their
+checksums; of as many values of Redis by redis-py. Shared memory is shown beside host memory alone, too. With --lmcache,
+the interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes its turns too, by
+its default route and by its fastest. With --json the last line is the result.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import TypeVar
 from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
 from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
 from lmkv.backends.disk.folder import SUFFIX
+from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
 from lmkv.cli.measure.ttft import OWN, first_time, send
 from lmkv.cli.measure.vllm_engines import ONE_PROCESS, SEVERAL_PROCESSES, EngineProcess, EngineSpec, engine_specs
 
@@ -43,8 +44,12 @@ NAMES = (OWN, WITHIN, BETWEEN, DISK, SHARED)
 T = TypeVar("T")
 HOST_GIB = 0.5
 CHUNK = 256
-PLAIN = {DISK: "a plain O_DIRECT read", SHARED: "a plain read of files in memory", REDIS: "redis-py's bare read"}
-"""The plain read that each round times beside a tier: the bound of a disk and a Redis, for shared memory only shown."""
+PLAIN = {
+    DISK: "a plain O_DIRECT read",
+    SHARED: "a plain read of files in memory, and their checksums,",
+    REDIS: "redis-py's bare read",
+}
+"""The plain read that each round times beside a tier: its bound."""
 
 
 def main() -> int:
@@ -79,7 +84,7 @@ def main() -> int:
             specs = engine_specs(folders[name], tokens + 16, host_gib=HOST_GIB, remote_url=options.redis)
             start(name, specs[name], env)
         count = tokens // CHUNK
-        plain = {PLAIN[name]: files_of(folders[name], count) for name in (DISK, SHARED)}
+        plain = {PLAIN[name]: files_of(folders[name], count, check=name == SHARED) for name in (DISK, SHARED)}
         if options.redis:
             plain[PLAIN[REDIS]] = values_of(options.redis, count)
         if options.lmcache:
@@ -115,7 +120,7 @@ def largest(sizes: Mapping[T, int], count: int) -> list[T]:
     return sorted(sizes, key=lambda each: -sizes[each])[:count]
 
 
-def files_of(folder: Path, count: int) -> Callable[[], None]:
+def files_of(folder: Path, count: int, *, check: bool) -> Callable[[], None]:
     """Reads `count` chunks' files of a tier by one thread, past the page cache where there is one."""
     sizes = {path: path.stat().st_size for path in folder.joinpath("kv").rglob(f"*{SUFFIX}")}
     paths = largest(sizes, count)
@@ -126,6 +131,8 @@ def files_of(folder: Path, count: int) -> Callable[[], None]:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
             assert os.preadv(fd, [memory], 0) == sizes[path]
             os.close(fd)
+            if check:
+                segment_checksums(memory[: sizes[path]], DEFAULT_SEGMENT_BYTES)
 
     read()
     return read
@@ -158,21 +165,19 @@ def rows(warm: dict[str, list[float]], cold: dict[str, float], how: str) -> list
         met = None if target is None else ratio <= target
         found.append(Row(f"warm TTFT, {name}, {how}", median, "s", OWN, ratio, target, met))
         found.append(Row(f"speed-up over cold, {name}, {how}", cold[name] / median, "x"))
+        if name == SHARED:
+            found.append(beside(warm, name, warm[WITHIN], WITHIN, SHARED_TARGET))
         if name in PLAIN:
-            found.append(beside_bound(warm, name))
+            reads = zip(warm[WITHIN], warm[PLAIN[name]], strict=True)
+            bound = [own + READ_SHARE * read for own, read in reads]
+            found.append(beside(warm, name, bound, f"{WITHIN}, and {READ_SHARE} of {PLAIN[name]}", 1.0))
         if name in ROUTES:
             found.append(Row(f"{name} beside {WITHIN}, {how}", median_ratio(warm, name, WITHIN), "x"))
     return found
 
 
-def beside_bound(warm: dict[str, list[float]], name: str) -> Row:
-    """A lower tier beside host memory, or beside host memory and a plain read, in the same rounds."""
-    if name == SHARED:
-        bound, of, target = warm[WITHIN], WITHIN, SHARED_TARGET
-    else:
-        reads = zip(warm[WITHIN], warm[PLAIN[name]], strict=True)
-        bound = [own + READ_SHARE * read for own, read in reads]
-        of, target = f"{WITHIN}, and {READ_SHARE} of {PLAIN[name]}", 1.0
+def beside(warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:
+    """A lower tier beside its bound in the same rounds."""
     ratio = statistics.median(one / other for one, other in zip(warm[name], bound, strict=True))
     seconds = statistics.median(one - own for one, own in zip(warm[name], warm[WITHIN], strict=True))
     return Row(f"{name}: longer than {WITHIN}", seconds, "s", of, ratio, target, ratio <= target)

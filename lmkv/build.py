@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -41,10 +42,15 @@ def build_store(
     host = CPUPinnedBackend(
         config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines
     )
+    lower = list(_lower_tiers(config, namespace, config.authentication_bytes))
+    threads = config.disk_io_threads
+    if [tier.name for tier in lower] == ["shared_memory"]:
+        # Reads from memory wait for nothing: more threads than this only compete for the cores.
+        threads = min(threads, 2 * len(os.sched_getaffinity(0)))
     return TieredStore(
         Tier(host, _policy(config)),
-        list(_lower_tiers(config, namespace, config.authentication_bytes)),
-        io_threads=config.disk_io_threads,
+        lower,
+        io_threads=threads,
         prefetch_share=config.prefetch_share,
         # With `local_cpu: false` chunks only pass through the slots.
         retain=config.local_cpu,

@@ -81,7 +81,7 @@ BUDGET = {
     "backends": 366,
     "backends.disk": 939,
     "backends.remote": 1347,
-    "build": 101,
+    "build": 106,
     "engine": 488,
     "": 60,
     "agent": 929,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15233
+WHOLE = 15236
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

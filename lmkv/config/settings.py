@@ -154,7 +154,7 @@ class Config:
         1.0, number(0), "Free space to leave to other programs on the disk tier's file system", "GiB"
     )
     disk_io_threads: int = _option(
-        16, integer(1, 1024), "Threads that read the disk tier; three quarters of them write, too"
+        16, integer(1, 1024), "Threads that read lower tiers; three quarters of them write, too"
     )
     disk_direct: Literal["auto", "on", "off"] = _option(
         "auto",

@@ -12,6 +12,8 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.config import GIB
+from lmkv.store.tiers.iopool import IOPool
+from lmkv.store.tiers.jobs import Job, Priority
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, NEVER, listing_every
 
@@ -109,3 +111,28 @@ def test_files_are_neither_synced_nor_tried_past_the_page_cache(
     with engine:
         store(engine, range(64))
     assert tried == []
+
+
+@pytest.mark.parametrize(("with_disk", "threads"), [(False, 4), (True, 16)])
+def test_reads_from_memory_do_not_compete_for_the_cores(
+    memory_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_disk: bool, threads: int
+) -> None:
+    made: list[IOPool] = []
+
+    def make(*args: Any) -> IOPool:
+        made.append(IOPool(*args))
+        return made[-1]
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("lmkv.store.tiered.IOPool", make)
+    disk = {"local_disk": str(tmp_path), "max_local_disk_size": 0.01} if with_disk else {}
+    engine, _ = open_engine(memory_path, local_cpu=False, **disk)
+    with engine:
+        store(engine, range(64))
+        gate = threading.Event()
+        [pool] = made
+        pool.submit([Job(lambda after: bool(gate.wait(LIMIT)), Priority.LOAD, lambda after: None)] * 40)
+        names = {thread.name for thread in threading.enumerate() if thread.name.startswith("lmkv-io")}
+        gate.set()
+        assert engine.retrieve(range(64), range(BLOCKS)) == 64
+    assert len(names) == threads

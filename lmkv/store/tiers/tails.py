@@ -19,9 +19,9 @@ from lmkv.store.tiers.entry import Entry
 
 _TAILS_IN_SMALL_MEMORY = 32
 """Tails that host memory of 256 to 1,024 slots has room for; in a smaller one they have an eighth of the slots."""
-_TAIL_SHARE = 1, 32
-"""Share of a larger one's slots: most of a tail's slot is unused, and conversations need them for whole chunks."""
-_STATE_SHARE = 2, 3
+_SLOTS_PER_TAIL = 32
+"""Slots of a larger one for each tail: most of such a slot is unused, and conversations need them for whole chunks."""
+_STATE_SHARE = 2 / 3
 """Share of the slots for states: twice as many as chunks, because a state needs all the chunks before it."""
 
 
@@ -66,12 +66,8 @@ class Share:
 
 def shares(num_slots: int) -> dict[type, Share]:
     """The shares of `num_slots` slots, by the type of the keys."""
-    tails = max(_part(num_slots, _TAIL_SHARE), min(num_slots // 8, _TAILS_IN_SMALL_MEMORY))
-    return {TailKey: Share(max(1, tails)), StateKey: Share(max(1, _part(num_slots, _STATE_SHARE)))}
-
-
-def _part(slots: int, share: tuple[int, int]) -> int:
-    return slots * share[0] // share[1]
+    tails = max(num_slots // _SLOTS_PER_TAIL, min(num_slots // 8, _TAILS_IN_SMALL_MEMORY))
+    return {TailKey: Share(max(1, tails)), StateKey: Share(max(1, int(num_slots * _STATE_SHARE)))}
 
 
 @frozen
