@@ -20,6 +20,7 @@ In float32, so that answers should be equal: the last row of an engine says how 
 `--new`: no prompt begins like another one, so that nothing can hit, and lmkv evicts all the time; a second vLLM alone
 shows how far two equal engines are apart. `--audits`: lmkv with and without audits of this share of the hits. An
 audit costs the same whatever the rate is, so a higher rate shows the cost of a lower one, less its noise.
+vLLM with a connector that does nothing is the bound of all connectors: it takes part unless audits are measured.
 The picture needs matplotlib (`pip install "lmkv[plot]"`).
 """
 
@@ -52,6 +53,7 @@ KV_SPACE = 3
 """Conversations of full length that vLLM's KV space takes."""
 TITLE = "Conversations"
 ALONE, AGAIN, AUDITED = "vLLM alone", "vLLM alone, again", "lmkv, audited"
+IDLE = "vLLM, connector that does nothing"
 ROUTE = "LMCache, shared memory"
 NEW_TARGET = 0.995
 AUDIT_TARGET_RATE, AUDIT_TARGET = 0.01, 0.015
@@ -77,6 +79,12 @@ class Engines:
         """vLLM alone, or with lmkv that has so much host memory."""
         host = {} if over is None else {"max_local_cpu_size": self.host_gib(over), **settings}
         self._start(name, spec(self._load, KV_SPACE, MODEL, host or None), sys.executable, {})
+
+    def add_idle(self) -> None:
+        """vLLM with its own part of any connector."""
+        plain = spec(self._load, KV_SPACE, MODEL, {})
+        idle = evolve(plain, connector="IdleConnector", connector_module="benchmarks._idle_connector")
+        self._start(IDLE, idle, sys.executable, {})
 
     def add_disk(self, name: str, over: float, parent: Path) -> None:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-turns-", dir=parent))
@@ -235,6 +243,7 @@ def main() -> int:
             found = engines.run(rounds, options.minutes)
             return finish(audit_rows(load, found["lmkv"], found[AUDITED]), options.json)
         engines.add(ALONE)
+        engines.add_idle()
         if options.new:
             engines.add(AGAIN)
         for over in levels:

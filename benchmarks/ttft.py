@@ -26,7 +26,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import TypeVar
 
@@ -35,7 +35,14 @@ from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
 from lmkv.backends.disk.folder import SUFFIX
 from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
 from lmkv.cli.measure.ttft import OWN, first_time, send
-from lmkv.cli.measure.vllm_engines import ONE_PROCESS, SEVERAL_PROCESSES, EngineProcess, EngineSpec, engine_specs
+from lmkv.cli.measure.vllm_engines import (
+    ONE_PROCESS,
+    SEVERAL_PROCESSES,
+    Answer,
+    EngineProcess,
+    EngineSpec,
+    engine_specs,
+)
 
 WITHIN_TARGET, BETWEEN_TARGET, SHARED_TARGET, READ_SHARE = 1.05, 1.10, 1.3, 1.1
 WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", "lmkv disk"
@@ -93,19 +100,20 @@ def main() -> int:
             for name in ROUTES:
                 start(name, server.spec(name, alone), {**ENVIRONMENT, **env}, options.lmcache)
         warm: dict[str, list[float]] = {name: [] for name in (*engines, *plain)}
-        hits: dict[str, int] = {}
+        answers: dict[str, list[Answer]] = {name: [] for name in engines}
         for _, name in turns(warm, 5 if options.quick else options.rounds):
             if name in plain:
                 warm[name].append(seconds_of(plain[name]))
                 continue
             answer = send(engines[name], folders[name], tokens)
             assert answer.hit_tokens > tokens // 2, f"{name}: a hit of {answer.hit_tokens} tokens"
-            hits[name] = min(answer.hit_tokens, hits.get(name, tokens))
+            answers[name].append(answer)
             warm[name].append(answer.ttft_s)
         for engine in engines.values():
             engine.leave()
+    hits = {name: min(answer.hit_tokens for answer in given) for name, given in answers.items()}
     found = [Row(f"least hit of {tokens:,} tokens, {name}, {how}", hit, "tokens") for name, hit in hits.items()]
-    return finish([*found, *rows(warm, cold, how)], options.json)
+    return finish([*found, *rows(warm, cold, how), *parts(answers)], options.json)
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -174,6 +182,18 @@ def rows(warm: dict[str, list[float]], cold: dict[str, float], how: str) -> list
         if name in ROUTES:
             found.append(Row(f"{name} beside {WITHIN}, {how}", median_ratio(warm, name, WITHIN), "x"))
     return found
+
+
+def parts(answers: Mapping[str, Sequence[Answer]]) -> Iterator[Row]:
+    """Where the time to a first token goes, as lmkv reports it."""
+    for name in (name for name in answers if name.startswith("lmkv")):
+        of_name: dict[str, Callable[[Answer], float]] = {
+            "waiting for the tier": lambda answer: answer.wait_s,
+            "copying into vLLM's blocks": lambda answer: answer.load_s,
+            "the rest": lambda answer: answer.ttft_s - answer.wait_s - answer.load_s,
+        }
+        for part, seconds in of_name.items():
+            yield Row(f"{name}: {part}", statistics.median(map(seconds, answers[name])), "s")
 
 
 def beside(warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:

@@ -56,7 +56,7 @@ class EngineSpec:
 
     `max_tokens`: longest request. `kv_bytes`: vLLM's KV space, None for its default.
     `prefix_caching`: vLLM's own; without it every repeated prompt is answered by the connector. `settings`:
-    the connector's, None for an engine without a connector.
+    the connector's, None for an engine without a connector. `connector_module`: of one that vLLM does not know by name.
     """
 
     model: SmallModel | str = field(converter=_small_model)
@@ -65,6 +65,7 @@ class EngineSpec:
     prefix_caching: bool = False
     settings: Mapping[str, Any] | None = None
     connector: str = CONNECTOR
+    connector_module: str | None = None
 
 
 def engine_specs(
@@ -118,13 +119,15 @@ class Answer:
     """One request: its output, the seconds to its first token, and the tokens that were not computed.
 
     `sources`: tokens that were loaded, by tier. `load_gb_s`: the speed of the copy to the device, in 1e9
-    bytes per second.
+    bytes per second; `load_s` its seconds. `wait_s`: seconds that it waited for lower tiers before.
     """
 
     token_ids: tuple[int, ...] = field(converter=tuple)
     ttft_s: float
     hit_tokens: int
     load_gb_s: float | None = None
+    load_s: float = 0.0
+    wait_s: float = 0.0
     sources: Mapping[str, int] = field(factory=dict)
 
 
@@ -210,7 +213,7 @@ def _transfer_config(spec: EngineSpec) -> Any:
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=dict(spec.settings),
-        kv_connector_module_path=None if by_name else CONNECTOR_MODULE,
+        kv_connector_module_path=spec.connector_module or (None if by_name else CONNECTOR_MODULE),
     )
 
 
@@ -241,6 +244,8 @@ def ask(llm: LLM, seed: int, tokens: int, output_tokens: int) -> Answer:
         # Without lmkv's report: tokens that vLLM or another connector did not compute.
         hit_tokens=report.get("hit_tokens", output.num_cached_tokens or 0),
         load_gb_s=report["load_bytes"] / seconds / 1e9 if seconds else None,
+        load_s=seconds,
+        wait_s=report.get("wait_seconds", 0.0),
         sources=report.get("sources", {}),
     )
 

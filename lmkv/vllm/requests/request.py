@@ -231,6 +231,7 @@ class RequestState:
             **missed,
             "hit_tokens": self.hit_tokens,
             "sources": dict(self.sources),
+            "wait_seconds": self.patience.spent,
             "load_bytes": self.load_bytes,
             "load_seconds": self.load_seconds,
         }

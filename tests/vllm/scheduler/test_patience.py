@@ -269,6 +269,24 @@ class TestTwoTiers:
         assert cost.loads["fast"].seconds == pytest.approx(0.01)
         assert cost.loads["slow"].seconds == pytest.approx(5.01)
 
+    def test_a_report_says_how_long_the_request_waited(
+        self, both: tuple[Scheduler, dict[str, Gated], ManualClock]
+    ) -> None:
+        scheduler, gates, clock = both
+        for gate in gates.values():
+            gate.shut("read")
+        request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a", {"lmkv.report": True})
+        scheduler.on_new_request(request)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+        clock.advance(0.25)
+        for gate in gates.values():
+            gate.open()
+        assert scheduler.store.drain(LIMIT)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (24, False)
+        answer = scheduler.request_finished(request)
+        assert answer is not None
+        assert answer["lmkv"]["wait_seconds"] == pytest.approx(0.25)
+
     def test_the_head_is_loaded_where_the_rest_is_sooner_computed(
         self, both: tuple[Scheduler, dict[str, Gated], ManualClock]
     ) -> None:

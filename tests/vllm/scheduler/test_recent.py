@@ -81,7 +81,7 @@ def test_nothing_of_a_prompt_or_of_other_salts_is_told(engine: SimulatedVLLM) ->
     second, _ = engine.scheduler.observer.recent.snapshot()["requests"]
     assert second["missed"]["reason"] == "not_stored"
     known = {"request", "time", "running", "tokens", "vllm_tokens", "hit_tokens", "sources", "missed"}
-    assert set(second) == known | {"load_bytes", "load_seconds"}
+    assert set(second) == known | {"wait_seconds", "load_bytes", "load_seconds"}
 
 
 @pytest.mark.parametrize("name", ["tenant/7", "a?b#c%2F", "früh"])
