@@ -4,7 +4,9 @@
                               [--disk FOLDER] [--quick] [--json]
 
 All engines run at once, each in processes of its own, and are asked in turn, in shuffled order, so that what
-disturbs one round disturbs all engines in it. Ratios are taken within a round; their median counts. The
+disturbs one round disturbs all engines in it. In its turn an engine is asked twice: after a pause, in which its
+processes fell asleep, and at once again, while they still poll each other as they do in a server in use. The latter
+counts; the former is shown, too. Ratios are taken within a round; their median counts. The
 engine core runs in a process of its own, as vLLM does by default, or with --one-process in that of the API.
 A lower tier is shown beside the sum of host memory's time and 1.1 times that of a plain read of as many bytes in the
 same round: of as many files of the tier by one thread, from a disk with O_DIRECT, from shared memory with their
@@ -21,19 +23,14 @@ from pathlib import Path
 # Not this folder: its copy.py would stand in for the standard library's.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import mmap
-import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import TypeVar
 
 from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
 from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
-from lmkv.backends.disk.folder import SUFFIX
-from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
+from lmkv.cli.measure.plain import SHARE, files_of, seconds_of, values_of
 from lmkv.cli.measure.ttft import OWN, first_time, send
 from lmkv.cli.measure.vllm_engines import (
     ONE_PROCESS,
@@ -44,13 +41,11 @@ from lmkv.cli.measure.vllm_engines import (
     engine_specs,
 )
 
-WITHIN_TARGET, BETWEEN_TARGET, SHARED_TARGET, READ_SHARE = 1.05, 1.10, 1.3, 1.1
+WITHIN_TARGET, BETWEEN_TARGET, SHARED_TARGET = 1.05, 1.10, 1.3
 WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", "lmkv disk"
 SHARED, REDIS = "lmkv shared memory", "lmkv redis"
 NAMES = (OWN, WITHIN, BETWEEN, DISK, SHARED)
-T = TypeVar("T")
 HOST_GIB = 0.5
-CHUNK = 256
 PLAIN = {
     DISK: "a plain O_DIRECT read",
     SHARED: "a plain read of files in memory, and their checksums,",
@@ -90,21 +85,22 @@ def main() -> int:
         for name in names:
             specs = engine_specs(folders[name], tokens + 16, host_gib=HOST_GIB, remote_url=options.redis)
             start(name, specs[name], env)
-        count = tokens // CHUNK
-        plain = {PLAIN[name]: files_of(folders[name], count, check=name == SHARED) for name in (DISK, SHARED)}
+        plain = {PLAIN[name]: files_of(folders[name], tokens, in_memory=name == SHARED) for name in (DISK, SHARED)}
         if options.redis:
-            plain[PLAIN[REDIS]] = values_of(options.redis, count)
+            plain[PLAIN[REDIS]] = values_of(options.redis, tokens)
         if options.lmcache:
             server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GIB, root / "server.log")))
             alone = engine_specs(root, tokens + 16)["nothing"]
             for name in ROUTES:
                 start(name, server.spec(name, alone), {**ENVIRONMENT, **env}, options.lmcache)
         warm: dict[str, list[float]] = {name: [] for name in (*engines, *plain)}
+        paused: dict[str, list[float]] = {name: [] for name in engines}
         answers: dict[str, list[Answer]] = {name: [] for name in engines}
         for _, name in turns(warm, 5 if options.quick else options.rounds):
             if name in plain:
                 warm[name].append(seconds_of(plain[name]))
                 continue
+            paused[name].append(send(engines[name], folders[name], tokens).ttft_s)
             answer = send(engines[name], folders[name], tokens)
             assert answer.hit_tokens > tokens // 2, f"{name}: a hit of {answer.hit_tokens} tokens"
             answers[name].append(answer)
@@ -113,52 +109,7 @@ def main() -> int:
             engine.leave()
     hits = {name: min(answer.hit_tokens for answer in given) for name, given in answers.items()}
     found = [Row(f"least hit of {tokens:,} tokens, {name}, {how}", hit, "tokens") for name, hit in hits.items()]
-    return finish([*found, *rows(warm, cold, how), *parts(answers)], options.json)
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def largest(sizes: Mapping[T, int], count: int) -> list[T]:
-    """Chunks that are filled; the tails of prompts are smaller."""
-    assert len(sizes) >= count, f"{len(sizes)} chunks were stored instead of {count}"
-    return sorted(sizes, key=lambda each: -sizes[each])[:count]
-
-
-def files_of(folder: Path, count: int, *, check: bool) -> Callable[[], None]:
-    """Reads `count` chunks' files of a tier by one thread, past the page cache where there is one."""
-    sizes = {path: path.stat().st_size for path in folder.joinpath("kv").rglob(f"*{SUFFIX}")}
-    paths = largest(sizes, count)
-    memory = memoryview(mmap.mmap(-1, sizes[paths[0]]))
-
-    def read() -> None:
-        for path in paths:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            assert os.preadv(fd, [memory], 0) == sizes[path]
-            os.close(fd)
-            if check:
-                segment_checksums(memory[: sizes[path]], DEFAULT_SEGMENT_BYTES)
-
-    read()
-    return read
-
-
-def values_of(url: str, count: int) -> Callable[[], None]:
-    """Gets `count` chunks' values by the client."""
-    from redis import Redis
-
-    client = Redis.from_url(url)
-    names = largest({name: client.strlen(name) for name in client.scan_iter(count=1000)}, count)
-
-    def read() -> None:
-        for name in names:
-            assert client.get(name)
-
-    read()
-    return read
+    return finish([*found, *rows(warm, cold, how), *parts(answers), *after_a_pause(paused)], options.json)
 
 
 def rows(warm: dict[str, list[float]], cold: dict[str, float], how: str) -> list[Row]:
@@ -177,8 +128,8 @@ def rows(warm: dict[str, list[float]], cold: dict[str, float], how: str) -> list
             found.append(beside(warm, name, warm[WITHIN], WITHIN, SHARED_TARGET))
         if name in PLAIN:
             reads = zip(warm[WITHIN], warm[PLAIN[name]], strict=True)
-            bound = [own + READ_SHARE * read for own, read in reads]
-            found.append(beside(warm, name, bound, f"{WITHIN}, and {READ_SHARE} of {PLAIN[name]}", 1.0))
+            bound = [own + SHARE * read for own, read in reads]
+            found.append(beside(warm, name, bound, f"{WITHIN}, and {SHARE} of {PLAIN[name]}", 1.0))
         if name in ROUTES:
             found.append(Row(f"{name} beside {WITHIN}, {how}", median_ratio(warm, name, WITHIN), "x"))
     return found
@@ -194,6 +145,13 @@ def parts(answers: Mapping[str, Sequence[Answer]]) -> Iterator[Row]:
         }
         for part, seconds in of_name.items():
             yield Row(f"{name}: {part}", statistics.median(map(seconds, answers[name])), "s")
+
+
+def after_a_pause(paused: dict[str, list[float]]) -> Iterator[Row]:
+    for name, seconds in paused.items():
+        of = WITHIN if name in PLAIN else OWN
+        ratio = median_ratio(paused, name, of)
+        yield Row(f"after a pause, {name}", statistics.median(seconds), "s", of, ratio)
 
 
 def beside(warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:

@@ -62,7 +62,7 @@ def measured(
     if engine and find_spec("vllm") is None:
         say("vLLM is not installed: no times to the first token")
     elif engine:
-        yield measure_ttft(tokens, model, parent, host_gib, redis, say)
+        yield from measure_ttft(tokens, model, parent, host_gib, redis, say)
 
 
 def say(text: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,13 +12,16 @@ import pytest
 from attrs import asdict
 from typer.testing import CliRunner
 
+from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.hashing import chunk_keys
 from lmkv.cli import bench
 from lmkv.cli.app import app
-from lmkv.cli.measure import report
+from lmkv.cli.measure import plain, report
 from lmkv.cli.measure.limits import bare_chain
+from lmkv.cli.measure.plain import files_of
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import Row, interleaved, median_ratio
+from lmkv.protocols import Chunk
 from tests.forked import python
 
 BARS = {"computed": 4.0, "cache": 0.1, "lmkv ram": 0.2}
@@ -41,6 +46,20 @@ def test_rounds_are_paired() -> None:
 def test_the_limit_of_hashing_computes_the_same_keys() -> None:
     tokens = list(range(1024))
     assert bare_chain(tokens) == chunk_keys(tokens, bytes(32), 256)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_plain_read_reads_the_files_of_a_prompt(tmp_path: Path, in_memory: bool) -> None:
+    with closing(LocalDiskBackend(tmp_path / "kv", bytes(32), direct="off")) as backend:
+        for number, nbytes in enumerate((8192, 8192, 4096)):
+            backend.write(Chunk(bytes(31) + bytes([number]), memoryview(bytes(nbytes))))
+    files_of(tmp_path, 2 * plain.CHUNK, in_memory=in_memory)()
+    with pytest.raises(RuntimeError, match="3 chunks were stored instead of 4"):
+        files_of(tmp_path, 4 * plain.CHUNK, in_memory=in_memory)
+    read = files_of(tmp_path, 3 * plain.CHUNK, in_memory=in_memory)
+    os.truncate(next(tmp_path.rglob("*.kv1")), 4096)
+    with pytest.raises(RuntimeError, match="was not read at once"):
+        read()
 
 
 def test_quick_without_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,26 +20,32 @@ Array = npt.NDArray[np.int64]
 class Pages:
     """The pages of a request beside lmkv: copied by numpy into an array that stands for their slots, and back.
 
-    `rows`: of each layer, [block, word]. `slots`: [layer, page of the request, word], in pages of 4 KiB as slots are:
-    an array of numpy's own would have huge pages.
+    `rows`: of each layer, [block, word]. `slots`: [layer, page of the request, word], of each way, or else it would be
+    used more often than lmkv's and stay in the processor's caches; in pages of 4 KiB as slots are: arrays of numpy's
+    own would have huge pages.
     """
 
     rows: list[Array]
     blocks: list[int]
-    slots: Array
+    slots: tuple[Array, Array]
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], blocks: list[int]) -> Pages:
         rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
         shape = (len(rows), len(blocks), rows[0].shape[1])
-        slots = np.frombuffer(mmap.mmap(-1, 8 * math.prod(shape)), np.int64).reshape(shape)
-        slots[:] = 1
-        return cls(rows, blocks, slots)
+
+        def mapped() -> Array:
+            slots = np.frombuffer(mmap.mmap(-1, 8 * math.prod(shape)), np.int64).reshape(shape)
+            slots[:] = 1
+            return slots
+
+        return cls(rows, blocks, (mapped(), mapped()))
 
     def ways(self) -> dict[str, Callable[[], None]]:
         """Either direction, page by page and layer by layer."""
+        one_by_one, by_layers = self.slots
         pages = [
-            (row[block], self.slots[layer, n])
+            (row[block], one_by_one[layer, n])
             for layer, row in enumerate(self.rows)
             for n, block in enumerate(self.blocks)
         ]
@@ -53,11 +59,11 @@ class Pages:
                 np.copyto(page, place)
 
         def take() -> None:
-            for row, part in zip(self.rows, self.slots, strict=True):
+            for row, part in zip(self.rows, by_layers, strict=True):
                 np.take(row, self.blocks, axis=0, out=part, mode="clip")
 
         def put() -> None:
-            for row, part in zip(self.rows, self.slots, strict=True):
+            for row, part in zip(self.rows, by_layers, strict=True):
                 row[self.blocks] = part
 
         return {

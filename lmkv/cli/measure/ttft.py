@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+from lmkv.cli.measure.plain import SHARE, files_of, seconds_of, values_of
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.vllm_engines import (
     SEVERAL_PROCESSES,
@@ -22,7 +23,9 @@ REPEATS = 15
 PAUSE = 0.25
 """Seconds between repetitions, so that one disturbance does not hit two of them."""
 OWN = "vllm prefix cache"
-NAMES = (OWN, "lmkv ram", "lmkv shared memory", "lmkv disk")
+RAM, SHARED, DISK, REDIS = "lmkv ram", "lmkv shared memory", "lmkv disk", "lmkv redis"
+NAMES = (OWN, RAM, SHARED, DISK)
+BOUND = f"host memory, and {SHARE} of a plain read"
 MEMORY = Path("/dev/shm")
 COMPUTED = "computed"
 OTHER_PROMPT, PROMPT = 1, 2
@@ -30,26 +33,44 @@ OTHER_PROMPT, PROMPT = 1, 2
 
 def measure_ttft(
     tokens: int, model: str | None, parent: Path, host_gib: float, redis: str | None, say: Callable[[str], None]
-) -> Comparison:
+) -> Iterator[Comparison]:
     """Measure one engine after the other, as vLLM runs by default. `redis`: URL of a database that may be used.
 
-    The best of `REPEATS` repetitions counts, because disturbances only add.
+    Each lower tier is shown beside its bound, too: host memory's time and `plain.SHARE` of that of a plain read. The
+    best of `REPEATS` repetitions counts, because disturbances only add.
     """
     cold: dict[str, float] = {}
     warm: dict[str, list[Answer]] = {}
-    for name in (*NAMES, *(["lmkv redis"] if redis else [])):
+    reads: dict[str, list[float]] = {}
+    for name in (*NAMES, *([REDIS] if redis else [])):
         say(f"vLLM: {name}, a prompt of {tokens:,} tokens")
-        place = MEMORY if name == "lmkv shared memory" else parent
+        place = MEMORY if name == SHARED else parent
         with tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=place) as temporary:
             folder = Path(temporary)
             spec = engine_specs(folder, tokens + 16, model=model, host_gib=host_gib, remote_url=redis)[name]
             with closing(EngineProcess(spec, folder, SEVERAL_PROCESSES)) as engine:
                 cold[name] = first_time(engine, folder, tokens).ttft_s
-                warm[name] = [send(engine, folder, tokens) for _ in range(REPEATS)]
+                read = _plain_read(name, folder, tokens, redis)
+                warm[name] = []
+                for _ in range(REPEATS):
+                    warm[name].append(send(engine, folder, tokens))
+                    if read is not None:
+                        reads.setdefault(name, []).append(seconds_of(read))
     missed = [name for name, found in warm.items() if min(each.hit_tokens for each in found) < tokens // 2]
-    bars = {COMPUTED: cold[OWN], **{name: fastest(found) for name, found in warm.items()}}
+    best = {name: fastest(found) for name, found in warm.items()}
     note = f"no hits: {', '.join(missed)}" if missed else f"best of {REPEATS} repetitions"
-    return Comparison(f"First token, {tokens:,} tokens", "s", bars, OWN, log=True, note=note)
+    title = f"First token, {tokens:,} tokens"
+    yield Comparison(title, "s", {COMPUTED: cold[OWN], **best}, OWN, log=True, note=note)
+    for name, seconds in reads.items():
+        bars = {BOUND: best[RAM] + SHARE * min(seconds), name: best[name]}
+        yield Comparison(f"{title}, {name.removeprefix('lmkv ')}", "s", bars, BOUND)
+
+
+def _plain_read(name: str, folder: Path, tokens: int, redis: str | None) -> Callable[[], None] | None:
+    """A plain read of what the tier stores of the prompt; None for an engine without a lower tier."""
+    if name == REDIS and redis:
+        return values_of(redis, tokens)
+    return files_of(folder, tokens, in_memory=name == SHARED) if name in (SHARED, DISK) else None
 
 
 def first_time(engine: EngineProcess, folder: Path, tokens: int) -> Answer:
@@ -61,6 +82,7 @@ def first_time(engine: EngineProcess, folder: Path, tokens: int) -> Answer:
 def send(engine: EngineProcess, folder: Path, tokens: int, seed: int = PROMPT) -> Answer:
     """Send a prompt after a pause; returns once the disk tier has written its chunks."""
     time.sleep(PAUSE)
-    answer = engine.send(seed, tokens)
+    # A second token, since vLLM wants the report of a request that ends before it tells of its copy.
+    answer = engine.send(seed, tokens, 2)
     wait_until_written(folder)
     return answer
