@@ -85,14 +85,14 @@ BUDGET = {
     "engine": 488,
     "": 60,
     "agent": 929,
-    "vllm": 1892,
+    "vllm": 1893,
     "vllm.requests": 300,
     "vllm.observe": 758,
     "vllm.scheduler": 1443,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15237
+WHOLE = 15238
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -154,7 +154,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._agent = start_agent(config, vllm_config, self._scheduler, self._model)
         else:
             self._worker = assemble.make_worker(vllm_config, config, self._model)
-            self._layer_numbers = {name: number for number, name in enumerate(self._model.layers)}
+            layers = self._model.layers if config.use_layerwise else ()
+            self._layer_numbers = {name: number for number, name in enumerate(layers)}
 
     # -- before there is an instance ----------------------------------------------------------------------
 
