@@ -22,6 +22,8 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
+import math
+import mmap
 import os
 import random
 import statistics
@@ -118,6 +120,11 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
             "retrieve": lambda: check(engine.retrieve(tokens, blocks) == len(tokens)),
             "copies alone: store": lambda: copier.store(copies),
             "copies alone: retrieve": lambda: copier.load(copies),
+            **chunk_by_chunk(tensors, copies),
+        }
+        # In rounds of their own: they use the same slots as the others, whose bytes would stay in the caches.
+        by_layer: dict[str, Callable[[], Any]] = {
+            CONTIGUOUS: cases[CONTIGUOUS],
             "store by layers": lambda: by_layers(engine.store_layers(tokens, blocks), "save", layers),
             "retrieve by layers": lambda: by_layers(engine.retrieve_layers(tokens, blocks), "wait", layers),
         }
@@ -125,6 +132,7 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
             cases |= {f"peer {name}": partial(peer.do, name) for name in ("store", "retrieve")}
         wait_until_populated()
         times = interleaved(cases, rounds, before=before)
+        layered = interleaved(by_layer, rounds, before=before)
         if peer is not None:
             # Its own seconds, not those of waiting for it; the first call was the warm-up.
             times |= {f"peer {name}": found[1:] for name, found in peer.seconds.items() if name != "clear"}
@@ -138,8 +146,12 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
         alone = f"copies alone: {name}"
         speed = nbytes / statistics.median(times[alone]) / 1e9
         rows.append(Row(f"{alone}, {label}", speed, "GB/s of CPU", PAGES, 1 / median_ratio(times, alone, PAGES)))
-        for case, title in ((name, name), *((way, f"numpy, pages {way}") for way in ways), (f"{name} by layers",) * 2):
+        bare = f"chunk by chunk: {name}"
+        speed = nbytes / statistics.median(times[bare]) / 1e9
+        rows.append(Row(f"numpy, {bare}, {label}", speed, "GB/s of CPU", PAGES, 1 / median_ratio(times, bare, PAGES)))
+        for case, title in ((name, name), *((way, f"numpy, pages {way}") for way in ways)):
             rows.append(beside_contiguous(times, case, f"{title}, {label}", nbytes))
+        rows.append(beside_contiguous(layered, f"{name} by layers", f"{name} by layers, {label}", nbytes))
         if peer is not None:
             theirs = f"peer {name}"
             rows.append(beside_contiguous(times, theirs, f"{name}, {label}, LMCache", nbytes))
@@ -152,6 +164,27 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
         rows += control(engine, tokens, blocks, rounds, evict=lambda: np.copyto(target, source))
     engine.close()
     return rows
+
+
+def chunk_by_chunk(tensors: list[torch.Tensor], copies: Sequence[ChunkCopy]) -> dict[str, Callable[[], None]]:
+    """What bounds `copies alone`: one call of numpy for each layer of each chunk, whose bytes lie together."""
+    rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
+    runs = [np.array(copy.runs[0].blocks, np.intp) for copy in copies]
+    shape = (len(runs), len(rows), len(runs[0]), rows[0].shape[1])
+    chunks = np.frombuffer(mmap.mmap(-1, 8 * math.prod(shape)), np.int64).reshape(shape)
+    chunks[:] = 1
+
+    def take() -> None:
+        for layer, row in enumerate(rows):
+            for chunk, blocks in zip(chunks, runs, strict=True):
+                row.take(blocks, 0, chunk[layer], "clip")
+
+    def put() -> None:
+        for layer, row in enumerate(rows):
+            for chunk, blocks in zip(chunks, runs, strict=True):
+                row[blocks] = chunk[layer]
+
+    return {"chunk by chunk: store": take, "chunk by chunk: retrieve": put}
 
 
 def beside_contiguous(times: Mapping[str, Sequence[float]], case: str, title: str, nbytes: int) -> Row:

@@ -20,7 +20,7 @@ In float32, so that answers should be equal: the last row of an engine says how 
 `--new`: no prompt begins like another one, so that nothing can hit, and lmkv evicts all the time; a second vLLM alone
 shows how far two equal engines are apart. `--audits`: lmkv with and without audits of this share of the hits. An
 audit costs the same whatever the rate is, so a higher rate shows the cost of a lower one, less its noise.
-vLLM with a connector that does nothing is the bound of all connectors: it takes part unless audits are measured.
+With `--new` vLLM with a connector that does nothing takes part, too: the bound of all connectors.
 The picture needs matplotlib (`pip install "lmkv[plot]"`).
 """
 
@@ -81,7 +81,7 @@ class Engines:
         self._start(name, spec(self._load, KV_SPACE, MODEL, host or None), sys.executable, {})
 
     def add_idle(self) -> None:
-        """vLLM with its own part of any connector."""
+        """vLLM with a connector that does nothing."""
         plain = spec(self._load, KV_SPACE, MODEL, {})
         idle = evolve(plain, connector="IdleConnector", connector_module="benchmarks._idle_connector")
         self._start(IDLE, idle, sys.executable, {})
@@ -119,7 +119,12 @@ class Engines:
 
 
 def rows(load: Load, found: Found) -> list[Row]:
-    return [row for name, rounds in found.items() for row in rows_of(load, name, rounds, found[ALONE])]
+    made = [row for name, rounds in found.items() for row in rows_of(load, name, rounds, found[ALONE])]
+    if IDLE in found:
+        for name in (name for name in found if name.startswith("lmkv")):
+            ratios = [idle.seconds / one.seconds for one, idle in zip(found[name], found[IDLE], strict=True)]
+            made.append(Row(f"{name}: throughput beside {IDLE}, {within(ratios)}", statistics.median(ratios), "x"))
+    return made
 
 
 def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> list[Row]:
@@ -243,9 +248,9 @@ def main() -> int:
             found = engines.run(rounds, options.minutes)
             return finish(audit_rows(load, found["lmkv"], found[AUDITED]), options.json)
         engines.add(ALONE)
-        engines.add_idle()
         if options.new:
             engines.add(AGAIN)
+            engines.add_idle()
         for over in levels:
             memory = f"RAM for 1 in {over:g}"
             for policy in options.policies.split(","):

@@ -3,7 +3,9 @@
     python benchmarks/shared.py [--folder /dev/shm] [--rounds 15] [--quick] [--json]
 
 31 chunks of 2 MiB, the KV of a prompt of `benchmarks/ttft.py`, in seconds of CPU time. The first row is lmkv's tier.
-The others are what its parts cost alone, and what it would cost to map the files and check them there.
+The next ones are what its parts cost alone, and what it would cost to map the files and check them there. The last
+ones are wall time: the tier read by several threads, alone and while another process polls, as vLLM's worker does
+while a request waits.
 """
 
 from __future__ import annotations
@@ -17,8 +19,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import mmap
 import os
 import statistics
+import subprocess
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -30,7 +36,8 @@ from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 
 CHUNKS, NBYTES = 31, 2 << 20
-COPY = "a copy within the process"
+COPY, TIER = "a copy within the process", "lmkv's tier: read and checked"
+THREADS = (1, 2, 4, 16)
 
 
 def main() -> int:
@@ -38,14 +45,39 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="on a tmpfs")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
+    rounds = 5 if options.quick else options.rounds
     with tempfile.TemporaryDirectory(prefix="lmkv-shared-", dir=options.folder) as folder:
-        runs = {name: partial(for_each, part) for name, part in parts(Path(folder)).items()}
-        seconds = interleaved(runs, 5 if options.quick else options.rounds)
+        actions = parts(Path(folder))
+        runs = {name: partial(for_each, part) for name, part in actions.items()}
+        seconds = interleaved(runs, rounds)
+        waits = {}
+        for polled, how in ((False, ""), (True, ", while a process polls")):
+            with polling() if polled else nullcontext():
+                of_threads = {f"{TIER}, {count} threads{how}": threaded(actions[TIER], count) for count in THREADS}
+                waits |= interleaved(of_threads, rounds, clock=time.perf_counter)
     found = [
         Row(name, statistics.median(times), "s", COPY, median_ratio(seconds, name, COPY))
         for name, times in seconds.items()
     ]
+    found += [Row(f"wall time: {name}", statistics.median(times), "s") for name, times in waits.items()]
     return finish(found, options.json)
+
+
+def threaded(part: Callable[[int], object], count: int) -> Callable[[], object]:
+    pool = ThreadPoolExecutor(count)
+    return lambda: list(pool.map(part, range(CHUNKS)))
+
+
+@contextmanager
+def polling() -> Iterator[None]:
+    """Another process asks again and again whether there is work, as those of vLLM do for a second after the last."""
+    child = subprocess.Popen([sys.executable, "-c", "import os\nwhile True: os.sched_yield()"])
+    try:
+        time.sleep(0.5)
+        yield
+    finally:
+        child.kill()
+        child.wait()
 
 
 def for_each(part: Callable[[int], object]) -> None:
@@ -90,7 +122,7 @@ def parts(folder: Path) -> dict[str, Callable[[int], object]]:
         slots[index] = source[index]
 
     return {
-        "lmkv's tier: read and checked": tier,
+        TIER: tier,
         "read": read,
         "checksums of bytes in the process": check,
         "mapped": partial(mapped, checked=False),

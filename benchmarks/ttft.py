@@ -5,12 +5,13 @@
 
 All engines run at once, each in processes of its own, and are asked in turn, in shuffled order, so that what
 disturbs one round disturbs all engines in it. In its turn an engine is asked twice: after a pause, in which its
-processes fell asleep, and at once again, while they still poll each other as they do in a server in use. The latter
-counts; the former is shown, too. Ratios are taken within a round; their median counts. The
+processes fell asleep, and again a quarter of a second after that answer, while they still poll each other as they do
+in a server in use. Ratios are taken within a round; their median counts. The
 engine core runs in a process of its own, as vLLM does by default, or with --one-process in that of the API.
 A lower tier is shown beside the sum of host memory's time and 1.1 times that of a plain read of as many bytes in the
 same round: of as many files of the tier by one thread, from a disk with O_DIRECT, from shared memory with their
-checksums; of as many values of Redis by redis-py. Shared memory is shown beside host memory alone, too. With --lmcache,
+checksums; of as many values of Redis by redis-py. Shared memory, where an engine that has ended stored the chunks, is
+shown beside host memory alone, too. Lower tiers are always loaded from, however slow they are. With --lmcache,
 the interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes its turns too, by
 its default route and by its fastest. With --json the last line is the result.
 """
@@ -25,13 +26,14 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
 from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
-from lmkv.cli.measure.plain import SHARE, files_of, seconds_of, values_of
-from lmkv.cli.measure.ttft import OWN, first_time, send
+from lmkv.cli.measure.plain import MARGIN, files_of, seconds_of, values_of
+from lmkv.cli.measure.ttft import OWN, PROMPT, first_time
 from lmkv.cli.measure.vllm_engines import (
     ONE_PROCESS,
     SEVERAL_PROCESSES,
@@ -46,6 +48,8 @@ WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", 
 SHARED, REDIS = "lmkv shared memory", "lmkv redis"
 NAMES = (OWN, WITHIN, BETWEEN, DISK, SHARED)
 HOST_GIB = 0.5
+GAP = 0.25
+"""Seconds before each request, for every engine the same."""
 PLAIN = {
     DISK: "a plain O_DIRECT read",
     SHARED: "a plain read of files in memory, and their checksums,",
@@ -71,13 +75,15 @@ def main() -> int:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir=options.disk)))
         names = [*NAMES, *([REDIS] if options.redis else [])]
         engines: dict[str, EngineProcess] = {}
-        cold: dict[str, float] = {}
 
         def start(name: str, spec: EngineSpec, env: dict[str, str], python: str = sys.executable) -> None:
+            if name == SHARED:
+                with closing(EngineProcess(spec, folders[name], env)) as other:
+                    first_time(other, folders[name], tokens)
+                    other.leave()
             engine = EngineProcess(spec, folders[name], env, python=python)
             engines[name] = stack.enter_context(closing(engine))
-            cold[name] = first_time(engine, folders[name], tokens).ttft_s
-            print(f"{name}: cold {cold[name]:.3f} s", flush=True)
+            print(f"{name}: at first {first_time(engine, folders[name], tokens).ttft_s:.3f} s", flush=True)
 
         folders = {name: root / str(number) for number, name in enumerate((*names, *ROUTES))}
         memory = tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir="/dev/shm")
@@ -85,34 +91,37 @@ def main() -> int:
         for name in names:
             specs = engine_specs(folders[name], tokens + 16, host_gib=HOST_GIB, remote_url=options.redis)
             start(name, specs[name], env)
-        plain = {PLAIN[name]: files_of(folders[name], tokens, in_memory=name == SHARED) for name in (DISK, SHARED)}
+        plain = {PLAIN[name]: files_of(folders[name], in_memory=name == SHARED) for name in (DISK, SHARED)}
         if options.redis:
-            plain[PLAIN[REDIS]] = values_of(options.redis, tokens)
+            plain[PLAIN[REDIS]] = values_of(options.redis)
         if options.lmcache:
             server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GIB, root / "server.log")))
             alone = engine_specs(root, tokens + 16)["nothing"]
             for name in ROUTES:
                 start(name, server.spec(name, alone), {**ENVIRONMENT, **env}, options.lmcache)
-        warm: dict[str, list[float]] = {name: [] for name in (*engines, *plain)}
-        paused: dict[str, list[float]] = {name: [] for name in engines}
+        paused: dict[str, list[float]] = {name: [] for name in (*engines, *plain)}
+        used: dict[str, list[float]] = {name: [] for name in engines}
         answers: dict[str, list[Answer]] = {name: [] for name in engines}
-        for _, name in turns(warm, 5 if options.quick else options.rounds):
+        for _, name in turns(paused, 5 if options.quick else options.rounds):
             if name in plain:
-                warm[name].append(seconds_of(plain[name]))
+                paused[name].append(seconds_of(plain[name]))
                 continue
-            paused[name].append(send(engines[name], folders[name], tokens).ttft_s)
-            answer = send(engines[name], folders[name], tokens)
-            assert answer.hit_tokens > tokens // 2, f"{name}: a hit of {answer.hit_tokens} tokens"
+            for times in (paused[name], used[name]):
+                time.sleep(GAP)
+                answer = engines[name].send(PROMPT, tokens, 2)
+                assert answer.hit_tokens > tokens // 2, f"{name}: a hit of {answer.hit_tokens} tokens"
+                times.append(answer.ttft_s)
             answers[name].append(answer)
-            warm[name].append(answer.ttft_s)
         for engine in engines.values():
             engine.leave()
+    used |= {name: paused[name] for name in plain}
     hits = {name: min(answer.hit_tokens for answer in given) for name, given in answers.items()}
     found = [Row(f"least hit of {tokens:,} tokens, {name}, {how}", hit, "tokens") for name, hit in hits.items()]
-    return finish([*found, *rows(warm, cold, how), *parts(answers), *after_a_pause(paused)], options.json)
+    found += [*rows(used, f"in use, {how}"), *parts(answers), *rows(paused, f"after a pause, {how}")]
+    return finish(found, options.json)
 
 
-def rows(warm: dict[str, list[float]], cold: dict[str, float], how: str) -> list[Row]:
+def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
     found = []
     for name, seconds in warm.items():
         median = statistics.median(seconds)
@@ -123,13 +132,13 @@ def rows(warm: dict[str, list[float]], cold: dict[str, float], how: str) -> list
         target = {WITHIN: WITHIN_TARGET, BETWEEN: BETWEEN_TARGET}.get(name)
         met = None if target is None else ratio <= target
         found.append(Row(f"warm TTFT, {name}, {how}", median, "s", OWN, ratio, target, met))
-        found.append(Row(f"speed-up over cold, {name}, {how}", cold[name] / median, "x"))
+        title = f"{name}, {how}: longer than {WITHIN}"
         if name == SHARED:
-            found.append(beside(warm, name, warm[WITHIN], WITHIN, SHARED_TARGET))
+            found.append(beside(title, warm, name, warm[WITHIN], WITHIN, SHARED_TARGET))
         if name in PLAIN:
             reads = zip(warm[WITHIN], warm[PLAIN[name]], strict=True)
-            bound = [own + SHARE * read for own, read in reads]
-            found.append(beside(warm, name, bound, f"{WITHIN}, and {SHARE} of {PLAIN[name]}", 1.0))
+            bound = [own + MARGIN * read for own, read in reads]
+            found.append(beside(title, warm, name, bound, f"{WITHIN}, and {MARGIN} times {PLAIN[name]}", 1.0))
         if name in ROUTES:
             found.append(Row(f"{name} beside {WITHIN}, {how}", median_ratio(warm, name, WITHIN), "x"))
     return found
@@ -147,18 +156,11 @@ def parts(answers: Mapping[str, Sequence[Answer]]) -> Iterator[Row]:
             yield Row(f"{name}: {part}", statistics.median(map(seconds, answers[name])), "s")
 
 
-def after_a_pause(paused: dict[str, list[float]]) -> Iterator[Row]:
-    for name, seconds in paused.items():
-        of = WITHIN if name in PLAIN else OWN
-        ratio = median_ratio(paused, name, of)
-        yield Row(f"after a pause, {name}", statistics.median(seconds), "s", of, ratio)
-
-
-def beside(warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:
+def beside(title: str, warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:
     """A lower tier beside its bound in the same rounds."""
     ratio = statistics.median(one / other for one, other in zip(warm[name], bound, strict=True))
     seconds = statistics.median(one - own for one, own in zip(warm[name], warm[WITHIN], strict=True))
-    return Row(f"{name}: longer than {WITHIN}", seconds, "s", of, ratio, target, ratio <= target)
+    return Row(title, seconds, "s", of, ratio, target, ratio <= target)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 from attrs import asdict
+from redis import Redis
 from typer.testing import CliRunner
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.hashing import chunk_keys
 from lmkv.cli import bench
 from lmkv.cli.app import app
-from lmkv.cli.measure import plain, report
+from lmkv.cli.measure import report
 from lmkv.cli.measure.limits import bare_chain
-from lmkv.cli.measure.plain import files_of
+from lmkv.cli.measure.plain import files_of, values_of
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import Row, interleaved, median_ratio
 from lmkv.protocols import Chunk
 from tests.forked import python
+from tests.servers import redis_server
 
 BARS = {"computed": 4.0, "cache": 0.1, "lmkv ram": 0.2}
 COMPARISON = Comparison("First token", "s", BARS, "cache", log=True)
@@ -49,17 +51,39 @@ def test_the_limit_of_hashing_computes_the_same_keys() -> None:
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_a_plain_read_reads_the_files_of_a_prompt(tmp_path: Path, in_memory: bool) -> None:
+def test_a_plain_read_reads_as_many_files_as_a_prompt_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
+) -> None:
+    with pytest.raises(LookupError, match="no chunks"):
+        files_of(tmp_path, in_memory=in_memory)
     with closing(LocalDiskBackend(tmp_path / "kv", bytes(32), direct="off")) as backend:
-        for number, nbytes in enumerate((8192, 8192, 4096)):
+        for number, nbytes in enumerate((8192, 8192, 8192, 8192, 4096, 4096)):
             backend.write(Chunk(bytes(31) + bytes([number]), memoryview(bytes(nbytes))))
-    files_of(tmp_path, 2 * plain.CHUNK, in_memory=in_memory)()
-    with pytest.raises(RuntimeError, match="3 chunks were stored instead of 4"):
-        files_of(tmp_path, 4 * plain.CHUNK, in_memory=in_memory)
-    read = files_of(tmp_path, 3 * plain.CHUNK, in_memory=in_memory)
-    os.truncate(next(tmp_path.rglob("*.kv1")), 4096)
+    read = files_of(tmp_path, in_memory=in_memory)
+    opened: list[str] = []
+    real = os.open
+    monkeypatch.setattr("os.open", lambda path, flags: opened.append(str(path)) or real(path, flags))
+    read()
+    monkeypatch.undo()
+    assert len(opened) == len(set(opened)) == 2, "two of two prompts' four whole chunks, and no tail"
+    os.truncate(opened[1], 4096)
     with pytest.raises(RuntimeError, match="was not read at once"):
         read()
+
+
+def test_a_plain_read_gets_as_many_values_as_a_prompt_has(tmp_path: Path) -> None:
+    with redis_server("valkey", tmp_path) as server, closing(Redis.from_url(server.url)) as client:
+        with pytest.raises(LookupError, match="no chunks"):
+            values_of(server.url)
+        for number, nbytes in enumerate((8192, 8192, 8192, 8192, 4096)):
+            client.set(str(number), bytes(nbytes))
+        read = values_of(server.url)
+        gets = client.info("commandstats")["cmdstat_get"]["calls"]
+        read()
+        assert client.info("commandstats")["cmdstat_get"]["calls"] == gets + 2
+        client.flushall()
+        with pytest.raises(RuntimeError, match="Redis has lost"):
+            read()
 
 
 def test_quick_without_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

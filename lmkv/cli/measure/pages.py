@@ -20,9 +20,9 @@ Array = npt.NDArray[np.int64]
 class Pages:
     """The pages of a request beside lmkv: copied by numpy into an array that stands for their slots, and back.
 
-    `rows`: of each layer, [block, word]. `slots`: [layer, page of the request, word], of each way, or else it would be
-    used more often than lmkv's and stay in the processor's caches; in pages of 4 KiB as slots are: arrays of numpy's
-    own would have huge pages.
+    `rows`: of each layer, [block, word]. `slots`: [layer, page of the request, word], an array for each way, so that
+    none is used more often than lmkv's slots. Its pages have 4 KiB as those of slots: arrays of numpy's own would have
+    huge pages.
     """
 
     rows: list[Array]

@@ -12,9 +12,10 @@ from typing import TypeVar
 from lmkv.backends.disk.folder import SUFFIX
 from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
 
-SHARE = 1.1
-"""A hit from a lower tier may take as long as one from host memory and this share of a plain read."""
-CHUNK = 256
+MARGIN = 1.1
+"""A hit from a lower tier may take as long as one from host memory and this many times a plain read."""
+PROMPTS = 2
+"""Prompts of the same length that the measured engine has stored: see `ttft.first_time`."""
 
 T = TypeVar("T")
 
@@ -25,11 +26,38 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _largest(sizes: Mapping[T, int], count: int) -> list[T]:
-    """Chunks that are filled; the tails of prompts are smaller."""
-    if len(sizes) < count:
-        raise RuntimeError(f"{len(sizes)} chunks were stored instead of {count}")
-    return sorted(sizes, key=lambda each: -sizes[each])[:count]
+def _of_one_prompt(sizes: Mapping[T, int]) -> dict[T, int]:
+    """As many whole chunks as one prompt has, with their sizes; the tails of prompts are smaller."""
+    if not sizes:
+        raise LookupError("the tier has no chunks")
+    whole = max(sizes.values())
+    found = [each for each, size in sizes.items() if size == whole]
+    return dict.fromkeys(found[: -(-len(found) // PROMPTS)], whole)
+
+
+def files_of(folder: Path, *, in_memory: bool) -> Callable[[], None]:
+    """Reads as many chunks' files as a prompt has, by one thread: past the page cache, or from memory with checksums.
+
+    Raises LookupError without files.
+    """
+    sizes = _of_one_prompt({path: path.stat().st_size for path in folder.joinpath("kv").rglob(f"*{SUFFIX}")})
+    memory = memoryview(mmap.mmap(-1, sum(sizes.values())))
+    flags = os.O_RDONLY | (0 if in_memory else _direct_flag(next(iter(sizes))))
+
+    def read() -> None:
+        for number, (path, size) in enumerate(sizes.items()):
+            part = memory[number * size : (number + 1) * size]
+            fd = os.open(path, flags)
+            try:
+                if os.preadv(fd, [part], 0) != size:
+                    raise RuntimeError(f"{path} was not read at once")
+            finally:
+                os.close(fd)
+            if in_memory:
+                segment_checksums(part, DEFAULT_SEGMENT_BYTES)
+
+    read()
+    return read
 
 
 def _direct_flag(path: Path) -> int:
@@ -41,32 +69,15 @@ def _direct_flag(path: Path) -> int:
     return os.O_DIRECT
 
 
-def files_of(folder: Path, tokens: int, *, in_memory: bool) -> Callable[[], None]:
-    """Reads the files of a prompt's chunks by one thread: past the page cache, or from memory with their checksums."""
-    sizes = {path: path.stat().st_size for path in folder.joinpath("kv").rglob(f"*{SUFFIX}")}
-    paths = _largest(sizes, tokens // CHUNK)
-    memory = memoryview(mmap.mmap(-1, sizes[paths[0]]))
-    flags = os.O_RDONLY | (0 if in_memory else _direct_flag(paths[0]))
+def values_of(url: str) -> Callable[[], None]:
+    """Gets as many chunks' values as a prompt has, by the client of a Redis whose database has nothing else.
 
-    def read() -> None:
-        for path in paths:
-            fd = os.open(path, flags)
-            if os.preadv(fd, [memory], 0) != sizes[path]:
-                raise RuntimeError(f"{path} was not read at once")
-            os.close(fd)
-            if in_memory:
-                segment_checksums(memory[: sizes[path]], DEFAULT_SEGMENT_BYTES)
-
-    read()
-    return read
-
-
-def values_of(url: str, tokens: int) -> Callable[[], None]:
-    """Gets the values of a prompt's chunks from a Redis by its client."""
+    Raises LookupError without values.
+    """
     from redis import Redis
 
     client = Redis.from_url(url)
-    names = _largest({name: client.strlen(name) for name in client.scan_iter(count=1000)}, tokens // CHUNK)
+    names = _of_one_prompt({name: client.strlen(name) for name in client.scan_iter(count=1000)})
 
     def read() -> None:
         for name in names:

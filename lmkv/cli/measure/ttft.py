@@ -5,10 +5,10 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
-from lmkv.cli.measure.plain import SHARE, files_of, seconds_of, values_of
+from lmkv.cli.measure.plain import MARGIN, files_of, seconds_of, values_of
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.vllm_engines import (
     SEVERAL_PROCESSES,
@@ -25,7 +25,7 @@ PAUSE = 0.25
 OWN = "vllm prefix cache"
 RAM, SHARED, DISK, REDIS = "lmkv ram", "lmkv shared memory", "lmkv disk", "lmkv redis"
 NAMES = (OWN, RAM, SHARED, DISK)
-BOUND = f"host memory, and {SHARE} of a plain read"
+BOUND = f"host memory, and {MARGIN} times a plain read"
 MEMORY = Path("/dev/shm")
 COMPUTED = "computed"
 OTHER_PROMPT, PROMPT = 1, 2
@@ -36,8 +36,8 @@ def measure_ttft(
 ) -> Iterator[Comparison]:
     """Measure one engine after the other, as vLLM runs by default. `redis`: URL of a database that may be used.
 
-    Each lower tier is shown beside its bound, too: host memory's time and `plain.SHARE` of that of a plain read. The
-    best of `REPEATS` repetitions counts, because disturbances only add.
+    Each lower tier is shown beside its bound, too: host memory's time and `plain.MARGIN` times a plain read's. The best
+    of `REPEATS` repetitions counts, because disturbances only add.
     """
     cold: dict[str, float] = {}
     warm: dict[str, list[Answer]] = {}
@@ -50,7 +50,7 @@ def measure_ttft(
             spec = engine_specs(folder, tokens + 16, model=model, host_gib=host_gib, remote_url=redis)[name]
             with closing(EngineProcess(spec, folder, SEVERAL_PROCESSES)) as engine:
                 cold[name] = first_time(engine, folder, tokens).ttft_s
-                read = _plain_read(name, folder, tokens, redis)
+                read = _plain_read(name, folder, redis)
                 warm[name] = []
                 for _ in range(REPEATS):
                     warm[name].append(send(engine, folder, tokens))
@@ -62,15 +62,18 @@ def measure_ttft(
     title = f"First token, {tokens:,} tokens"
     yield Comparison(title, "s", {COMPUTED: cold[OWN], **best}, OWN, log=True, note=note)
     for name, seconds in reads.items():
-        bars = {BOUND: best[RAM] + SHARE * min(seconds), name: best[name]}
+        bars = {BOUND: best[RAM] + MARGIN * min(seconds), name: best[name]}
         yield Comparison(f"{title}, {name.removeprefix('lmkv ')}", "s", bars, BOUND)
 
 
-def _plain_read(name: str, folder: Path, tokens: int, redis: str | None) -> Callable[[], None] | None:
-    """A plain read of what the tier stores of the prompt; None for an engine without a lower tier."""
-    if name == REDIS and redis:
-        return values_of(redis, tokens)
-    return files_of(folder, tokens, in_memory=name == SHARED) if name in (SHARED, DISK) else None
+def _plain_read(name: str, folder: Path, redis: str | None) -> Callable[[], None] | None:
+    """A plain read of as much as the tier has of a prompt; None without a lower tier, or if it has nothing."""
+    with suppress(LookupError):
+        if name == REDIS and redis:
+            return values_of(redis)
+        if name in (SHARED, DISK):
+            return files_of(folder, in_memory=name == SHARED)
+    return None
 
 
 def first_time(engine: EngineProcess, folder: Path, tokens: int) -> Answer:
