@@ -266,6 +266,9 @@ class Drafts:
         """The target, and vLLM's `speculative_config` for `tokens` drafts at a time."""
         model = self.target(folder / "target")
         config: dict[str, Any] = {"method": self.method, "num_speculative_tokens": tokens}
+        if "attention_backend" in self.options:
+            # vLLM chooses that of draft layers anew.
+            config["attention_backend"] = self.options["attention_backend"]
         if self.method == "ngram":
             return model, {**config, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
         if self.head is not None:
