@@ -22,8 +22,6 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
-import math
-import mmap
 import os
 import random
 import statistics
@@ -41,7 +39,7 @@ from benchmarks._lmcache_server import ENVIRONMENT
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv import Config, Engine
 from lmkv.cli.measure.limits import bare_chain, check
-from lmkv.cli.measure.pages import Pages, fastest_way, wait_until_populated
+from lmkv.cli.measure.pages import Array, Pages, fastest_way, mapped, wait_until_populated
 from lmkv.memory.copier import DONE, ChunkCopy, Run
 
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
@@ -100,9 +98,9 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
     tokens = random.Random(1).choices(range(50_000), k=CHUNK * CHUNKS)
     nbytes = CHUNKS * layers * 2**20
     source, target = np.ones(nbytes // 8, np.int64), np.zeros(nbytes // 8, np.int64)
-    copier, pages = engine._copier, CHUNK // BLOCK
+    copier, pages, per_chunk = engine._copier, Pages.of(tensors, blocks), CHUNK // BLOCK
     # Slots behind those of the request.
-    copies = [ChunkCopy(CHUNKS + n, (Run(0, blocks[n * pages : (n + 1) * pages]),)) for n in range(CHUNKS)]
+    copies = [ChunkCopy(CHUNKS + n, (Run(0, blocks[n * per_chunk : (n + 1) * per_chunk]),)) for n in range(CHUNKS)]
 
     with ExitStack() as stack:
         peer = stack.enter_context(closing(LMCache(lmcache, layers, blocks, tokens))) if lmcache else None
@@ -115,12 +113,12 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
 
         cases: dict[str, Callable[[], Any]] = {
             CONTIGUOUS: lambda: np.copyto(target, source),
-            **Pages.of(tensors, blocks).ways(),
+            **pages.ways(),
             "store": lambda: check(engine.store(tokens, blocks) == len(tokens)),
             "retrieve": lambda: check(engine.retrieve(tokens, blocks) == len(tokens)),
             "copies alone: store": lambda: copier.store(copies),
             "copies alone: retrieve": lambda: copier.load(copies),
-            **chunk_by_chunk(tensors, copies),
+            **chunk_by_chunk(pages.rows, copies),
         }
         # In rounds of their own: they use the same slots as the others, whose bytes would stay in the caches.
         by_layer: dict[str, Callable[[], Any]] = {
@@ -143,18 +141,15 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
         times[PAGES] = fastest_way(times, name)
         ratio = 1 / median_ratio(times, name, PAGES)
         rows.append(Row(f"{name}, {label}", speed, "GB/s of CPU", PAGES, ratio, PAGES_TARGET, ratio >= PAGES_TARGET))
-        alone = f"copies alone: {name}"
-        speed = nbytes / statistics.median(times[alone]) / 1e9
-        rows.append(Row(f"{alone}, {label}", speed, "GB/s of CPU", PAGES, 1 / median_ratio(times, alone, PAGES)))
-        bare = f"chunk by chunk: {name}"
-        speed = nbytes / statistics.median(times[bare]) / 1e9
-        rows.append(Row(f"numpy, {bare}, {label}", speed, "GB/s of CPU", PAGES, 1 / median_ratio(times, bare, PAGES)))
+        alone, bare = f"copies alone: {name}", f"chunk by chunk: {name}"
+        rows.append(beside(times, alone, f"{alone}, {label}", nbytes, PAGES))
+        rows.append(beside(times, bare, f"numpy, {bare}, {label}", nbytes, PAGES))
         for case, title in ((name, name), *((way, f"numpy, pages {way}") for way in ways)):
-            rows.append(beside_contiguous(times, case, f"{title}, {label}", nbytes))
-        rows.append(beside_contiguous(layered, f"{name} by layers", f"{name} by layers, {label}", nbytes))
+            rows.append(beside(times, case, f"{title}, {label}", nbytes))
+        rows.append(beside(layered, f"{name} by layers", f"{name} by layers, {label}", nbytes))
         if peer is not None:
             theirs = f"peer {name}"
-            rows.append(beside_contiguous(times, theirs, f"{name}, {label}, LMCache", nbytes))
+            rows.append(beside(times, theirs, f"{name}, {label}, LMCache", nbytes))
             gain = median_ratio(times, theirs, name)
             title = f"{name}, {label}, lmkv beside LMCache"
             rows.append(Row(title, gain, "x", target=PEER_TARGET, met=gain >= PEER_TARGET))
@@ -166,13 +161,13 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
     return rows
 
 
-def chunk_by_chunk(tensors: list[torch.Tensor], copies: Sequence[ChunkCopy]) -> dict[str, Callable[[], None]]:
-    """What bounds `copies alone`: one call of numpy for each layer of each chunk, whose bytes lie together."""
-    rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
+def chunk_by_chunk(rows: Sequence[Array], copies: Sequence[ChunkCopy]) -> dict[str, Callable[[], None]]:
+    """numpy copies each layer of each chunk with one call, as lmkv's copier does: the bound of `copies alone`.
+
+    `rows`: of each layer, [block, word].
+    """
     runs = [np.array(copy.runs[0].blocks, np.intp) for copy in copies]
-    shape = (len(runs), len(rows), len(runs[0]), rows[0].shape[1])
-    chunks = np.frombuffer(mmap.mmap(-1, 8 * math.prod(shape)), np.int64).reshape(shape)
-    chunks[:] = 1
+    chunks = mapped((len(runs), len(rows), len(runs[0]), rows[0].shape[1]))
 
     def take() -> None:
         for layer, row in enumerate(rows):
@@ -187,9 +182,9 @@ def chunk_by_chunk(tensors: list[torch.Tensor], copies: Sequence[ChunkCopy]) -> 
     return {"chunk by chunk: store": take, "chunk by chunk: retrieve": put}
 
 
-def beside_contiguous(times: Mapping[str, Sequence[float]], case: str, title: str, nbytes: int) -> Row:
+def beside(times: Mapping[str, Sequence[float]], case: str, title: str, nbytes: int, of: str = CONTIGUOUS) -> Row:
     speed = nbytes / statistics.median(times[case]) / 1e9
-    return Row(title, speed, "GB/s of CPU", CONTIGUOUS, 1 / median_ratio(times, case, CONTIGUOUS))
+    return Row(title, speed, "GB/s of CPU", of, 1 / median_ratio(times, case, of))
 
 
 def by_layers(pipeline: AbstractContextManager[Any], step: str, layers: int) -> None:

@@ -122,7 +122,7 @@ def rows(load: Load, found: Found) -> list[Row]:
     made = [row for name, rounds in found.items() for row in rows_of(load, name, rounds, found[ALONE])]
     if IDLE in found:
         for name in (name for name in found if name.startswith("lmkv")):
-            ratios = [idle.seconds / one.seconds for one, idle in zip(found[name], found[IDLE], strict=True)]
+            ratios = time_ratios(found[IDLE], found[name])
             made.append(Row(f"{name}: throughput beside {IDLE}, {within(ratios)}", statistics.median(ratios), "x"))
     return made
 
@@ -139,7 +139,7 @@ def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> l
             return Row(f"{name}: {title}", value, unit, of, ratio)
         return Row(f"{name}: {title}", value, unit, of, ratio, least or 1.0, ratio >= least if least else ratio <= 1)
 
-    ratios = [other.seconds / one.seconds for one, other in zip(rounds, alone, strict=True)]
+    ratios = time_ratios(alone, rounds)
     throughput = statistics.median(len(one.answers) / one.seconds for one in rounds)
     made = [row("throughput", throughput, "requests/s", statistics.median(ratios), NEW_TARGET if load.new else 1.0)]
     for title, share in SHARES.items():
@@ -156,6 +156,10 @@ def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> l
             row(f"answers equal to those of {of}", 100 * equal_answers(rounds, alone), "%"),
         ]
     return made
+
+
+def time_ratios(rounds: list[Round], others: list[Round]) -> list[float]:
+    return [one.seconds / other.seconds for one, other in zip(rounds, others, strict=True)]
 
 
 def cpu_ratios(rounds: list[Round], others: list[Round]) -> list[float]:
@@ -175,8 +179,7 @@ def equal_answers(rounds: list[Round], others: list[Round]) -> float:
 
 
 def audit_rows(load: Load, plain: list[Round], audited: list[Round]) -> list[Row]:
-    pairs = list(zip(plain, audited, strict=True))
-    ratios = [other.seconds / one.seconds for one, other in pairs]
+    ratios = time_ratios(audited, plain)
     slower, (_, high) = statistics.median(ratios) - 1, interval(ratios)
     hits = sum(one.cached for one in plain)
     again = (hits - sum(one.cached for one in audited)) / hits

@@ -33,7 +33,7 @@ from contextlib import ExitStack, closing
 from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
 from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
 from lmkv.cli.measure.plain import MARGIN, files_of, seconds_of, values_of
-from lmkv.cli.measure.ttft import OWN, PROMPT, first_time
+from lmkv.cli.measure.ttft import DISK, OWN, PROMPT, REDIS, SHARED, first_time
 from lmkv.cli.measure.vllm_engines import (
     ONE_PROCESS,
     SEVERAL_PROCESSES,
@@ -44,8 +44,7 @@ from lmkv.cli.measure.vllm_engines import (
 )
 
 WITHIN_TARGET, BETWEEN_TARGET, SHARED_TARGET = 1.05, 1.10, 1.3
-WITHIN, BETWEEN, DISK = "lmkv ram, within the step", "lmkv ram, between steps", "lmkv disk"
-SHARED, REDIS = "lmkv shared memory", "lmkv redis"
+WITHIN, BETWEEN = "lmkv ram, within the step", "lmkv ram, between steps"
 NAMES = (OWN, WITHIN, BETWEEN, DISK, SHARED)
 HOST_GIB = 0.5
 GAP = 0.25

@@ -33,13 +33,7 @@ class Pages:
     def of(cls, tensors: Sequence[torch.Tensor], blocks: list[int]) -> Pages:
         rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
         shape = (len(rows), len(blocks), rows[0].shape[1])
-
-        def mapped() -> Array:
-            slots = np.frombuffer(mmap.mmap(-1, 8 * math.prod(shape)), np.int64).reshape(shape)
-            slots[:] = 1
-            return slots
-
-        return cls(rows, blocks, (mapped(), mapped()))
+        return cls(rows, blocks, (mapped(shape), mapped(shape)))
 
     def ways(self) -> dict[str, Callable[[], None]]:
         """Either direction, page by page and layer by layer."""
@@ -72,6 +66,13 @@ class Pages:
             "by layers, store": take,
             "by layers, retrieve": put,
         }
+
+
+def mapped(shape: tuple[int, ...]) -> Array:
+    """An array that the kernel has mapped already."""
+    found = np.frombuffer(mmap.mmap(-1, 8 * math.prod(shape)), np.int64).reshape(shape)
+    found[:] = 1
+    return found
 
 
 def fastest_way(times: Mapping[str, list[float]], direction: str) -> list[float]:
