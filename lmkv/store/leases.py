@@ -13,12 +13,18 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.tiers.entry import Entry
 from lmkv.store.tiers.primary import PrimaryTier
 
+IN_PLACE = -1
+"""In the place of a slot: the chunk is in none, and is read where it is (`InPlace`)."""
+
 
 class Lease(AbstractContextManager["Lease"]):
-    """Read references to the leading chunks of a request: their slots keep their bytes until `release`."""
+    """Read references to the leading chunks of a request: their slots keep their bytes until `release`.
 
-    def __init__(self, entries: Sequence[Entry], lock: threading.Lock, primary: PrimaryTier) -> None:
-        self._entries = entries
+    `chunks`: entries of host memory, and keys of chunks that are read in place, which nothing keeps there.
+    """
+
+    def __init__(self, chunks: Sequence[Entry | ChunkKey], lock: threading.Lock, primary: PrimaryTier) -> None:
+        self._chunks = chunks
         self._lock = lock
         self._primary = primary
         self._released = False
@@ -27,23 +33,30 @@ class Lease(AbstractContextManager["Lease"]):
         return f"<Lease of {len(self)} chunks{', released' if self._released else ''}>"
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._chunks)
 
     @property
     def slots(self) -> list[int]:
-        return [entry.slot for entry in self._entries]
+        """The slot of each chunk, or IN_PLACE."""
+        return [chunk.slot if isinstance(chunk, Entry) else IN_PLACE for chunk in self._chunks]
 
     @property
     def keys(self) -> list[ChunkKey]:
-        return [entry.key for entry in self._entries]
+        return [chunk.key if isinstance(chunk, Entry) else chunk for chunk in self._chunks]
+
+    @property
+    def in_place(self) -> list[ChunkKey]:
+        """The keys of the chunks that are in no slot."""
+        return [chunk for chunk in self._chunks if not isinstance(chunk, Entry)]
 
     def release(self) -> None:
         """Give the references back. Idempotent. Takes the store's lock."""
         if not self._released:
             self._released = True
             with self._lock:
-                for entry in reversed(self._entries):
-                    self._primary.unref(entry)
+                for chunk in reversed(self._chunks):
+                    if isinstance(chunk, Entry):
+                        self._primary.unref(chunk)
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -24,6 +24,7 @@ from lmkv.store.catalog import Catalog
 from lmkv.store.flusher import Flusher
 from lmkv.store.forks import close_after_fork
 from lmkv.store.hints import Hints
+from lmkv.store.in_place import InPlace
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.pins import Pins
 from lmkv.store.promoter import Promoter
@@ -74,7 +75,8 @@ class TieredStore:
     -----
     Thread-safe: one lock for all metadata, never held during I/O or copies. The store owns its tiers'
     backends and closes them. Closed, it stores nothing and finds nothing. In a forked child it is closed from the
-    start: threads do not cross a fork. `catalog` answers further questions about where chunks are.
+    start: threads do not cross a fork. `catalog` answers further questions about where chunks are; `in_place` leases
+    chunks in shared memory, too.
 
     Examples
     --------
@@ -128,6 +130,7 @@ class TieredStore:
         parts = self._lock, self._primary, self._tiers
         self._promoter = Promoter(*parts, self._allocator, self._pool, prefetched, clock)
         self._reserver = Reserver(*parts, self._allocator, self._promoter, self._flusher, self._pool)
+        self.in_place = InPlace(self._lock, self._primary, self._tiers)
         self.catalog = Catalog(*parts, self._promoter, self._observers)
         self._closed = self.forked = False
         close_after_fork(self)
@@ -175,12 +178,7 @@ class TieredStore:
         """Refer to the leading READY chunks of `keys` for reading, as many as there are."""
         with self._lock:
             entries = self._primary.leading_ready(keys)
-            for entry in entries:
-                self._primary.ref(entry)
-                if entry.prefetched:
-                    self._primary.use_prefetched(entry)
-            self._primary.touch_shares(entries)
-            self._primary.counters.hits += len(entries)
+            self._primary.use(entries)
         return Lease(entries, self._lock, self._primary)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:

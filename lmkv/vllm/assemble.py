@@ -59,6 +59,7 @@ def make_scheduler(
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     has_device = vllm_config.device_config.device_type != "cpu"
+    layerwise = _is_layerwise(vllm_config, config)
     options = SchedulerOptions(
         ranks=model.ranks.total,
         loads=transfer.is_kv_consumer,
@@ -66,11 +67,13 @@ def make_scheduler(
         save_decode=config.save_decode_cache,
         # A recurrent layer has no state within a block.
         save_unfull_chunk=config.save_unfull_chunk and not model.block_map.states,
-        whole_blocks=_is_layerwise(vllm_config, config) and model.block_map.one_full_table,
+        whole_blocks=layerwise and model.block_map.one_full_table,
         min_retrieve_tokens=config.min_retrieve_tokens,
         load_or_recompute=config.load_or_recompute,
         load_mode=_load_mode(vllm_config, config),
         concurrent_copies=has_device,
+        # Two ranks would each read and check all of a file.
+        in_place=not has_device and not layerwise and model.ranks.total == 1,
         prefetch_deadline=config.prefetch_deadline,
         lookahead=compat.draft_lookahead(vllm_config),
         state_interval=config.state_interval,

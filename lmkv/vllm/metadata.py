@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 from attrs import define, field, frozen
 
+from lmkv.chunks.hashing import TailKey
 from lmkv.memory.comparison import Difference
 from lmkv.memory.copier import ChunkCopy
 from lmkv.memory.slab import SlabRef
+from lmkv.protocols import ChunkKey, Place
+
+
+class FileRead(NamedTuple):
+    """A chunk of `tokens` tokens that a worker reads from its file, as no slot has it."""
+
+    key: ChunkKey
+    tokens: int
+
+    @classmethod
+    def of(cls, key: ChunkKey, chunk_size: int) -> Self:
+        return cls(bytes(key), key.tokens if isinstance(key, TailKey) else chunk_size)
 
 
 @frozen
@@ -17,7 +31,8 @@ class CopyOrder:
 
     `failed_blocks`: blocks that nothing will fill, to be reported as failed. `between_steps`: no computation
     of this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this order.
-    `compares`: slots to compare with those that the copies have filled, one for each.
+    `compares`: slots to compare with those that the copies have filled, one for each. `files`: the chunks at `place` to
+    read for the copies that have no slot (IN_PLACE), in their order.
     """
 
     job: int
@@ -27,6 +42,8 @@ class CopyOrder:
     between_steps: bool = False
     finishes: str | None = None
     compares: list[int] = field(factory=list)
+    files: list[FileRead] = field(factory=list)
+    place: Place | None = None
 
 
 @frozen
@@ -46,7 +63,7 @@ class StepPlan:
 class JobReport:
     """How a job ended on the `ranks` that have answered. `seconds`: those of the slowest rank.
 
-    `differences`: of an order that `compares`.
+    `differences`: of an order that `compares`. `unread`: the chunks whose files could not be read.
     """
 
     ranks: int
@@ -54,6 +71,7 @@ class JobReport:
     nbytes: int = 0
     seconds: float = 0.0
     differences: list[Difference] = field(factory=list)
+    unread: list[ChunkKey] = field(factory=list)
 
     def merge(self, other: JobReport) -> JobReport:
         return JobReport(
@@ -62,6 +80,7 @@ class JobReport:
             self.nbytes + other.nbytes,
             max(self.seconds, other.seconds),
             self.differences + other.differences,
+            self.unread + other.unread,
         )
 
 
@@ -70,20 +89,22 @@ class WorkerReport:
     """The jobs, and the timed steps, that have ended since the last report.
 
     `mapped`: ranks that have the slab. `refusal`: why a rank fails every order from now on, "" if none does.
+    `blind`: why a rank cannot read files in shared memory, "" if all can.
     """
 
     jobs: dict[int, JobReport] = field(factory=dict)
     steps: set[int] = field(factory=set)
     mapped: set[int] = field(factory=set)
     refusal: str = ""
+    blind: str = ""
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Both reports in one; the order does not matter, because ranks answer in any order."""
         merged = dict(self.jobs)
         for job, report in other.jobs.items():
             merged[job] = merged[job].merge(report) if job in merged else report
-        refusal = max(self.refusal, other.refusal)
-        return WorkerReport(merged, self.steps | other.steps, self.mapped | other.mapped, refusal)
+        reasons = max(self.refusal, other.refusal), max(self.blind, other.blind)
+        return WorkerReport(merged, self.steps | other.steps, self.mapped | other.mapped, *reasons)
 
 
 class StepPlanBuilder:
@@ -101,9 +122,13 @@ class StepPlanBuilder:
         *,
         between_steps: bool = False,
         finishes: str | None = None,
+        files: Sequence[FileRead] = (),
+        place: Place | None = None,
     ) -> CopyOrder:
         """Add a load to the plan."""
-        order = CopyOrder(self._new_job(), copies, False, failed_blocks, between_steps, finishes)
+        order = CopyOrder(
+            self._new_job(), copies, False, failed_blocks, between_steps, finishes, files=list(files), place=place
+        )
         self._plan.loads.append(order)
         return order
 

@@ -6,11 +6,21 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from attrs import define, field
+from attrs import define, field, frozen
 
-from lmkv.backends.disk.fileio import O_DIRECT, Folder, Scratch, address_of, publish, read_fully, temporary, write_fully
+from lmkv.backends.disk.fileio import (
+    O_DIRECT,
+    Folder,
+    Scratch,
+    address_of,
+    cut,
+    publish,
+    read_fully,
+    temporary,
+    write_fully,
+)
 from lmkv.chunks import codec
 from lmkv.chunks.codec import PAGE, FormatError, Header
 from lmkv.chunks.format import ChunkFormat, SegmentDigests
@@ -23,12 +33,35 @@ TOUCH_EVERY = 60.0
 PIECE = 2 << 20
 """Bytes per system call: efficient for a disk, and small enough that checksums overlap with other I/O."""
 
+CACHED = 256 << 10
+"""Bytes that fit a processor's own caches."""
+
 SMALL = 2 * PIECE
 """Payloads up to this size are written by one system call, header included."""
 
 
 class WrongLengthError(Exception):
     """The file is valid, but its payload has another length than the caller expects."""
+
+
+@frozen
+class ScatteredRead:
+    """An open file, and the memory for its payload: pieces by segment."""
+
+    fd: int
+    header: Header
+    segments: list[list[list[memoryview]]]
+
+    def run(self) -> None:
+        """Read the payload, and verify each piece while the processor has it in its caches."""
+        at = self.header.header_bytes
+        for number, pieces in enumerate(self.segments):
+            checksum = 0
+            for piece in pieces:
+                read_fully(self.fd, piece, at)
+                at += CACHED
+                checksum = codec.checksum_of(piece, checksum)
+            codec.verify_checksum(self.header, number, checksum)
 
 
 @define
@@ -97,6 +130,19 @@ class ChunkFiles:
                 part = into[at : at + step]
                 self._fill(fd, header.header_bytes + at, part)
                 self.format.verify(header, part, at // header.segment_bytes)
+
+    @contextlib.contextmanager
+    def opened(self, folder: Folder, name: str, key: ChunkKey, into: Sequence[memoryview]) -> Iterator[ScatteredRead]:
+        """The file of a chunk, to be read into several pieces of memory, together as long as its payload.
+
+        Raises like `read` when the file is opened and when it is read. Does not authenticate.
+        """
+        with self._opened(folder, name, 1) as (fd, status):
+            header = self._header_of(fd, status.st_size, key)
+            if header.payload_bytes != (nbytes := sum(map(len, into))):
+                raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the memory {nbytes}")
+            segments = [list(cut(segment, CACHED)) for segment in cut(into, header.segment_bytes)]
+            yield ScatteredRead(fd, header, segments)
 
     def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
         """The header, and how many bytes of `into` were read with it and are verified.

@@ -14,7 +14,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from attrs import define, field, frozen
@@ -24,6 +24,8 @@ from lmkv.protocols import Clock
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 TEMPORARY_SUFFIX = ".tmp"
+_MAX_VIEWS = 1024
+"""Most pieces of memory that Linux fills with one call."""
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
@@ -61,6 +63,20 @@ def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
     return []
 
 
+def cut(views: Iterable[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
+    """Consecutive pieces of `nbytes`, each as the views that it consists of; the last may be shorter."""
+    piece, room = list[memoryview](), nbytes
+    for view in views:
+        while len(view) >= room:
+            yield [*piece, view[:room]]
+            view, piece, room = view[room:], [], nbytes
+        if len(view):
+            piece.append(view)
+            room -= len(view)
+    if piece:
+        yield piece
+
+
 def write_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
     """Write all of `views` from `offset` on, in as many calls as the kernel needs."""
     left = [view for view in views if len(view)]
@@ -76,7 +92,7 @@ def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
     """Fill all of `views` from `offset` on. Raises `ShortReadError` when the file ends before."""
     left = [view for view in views if len(view)]
     while left:
-        done = os.preadv(fd, left, offset)
+        done = os.preadv(fd, left[:_MAX_VIEWS], offset)
         if done == 0:
             raise ShortReadError(f"the file ends at byte {offset}")
         offset += done

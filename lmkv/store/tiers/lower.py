@@ -134,7 +134,7 @@ class LowerTier:
         try:
             while there < len(keys):
                 batch = keys[there : there + count]
-                answer = self._contains(batch)
+                answer = self.contains(batch)
                 found = list(compress(batch, answer if each else takewhile(bool, answer)))
                 with self._lock:
                     self.index.add_found({key: self._cost(key) for key in found}, scan)
@@ -148,7 +148,7 @@ class LowerTier:
         self.reclaim()
         return there
 
-    def _contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """The backend's answer for each key; empty when it fails to answer."""
         with self._lock:
             call = self._reads.begin()
@@ -172,8 +172,8 @@ class LowerTier:
         result = attempt(lambda: checked(self.backend.read(key, into), Read), self._failed_read(key))
         with self._lock:
             self._reads.end(call, ok=tier_answers(result))
-            self._count_read(result, len(into), self._clock() - started)
-            deleted = self._judge(key, result)
+            self.count_read(result, len(into), self._clock() - started)
+            deleted = self.judge(key, result)
         if result.error is not None:
             logger.warning("lmkv: %s", result.error)
         if deleted:
@@ -184,7 +184,7 @@ class LowerTier:
         return lambda error: Read.failed(as_backend_error(self.name, "read", key, error))
 
     @locked
-    def _count_read(self, result: Read, nbytes: int, seconds: float) -> None:
+    def count_read(self, result: Read, nbytes: int, seconds: float) -> None:
         counters = self._counters
         counters.reads += 1
         if result.status is ReadStatus.HIT:
@@ -194,7 +194,7 @@ class LowerTier:
         counters.read_failures += result.status is ReadStatus.FAILED
 
     @locked
-    def _judge(self, key: ChunkKey, result: Read) -> bool:
+    def judge(self, key: ChunkKey, result: Read) -> bool:
         """Forget, keep, doubt or mark deleted a chunk that was not read; True if marked, as its bytes are wrong."""
         if isinstance(result.error, BackendUnavailable) and not self._failed_before(key):
             return False

@@ -79,12 +79,17 @@ class PrimaryTier:
             found.append(entry)
         return found
 
-    def use_prefetched(self, entry: Entry) -> None:
-        """Count the first use of a chunk that a prefetch has brought."""
-        self.counters.prefetch_hits += 1
-        entry.prefetched = False
+    def use(self, entries: Sequence[Entry]) -> None:
+        """Refer to the READY entries of a chain, and count their use."""
+        for entry in entries:
+            self.ref(entry)
+            if entry.prefetched:
+                self.counters.prefetch_hits += 1
+                entry.prefetched = False
+        self._touch_shares(entries)
+        self.counters.hits += len(entries)
 
-    def touch_shares(self, entries: Sequence[Entry]) -> None:
+    def _touch_shares(self, entries: Sequence[Entry]) -> None:
         """Note the use of a chain's tail or states, which are its last entries."""
         for entry in reversed(entries):
             share = self.shares.get(type(entry.key))

@@ -14,7 +14,7 @@ from attrs import define, field
 
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
-from lmkv.vllm.metadata import JobReport
+from lmkv.vllm.metadata import FileRead, JobReport
 from lmkv.vllm.requests.patience import STALL
 from lmkv.vllm.requests.request import BlockTables, RequestState
 from lmkv.vllm.scheduler.async_load import AsyncLoad, AsyncLoadAdmission, LoadWindow
@@ -108,7 +108,9 @@ class LoadJobs:
         copies = self._block_map.load_copies(lease.slots, tables, start, end)
         covered = self._block_map.covers(copies, start, end)
         failed = [] if covered else self._block_map.blocks_between(tables, start, end)
-        order = self._builder.load(copies if covered else [], failed)
+        place = self._store.in_place.place if lease.in_place else None
+        files = [FileRead.of(key, self._chunk_size) for key in lease.in_place] if place else []
+        order = self._builder.load(copies if covered else [], failed, files=files, place=place)
         unconfirmed = list(tables[0][start // self._block_map.groups[0].block_size :])
         first = start // self._chunk_size
         self._jobs[order.job] = _LoadJob(state, lease, first, end - start, start=start, unconfirmed=unconfirmed)
@@ -193,6 +195,8 @@ class LoadJobs:
         state, keys = job.state, job.lease.keys
         # Not before the last rank has answered: until then they read the slots.
         job.lease.release()
+        if job.lease.in_place and (report.ok or report.unread):
+            self._store.in_place.ended(job.lease.in_place, report.unread, report.nbytes, report.seconds)
         # The end of a load that was stopped, for its request or a copy before it failed, is no failure of its own.
         if job.tokens or job.load is None or not job.load.stopped:
             self._telemetry.loaded(job.tokens, report)
@@ -203,7 +207,8 @@ class LoadJobs:
             state.load_seconds += report.seconds
             self.mode.observe(report.nbytes, report.seconds)
             return
-        self._store.drop(keys)
+        # Where a file could not be read, the slots are right.
+        self._store.drop(report.unread or keys)
         if job.load is not None and job.load.abandoned:
             return
         logger.warning("lmkv: a load for request %s failed; it is recomputed", state.request_id)

@@ -40,7 +40,7 @@ class LoadPlanner:
         self._chunk_size = context.chunk_size
         self._options = context.options
         self._clock = context.options.clock
-        self._may_load_within_step = context.block_map.one_full_table and context.options.load_mode != "async"
+        self._may_load_within_step = context.loads_within_step
         self._promised: dict[str, RequestState] = {}
         self._boundaries = context.boundaries
         self.stop_at: Callable[[Request, int], None] = lambda request, tokens: None
@@ -193,14 +193,16 @@ class LoadPlanner:
     def _promise(
         self, state: RequestState, keys: list[ChunkKey], first: int, ready: int, need: int, between_steps: bool
     ) -> None:
-        total = self._boundaries.chunks(len(keys)) - first
-        state.source_chunks = self._sources(state, total, keys[max(first, ready) :])
+        total, below = self._boundaries.chunks(len(keys)) - first, keys[max(first, ready) :]
+        if not between_steps:
+            # Leased before the promotion is released: in between the chunks could be evicted.
+            state.lease = self.wait.lease(keys[first:])
+            below = state.lease.in_place
+        state.source_chunks = self._sources(state, total, below)
         state.sources = self._in_tokens(state.source_chunks, need)
         state.promised, state.between_steps = keys, between_steps
         self._observer.track(state, keys)
         if not between_steps:
-            # Leased before the promotion is released: in between the chunks could be evicted.
-            state.lease = self._store.lease(keys[first:])
             state.drop_promotion()
         self._promised[state.request_id] = state
 

@@ -306,6 +306,9 @@ class Scheduler:
         if report.refusal and not self._refused:
             self._refused = True
             logger.error("lmkv: nothing is cached from now on: %s", report.refusal)
+        if report.blind and self.loading.wait.in_place:
+            self.loading.wait.in_place = False
+            logger.warning("lmkv: shared memory is copied into host memory from now on: %s", report.blind)
         for step in report.steps:
             self.loading.jobs.step_ended(step)
         # Before any store is published, and without waiting for the other ranks' answers: a store that is

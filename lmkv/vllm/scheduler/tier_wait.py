@@ -9,6 +9,7 @@ from functools import partial
 
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey
+from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
 from lmkv.store.shared_lookup import SharedLookup
 from lmkv.vllm.requests.patience import Patience
@@ -36,6 +37,8 @@ class TierWait:
         self._telemetry = context.observer.telemetry
         self._chunk_size = context.chunk_size
         self.cost = LoadCost(enabled=context.options.load_or_recompute)
+        self.in_place = context.reads_in_place
+        """Whether chunks in shared memory are loaded from there within the step."""
         self.max_promoted = max(1, context.store.slab.num_slots // 2)
         """Chunks of one request that may be promoted at once."""
 
@@ -44,11 +47,17 @@ class TierWait:
         return Patience(self._options.prefetch_deadline)
 
     def match(self, state: RequestState, keys: Sequence[ChunkKey]) -> tuple[int, int]:
-        """`(ready, found)`: leading chunks in host memory, and leading chunks anywhere that are worth loading."""
+        """`(ready, found)`: leading chunks that can be leased, and leading chunks anywhere that are worth loading."""
+        here = self._store.in_place.count(keys) if self.in_place else 0
         ready, found = self._store.count_prefix(keys)
+        ready = max(ready, here)
         if found > max(ready, state.computed // self._chunk_size):
             found = max(ready, min(found, self._paying(state, keys, ready, found)))
-        return ready, found
+        return ready, max(ready, found)
+
+    def lease(self, keys: Sequence[ChunkKey]) -> Lease:
+        """Refer to the leading chunks that a load within the step can take."""
+        return self._store.in_place.lease(keys) if self.in_place else self._store.lease(keys)
 
     def _paying(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> int:
         """The number of leading chunks before the first tier from which loading takes longer than computing.
