@@ -69,30 +69,30 @@ ALLOWED: dict[str, frozenset[str]] = {
 BUDGET = {
     "errors": 59,
     "outcomes": 40,
-    "protocols": 104,
-    "chunks": 541,
+    "protocols": 113,
+    "chunks": 548,
     "plugins": 33,
     "policies": 1062,
     "simulation": 359,
     "config": 702,
-    "memory": 1209,
-    "store.tiers": 1306,
-    "store": 1195,
+    "memory": 1210,
+    "store.tiers": 1309,
+    "store": 1256,
     "backends": 366,
-    "backends.disk": 939,
+    "backends.disk": 1037,
     "backends.remote": 1347,
     "build": 106,
     "engine": 488,
     "": 60,
     "agent": 929,
-    "vllm": 1893,
+    "vllm": 2001,
     "vllm.requests": 300,
     "vllm.observe": 758,
-    "vllm.scheduler": 1443,
+    "vllm.scheduler": 1465,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15238
+WHOLE = 15542
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

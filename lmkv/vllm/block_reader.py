@@ -45,7 +45,7 @@ class BlockReader:
         self._planes: list[npt.NDArray[Any]] = [row.numpy() for row in memory.rows]
         self._num_blocks = memory.num_blocks
         self._unwanted = np.empty(layout.slot_bytes, np.uint8).data
-        """The pages of a file that have no block, and its padding, are read into this."""
+        """As long as a payload: its pages that have no block, and its padding, are read into this."""
         self._backend: SharedMemoryBackend | None = None
 
     def read(self, order: CopyOrder) -> list[ChunkCopy]:
@@ -84,18 +84,20 @@ class BlockReader:
 
     def _parts(self, tokens: int, copy: ChunkCopy) -> Iterator[memoryview]:
         """The memory to read the payload of a chunk of `tokens` tokens into, in its order."""
-        layout, unwanted, nbytes = self._layout, self._unwanted, 0
+        layout, at = self._layout, 0
+        # No part of it twice: several pieces are read before the first is verified.
         for plane, layer in zip(self._planes, layout.layers, strict=True):
             run, size = copy.runs[layer.group], layer.page_bytes
             pages = -(-tokens * layer.pages_per_chunk // layout.chunk_size)
             blocks = run.blocks[: pages - run.first]
-            yield unwanted[: run.first * size]
+            end = at + pages * size
+            yield self._unwanted[at : at + run.first * size]
             yield from _runs(plane, blocks)
-            yield unwanted[: (pages - run.first - len(blocks)) * size]
-            nbytes += pages * size
+            yield self._unwanted[at + (run.first + len(blocks)) * size : end]
+            at = end
         if tokens == layout.chunk_size:
             # Whole chunks are stored as whole memory pages.
-            yield unwanted[: align_up(nbytes) - nbytes]
+            yield self._unwanted[at : align_up(at)]
 
     def close(self) -> None:
         if self._backend is not None:

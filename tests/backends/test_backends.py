@@ -19,6 +19,7 @@ from lmkv.backends.aio import AsyncAdapter
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk.shared_memory import SharedMemoryBackend
 from lmkv.backends.files import AsyncFileBackend
 from lmkv.backends.null import NullBackend
 from lmkv.backends.wrapper import WrapperBackend
@@ -61,6 +62,11 @@ class TestDiskDirect(BackendSuite):
 class TestDiskPageCache(BackendSuite):
     def make(self, folder: Path) -> Backend:
         return LocalDiskBackend(folder, NAMESPACE, direct="off", segment_bytes=8192)
+
+
+class TestSharedMemory(BackendSuite):
+    def make(self, folder: Path) -> Backend:
+        return SharedMemoryBackend(folder, NAMESPACE, segment_bytes=8192)
 
 
 class TestDiskInPieces(BackendSuite):

@@ -1,12 +1,17 @@
-"""Two vLLM servers on a node over one folder in memory: what one has stored the other loads."""
+"""vLLM servers on a node over one folder in memory: what one has stored the others load."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from lmkv.testing.clocks import ManualClock
+from lmkv.vllm.block_reader import BlockReader
 from tests.kit import LIMIT, eventually
-from tests.vllm.harness import TELLS_SOURCES, prompt
+from tests.vllm.harness import CHUNK, TELLS_SOURCES, Engine, engine, prompt
 from tests.vllm.server import SERVED_NAME, Server, serving_together
 
 LENGTH = 1500
@@ -51,3 +56,76 @@ def test_what_one_stores_the_other_loads_and_has_when_that_one_is_killed(
         from_host = two.metric("vllm:prompt_tokens_cached_by_source_total", source="host")
         assert from_host == (2 * (LENGTH - 1) if TELLS_SOURCES else 0)
         assert [line for line in two.log_text().splitlines() if "lmkv" in line and "WARNING" in line] == []
+
+
+def over_memory(model: Path, folder: Path, **options: Any) -> AbstractContextManager[Engine]:
+    """An engine for which no time passes, over a folder in memory."""
+    extra = {"shared_memory": f"file://{folder}", "max_shared_memory_size": 0.5, "max_local_cpu_size": 0.25}
+    return engine(model, clock=ManualClock(), extra={**extra, **options.pop("extra", {})}, **options)
+
+
+def hits(output: Any) -> dict[str, int]:
+    return dict(output.kv_transfer_params["lmkv"]["sources"])
+
+
+def test_a_hit_is_read_into_the_blocks_and_takes_no_slot(model: Path, memory_path: Path) -> None:
+    ids = prompt(102, LENGTH)
+    with over_memory(model, memory_path) as first:
+        cold = first.run([ids])[0]
+        assert first.store.drain(LIMIT)
+    with over_memory(model, memory_path) as second:
+        for in_host_memory in (0, LENGTH % CHUNK - 1):
+            warm = second.run([ids])[0]
+            assert hits(warm) == {"cpu": in_host_memory, "shared_memory": LENGTH - 1 - in_host_memory}
+            assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+            second.forget_local()
+        host, shared = second.store.stats().tiers
+        assert (host.hits, shared.hits, shared.lost) == (1, 11, 0), "host memory has the tail with the answer behind it"
+        assert shared.read_bytes > 10 * CHUNK * 4096
+        second.assert_nothing_leaked()
+
+
+def test_a_load_between_steps_is_copied_by_host_memory(model: Path, memory_path: Path) -> None:
+    ids = prompt(103, LENGTH)
+    with over_memory(model, memory_path) as first:
+        cold = first.run([ids])[0]
+        assert first.store.drain(LIMIT)
+    with over_memory(model, memory_path, extra={"load_mode": "async"}) as second:
+        warm = second.run([ids])[0]
+        assert hits(warm) == {"cpu": 0, "shared_memory": LENGTH - 1}
+        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert second.store.stats().tiers[0].hits == 6
+        second.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("how", ["lost", "damaged"])
+def test_what_cannot_be_read_after_the_promise_is_computed(
+    model: Path, memory_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(104, LENGTH)
+    with over_memory(model, memory_path) as first:
+        cold = first.run([ids])[0]
+        assert first.store.drain(LIMIT)
+    read = BlockReader.read
+
+    def breaks(self: BlockReader, order: Any) -> Any:
+        monkeypatch.setattr(BlockReader, "read", read)
+        for path in sorted(memory_path.rglob("*.kv1"))[::2]:
+            if how == "lost":
+                path.unlink()
+            else:
+                data = bytearray(path.read_bytes())
+                data[len(data) // 2] ^= 1
+                path.write_bytes(data)
+        return read(self, order)
+
+    with over_memory(model, memory_path) as second:
+        monkeypatch.setattr(BlockReader, "read", breaks)
+        for number in range(3):
+            warm = second.run([ids])[0]
+            assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+            assert warm.kv_transfer_params["lmkv"]["hit_tokens"] == (LENGTH - 1 if number == 2 else 0) or number == 1
+            assert second.store.drain(LIMIT)
+            second.forget_local()
+        assert second.store.stats().tiers[1].lost >= 1
+        second.assert_nothing_leaked()

@@ -21,6 +21,7 @@ from lmkv.backends.disk.chunkfile import ChunkFiles, WrongLengthError
 from lmkv.backends.disk.fileio import Folder, FreeSpace, ShortReadError, probe_direct
 from lmkv.backends.disk.folder import ChunkFolder
 from lmkv.backends.disk.root import NotTrustedError, Root
+from lmkv.backends.disk.settings import check_settings
 from lmkv.backends.disk.usage import Usage
 from lmkv.chunks import codec
 from lmkv.chunks.authentication import Authenticator
@@ -133,7 +134,7 @@ class LocalDiskBackend:
     _closed: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
-        _check_settings(self)
+        check_settings(self.namespace, self.sync, self.direct, self.segment_bytes)
         root = self._prepare_root()
         self._folder = ChunkFolder(root, self.namespace)
         direct = self._prepare_folder()
@@ -394,14 +395,3 @@ def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
         return not stat.S_ISREG(folder.stat(name).st_mode)
     except OSError:
         return False
-
-
-def _check_settings(backend: LocalDiskBackend) -> None:
-    if len(backend.namespace) != KEY_BYTES:
-        raise ConfigError(f"namespace must have {KEY_BYTES} bytes, not {len(backend.namespace)}")
-    if backend.sync not in ("none", "data", "full"):
-        raise ConfigError(f"sync must be 'none', 'data' or 'full', not {backend.sync!r}")
-    if backend.direct not in ("auto", "on", "off"):
-        raise ConfigError(f"direct must be 'auto', 'on' or 'off', not {backend.direct!r}")
-    if backend.segment_bytes % codec.PAGE or not codec.PAGE <= backend.segment_bytes <= codec.MAX_SEGMENT_BYTES:
-        raise ConfigError(f"segment_bytes must be 1 to 4096 pages of 4096 bytes, not {backend.segment_bytes}")

@@ -59,7 +59,7 @@ class ScatteredRead:
             checksum = 0
             for piece in pieces:
                 read_fully(self.fd, piece, at)
-                at += CACHED
+                at += sum(map(len, piece))
                 checksum = codec.checksum_of(piece, checksum)
             codec.verify_checksum(self.header, number, checksum)
 
