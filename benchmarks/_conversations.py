@@ -25,6 +25,8 @@ AT_ONCE = 4
 """Requests in flight: the next turn is sent as soon as one is answered."""
 PACES = 4.0
 """How many times longer the slowest user thinks than the fastest."""
+SKIPPED = {"lmkv.skip_save": True, "lmkv.skip_load": True}
+"""What a request says that neither stores nor loads."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -32,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 class Load:
     """Users who each send so many turns: a question of so many tokens, answered with so many.
 
-    `new`: nothing is said again, every prompt is as long as in the conversation, and new.
+    `new`: nothing is said again, every prompt is as long as in the conversation, and new. `skipped`: requests have the
+    connector neither store nor load.
     """
 
     users: int
@@ -40,6 +43,7 @@ class Load:
     question: int = 250
     answer: int = 10
     new: bool = False
+    skipped: bool = False
 
     @property
     def tokens(self) -> int:
@@ -134,6 +138,8 @@ def run(engine: Any, load: Load, number: int) -> Round:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=load.answer, ignore_eos=True, detokenize=False)
+    if load.skipped:
+        params.extra_args = {"kv_transfer_params": SKIPPED}
     talks: list[list[int]] = [[] for _ in range(load.users)]
     answers: dict[str, list[int]] = {}
     ttfts: list[float] = []

@@ -20,7 +20,9 @@ In float32, so that answers should be equal: the last row of an engine says how 
 `--new`: no prompt begins like another one, so that nothing can hit, and lmkv evicts all the time; a second vLLM alone
 shows how far two equal engines are apart. `--audits`: lmkv with and without audits of this share of the hits. An
 audit costs the same whatever the rate is, so a higher rate shows the cost of a lower one, less its noise.
-With `--new` vLLM with a connector that does nothing takes part, too: the bound of all connectors.
+With `--new` vLLM takes part with two more connectors, bounds of all others: one does nothing, the other only copies
+what it would store. Two engines differ by more than a connector costs, so that connector and lmkv are compared with
+themselves, too: the same processes, and requests that skip the connector.
 The picture needs matplotlib (`pip install "lmkv[plot]"`).
 """
 
@@ -33,11 +35,11 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from statistics import median
 from typing import Any
 
 from attrs import evolve
@@ -53,7 +55,7 @@ KV_SPACE = 3
 """Conversations of full length that vLLM's KV space takes."""
 TITLE = "Conversations"
 ALONE, AGAIN, AUDITED = "vLLM alone", "vLLM alone, again", "lmkv, audited"
-IDLE = "vLLM, connector that does nothing"
+IDLE, COPYING = "vLLM, connector that does nothing", "vLLM, connector that only copies"
 ROUTE = "LMCache, shared memory"
 NEW_TARGET = 0.995
 AUDIT_TARGET_RATE, AUDIT_TARGET = 0.01, 0.015
@@ -70,6 +72,7 @@ class Engines:
     def __init__(self, load: Load, root: Path, stack: ExitStack) -> None:
         self._load, self._root, self._stack = load, root, stack
         self._engines: dict[str, Engine] = {}
+        self._skipped: set[str] = set()
 
     def host_gib(self, over: float) -> float:
         """Memory that all conversations oversubscribe so many times."""
@@ -80,11 +83,18 @@ class Engines:
         host = {} if over is None else {"max_local_cpu_size": self.host_gib(over), **settings}
         self._start(name, spec(self._load, KV_SPACE, MODEL, host or None), sys.executable, {})
 
-    def add_idle(self) -> None:
-        """vLLM with a connector that does nothing."""
-        plain = spec(self._load, KV_SPACE, MODEL, {})
-        idle = evolve(plain, connector="IdleConnector", connector_module="benchmarks._idle_connector")
-        self._start(IDLE, idle, sys.executable, {})
+    def add_bounds(self, over: float) -> None:
+        """vLLM with a connector that does nothing, and with one that copies into as much memory as lmkv has."""
+        settings = {"copied_tokens": int(self._load.users * self._load.tokens / over)}
+        plain = spec(self._load, KV_SPACE, MODEL, settings)
+        for name, connector in ((IDLE, "IdleConnector"), (COPYING, "CopyingConnector")):
+            bound = evolve(plain, connector=connector, connector_module="benchmarks._bound_connectors")
+            self._start(name, bound, sys.executable, {})
+
+    def add_skipped(self, name: str) -> None:
+        """The same engine once more, with requests that its connector neither stores nor loads."""
+        self._engines[skipped(name)] = self._engines[name]
+        self._skipped.add(skipped(name))
 
     def add_disk(self, name: str, over: float, parent: Path) -> None:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-turns-", dir=parent))
@@ -103,28 +113,37 @@ class Engines:
     def run(self, rounds: int, minutes: float) -> Found:
         """All engines in each round; none begins after so many minutes."""
         # Only the first long prompts allocate buffers and load kernels; memory is full after some conversations.
-        for engine in self._engines.values():
+        for engine in set(self._engines.values()):
             engine.run(evolve(self._load, users=min(8, self._load.users)), -1)
         found: dict[str, list[Round]] = {name: [] for name in self._engines}
         started = time.monotonic()
         for number, name in turns(self._engines, rounds):
             if all(len(each) == number for each in found.values()) and time.monotonic() - started > 60 * minutes:
                 break
-            one = self._engines[name].run(self._load, number)
+            load = evolve(self._load, skipped=name in self._skipped)
+            one = self._engines[name].run(load, number)
             found[name].append(one)
             print(f"round {number}, {name}: {one.seconds:.1f} s", flush=True)
-        for engine in self._engines.values():
+        for engine in set(self._engines.values()):
             engine.leave()
         return found
 
 
 def rows(load: Load, found: Found) -> list[Row]:
     made = [row for name, rounds in found.items() for row in rows_of(load, name, rounds, found[ALONE])]
-    if IDLE in found:
-        for name in (name for name in found if name.startswith("lmkv")):
-            ratios = time_ratios(found[IDLE], found[name])
-            made.append(Row(f"{name}: throughput beside {IDLE}, {within(ratios)}", statistics.median(ratios), "x"))
+    for name in (name for name in found if skipped(name) in found):
+        ratios, cpu = time_ratios(found[skipped(name)], found[name]), cpu_ratios(found[name], found[skipped(name)])
+        made += [
+            Row(
+                f"{name}: throughput beside the same engine that stores nothing, {within(ratios)}", median(ratios), "x"
+            ),
+            Row(f"{name}: CPU time beside the same engine that stores nothing, {within(cpu)}", median(cpu), "x"),
+        ]
     return made
+
+
+def skipped(name: str) -> str:
+    return f"{name}, skipped"
 
 
 def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> list[Row]:
@@ -140,8 +159,8 @@ def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> l
         return Row(f"{name}: {title}", value, unit, of, ratio, least or 1.0, ratio >= least if least else ratio <= 1)
 
     ratios = time_ratios(alone, rounds)
-    throughput = statistics.median(len(one.answers) / one.seconds for one in rounds)
-    made = [row("throughput", throughput, "requests/s", statistics.median(ratios), NEW_TARGET if load.new else 1.0)]
+    throughput = median(len(one.answers) / one.seconds for one in rounds)
+    made = [row("throughput", throughput, "requests/s", median(ratios), NEW_TARGET if load.new else 1.0)]
     for title, share in SHARES.items():
         mine, theirs = (percentile([ttft for one in each for ttft in one.ttfts], share) for each in (rounds, alone))
         made.append(row(f"time to first token, {title}", mine, "s", mine / theirs))
@@ -150,9 +169,9 @@ def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> l
     if of:
         cpu = cpu_ratios(rounds, alone)
         made += [
-            row(f"throughput beside {of}, {within(ratios)}", statistics.median(ratios), "x"),
+            row(f"throughput beside {of}, {within(ratios)}", median(ratios), "x"),
             row(f"throughput beside {of}, worst round of {len(ratios)}", min(ratios), "x"),
-            row(f"CPU time beside {of}, {within(cpu)}", statistics.median(cpu), "x"),
+            row(f"CPU time beside {of}, {within(cpu)}", median(cpu), "x"),
             row(f"answers equal to those of {of}", 100 * equal_answers(rounds, alone), "%"),
         ]
     return made
@@ -180,7 +199,7 @@ def equal_answers(rounds: list[Round], others: list[Round]) -> float:
 
 def audit_rows(load: Load, plain: list[Round], audited: list[Round]) -> list[Row]:
     ratios = time_ratios(audited, plain)
-    slower, (_, high) = statistics.median(ratios) - 1, interval(ratios)
+    slower, (_, high) = median(ratios) - 1, interval(ratios)
     hits = sum(one.cached for one in plain)
     again = (hits - sum(one.cached for one in audited)) / hits
     scale = AUDIT_TARGET_RATE / again if again > 0 else 0.0
@@ -195,7 +214,7 @@ def audit_rows(load: Load, plain: list[Round], audited: list[Round]) -> list[Row
         Row("computed tokens that these are more", 100 * again * hits / (all_tokens - hits), "%"),
         Row(f"time that these audits took, {within(ratios)} of that without", 100 * slower, "%"),
         Row(aim, 100 * cost, "%", "lmkv", cost, AUDIT_TARGET, (high - 1) * scale <= AUDIT_TARGET),
-        Row(f"CPU time with these audits, {within(cpu)}", statistics.median(cpu), "x"),
+        Row(f"CPU time with these audits, {within(cpu)}", median(cpu), "x"),
         Row("answers equal", 100 * equal_answers(audited, plain), "%"),
     ]
 
@@ -253,12 +272,15 @@ def main() -> int:
         engines.add(ALONE)
         if options.new:
             engines.add(AGAIN)
-            engines.add_idle()
+            engines.add_bounds(levels[0])
+            engines.add_skipped(COPYING)
         for over in levels:
             memory = f"RAM for 1 in {over:g}"
             for policy in options.policies.split(","):
                 name = "lmkv" if policy == "LRU" else f"lmkv {policy}"
                 engines.add(f"{name}, {memory}", over, cache_policy=policy)
+                if options.new:
+                    engines.add_skipped(f"{name}, {memory}")
             if options.disk:
                 engines.add_disk(f"lmkv, {memory}, disk", over, options.disk)
             if options.lmcache:

@@ -2,10 +2,11 @@
 
     python benchmarks/shared.py [--folder /dev/shm] [--rounds 15] [--quick] [--json]
 
-31 chunks of 2 MiB, the KV of a prompt of `benchmarks/ttft.py`, in seconds of CPU time. The first row is lmkv's tier.
-The next ones are what its parts cost alone, and what it would cost to map the files and check them there. The last
-ones are wall time: the tier read by several threads, alone and while another process polls, as vLLM's worker does
-while a request waits.
+31 chunks of 2 MiB, the KV of a prompt of `benchmarks/ttft.py`, in seconds of CPU time. On a CPU the worker reads the
+files into vLLM's blocks, which is the first row; a hit in host memory is a copy from slots into blocks. For a device the
+tier is read into slots first. The next rows are what its parts cost alone, and what it would cost to map the files and
+check them there. The last ones are wall time: those of the worker, and the tier read by several threads, alone and while
+another process polls, as vLLM's processes do while they wait for each other.
 """
 
 from __future__ import annotations
@@ -28,15 +29,25 @@ from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
+import torch
 
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk.shared_memory import SharedMemoryBackend
 from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
+from lmkv.memory.copier import ChunkCopy, Run
+from lmkv.memory.cpu_copier import CPUCopier
+from lmkv.memory.paged import PagedMemory
+from lmkv.memory.slab import Slab
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
+from lmkv.store.leases import IN_PLACE
+from lmkv.vllm.block_reader import BlockReader
+from lmkv.vllm.metadata import CopyOrder, FileRead
 
 CHUNKS, NBYTES = 31, 2 << 20
-COPY, TIER = "a copy within the process", "lmkv's tier: read and checked"
+READER, COPIER = "lmkv's worker: read into blocks and checked", "lmkv's worker: copied from slots into blocks"
+COPY, TIER = "a copy within the process", "lmkv's tier: read into slots and checked"
+BLOCK_TOKENS, CHUNK_TOKENS, LAYERS = 64, 256, 4
 THREADS = (1, 2, 4, 16)
 
 
@@ -47,10 +58,10 @@ def main() -> int:
     options = parser.parse_args()
     rounds = 5 if options.quick else options.rounds
     with tempfile.TemporaryDirectory(prefix="lmkv-shared-", dir=options.folder) as folder:
-        actions = parts(Path(folder))
-        runs = {name: partial(for_each, part) for name, part in actions.items()}
+        actions, worker = parts(Path(folder))
+        runs = worker | {name: partial(for_each, part) for name, part in actions.items()}
         seconds = interleaved(runs, rounds)
-        of_threads = {f"{TIER}, {count} threads": threaded(actions[TIER], count) for count in THREADS}
+        of_threads = {f"{TIER}, {count} threads": threaded(actions[TIER], count) for count in THREADS} | worker
         waits = interleaved(of_threads, rounds, clock=time.perf_counter)
         with polling():
             polled = interleaved(of_threads, rounds, clock=time.perf_counter)
@@ -85,14 +96,15 @@ def for_each(part: Callable[[int], object]) -> None:
         part(index)
 
 
-def parts(folder: Path) -> dict[str, Callable[[int], object]]:
-    """The measured actions on one chunk, by name."""
-    backend = LocalDiskBackend(folder / "kv", bytes(32), direct="off")
-    # Aligned to pages as slots are: elsewhere the kernel copies at half the speed.
-    slots = np.frombuffer(mmap.mmap(-1, CHUNKS * NBYTES), np.uint8).reshape(CHUNKS, NBYTES)
+def parts(folder: Path) -> tuple[dict[str, Callable[[int], object]], dict[str, Callable[[], object]]]:
+    """The measured actions by name: on one chunk, and those of a worker on all."""
+    backend = SharedMemoryBackend(folder / "kv", bytes(32))
+    # Aligned to pages, as those of an engine are.
+    slab = Slab(NBYTES, CHUNKS * NBYTES)
+    slots = slab.array
     source = np.frombuffer(mmap.mmap(-1, CHUNKS * NBYTES), np.uint8).reshape(CHUNKS, NBYTES)
     source[:] = np.random.default_rng(0).integers(0, 256, source.shape, np.uint8)
-    keys = [bytes(31) + bytes([index]) for index in range(CHUNKS)]
+    keys = [bytes([index]) * 32 for index in range(CHUNKS)]
     for key, row in zip(keys, source, strict=True):
         assert backend.write(Chunk(key, row.data)).status is WriteStatus.STORED
     plain = [folder / str(index) for index in range(CHUNKS)]
@@ -121,7 +133,16 @@ def parts(folder: Path) -> dict[str, Callable[[int], object]]:
     def copy(index: int) -> None:
         slots[index] = source[index]
 
-    return {
+    pages = CHUNK_TOKENS // BLOCK_TOKENS
+    blocks = torch.zeros((CHUNKS + 1) * pages, NBYTES // pages // LAYERS, dtype=torch.uint8)
+    memory = PagedMemory.of([blocks.clone() for _ in range(LAYERS)])
+    layout = memory.layout(CHUNK_TOKENS, [BLOCK_TOKENS])
+    copier, reader = CPUCopier(memory, layout, slab), BlockReader(memory, layout)
+    copies = [ChunkCopy(n, (Run(0, list(range((n + 1) * pages, (n + 2) * pages))),)) for n in range(CHUNKS)]
+    files = [FileRead(key, CHUNK_TOKENS) for key in keys]
+    order = CopyOrder(1, [copy._replace(slot=IN_PLACE) for copy in copies], files=files, place=backend.place)
+    worker = {READER: partial(reader.read, order), COPIER: partial(copier.load, copies)}
+    actions = {
         TIER: tier,
         "read": read,
         "checksums of bytes in the process": check,
@@ -129,6 +150,7 @@ def parts(folder: Path) -> dict[str, Callable[[int], object]]:
         "mapped and checked": partial(mapped, checked=True),
         COPY: copy,
     }
+    return actions, worker
 
 
 if __name__ == "__main__":

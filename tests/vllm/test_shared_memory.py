@@ -85,12 +85,15 @@ def test_a_hit_is_read_into_the_blocks_and_takes_no_slot(model: Path, memory_pat
         second.assert_nothing_leaked()
 
 
-def test_a_load_between_steps_is_copied_by_host_memory(model: Path, memory_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"extra": {"load_mode": "async"}}, {"kv_load_failure_policy": "fail"}], ids=str)
+def test_where_vllm_would_not_compute_what_is_lost_host_memory_gets_a_copy(
+    model: Path, memory_path: Path, options: dict[str, Any]
+) -> None:
     ids = prompt(103, LENGTH)
     with over_memory(model, memory_path) as first:
         cold = first.run([ids])[0]
         assert first.store.drain(LIMIT)
-    with over_memory(model, memory_path, extra={"load_mode": "async"}) as second:
+    with over_memory(model, memory_path, **options) as second:
         warm = second.run([ids])[0]
         assert hits(warm) == {"cpu": 0, "shared_memory": LENGTH - 1}
         assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
