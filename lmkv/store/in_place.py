@@ -32,23 +32,24 @@ class InPlace:
         """Where the chunks are that can be read in place; None if none can."""
         return next((tier.backend.place for tier in self._tiers[:1] if isinstance(tier.backend, InMemory)), None)
 
-    def count(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks can be leased.
+    def count(self, keys: Sequence[ChunkKey], *, look: bool = True) -> int:
+        """How many leading chunks can be leased, as far as is known.
 
-        The file of each one that is not in host memory is looked for, which takes microseconds. Chunks whose files are
-        gone are forgotten.
+        `look`: look for the file of each one that is not in host memory, which takes microseconds, and forget those that
+        are gone.
         """
         with self._lock:
             chunks = self._leading(keys)
-        files = [chunk for chunk in chunks if not isinstance(chunk, Entry)]
+        files = [chunk for chunk in chunks if look and not isinstance(chunk, Entry)]
         there = self._tiers[0].contains(files) if files else []
-        if all(there) and len(there) == len(files):
+        first = next((number for number, found in enumerate(there) if not found), len(there))
+        if first == len(files):
             return len(chunks)
         with self._lock:
             for key, found in zip(files, there, strict=False):
                 if not found:
                     self._tiers[0].index.discard(key)
-        return chunks.index(files[there.index(False) if there else 0])
+        return chunks.index(files[first])
 
     def lease(self, keys: Sequence[ChunkKey]) -> Lease:
         """Refer to the leading chunks that are in host memory or can be read in place, as many as there are."""

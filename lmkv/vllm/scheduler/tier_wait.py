@@ -46,9 +46,12 @@ class TierWait:
         """The patience of a request that has not waited yet."""
         return Patience(self._options.prefetch_deadline)
 
-    def match(self, state: RequestState, keys: Sequence[ChunkKey]) -> tuple[int, int]:
-        """`(ready, found)`: leading chunks that can be leased, and leading chunks anywhere that are worth loading."""
-        here = self._store.in_place.count(keys) if self.in_place else 0
+    def match(self, state: RequestState, keys: Sequence[ChunkKey], *, look: bool = True) -> tuple[int, int]:
+        """`(ready, found)`: leading chunks that can be leased, and leading chunks anywhere that are worth loading.
+
+        `look`: see `InPlace.count`.
+        """
+        here = self._store.in_place.count(keys, look=look) if self.in_place else 0
         ready, found = self._store.count_prefix(keys)
         ready = max(ready, here)
         if found > max(ready, state.computed // self._chunk_size):
@@ -91,7 +94,7 @@ class TierWait:
             return
         state.shared_lookup = self._store.look_up_shared(keys, self._boundaries.states)
         keys = self._boundaries.wanted(keys)
-        ready, found = self.match(state, keys)
+        ready, found = self.match(state, keys, look=False)
         if ready < found <= self.max_promoted:
             state.promotion = self.promote(keys[:found], prefetch=True)
 
