@@ -75,6 +75,9 @@ class CopyingConnector(IdleConnector):
             known.req_ids, known.num_computed_tokens, known.new_block_ids, strict=True
         ):
             if request_id in self._tables:
+                if request_id in known.resumed_req_ids:
+                    # After a preemption it gets all its blocks anew.
+                    self._tables[request_id], self._full[request_id] = [], computed // self._block_size
                 self._tables[request_id] += blocks[0] if blocks is not None else ()
                 found += self._filled(request_id, computed, scheduler_output)
         return BlocksMetadata(found)

@@ -3,10 +3,11 @@
     python benchmarks/shared.py [--folder /dev/shm] [--rounds 15] [--quick] [--json]
 
 31 chunks of 2 MiB, the KV of a prompt of `benchmarks/ttft.py`, in seconds of CPU time. On a CPU the worker reads the
-files into vLLM's blocks, which is the first row; a hit in host memory is a copy from slots into blocks. For a device the
-tier is read into slots first. The next rows are what its parts cost alone, and what it would cost to map the files and
-check them there. The last ones are wall time: those of the worker, and the tier read by several threads, alone and while
-another process polls, as vLLM's processes do while they wait for each other.
+files into vLLM's blocks, which is the first row; a hit in host memory is a copy from slots into blocks. Both also with
+scattered blocks and small pages. For a device the tier is read into slots first. The next rows are what its parts cost
+alone, and what it would cost to map the files and check them there. The last ones are wall time: those of the worker,
+and the tier read by several threads, alone and while another process polls, as vLLM's processes do while they wait for
+each other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import mmap
 import os
+import random
 import statistics
 import subprocess
 import tempfile
@@ -39,15 +41,16 @@ from lmkv.memory.cpu_copier import CPUCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, Place
 from lmkv.store.leases import IN_PLACE
 from lmkv.vllm.block_reader import BlockReader
 from lmkv.vllm.metadata import CopyOrder, FileRead
 
 CHUNKS, NBYTES = 31, 2 << 20
 READER, COPIER = "lmkv's worker: read into blocks and checked", "lmkv's worker: copied from slots into blocks"
+SCATTERED, SMALL = "scattered blocks", "scattered pages of 4 KiB"
 COPY, TIER = "a copy within the process", "lmkv's tier: read into slots and checked"
-BLOCK_TOKENS, CHUNK_TOKENS, LAYERS = 64, 256, 4
+CHUNK_TOKENS = 256
 THREADS = (1, 2, 4, 16)
 
 
@@ -133,15 +136,9 @@ def parts(folder: Path) -> tuple[dict[str, Callable[[int], object]], dict[str, C
     def copy(index: int) -> None:
         slots[index] = source[index]
 
-    pages = CHUNK_TOKENS // BLOCK_TOKENS
-    blocks = torch.zeros((CHUNKS + 1) * pages, NBYTES // pages // LAYERS, dtype=torch.uint8)
-    memory = PagedMemory.of([blocks.clone() for _ in range(LAYERS)])
-    layout = memory.layout(CHUNK_TOKENS, [BLOCK_TOKENS])
-    copier, reader = CPUCopier(memory, layout, slab), BlockReader(memory, layout)
-    copies = [ChunkCopy(n, (Run(0, list(range((n + 1) * pages, (n + 2) * pages))),)) for n in range(CHUNKS)]
-    files = [FileRead(key, CHUNK_TOKENS) for key in keys]
-    order = CopyOrder(1, [copy._replace(slot=IN_PLACE) for copy in copies], files=files, place=backend.place)
-    worker = {READER: partial(reader.read, order), COPIER: partial(copier.load, copies)}
+    worker = of_worker(slab, keys, backend.place, "", layers=4, block=64, scattered=False)
+    worker |= of_worker(slab, keys, backend.place, f", {SCATTERED}", layers=4, block=64, scattered=True)
+    worker |= of_worker(slab, keys, backend.place, f", {SMALL}", layers=32, block=16, scattered=True)
     actions = {
         TIER: tier,
         "read": read,
@@ -151,6 +148,28 @@ def parts(folder: Path) -> tuple[dict[str, Callable[[int], object]], dict[str, C
         COPY: copy,
     }
     return actions, worker
+
+
+def of_worker(
+    slab: Slab, keys: list[bytes], place: Place | None, of: str, *, layers: int, block: int, scattered: bool
+) -> dict[str, Callable[[], object]]:
+    """Both loads of a worker, with blocks of so many tokens in so many layers."""
+    pages = CHUNK_TOKENS // block
+    tensors = [torch.zeros(((CHUNKS + 1) * pages, NBYTES // pages // layers), dtype=torch.uint8) for _ in range(layers)]
+    memory = PagedMemory.of(tensors)
+    layout = memory.layout(CHUNK_TOKENS, [block])
+    copier, reader = CPUCopier(memory, layout, slab), BlockReader(memory, layout)
+    blocks = list(range(pages, (CHUNKS + 1) * pages))
+    if scattered:
+        random.Random(0).shuffle(blocks)
+    copies = [ChunkCopy(n, (Run(0, blocks[n * pages : (n + 1) * pages]),)) for n in range(CHUNKS)]
+    files = [FileRead(key, CHUNK_TOKENS) for key in keys]
+    order = CopyOrder(1, [copy._replace(slot=IN_PLACE) for copy in copies], files=files, place=place)
+
+    def read() -> None:
+        assert reader.read(order).count == CHUNKS
+
+    return {READER + of: read, COPIER + of: partial(copier.load, copies)}
 
 
 if __name__ == "__main__":

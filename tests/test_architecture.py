@@ -76,23 +76,23 @@ BUDGET = {
     "simulation": 359,
     "config": 702,
     "memory": 1210,
-    "store.tiers": 1309,
-    "store": 1256,
+    "store.tiers": 1311,
+    "store": 1297,
     "backends": 366,
-    "backends.disk": 1037,
+    "backends.disk": 1039,
     "backends.remote": 1347,
     "build": 106,
     "engine": 488,
     "": 60,
     "agent": 929,
-    "vllm": 2001,
-    "vllm.requests": 300,
+    "vllm": 2041,
+    "vllm.requests": 301,
     "vllm.observe": 758,
-    "vllm.scheduler": 1465,
+    "vllm.scheduler": 1487,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15542
+WHOLE = 15650
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

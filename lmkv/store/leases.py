@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiers.entry import Entry
+from lmkv.store.tiers.index import TierIndex
 from lmkv.store.tiers.primary import PrimaryTier
 
 IN_PLACE = -1
@@ -20,13 +21,20 @@ IN_PLACE = -1
 class Lease(AbstractContextManager["Lease"]):
     """Read references to the leading chunks of a request: their slots keep their bytes until `release`.
 
-    `chunks`: entries of host memory, and keys of chunks that are read in place, which nothing keeps there.
+    `chunks`: entries of host memory, and keys of chunks that are read in place, which this process's `index` keeps.
     """
 
-    def __init__(self, chunks: Sequence[Entry | ChunkKey], lock: threading.Lock, primary: PrimaryTier) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Entry | ChunkKey],
+        lock: threading.Lock,
+        primary: PrimaryTier,
+        index: TierIndex | None = None,
+    ) -> None:
         self._chunks = chunks
         self._lock = lock
         self._primary = primary
+        self._index = index
         self._released = False
 
     def __repr__(self) -> str:
@@ -57,6 +65,8 @@ class Lease(AbstractContextManager["Lease"]):
                 for chunk in reversed(self._chunks):
                     if isinstance(chunk, Entry):
                         self._primary.unref(chunk)
+                    elif self._index is not None:
+                        self._index.end_read(chunk)
 
     def __exit__(self, *_: object) -> None:
         self.release()

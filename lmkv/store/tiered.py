@@ -33,7 +33,7 @@ from lmkv.store.reserver import Reserver
 from lmkv.store.shared_lookup import SharedLookup
 from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.iopool import IOPool
-from lmkv.store.tiers.jobs import AfterLock, Job, Priority
+from lmkv.store.tiers.jobs import AfterLock, deletion
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.lower import LowerTier
 from lmkv.store.tiers.observer import StoreObserver
@@ -130,7 +130,7 @@ class TieredStore:
         parts = self._lock, self._primary, self._tiers
         self._promoter = Promoter(*parts, self._allocator, self._pool, prefetched, clock)
         self._reserver = Reserver(*parts, self._allocator, self._promoter, self._flusher, self._pool)
-        self.in_place = InPlace(self._lock, self._primary, self._tiers)
+        self.in_place = InPlace(*parts, self._pool)
         self.catalog = Catalog(*parts, self._promoter, self._observers)
         self._closed = self.forked = False
         close_after_fork(self)
@@ -320,7 +320,7 @@ class TieredStore:
             for tier in self._tiers:
                 # In tiers that cannot be read now, too: they would serve the chunks again later.
                 tier.index.mark_deleted(keys, unknown=tier.shared)
-                after.jobs.append(_deletion(tier.reclaim))
+                after.jobs.append(deletion(tier.reclaim))
             return known
 
     def clear(self, *, lower: bool = True) -> int:
@@ -335,7 +335,7 @@ class TieredStore:
             self._promoter.end_prefetches(after)
             for tier in self._tiers if lower else ():
                 keys.update(tier.index.clear())
-                after.jobs.append(_deletion(tier.delete_all))
+                after.jobs.append(deletion(tier.delete_all))
             return len(keys)
 
     # -- the rest -----------------------------------------------------------------------------------------
@@ -391,8 +391,3 @@ class TieredStore:
                 threading.Thread(target=self.close, name="lmkv-close", daemon=True).start()
             else:
                 self.close()
-
-
-def _deletion(work: Callable[[], None]) -> Job:
-    """A job that a closed pool may refuse: then the store serves nothing that it would delete."""
-    return Job(lambda after: work(), Priority.LOAD, lambda after: None)

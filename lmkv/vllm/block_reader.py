@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
+from attrs import evolve
 
 from lmkv.backends.disk.shared_memory import SharedMemoryBackend
 from lmkv.chunks.layout import KVLayout, align_up
-from lmkv.errors import BackendError, CorruptChunkError
+from lmkv.errors import CorruptChunkError
 from lmkv.memory.copier import ChunkCopy, check_copies
+from lmkv.memory.cpu_copier import CPUCopier
 from lmkv.memory.paged import PagedMemory
+from lmkv.memory.slab import Slab
 from lmkv.outcomes import Read, ReadStatus
-from lmkv.protocols import ChunkKey
+from lmkv.store.in_place import FilesRead
 from lmkv.store.leases import IN_PLACE
-from lmkv.vllm.metadata import CopyOrder
+from lmkv.vllm.metadata import CopyOrder, FileRead
 
 logger = logging.getLogger("lmkv.vllm")
 
-
 _AT_ONCE = 32
 """Files that are open at a time."""
+_SMALL = 16 << 10
+"""Bytes. The kernel fills shorter pieces of memory more slowly than they are copied from a slot."""
+
+_Chunk = tuple[FileRead, ChunkCopy]
 
 
 class UnreadError(Exception):
-    """Files of chunks could not be read into their blocks. `blind`: why none can be, "" if others may."""
-
-    def __init__(self, keys: list[ChunkKey], blind: str) -> None:
-        super().__init__(f"{len(keys)} chunks in shared memory could not be read")
-        self.keys, self.blind = keys, blind
+    """A chunk in shared memory could not be read into its blocks."""
 
 
 class BlockReader:
@@ -41,63 +44,93 @@ class BlockReader:
     """
 
     def __init__(self, memory: PagedMemory, layout: KVLayout) -> None:
-        self._layout = layout
+        self._memory, self._layout = memory, layout
         self._planes: list[npt.NDArray[Any]] = [row.numpy() for row in memory.rows]
-        self._num_blocks = memory.num_blocks
-        self._unwanted = np.empty(layout.slot_bytes, np.uint8).data
-        """As long as a payload: its pages that have no block, and its padding, are read into this."""
         self._backend: SharedMemoryBackend | None = None
+        self._slot = Slab(layout.slot_bytes, layout.slot_bytes)
+        """Gets the pages of a file that have no block, and its padding; or all of them, where runs are small."""
+        self._copier = CPUCopier(memory, layout, self._slot)
 
-    def read(self, order: CopyOrder) -> list[ChunkCopy]:
-        """Fill the blocks of the order's files; returns its other copies.
-
-        Raises `UnreadError`, also after some blocks were filled, and UsageError for blocks that do not exist.
-        """
-        in_place = [copy for copy in order.copies if copy.slot == IN_PLACE]
-        check_copies([copy._replace(slot=0) for copy in in_place], 1, self._num_blocks)
-        # A hit may end before the last chunks that were leased.
-        wanted = [
-            (file.key, list(self._parts(file.tokens, copy))) for file, copy in zip(order.files, in_place, strict=False)
-        ]
-        for at in range(0, len(wanted), _AT_ONCE):
-            results = self._read(order, wanted[at : at + _AT_ONCE])
-            if results[-1].status is not ReadStatus.HIT:
-                raise self._unread(wanted[at + len(results) - 1][0], results[-1])
-        return [copy for copy in order.copies if copy.slot != IN_PLACE]
-
-    def _read(self, order: CopyOrder, wanted: list[tuple[ChunkKey, list[memoryview]]]) -> list[Read]:
+    def read(self, order: CopyOrder) -> FilesRead:
+        """Fill the blocks of the order's files, up to the first that cannot be read. Raises nothing."""
+        started, done, nbytes = time.monotonic(), 0, 0
         try:
             if self._backend is None:
                 assert order.place is not None
                 self._backend = SharedMemoryBackend.at(order.place)
-            return self._backend.read_scattered(wanted)
-        except BackendError as error:
-            return [Read.failed(error)]
+            in_place = [copy for copy in order.copies if copy.slot == IN_PLACE]
+            check_copies([copy._replace(slot=0) for copy in in_place], 1, self._memory.num_blocks)
+            # A hit may end before the last chunks that were leased.
+            chunks = list(zip(order.files, in_place, strict=False))
+            read, at_once = (self._copied, 1) if self._has_small_runs(in_place) else (self._scattered, _AT_ONCE)
+            while done < len(chunks):
+                results = read(self._backend, chunks[done : done + at_once])
+                good = [result for result in results if result.status is ReadStatus.HIT]
+                nbytes += sum(self._payload_bytes(file.tokens) for file, _ in chunks[done : done + len(good)])
+                done += len(good)
+                if len(good) < len(results):
+                    seconds = time.monotonic() - started
+                    return self._failed(FilesRead(done, nbytes, seconds, chunks[done][0].key), results[-1])
+        except Exception as error:
+            logger.exception("lmkv: chunks in shared memory could not be read")
+            return FilesRead(done, nbytes, time.monotonic() - started, blind=repr(error))
+        return FilesRead(done, nbytes, time.monotonic() - started)
+
+    def _has_small_runs(self, copies: Sequence[ChunkCopy]) -> bool:
+        """Whether the blocks of a layer are so small, and so scattered, that chunks are better copied from a slot."""
+        tables = [copy.runs[0].blocks for copy in copies]
+        blocks = sum(map(len, tables))
+        steps = sum(after == before + 1 for table in tables for before, after in pairwise(table))
+        planes = [plane.flags.c_contiguous for plane in self._planes]
+        runs = blocks * len(planes) - steps * sum(planes)
+        return blocks * sum(layer.page_bytes for layer in self._layout.layers) < runs * _SMALL
+
+    def _payload_bytes(self, tokens: int) -> int:
+        layout = self._layout
+        if tokens == layout.chunk_size:
+            # Whole chunks are stored as whole memory pages.
+            return align_up(layout.chunk_bytes)
+        return sum(span.stop - span.start for span in layout.spans(tokens))
 
     @staticmethod
-    def _unread(key: ChunkKey, result: Read) -> UnreadError:
+    def _failed(read: FilesRead, result: Read) -> FilesRead:
         if result.error is None:
             # Another process has evicted it.
-            return UnreadError([key], "")
+            return read
         logger.warning("lmkv: %s", result.error)
-        return UnreadError([key], "" if isinstance(result.error, CorruptChunkError) else str(result.error))
+        damaged = isinstance(result.error, CorruptChunkError)
+        return evolve(read, error=str(result.error), damaged=damaged)
+
+    def _scattered(self, backend: SharedMemoryBackend, chunks: Sequence[_Chunk]) -> list[Read]:
+        """Read chunks into their blocks."""
+        wanted = [(file.key, [*filter(len, self._parts(file.tokens, copy))]) for file, copy in chunks]
+        return backend.read_scattered(wanted)
+
+    def _copied(self, backend: SharedMemoryBackend, chunks: Sequence[_Chunk]) -> list[Read]:
+        """Read one chunk into the slot, and copy it from there."""
+        ((file, copy),) = chunks
+        slot, layout = self._slot.view(0), self._layout
+        whole = [slice(0, self._payload_bytes(file.tokens))]
+        spans = whole if file.tokens == layout.chunk_size else layout.spans(file.tokens)
+        results = backend.read_scattered([(file.key, [slot[span] for span in spans])])
+        if results[0].status is ReadStatus.HIT:
+            self._copier.load([copy._replace(slot=0)])
+        return results
 
     def _parts(self, tokens: int, copy: ChunkCopy) -> Iterator[memoryview]:
         """The memory to read the payload of a chunk of `tokens` tokens into, in its order."""
-        layout, at = self._layout, 0
+        layout, unwanted, at = self._layout, self._slot.view(0), 0
         # No part of it twice: several pieces are read before the first is verified.
         for plane, layer in zip(self._planes, layout.layers, strict=True):
             run, size = copy.runs[layer.group], layer.page_bytes
             pages = -(-tokens * layer.pages_per_chunk // layout.chunk_size)
             blocks = run.blocks[: pages - run.first]
             end = at + pages * size
-            yield self._unwanted[at : at + run.first * size]
+            yield unwanted[at : at + run.first * size]
             yield from _runs(plane, blocks)
-            yield self._unwanted[at + (run.first + len(blocks)) * size : end]
+            yield unwanted[at + (run.first + len(blocks)) * size : end]
             at = end
-        if tokens == layout.chunk_size:
-            # Whole chunks are stored as whole memory pages.
-            yield self._unwanted[at : align_up(at)]
+        yield unwanted[at : self._payload_bytes(tokens)]
 
     def close(self) -> None:
         if self._backend is not None:

@@ -12,6 +12,7 @@ from lmkv.memory.comparison import Difference
 from lmkv.memory.copier import ChunkCopy
 from lmkv.memory.slab import SlabRef
 from lmkv.protocols import ChunkKey, Place
+from lmkv.store.in_place import FilesRead
 
 
 class FileRead(NamedTuple):
@@ -63,7 +64,7 @@ class StepPlan:
 class JobReport:
     """How a job ended on the `ranks` that have answered. `seconds`: those of the slowest rank.
 
-    `differences`: of an order that `compares`. `unread`: the chunks whose files could not be read.
+    `differences`: of an order that `compares`. `files`: of one that has files.
     """
 
     ranks: int
@@ -71,7 +72,7 @@ class JobReport:
     nbytes: int = 0
     seconds: float = 0.0
     differences: list[Difference] = field(factory=list)
-    unread: list[ChunkKey] = field(factory=list)
+    files: FilesRead | None = None
 
     def merge(self, other: JobReport) -> JobReport:
         return JobReport(
@@ -80,7 +81,7 @@ class JobReport:
             self.nbytes + other.nbytes,
             max(self.seconds, other.seconds),
             self.differences + other.differences,
-            self.unread + other.unread,
+            self.files or other.files,
         )
 
 
@@ -89,22 +90,20 @@ class WorkerReport:
     """The jobs, and the timed steps, that have ended since the last report.
 
     `mapped`: ranks that have the slab. `refusal`: why a rank fails every order from now on, "" if none does.
-    `blind`: why a rank cannot read files in shared memory, "" if all can.
     """
 
     jobs: dict[int, JobReport] = field(factory=dict)
     steps: set[int] = field(factory=set)
     mapped: set[int] = field(factory=set)
     refusal: str = ""
-    blind: str = ""
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Both reports in one; the order does not matter, because ranks answer in any order."""
         merged = dict(self.jobs)
         for job, report in other.jobs.items():
             merged[job] = merged[job].merge(report) if job in merged else report
-        reasons = max(self.refusal, other.refusal), max(self.blind, other.blind)
-        return WorkerReport(merged, self.steps | other.steps, self.mapped | other.mapped, *reasons)
+        refusal = max(self.refusal, other.refusal)
+        return WorkerReport(merged, self.steps | other.steps, self.mapped | other.mapped, refusal)
 
 
 class StepPlanBuilder:

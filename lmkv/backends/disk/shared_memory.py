@@ -10,6 +10,7 @@ from typing import Literal
 from attrs import define, field
 
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk.root import Root
 from lmkv.outcomes import Read, ReadStatus
 from lmkv.protocols import ChunkKey, Place
 
@@ -40,7 +41,8 @@ class SharedMemoryBackend(LocalDiskBackend):
 
     @classmethod
     def at(cls, place: Place) -> SharedMemoryBackend:
-        """The chunks at `place`, for a process that only reads them."""
+        """The chunks at `place`, for a process that only reads them. Raises `OSError` when there is no such folder."""
+        Root.checked(place.path)
         return cls(place.path, place.namespace)
 
     @property

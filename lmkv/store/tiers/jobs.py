@@ -47,3 +47,8 @@ class AfterLock:
                 job.refused(self)
             for call in calls:
                 call(self)
+
+
+def deletion(work: Callable[[], None]) -> Job:
+    """A job that a closed pool may refuse: then the store serves nothing that it would delete."""
+    return Job(lambda after: work(), Priority.LOAD, lambda after: None)

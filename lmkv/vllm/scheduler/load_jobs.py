@@ -195,8 +195,8 @@ class LoadJobs:
         state, keys = job.state, job.lease.keys
         # Not before the last rank has answered: until then they read the slots.
         job.lease.release()
-        if job.lease.in_place and (report.ok or report.unread):
-            self._store.in_place.ended(job.lease.in_place, report.unread, report.nbytes, report.seconds)
+        if report.files is not None:
+            self._wait.read_in_place(report.files)
         # The end of a load that was stopped, for its request or a copy before it failed, is no failure of its own.
         if job.tokens or job.load is None or not job.load.stopped:
             self._telemetry.loaded(job.tokens, report)
@@ -207,8 +207,9 @@ class LoadJobs:
             state.load_seconds += report.seconds
             self.mode.observe(report.nbytes, report.seconds)
             return
-        # Where a file could not be read, the slots are right.
-        self._store.drop(report.unread or keys)
+        if report.files is None:
+            # Where a file could not be read, the slots are right.
+            self._store.drop(keys)
         if job.load is not None and job.load.abandoned:
             return
         logger.warning("lmkv: a load for request %s failed; it is recomputed", state.request_id)

@@ -97,7 +97,9 @@ class LoadPlanner:
             chunks = -(-hit // self._chunk_size)
         if self._audit.on and self._is_audited(state, keys[:chunks], first, ready, need):
             return 0, False
-        self._promise(state, keys[:chunks], first, ready, need, between_steps)
+        if not self._promise(state, keys[:chunks], first, need, between_steps):
+            # An I/O thread has evicted some of them just now.
+            return None, False
         return need, between_steps
 
     def _is_audited(self, state: RequestState, keys: list[ChunkKey], first: int, ready: int, need: int) -> bool:
@@ -190,14 +192,18 @@ class LoadPlanner:
         nbytes = max(0, ready - first) * self._store.slab.slot_bytes
         return ready, nbytes > 0 and (not self._may_load_within_step or self.jobs.mode.between_steps(nbytes))
 
-    def _promise(
-        self, state: RequestState, keys: list[ChunkKey], first: int, ready: int, need: int, between_steps: bool
-    ) -> None:
-        total, below = self._boundaries.chunks(len(keys)) - first, keys[max(first, ready) :]
-        if not between_steps:
+    def _promise(self, state: RequestState, keys: list[ChunkKey], first: int, need: int, between_steps: bool) -> bool:
+        """Lease what is loaded within the step; False if some of it has just gone."""
+        total = self._boundaries.chunks(len(keys)) - first
+        if between_steps:
+            below: Sequence[ChunkKey] = keys[max(first, self._store.count_prefix(keys)[0]) :]
+        else:
             # Leased before the promotion is released: in between the chunks could be evicted.
-            state.lease = self.wait.lease(keys[first:])
+            state.lease = self.wait.lease(state, keys[first:])
             below = state.lease.in_place
+            if len(state.lease) < len(keys) - first:
+                state.drop_lease()
+                return False
         state.source_chunks = self._sources(state, total, below)
         state.sources = self._in_tokens(state.source_chunks, need)
         state.promised, state.between_steps = keys, between_steps
@@ -205,6 +211,7 @@ class LoadPlanner:
         if not between_steps:
             state.drop_promotion()
         self._promised[state.request_id] = state
+        return True
 
     def _sources(self, state: RequestState, total: int, below: Sequence[ChunkKey]) -> dict[str, int]:
         """The `total` chunks to load by tier. A chunk that was just promoted counts for the tier that it came from."""
@@ -212,7 +219,8 @@ class LoadPlanner:
         state.note_promoted()
         lower = {name: count for name, count in state.promoted.items() if name != host}
         if below:
-            lower[self._store.catalog.tier_of(below[0]) or host] = len(below)
+            name = self._store.catalog.tier_of(below[0]) or host
+            lower[name] = lower.get(name, 0) + len(below)
         lower = {name: min(count, total) for name, count in lower.items()}
         return {host: max(0, total - sum(lower.values())), **lower}
 

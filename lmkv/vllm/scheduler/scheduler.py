@@ -1,7 +1,7 @@
 """The scheduler side of the connector: answers vLLM's lookups and plans the copies of each step.
 
 Free of vLLM types: requests and scheduler outputs are read through a few attributes, so that any schedule can
-be simulated. Nothing here waits or does I/O.
+be simulated. Nothing here waits, or does I/O; it looks for files in memory, at most.
 """
 
 from __future__ import annotations
@@ -306,9 +306,6 @@ class Scheduler:
         if report.refusal and not self._refused:
             self._refused = True
             logger.error("lmkv: nothing is cached from now on: %s", report.refusal)
-        if report.blind and self.loading.wait.in_place:
-            self.loading.wait.in_place = False
-            logger.warning("lmkv: shared memory is copied into host memory from now on: %s", report.blind)
         for step in report.steps:
             self.loading.jobs.step_ended(step)
         # Before any store is published, and without waiting for the other ranks' answers: a store that is

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import event, given, strategies as st
 
 from lmkv.backends.disk.shared_memory import SharedMemoryBackend
@@ -23,15 +24,25 @@ from lmkv.memory.cpu_copier import CPUCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
 from lmkv.protocols import Chunk
+from lmkv.store.in_place import InPlace
 from lmkv.store.leases import IN_PLACE
 from lmkv.store.tiers.tails import Payloads
 from lmkv.vllm.block_map import Group
 from lmkv.vllm.block_reader import BlockReader
 from lmkv.vllm.metadata import CopyOrder, FileRead
+from tests.kit import LIMIT
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
 TOKENS = 44
 """Of a prompt: five chunks of 8 and a tail."""
+
+
+@pytest.fixture(scope="module", params=[0, 16 << 10], ids=["into blocks", "by a slot"], autouse=True)
+def _small(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Pages as small as those of these tests are copied from a slot of the worker's, which is tested as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmkv.vllm.block_reader._SMALL", request.param)
+        yield
 
 
 @contextmanager
@@ -73,11 +84,12 @@ def reads(engine: SimulatedVLLM) -> tuple[int, int, int]:
 @pytest.mark.parametrize("tokens", [8, 9, 41, TOKENS, 48])
 def test_a_hit_takes_no_slot(tokens: int) -> None:
     with in_memory() as folder:
-        files = store(folder, tokens)
+        store(folder, tokens)
         with engine_over(folder) as engine:
             request = ask(engine, "asks", tokens)
             assert request.loaded == tokens - 1
-            assert reads(engine) == (len(files), len(files), 0)
+            files = -(-request.loaded // 8)
+            assert reads(engine) == (files, files, 0)
             assert engine.counts["recomputed"] == 0
             assert engine.store.stats().tiers[0].hits == 0
             assert engine.store.stats().tiers[0].chunks <= 1, "at most the tail that the answer has made longer"
@@ -181,6 +193,103 @@ def _refused(place: Any) -> Any:
     return SharedMemoryBackend(file / "below", place.namespace)
 
 
+@pytest.mark.parametrize("shown", ["absent", "another one"])
+def test_a_worker_that_sees_another_folder_fails_one_hit_and_makes_none(
+    shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = SharedMemoryBackend.at
+    with in_memory() as folder, in_memory() as other:
+        store(folder)
+        if shown == "another one":
+            SharedMemoryBackend(other / "kv", bytes(32))
+        with engine_over(folder) as engine:
+            monkeypatch.setattr(SharedMemoryBackend, "at", lambda place: at(evolve(place, path=str(other / "kv"))))
+            for number in range(3):
+                ask(engine, f"{number}")
+                engine.scheduler.store.clear(lower=False)
+            assert engine.counts["recomputed"] == 1
+            assert not engine.scheduler.loading.wait.in_place
+            assert (other / "kv").exists() == (shown == "another one")
+
+
+def test_a_damaged_file_that_cannot_be_removed_fails_one_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "not yours")
+
+    with in_memory() as folder:
+        files = store(folder)
+        with engine_over(folder) as engine:
+            monkeypatch.setattr("lmkv.backends.disk.folder.ChunkFolder.discard", refuse)
+            monkeypatch.setattr("lmkv.backends.disk.fileio.Folder.unlink", refuse)
+            broken(files, 2, "changed")
+            for number in range(4):
+                ask(engine, f"{number}")
+                engine.scheduler.store.clear(lower=False)
+            assert engine.counts["recomputed"] == 1
+            assert engine.store.stats().tiers[1].read_failures == 1
+
+
+def test_a_request_that_pins_its_chunks_gets_them_in_host_memory() -> None:
+    with in_memory() as folder:
+        store(folder)
+        with engine_over(folder) as engine:
+            request = SimulatedRequest("asks", list(range(TOKENS)), TOKENS, 1, "a", {"lmkv.pin": 600})
+            engine.add(request)
+            while request.status != "ended":
+                assert engine.store.drain(LIMIT)
+                engine.step()
+            assert request.loaded == TOKENS - 1
+            assert engine.store.stats().tiers[0].hits == 6
+            assert engine.store.unpin(list(engine.store._primary.entries)) == 6
+            engine.finish()
+
+
+def test_only_what_was_read_counts_as_read() -> None:
+    with in_memory() as folder:
+        store(folder, 16)
+        with engine_over(folder, save_unfull_chunk=False) as engine:
+            ask(engine, "stores more", 41)
+            first = engine.store.stats().tiers[1].read_bytes
+            assert ask(engine, "asks", 41).loaded == 40
+            assert engine.store.stats().tiers[1].read_bytes == 2 * first
+
+
+def test_a_chunk_that_goes_between_lookup_and_lease_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with in_memory() as folder:
+        store(folder, 40)
+        with engine_over(folder, save_unfull_chunk=False) as engine:
+            lease = InPlace.lease
+
+            def evicts(self: InPlace, keys: Any) -> Any:
+                monkeypatch.setattr(InPlace, "lease", lease)
+                with self._lock:
+                    self._tiers[0].index.discard(keys[3])
+                return lease(self, keys)
+
+            monkeypatch.setattr(InPlace, "lease", evicts)
+            assert ask(engine, "asks", 41).loaded == 24
+            assert engine.counts["recomputed"] == 0
+
+
+def test_a_request_that_waits_looks_for_its_files_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    is_there = SharedMemoryBackend._is_there
+    monkeypatch.setattr(SharedMemoryBackend, "_is_there", lambda *args: (looked.append(1), is_there(*args))[1])
+    with in_memory() as folder:
+        store(folder, 40)
+        looked.clear()
+        with engine_over(folder, save_unfull_chunk=False) as engine:
+            request = SimulatedRequest("asks", list(range(41)), 41, 1, "a")
+            engine.scheduler.on_new_request(request)
+            assert engine.store.drain(LIMIT)
+            looked.clear()
+            for _ in range(10):
+                assert engine.scheduler.get_num_new_matched_tokens(request, 0)[0] == 40
+                engine.scheduler.plan_step({}, lambda _: None)
+            assert len(looked) == 5
+            engine.scheduler.request_finished(request)
+
+
 def test_a_folder_on_a_disk_is_copied_into_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store(tmp_path)
     monkeypatch.setattr(SharedMemoryBackend, "place", None)
@@ -213,7 +322,7 @@ def test_blocks_get_the_bytes_that_a_copy_from_a_slot_gives_them(data: st.DataOb
         backend = SharedMemoryBackend(folder, bytes(32))
         slots.array[:] = rng.integers(0, 256, slots.array.shape, np.uint8)
         payloads = Payloads(layout.slot_bytes, layout.spans, layout.sizes)
-        copies, reads = [], []
+        copies, reads, keys = [], [], []
         for slot, count in enumerate(tokens):
             pages = -(-count // 4)
             first = data.draw(st.integers(0, pages - 1))
@@ -224,10 +333,13 @@ def test_blocks_get_the_bytes_that_a_copy_from_a_slot_gives_them(data: st.DataOb
             key = digest if count == chunk_size else TailKey.of(digest, count)
             backend.write(Chunk(key, payloads.gather(key, slots.array[slot].data)))
             reads.append(FileRead.of(key, chunk_size))
+            keys.append(key)
         copied, read = memory(), memory()
         CPUCopier(copied, layout, slots).load(copies)
         order = CopyOrder(1, [copy._replace(slot=IN_PLACE) for copy in copies], files=reads, place=backend.place)
-        assert BlockReader(read, layout).read(pickle.loads(pickle.dumps(order))) == []
+        found = BlockReader(read, layout).read(pickle.loads(pickle.dumps(order)))
+        assert (found.count, found.failed, found.blind) == (len(tokens), b"", "")
+        assert found.nbytes == sum(payloads.nbytes(key) for key in keys)
         assert all(torch.equal(*rows) for rows in zip(copied.rows, read.rows, strict=True))
 
 
