@@ -88,11 +88,11 @@ BUDGET = {
     "vllm": 2041,
     "vllm.requests": 301,
     "vllm.observe": 758,
-    "vllm.scheduler": 1487,
+    "vllm.scheduler": 1488,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15650
+WHOLE = 15651
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -62,8 +62,9 @@ class Scheduler:
             self._options = evolve(self._options, save_unfull_chunk=False)
         if block_map.states:
             # A hit ends where a state is, though the KV of draft layers there depends on the token that comes next:
-            # this costs an accepted draft at most.
-            self._options = evolve(self._options, lookahead=0)
+            # this costs an accepted draft at most. An audit would take such KV for wrong.
+            audited = 0.0 if self._options.lookahead else self._options.audit_rate
+            self._options = evolve(self._options, lookahead=0, audit_rate=audited)
         self._builder = StepPlanBuilder()
         self._clock = self._options.clock
         self._observer = SchedulerObserver(store, block_map.chunk_size, self._clock, events)

@@ -103,6 +103,12 @@ def test_any_schedule(kind: str, seed: int, options: dict[str, Any]) -> None:
             event(name)
 
 
+def test_draft_layers_beside_recurrent_ones_are_not_audited() -> None:
+    """Their KV at the end of a hit depends on the token that came next, which is no wrong chunk."""
+    options = {"num_blocks": 40, "chunk_size": 8, "ram_chunks": 18, "drafts": True, "lookahead": 1, "context": 2}
+    _drive(random.Random(942469063), GROUPS["a ring, full, and a recurrent layer"], {**options, "audit_rate": 0.5})
+
+
 @pytest.mark.parametrize("kind", [kind for kind in GROUPS if kind != "window alone"])
 def test_the_schedules_test_something(kind: str) -> None:
     """Over fixed seeds, each of the situations that matter occurs."""
