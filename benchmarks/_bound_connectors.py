@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from attrs import frozen
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
 from lmkv.memory.paged import block_rows
@@ -36,11 +35,11 @@ class IdleConnector(KVConnectorBase_V1):
         pass
 
 
-@frozen
-class BlocksMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class BlocksMetadata(KVConnectorMetadata):
     """The blocks that this step fills."""
 
-    blocks: list[int]
+    def __init__(self, blocks: list[int]) -> None:
+        self.blocks = blocks
 
 
 class CopyingConnector(IdleConnector):

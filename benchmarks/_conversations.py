@@ -26,7 +26,7 @@ AT_ONCE = 4
 PACES = 4.0
 """How many times longer the slowest user thinks than the fastest."""
 SKIPPED = {"lmkv.skip_save": True, "lmkv.skip_load": True}
-"""What a request says that neither stores nor loads."""
+"""Parameters with which the connector neither stores nor loads a request."""
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -23,8 +23,8 @@ from lmkv.store.tiers.primary import PrimaryTier
 class FilesRead:
     """How chunks were read in place: `count` of them, `nbytes` in `seconds`, and why the one after them was not.
 
-    `failed`: its key, b"" if there is none. `error`: "" if it is gone. `damaged`: its bytes are wrong. `blind`: why
-    nothing can be read in place, "" if other chunks can.
+    `failed`: the key of that chunk, b"" if all were read. `error`: the message, "" for a chunk that is gone. `damaged`:
+    whether its bytes are wrong. `blind`: why the worker can read no chunk in place, "" if it can.
     """
 
     count: int = 0
@@ -36,7 +36,7 @@ class FilesRead:
     blind: str = ""
 
     def outcome(self, tier: str) -> Read:
-        """Of the chunk that was not read."""
+        """The outcome of reading `failed`, for the counters of its tier."""
         if not self.error:
             return MISS
         kind = CorruptChunkError if self.damaged else BackendError

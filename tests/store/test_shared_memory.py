@@ -126,7 +126,7 @@ def test_reads_from_memory_do_not_compete_for_the_cores(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr("lmkv.store.tiered.IOPool", make)
     disk = {"local_disk": str(tmp_path), "max_local_disk_size": 0.01} if with_disk else {}
-    # Those of earlier tests' engines may not have ended yet.
+    # Threads of an earlier test's engine may still run.
     others = set(threading.enumerate())
     engine, _ = open_engine(memory_path, local_cpu=False, **disk)
     with engine:

@@ -34,7 +34,7 @@ from tests.kit import LIMIT
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
 TOKENS = 44
-"""Of a prompt: five chunks of 8 and a tail."""
+"""Length of a prompt: five chunks of 8 tokens, and a tail."""
 
 
 @pytest.fixture(scope="module", params=[0, 16 << 10], ids=["into blocks", "by a slot"], autouse=True)
@@ -76,7 +76,7 @@ def store(folder: Path, tokens: int = TOKENS) -> list[Path]:
 
 
 def reads(engine: SimulatedVLLM) -> tuple[int, int, int]:
-    """Of shared memory: reads, hits, and chunks that turned out to be gone. Also: nothing is in host memory."""
+    """Counters of shared memory: reads, hits, and chunks that were gone or damaged."""
     tier = engine.store.stats().tiers[1]
     return tier.reads, tier.hits, tier.lost
 
