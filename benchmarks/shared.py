@@ -44,7 +44,7 @@ from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk, Place
 from lmkv.store.leases import IN_PLACE
 from lmkv.vllm.block_reader import BlockReader
-from lmkv.vllm.metadata import CopyOrder, FileRead
+from lmkv.vllm.metadata import CopyOrder
 
 CHUNKS, NBYTES = 31, 2 << 20
 READER, COPIER = "lmkv's worker: read into blocks and checked", "lmkv's worker: copied from slots into blocks"
@@ -163,8 +163,7 @@ def of_worker(
     if scattered:
         random.Random(0).shuffle(blocks)
     copies = [ChunkCopy(n, (Run(0, blocks[n * pages : (n + 1) * pages]),)) for n in range(CHUNKS)]
-    files = [FileRead(key, CHUNK_TOKENS) for key in keys]
-    order = CopyOrder(1, [copy._replace(slot=IN_PLACE) for copy in copies], files=files, place=place)
+    order = CopyOrder(1, [copy._replace(slot=IN_PLACE) for copy in copies], files=keys, place=place)
 
     def read() -> None:
         assert reader.read(order).count == CHUNKS

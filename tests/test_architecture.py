@@ -85,14 +85,14 @@ BUDGET = {
     "engine": 488,
     "": 60,
     "agent": 929,
-    "vllm": 2041,
+    "vllm": 2032,
     "vllm.requests": 301,
     "vllm.observe": 758,
-    "vllm.scheduler": 1488,
+    "vllm.scheduler": 1487,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15651
+WHOLE = 15641
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

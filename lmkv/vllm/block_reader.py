@@ -12,16 +12,19 @@ import numpy.typing as npt
 from attrs import evolve
 
 from lmkv.backends.disk.shared_memory import SharedMemoryBackend
-from lmkv.chunks.layout import KVLayout, align_up
+from lmkv.chunks.hashing import TailKey
+from lmkv.chunks.layout import KVLayout
 from lmkv.errors import CorruptChunkError
 from lmkv.memory.copier import ChunkCopy, check_copies
 from lmkv.memory.cpu_copier import CPUCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Read, ReadStatus
+from lmkv.protocols import ChunkKey
 from lmkv.store.in_place import FilesRead
 from lmkv.store.leases import IN_PLACE
-from lmkv.vllm.metadata import CopyOrder, FileRead
+from lmkv.store.tiers.tails import Payloads
+from lmkv.vllm.metadata import CopyOrder
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -30,7 +33,7 @@ _AT_ONCE = 32
 _SMALL = 16 << 10
 """Bytes. The kernel fills shorter pieces of memory more slowly than they are copied from a slot."""
 
-_Chunk = tuple[FileRead, ChunkCopy]
+_Chunk = tuple[ChunkKey, ChunkCopy]
 
 
 class UnreadError(Exception):
@@ -45,6 +48,7 @@ class BlockReader:
 
     def __init__(self, memory: PagedMemory, layout: KVLayout) -> None:
         self._memory, self._layout = memory, layout
+        self._payloads = Payloads(layout.slot_bytes, layout.spans, layout.sizes)
         self._planes: list[npt.NDArray[Any]] = [row.numpy() for row in memory.rows]
         self._backend: SharedMemoryBackend | None = None
         self._slot = Slab(layout.slot_bytes, layout.slot_bytes)
@@ -66,11 +70,11 @@ class BlockReader:
             while done < len(chunks):
                 results = read(self._backend, chunks[done : done + at_once])
                 good = [result for result in results if result.status is ReadStatus.HIT]
-                nbytes += sum(self._payload_bytes(file.tokens) for file, _ in chunks[done : done + len(good)])
+                nbytes += sum(self._payloads.nbytes(key) for key, _ in chunks[done : done + len(good)])
                 done += len(good)
                 if len(good) < len(results):
                     seconds = time.monotonic() - started
-                    return self._failed(FilesRead(done, nbytes, seconds, chunks[done][0].key), results[-1])
+                    return self._failed(FilesRead(done, nbytes, seconds, chunks[done][0]), results[-1])
         except Exception as error:
             logger.exception("lmkv: chunks in shared memory could not be read")
             return FilesRead(done, nbytes, time.monotonic() - started, blind=repr(error))
@@ -85,13 +89,6 @@ class BlockReader:
         runs = blocks * len(planes) - steps * sum(planes)
         return blocks * sum(layer.page_bytes for layer in self._layout.layers) < runs * _SMALL
 
-    def _payload_bytes(self, tokens: int) -> int:
-        layout = self._layout
-        if tokens == layout.chunk_size:
-            # Whole chunks are stored as whole memory pages.
-            return align_up(layout.chunk_bytes)
-        return sum(span.stop - span.start for span in layout.spans(tokens))
-
     @staticmethod
     def _failed(read: FilesRead, result: Read) -> FilesRead:
         if result.error is None:
@@ -103,23 +100,23 @@ class BlockReader:
 
     def _scattered(self, backend: SharedMemoryBackend, chunks: Sequence[_Chunk]) -> list[Read]:
         """Read chunks into their blocks."""
-        wanted = [(file.key, [*filter(len, self._parts(file.tokens, copy))]) for file, copy in chunks]
+        wanted = [(key, [*filter(len, self._parts(key, copy))]) for key, copy in chunks]
         return backend.read_scattered(wanted)
 
     def _copied(self, backend: SharedMemoryBackend, chunks: Sequence[_Chunk]) -> list[Read]:
         """Read one chunk into the slot, and copy it from there."""
-        ((file, copy),) = chunks
-        slot, layout = self._slot.view(0), self._layout
-        whole = [slice(0, self._payload_bytes(file.tokens))]
-        spans = whole if file.tokens == layout.chunk_size else layout.spans(file.tokens)
-        results = backend.read_scattered([(file.key, [slot[span] for span in spans])])
+        ((key, copy),) = chunks
+        slot = self._slot.view(0)
+        spans = self._layout.spans(key.tokens) if isinstance(key, TailKey) else [slice(0, self._payloads.nbytes(key))]
+        results = backend.read_scattered([(key, [slot[span] for span in spans])])
         if results[0].status is ReadStatus.HIT:
             self._copier.load([copy._replace(slot=0)])
         return results
 
-    def _parts(self, tokens: int, copy: ChunkCopy) -> Iterator[memoryview]:
-        """The memory to read the payload of a chunk of `tokens` tokens into, in its order."""
+    def _parts(self, key: ChunkKey, copy: ChunkCopy) -> Iterator[memoryview]:
+        """The memory to read the payload of a chunk into, in its order."""
         layout, unwanted, at = self._layout, self._slot.view(0), 0
+        tokens = key.tokens if isinstance(key, TailKey) else layout.chunk_size
         # No part of it twice: several pieces are read before the first is verified.
         for plane, layer in zip(self._planes, layout.layers, strict=True):
             run, size = copy.runs[layer.group], layer.page_bytes
@@ -130,7 +127,7 @@ class BlockReader:
             yield from _runs(plane, blocks)
             yield unwanted[at + (run.first + len(blocks)) * size : end]
             at = end
-        yield unwanted[at : self._payload_bytes(tokens)]
+        yield unwanted[at : self._payloads.nbytes(key)]
 
     def close(self) -> None:
         if self._backend is not None:

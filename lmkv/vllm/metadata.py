@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
 
 from attrs import define, field, frozen
 
-from lmkv.chunks.hashing import TailKey
 from lmkv.memory.comparison import Difference
 from lmkv.memory.copier import ChunkCopy
 from lmkv.memory.slab import SlabRef
 from lmkv.protocols import ChunkKey, Place
 from lmkv.store.in_place import FilesRead
-
-
-class FileRead(NamedTuple):
-    """A chunk of `tokens` tokens that a worker reads from its file, as no slot has it."""
-
-    key: ChunkKey
-    tokens: int
-
-    @classmethod
-    def of(cls, key: ChunkKey, chunk_size: int) -> Self:
-        return cls(bytes(key), key.tokens if isinstance(key, TailKey) else chunk_size)
 
 
 @frozen
@@ -43,7 +30,7 @@ class CopyOrder:
     between_steps: bool = False
     finishes: str | None = None
     compares: list[int] = field(factory=list)
-    files: list[FileRead] = field(factory=list)
+    files: list[ChunkKey] = field(factory=list)
     place: Place | None = None
 
 
@@ -121,7 +108,7 @@ class StepPlanBuilder:
         *,
         between_steps: bool = False,
         finishes: str | None = None,
-        files: Sequence[FileRead] = (),
+        files: Sequence[ChunkKey] = (),
         place: Place | None = None,
     ) -> CopyOrder:
         """Add a load to the plan."""

@@ -14,7 +14,7 @@ from attrs import define, field
 
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
-from lmkv.vllm.metadata import FileRead, JobReport
+from lmkv.vllm.metadata import JobReport
 from lmkv.vllm.requests.patience import STALL
 from lmkv.vllm.requests.request import BlockTables, RequestState
 from lmkv.vllm.scheduler.async_load import AsyncLoad, AsyncLoadAdmission, LoadWindow
@@ -109,8 +109,7 @@ class LoadJobs:
         covered = self._block_map.covers(copies, start, end)
         failed = [] if covered else self._block_map.blocks_between(tables, start, end)
         place = self._store.in_place.place if lease.in_place else None
-        files = [FileRead.of(key, self._chunk_size) for key in lease.in_place] if place else []
-        order = self._builder.load(copies if covered else [], failed, files=files, place=place)
+        order = self._builder.load(copies if covered else [], failed, files=lease.in_place, place=place)
         unconfirmed = list(tables[0][start // self._block_map.groups[0].block_size :])
         first = start // self._chunk_size
         self._jobs[order.job] = _LoadJob(state, lease, first, end - start, start=start, unconfirmed=unconfirmed)

@@ -29,7 +29,7 @@ from lmkv.store.leases import IN_PLACE
 from lmkv.store.tiers.tails import Payloads
 from lmkv.vllm.block_map import Group
 from lmkv.vllm.block_reader import BlockReader
-from lmkv.vllm.metadata import CopyOrder, FileRead
+from lmkv.vllm.metadata import CopyOrder
 from tests.kit import LIMIT
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
@@ -322,7 +322,7 @@ def test_blocks_get_the_bytes_that_a_copy_from_a_slot_gives_them(data: st.DataOb
         backend = SharedMemoryBackend(folder, bytes(32))
         slots.array[:] = rng.integers(0, 256, slots.array.shape, np.uint8)
         payloads = Payloads(layout.slot_bytes, layout.spans, layout.sizes)
-        copies, reads, keys = [], [], []
+        copies, keys = [], []
         for slot, count in enumerate(tokens):
             pages = -(-count // 4)
             first = data.draw(st.integers(0, pages - 1))
@@ -332,11 +332,10 @@ def test_blocks_get_the_bytes_that_a_copy_from_a_slot_gives_them(data: st.DataOb
             digest = bytes([slot]) * 32
             key = digest if count == chunk_size else TailKey.of(digest, count)
             backend.write(Chunk(key, payloads.gather(key, slots.array[slot].data)))
-            reads.append(FileRead.of(key, chunk_size))
             keys.append(key)
         copied, read = memory(), memory()
         CPUCopier(copied, layout, slots).load(copies)
-        order = CopyOrder(1, [copy._replace(slot=IN_PLACE) for copy in copies], files=reads, place=backend.place)
+        order = CopyOrder(1, [copy._replace(slot=IN_PLACE) for copy in copies], files=keys, place=backend.place)
         found = BlockReader(read, layout).read(pickle.loads(pickle.dumps(order)))
         assert (found.count, found.failed, found.blind) == (len(tokens), b"", "")
         assert found.nbytes == sum(payloads.nbytes(key) for key in keys)
