@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ from lmkv.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
+_THREADS_A_CORE = {"shared_memory": 2, "disk": 4}
+"""Threads that read or write these tiers, for each core: memory never waits, a disk seldom. Others wait long."""
+
 
 def build_store(
     config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, engine: str = "", engines: int = 1
@@ -44,10 +48,9 @@ def build_store(
         config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines
     )
     lower = list(_lower_tiers(config, namespace, config.authentication_bytes))
-    threads = config.disk_io_threads
-    if [tier.name for tier in lower] == ["shared_memory"]:
-        # Reads from memory wait for nothing: more threads than this only compete for the cores.
-        threads = min(threads, 2 * len(os.sched_getaffinity(0)))
+    # More threads than these only compete for the cores with vLLM and with each other.
+    useful = max((_THREADS_A_CORE.get(tier.name, math.inf) for tier in lower), default=math.inf)
+    threads = int(min(config.disk_io_threads, useful * len(os.sched_getaffinity(0))))
     return TieredStore(
         Tier(host, _policy(config)),
         lower,

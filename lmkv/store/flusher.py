@@ -30,12 +30,14 @@ class _Flush:
     """
 
     chain: Sequence[ChunkKey]
-    copies: dict[_Copy, None]
+    copies: list[_Copy]
     late: bool = False
     left: int = field(init=False)
+    queued: deque[_Copy] = field(init=False)
+    """Copies that no thread has begun."""
 
     def __attrs_post_init__(self) -> None:
-        self.left = len(self.copies)
+        self.left, self.queued = len(self.copies), deque(self.copies)
 
     def ancestors(self, key: ChunkKey) -> frozenset[ChunkKey]:
         return frozenset(takewhile(lambda other: other != key, self.chain))
@@ -101,15 +103,14 @@ class Flusher:
     ) -> None:
         """Queue copies, each of which refers to its entry already."""
         if copies:
-            flush = _Flush(chain, dict.fromkeys(copies), late)
-            after.jobs += [
-                Job(partial(self._copy, copy, flush), Priority.STORE, partial(self._refused, copy, flush))
-                for copy in copies
-            ]
+            flush = _Flush(chain, list(copies), late)
+            # The same job for each: this runs on the scheduler's thread.
+            job = Job(partial(self._copy, flush), Priority.STORE, partial(self._refused, flush))
+            after.jobs += [job] * len(copies)
 
-    def _copy(self, copy: _Copy, flush: _Flush, after: AfterLock) -> None:
-        """Make one copy, on an I/O thread."""
-        tier, entry = copy
+    def _copy(self, flush: _Flush, after: AfterLock) -> None:
+        """Make the first copy that no thread has begun, on an I/O thread."""
+        tier, entry = flush.queued.popleft()
         try:
             payload = self._primary.payloads.gather(entry.key, self._primary.slab.view(entry.slot))
             chunk = Chunk(entry.key, payload, entry.parent, entry.tokens)
@@ -119,11 +120,14 @@ class Flusher:
                 self._end_copy(flush, after)
                 self._plan_late(after)
 
-    def _refused(self, copy: _Copy, flush: _Flush, after: AfterLock) -> None:
-        """Make a refused copy later, if the chunk is still here then. Its slot is not kept for it."""
-        tier, entry = copy
+    def _refused(self, flush: _Flush, after: AfterLock) -> None:
+        """Make the last copy later, if the chunk is still here then. Its slot is not kept for it.
+
+        The pool refuses the last ones, and says so from the last to the first.
+        """
+        copy = tier, entry = flush.queued.pop()
         with self._lock:
-            del flush.copies[copy]
+            flush.copies.pop()
             self._primary.unref(entry)
             if entry.removed or len(self._late) >= self._primary.slab.num_slots:
                 tier.count_dropped()

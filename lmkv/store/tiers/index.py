@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 
 from attrs import define, field
 
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed, Policy
+from lmkv.store.tiers.freezer import Freezer
 from lmkv.store.tiers.late_writes import LateWrites
 from lmkv.store.tiers.observer import StoreObserver
 
@@ -70,6 +72,7 @@ class TierIndex:
         A copy of all keys instead would keep the scheduler waiting: 0.1 s for three million.
         """
         self._last_used, self._newest = math.inf, 0.0
+        self._freezer = Freezer()
 
     def __repr__(self) -> str:
         of = "" if self.capacity is None else f" of {self.capacity}"
@@ -170,12 +173,18 @@ class TierIndex:
         return None if victims is None else {key: self._drop(key) for key in victims}
 
     def _add(self, key: ChunkKey, nbytes: int, parent: ChunkKey = b"") -> None:
+        self._add_all((key,), nbytes, (parent,))
+
+    def _add_all(self, keys: Sequence[ChunkKey], nbytes: int, parents: Sequence[ChunkKey]) -> None:
+        """Index chunks of as many bytes each, as `Policy.insert_chain` takes them."""
         # First, so that the index has no chunk that its policy refused.
-        self.policy.insert_chain((key,), nbytes, (parent,))
-        self._sizes[key] = nbytes
-        self.used += nbytes
-        self.other_namespace += _is_other_namespace(key)
-        self._tell_stored(key)
+        self.policy.insert_chain(keys, nbytes, parents)
+        self._sizes.update(dict.fromkeys(keys, nbytes))
+        self.used += nbytes * len(keys)
+        for key in keys:
+            self.other_namespace += _is_other_namespace(key)
+            self._tell_stored(key)
+        self._freezer.added(len(keys), len(self))
 
     def _tell_stored(self, key: ChunkKey) -> None:
         for observer in self._observers:
@@ -318,30 +327,46 @@ class TierIndex:
         """
         if self._listing is None:
             return False
-        now = time.time()
+        now, sizes, unseen, last_used = time.time(), self._sizes, self._unseen, self._last_used
+        new: dict[ChunkKey, int] = {}
         for item in found:
-            if item.key in self._unseen:
-                self._sizes[item.key] = self._unseen.pop(item.key)
-            self._trust(item.key)
+            key, used = item.key, item.last_used
+            if key in unseen:
+                sizes[key] = unseen.pop(key)
+            if self._doubted:
+                self._trust(key)
             # A time in the future is no use, and must not hide the uses of other chunks.
-            used = item.last_used if item.last_used <= now else 0.0
-            self._newest = max(self._newest, used)
-            if item.key in self._sizes and used > self._last_used:
-                # Used since the last listing, perhaps by another process.
-                self.policy.touch([item.key])
-            if not self._refuse_late(item.key, max(item.nbytes, 1)) and self._is_new(item.key, self._listing):
-                self._adopt(item)
+            if used > now:
+                used = 0.0
+            if used > self._newest:
+                self._newest = used
+            # Empty chunks, too: a read finds them damaged, and then they can be stored again.
+            nbytes = max(item.nbytes, 1)
+            if key in sizes:
+                if used > last_used:
+                    # Used since the last listing, perhaps by another process.
+                    self.policy.touch([key])
+            elif not self._refuse_late(key, nbytes) and self._is_new(key, self._listing):
+                new.setdefault(key, nbytes)
+        self._adopt(new)
         return True
 
-    def _adopt(self, item: Listed) -> None:
-        # Empty chunks, too: a read finds them damaged, and then they can be stored again.
-        nbytes = max(item.nbytes, 1)
-        evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
-        if evicted is None:
-            self._tombstones[item.key] = nbytes
-        else:
-            self._add(item.key, nbytes)
-            self._tombstones |= evicted
+    def _adopt(self, new: Mapping[ChunkKey, int]) -> None:
+        """Index new chunks, given with their bytes, least recently used first."""
+        fit = self.capacity is None or self.used + self._reclaiming_bytes + sum(new.values()) <= self.capacity
+        if fit:
+            # One call for all of a size: a listing holds the lock that the scheduler waits for.
+            for nbytes, keys in groupby(new, new.__getitem__):
+                each = list(keys)[::-1]
+                self._add_all(each, nbytes, [b""] * len(each))
+            return
+        for key, nbytes in new.items():
+            evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
+            if evicted is None:
+                self._tombstones[key] = nbytes
+            else:
+                self._add(key, nbytes)
+                self._tombstones |= evicted
 
     def forget_unseen(self, most: int) -> bool:
         """Drop up to `most` chunks that were stored all the while and not listed: others have deleted them.

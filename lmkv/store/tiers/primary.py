@@ -16,6 +16,7 @@ from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
 from lmkv.protocols import ChunkKey, Tier
 from lmkv.store.tiers.entry import Entry, State
+from lmkv.store.tiers.freezer import Freezer
 from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.prefixes import PrefixIndex
 from lmkv.store.tiers.stats import TierCounters, TierStats
@@ -61,6 +62,7 @@ class PrimaryTier:
         self.referenced = self.writing = self.loading = self.flushing = 0
         self._retain = retain
         self._observers = observers
+        self._freezer = Freezer()
         self.payloads = Payloads(self.slot_bytes, spans or (lambda tokens: [slice(0, self.slot_bytes)]), sizes)
         self.prefixes = PrefixIndex()
         self.shares = shares(self.slab.num_slots)
@@ -175,6 +177,7 @@ class PrimaryTier:
                 for observer in self._observers:
                     observer.stored(self.name, entry.key)
         self.writing -= written
+        self._freezer.added(written, len(self.entries))
 
     def mark_ready(self, entry: Entry) -> None:
         """Make an entry READY: its bytes are complete. The writer or load that filled it still refers to it."""

@@ -30,8 +30,8 @@ INTERVAL = 10.0
 _SHARE = 0.01
 """Largest share of the time that goes into listings, however long one takes."""
 
-_BATCH_KEYS = 64
-"""Chunks that are indexed under one hold of the lock: some 0.3 ms."""
+_BATCH_KEYS = 32
+"""Chunks that are indexed under one hold of the lock: some 0.06 ms."""
 _PAUSE = 5e-5
 """Seconds between these, in which other threads run: without it they wait 5 ms for the interpreter, again and again."""
 

@@ -42,6 +42,10 @@ class SchedulerObserver:
         tokens, chunks = (state.sources, state.source_chunks) if found else ({}, {})
         self.telemetry.looked_up(tokens, chunks, state.miss)
 
+    def step(self) -> None:
+        """Do a little of what no call may take the time for at once."""
+        self.value.step()
+
     def finished(self, state: RequestState, chain: Sequence[ChunkKey]) -> None:
         """Note that a request has ended: its chunks count as used. `chain`: their keys, with the tail's."""
         self.recent.finished(state)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from attrs import define, field
@@ -23,6 +24,8 @@ _MAX_SHARE: Final = 0.001
 """Largest share of the wall time to spend here. Beyond it fewer requests are sampled."""
 _FEWEST_CHUNKS: Final = 512
 """A shadow of fewer chunks says nothing."""
+_MOST_WAITING: Final = 64
+"""Sampled requests that wait to be replayed. While there are as many, others are not sampled."""
 _SETTLE_SECONDS: Final = 5.0
 KEPT: Final = 0.999
 """The weight of a sampled request is multiplied by this with each one after it."""
@@ -43,6 +46,7 @@ class _Tier:
 class MemoryValue:
     """Feeds shadows of the tiers on the scheduling thread; `report` is for any thread. Never waits.
 
+    A request that has finished is replayed by one shadow in each step, so that no call takes long.
     The sample is whole subtrees of prompts, from where conversations part, so that it has all chunks of a hit or none.
     """
 
@@ -53,12 +57,14 @@ class MemoryValue:
         self._lock = threading.Lock()
         self._children: LRUCache[ChunkKey, int] = LRUCache(1 << 16)
         self._known: LRUCache[ChunkKey, None] = LRUCache(1 << 16)
+        self._replays = deque[Iterator[None]]()
         self._started = clock()
         self._spent = self._tokens = 0.0
         self._begin(min(1.0, _SAMPLED_CHUNKS / max(1, store.slab.num_slots)))
 
     def _begin(self, rate: float) -> None:
         self._rate, self._sampled_tokens, self._sampled = rate, 0.0, 0
+        self._replays.clear()
         self._tiers = [
             _Tier(name, nbytes, [Shadow(like(policy), rate * nbytes * size) for size in SIZES])
             for name, nbytes, policy in self._store.catalog.sizes()
@@ -71,9 +77,23 @@ class MemoryValue:
         started = self._clock()
         self._tokens += tokens
         own = self._part(keys)
-        if int.from_bytes(keys[own][:4]) < self._rate * (1 << 32):
+        sampled = int.from_bytes(keys[own][:4]) < self._rate * (1 << 32)
+        if sampled and len(self._replays) < _MOST_WAITING:
+            self._replays.append(self._replay(keys, own, tokens))
+        self._spend(started)
+
+    def step(self) -> bool:
+        """Have one shadow replay one request; whether there is more to replay."""
+        if self._replays:
+            started = self._clock()
             with self._lock:
-                self._try(keys, own, tokens)
+                if next(self._replays[0], self) is self:
+                    self._replays.popleft()
+            self._spend(started)
+        return bool(self._replays)
+
+    def _spend(self, started: float) -> None:
+        """Count the time since `started`, and sample fewer requests from now on if it is too much."""
         now = self._clock()
         self._spent += now - started
         too_long = now - self._started > _SETTLE_SECONDS and self._spent > _MAX_SHARE * (now - self._started)
@@ -94,12 +114,16 @@ class MemoryValue:
         shared = range(min(len(keys) - 1, DEPTH), 0, -1)
         return next((own for own in shared if self._children.get(keys[own - 1], 0) >= BRANCHES), 0)
 
-    def _try(self, keys: Sequence[ChunkKey], own: int, tokens: int) -> None:
+    def _replay(self, keys: Sequence[ChunkKey], own: int, tokens: int) -> Iterator[None]:
         # Chunks that many share are in every tier of any size, and would fill a sampled one.
         sampled = keys[own:] if self._rate < 1 else keys
         shared = len(keys) - len(sampled)
         size = self._store.slab.slot_bytes
-        hits = [[shadow.request(sampled, size) for shadow in tier.shadows] for tier in self._tiers]
+        hits: list[list[int]] = [[] for _ in self._tiers]
+        for found, tier in zip(hits, self._tiers, strict=True):
+            for shadow in tier.shadows:
+                found.append(shadow.request(sampled, size))
+                yield
         self._sampled_tokens = self._sampled_tokens * KEPT + tokens
         self._sampled += 1
         for place, tier in enumerate(self._tiers):
@@ -107,8 +131,8 @@ class MemoryValue:
             beside = max(others, default=0)
             tier.without = tier.without * KEPT + min(beside * self._chunk_tokens, tokens)
             for number, hit in enumerate(hits[place]):
-                found = min(max(shared + hit, beside) * self._chunk_tokens, tokens)
-                tier.found[number] = tier.found[number] * KEPT + found
+                counted = min(max(shared + hit, beside) * self._chunk_tokens, tokens)
+                tier.found[number] = tier.found[number] * KEPT + counted
 
     def report(self, prefill_speed: float = 0.0) -> dict[str, Any]:
         """Estimates for each size of each tier. `prefill_speed`: measured tokens per second; 0 if not known.

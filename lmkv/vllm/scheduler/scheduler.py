@@ -270,6 +270,7 @@ class Scheduler:
         if (self._options.stores or self.audit.on) and not self._refused:
             for request_id, computed in progress.items():
                 self._store_completed(request_id, computed, blocks_of, offers.get(request_id, ()))
+        self._observer.step()
 
     def take_plan(self) -> StepPlan:
         """The orders since the last call, for every worker."""

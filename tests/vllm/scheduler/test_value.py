@@ -65,9 +65,15 @@ def replayed(asked: list[list[ChunkKey]], policy: Policy, slots: float, share: f
     return found / whole
 
 
+def finish(value: MemoryValue, keys: list[ChunkKey]) -> None:
+    value.finished(keys, len(keys) * TOKENS)
+    while value.step():
+        pass
+
+
 def estimated(value: MemoryValue, asked: list[list[ChunkKey]]) -> list[dict[str, Any]]:
     for keys in asked:
-        value.finished(keys, len(keys) * TOKENS)
+        finish(value, keys)
     tiers: list[dict[str, Any]] = value.report(prefill_speed=1000.0)["tiers"]
     return tiers
 
@@ -121,7 +127,7 @@ def test_seconds_follow_from_the_tokens_of_a_day() -> None:
         value = MemoryValue(store, TOKENS, clock)
         for keys in asked:
             clock.advance(10.0)
-            value.finished(keys, len(keys) * TOKENS)
+            finish(value, keys)
         [tier] = value.report(prefill_speed=500.0)["tiers"]
     _, now, twice, _ = tier["points"]
     a_day = 6 * 60 * 24 * 4 * TOKENS
@@ -139,3 +145,22 @@ def test_where_it_takes_too_long_fewer_are_sampled() -> None:
         value = MemoryValue(store, TOKENS, Slow())
         estimated(value, requests(1, 1000, at_once=50, systems=3))
     assert value.report()["sampled_share"] == 1 / 8
+
+
+def test_a_step_replays_one_request_with_one_size_at_most() -> None:
+    with store_of(8) as store:
+        value = MemoryValue(store, TOKENS, ManualClock())
+        value.finished(chain("one", 4), 4 * TOKENS)
+        steps = [value.step() for _ in range(len(SIZES) + 1)]
+        assert steps == [True] * len(SIZES) + [False]
+        assert value.report()["sampled_requests"] == 1
+
+
+def test_requests_that_end_faster_than_they_are_replayed_are_not_sampled() -> None:
+    with store_of(8) as store:
+        value = MemoryValue(store, TOKENS, ManualClock())
+        for number in range(1000):
+            value.finished(chain(f"{number}", 4), 4 * TOKENS)
+        while value.step():
+            pass
+        assert value.report()["sampled_requests"] == 64
