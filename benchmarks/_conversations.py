@@ -35,7 +35,7 @@ class Load:
     """Users who each send so many turns: a question of so many tokens, answered with so many.
 
     `new`: nothing is said again, every prompt is as long as in the conversation, and new. `skipped`: requests have the
-    connector neither store nor load.
+    connector neither store nor load, and say something else, in the same order.
     """
 
     users: int
@@ -72,7 +72,8 @@ class Load:
     def prompt(self, number: int, user: int, before: Sequence[int], turn: int) -> list[int]:
         """The prompt of a user's turn, which follows his conversation so far, in the round of this number."""
         said = [] if self.new else list(before)
-        fresh = random.Random(f"{number} {user} {turn}").choices(range(VOCABULARY), k=len(before) + self.question)
+        seed = f"{number} {user} {turn}{' skipped' * self.skipped}"
+        fresh = random.Random(seed).choices(range(VOCABULARY), k=len(before) + self.question)
         return said + fresh[len(said) :]
 
 

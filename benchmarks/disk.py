@@ -38,6 +38,7 @@ from attrs import frozen
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.build import io_threads
 from lmkv.config import Config
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.policies import make_policy
@@ -47,7 +48,7 @@ from lmkv.store.tiered import TieredStore
 MIB = 1 << 20
 NAMESPACE = bytes(32)
 LIST_TARGET, SUBMIT_TARGET = 4.0, 4.0
-THREADS, READERS = 4, Config().disk_io_threads
+THREADS, READERS = 4, io_threads(Config().disk_io_threads, ["disk"])
 WRITERS = READERS - READERS // 4  # the others are kept for loads
 RAW1, RAW4 = "raw O_DIRECT, 1 thread", "raw O_DIRECT, 4 threads"
 LMKV, LMKV4 = "lmkv, as by default", "lmkv, 4 threads"

@@ -67,16 +67,18 @@ class Request:
 
 @define
 class Recorder:
-    """Wall milliseconds of each call, and the longest collection of garbage within any."""
+    """Wall milliseconds of each call, those of each collection of garbage, and of each call without them."""
 
     calls: dict[str, list[float]] = field(factory=lambda: defaultdict(list))
     collected: list[float] = field(factory=list)
+    without: dict[str, list[float]] = field(factory=lambda: defaultdict(list))
     _began: float = 0.0
 
     def __call__(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
-        start = time.perf_counter()
+        before, start = len(self.collected), time.perf_counter()
         result = call(*args)
         self.calls[name].append((time.perf_counter() - start) * 1e3)
+        self.without[name].append(self.calls[name][-1] - sum(self.collected[before:]))
         return result
 
     def on_collection(self, phase: str, info: dict[str, int]) -> None:

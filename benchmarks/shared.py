@@ -4,10 +4,10 @@
 
 31 chunks of 2 MiB, the KV of a prompt of `benchmarks/ttft.py`, in seconds of CPU time. On a CPU the worker reads the
 files into vLLM's blocks, which is the first row; a hit in host memory is a copy from slots into blocks. Both also with
-scattered blocks and small pages. For a device the tier is read into slots first. The next rows are what its parts cost
-alone, and what it would cost to map the files and check them there. The last ones are wall time: those of the worker,
-and the tier read by several threads, alone and while another process polls, as vLLM's processes do while they wait for
-each other.
+scattered blocks and small pages. Before that the scheduler looks whether the files are there. For a device the tier is
+read into slots first. The next rows are what its parts cost alone, and what it would cost to map the files and check
+them there. The last ones are wall time: those of the worker, and the tier read by several threads, alone and while
+another process polls, as vLLM's processes do while they wait for each other.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ def parts(folder: Path) -> tuple[dict[str, Callable[[int], object]], dict[str, C
     worker = of_worker(slab, keys, backend.place, "", layers=4, block=64, scattered=False)
     worker |= of_worker(slab, keys, backend.place, f", {SCATTERED}", layers=4, block=64, scattered=True)
     worker |= of_worker(slab, keys, backend.place, f", {SMALL}", layers=32, block=16, scattered=True)
+    worker["lmkv's scheduler: looks for the files"] = partial(backend.contains, keys)
     actions = {
         TIER: tier,
         "read": read,

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from attrs import evolve
 
@@ -48,19 +48,22 @@ def build_store(
         config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines
     )
     lower = list(_lower_tiers(config, namespace, config.authentication_bytes))
-    # More threads than these only compete for the cores with vLLM and with each other.
-    useful = max((_THREADS_A_CORE.get(tier.name, math.inf) for tier in lower), default=math.inf)
-    threads = int(min(config.disk_io_threads, useful * len(os.sched_getaffinity(0))))
     return TieredStore(
         Tier(host, _policy(config)),
         lower,
-        io_threads=threads,
+        io_threads=io_threads(config.disk_io_threads, [tier.name for tier in lower]),
         prefetch_share=config.prefetch_share,
         # With `local_cpu: false` chunks only pass through the slots.
         retain=config.local_cpu,
         spans=layout.spans,
         sizes=layout.sizes,
     )
+
+
+def io_threads(most: int, tiers: Sequence[str]) -> int:
+    """Threads for the I/O of these tiers, at most `most`: more only compete for the cores with vLLM."""
+    useful = max((_THREADS_A_CORE.get(name, math.inf) for name in tiers), default=math.inf)
+    return int(min(most, useful * len(os.sched_getaffinity(0))))
 
 
 def _policy(config: Config) -> Policy:

@@ -76,7 +76,7 @@ BUDGET = {
     "simulation": 359,
     "config": 702,
     "memory": 1210,
-    "store.tiers": 1311,
+    "store.tiers": 1348,
     "store": 1297,
     "backends": 366,
     "backends.disk": 1039,
@@ -87,12 +87,12 @@ BUDGET = {
     "agent": 929,
     "vllm": 2032,
     "vllm.requests": 301,
-    "vllm.observe": 758,
-    "vllm.scheduler": 1487,
+    "vllm.observe": 778,
+    "vllm.scheduler": 1491,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15641
+WHOLE = 15703
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

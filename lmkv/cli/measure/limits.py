@@ -22,6 +22,7 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.build import io_threads
 from lmkv.cli.measure.pages import Pages, fastest_way, wait_until_populated
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import interleaved
@@ -156,7 +157,7 @@ def measure_disk(parent: Path, *, quick: bool) -> list[Comparison]:
     mib = 4 if quick else 32
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as folder,
-        ThreadPoolExecutor(Config().disk_io_threads) as pool,
+        ThreadPoolExecutor(io_threads(Config().disk_io_threads, ["disk"])) as pool,
     ):
         disk = Disk(Path(folder), 8, mib * MIB, pool)
         how = "past the page cache" if disk.backend.direct_io else "through the page cache"
