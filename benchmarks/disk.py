@@ -48,7 +48,7 @@ from lmkv.store.tiered import TieredStore
 MIB = 1 << 20
 NAMESPACE = bytes(32)
 LIST_TARGET, SUBMIT_TARGET = 4.0, 4.0
-THREADS, READERS = 4, io_threads(Config().disk_io_threads, ["disk"])
+THREADS, READERS = 4, io_threads(Config(), ["disk"])
 WRITERS = READERS - READERS // 4  # the others are kept for loads
 RAW1, RAW4 = "raw O_DIRECT, 1 thread", "raw O_DIRECT, 4 threads"
 LMKV, LMKV4 = "lmkv, as by default", "lmkv, 4 threads"

@@ -67,7 +67,7 @@ class Request:
 
 @define
 class Recorder:
-    """Wall milliseconds of each call, those of each collection of garbage, and of each call without them."""
+    """Milliseconds of each call, of each collection of garbage, and of each call less the collections within it."""
 
     calls: dict[str, list[float]] = field(factory=lambda: defaultdict(list))
     collected: list[float] = field(factory=list)
@@ -75,7 +75,7 @@ class Recorder:
     _began: float = 0.0
 
     def __call__(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
-        before, start = len(self.collected), time.perf_counter()
+        start, before = time.perf_counter(), len(self.collected)
         result = call(*args)
         self.calls[name].append((time.perf_counter() - start) * 1e3)
         self.without[name].append(self.calls[name][-1] - sum(self.collected[before:]))
@@ -135,7 +135,7 @@ class Bench:
     def serve(self, request: Request, timed: Recorder) -> None:
         """One request from arrival to end, as vLLM calls: steps of `STEP` tokens, then a decode.
 
-        Lower tiers have written a step's chunks before the next step, which computes for longer than that.
+        Lower tiers write a step's chunks before the next step: what their threads take from its calls is not measured.
         """
         side, name = self.scheduler, request.request_id
         timed(HASHING, side.on_new_request, request)

@@ -8,7 +8,8 @@ can be made, so that only lmkv is measured; with --files, real files of a local 
 while chunks are being found, which are what a scheduler would wait. The last tier is as large as its content, so that
 each new chunk evicts one. The scheduler's calls are those of benchmarks/lookup.py, over a full host memory with a
 million chunks below that are being found: first requests that hit, then others that store by evicting, of 32k tokens
-and of one chunk in turn. Their reference, bare hashing of 32k tokens, is timed before that.
+and of one chunk in turn. Their reference, bare hashing of 32k tokens, is timed before that. Between two steps the I/O
+threads write what was stored, so that their share of the interpreter is in the call that hands it to them alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import gc
 import hashlib
 import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks._timing import Row, arguments_of, finish, percentile
-from benchmarks.lookup import CHUNK, HASHING, LIMIT, LONG, P99_TARGET, Bench, Recorder, Request, size, tokens_of
+from benchmarks.lookup import CHUNK, HASHING, LIMIT, LONG, P99_TARGET, Bench, Recorder, Request, refill, size, tokens_of
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.null import NullBackend
@@ -52,8 +52,8 @@ SIZES = (10_000, 100_000, 1_000_000, 3_000_000)
 FILES = (10_000, 100_000, 300_000)
 SLOT_BYTES, CHAIN, BATCH, TOKENS = 4096, 64, 32, 256
 MEANWHILE = 1_000_000
-QUIET = 300
-"""Requests while nothing is being found."""
+QUIET, FEWEST = 300, 30
+"""Requests of a kind while nothing is being found, and at least while something is."""
 FLAT = 1.5
 """A chunk of the largest index may take so many times what one of the smallest takes."""
 Sizes = dict[int, dict[str, float]]
@@ -182,7 +182,7 @@ def calls_meanwhile(count: int) -> dict[str, float]:
     def serve(make: Callable[[int], Request], until: Callable[[int], bool]) -> dict[int, Recorder]:
         during = {length: Recorder() for length in bare}
         for number in itertools.count():
-            if until(number):
+            if number >= FEWEST and until(number):
                 return during
             for length, timed in during.items():
                 gc.callbacks.append(timed.on_collection)
@@ -203,11 +203,12 @@ def calls_meanwhile(count: int) -> dict[str, float]:
     def chunks_found() -> int:
         return bench.store.stats().tiers[1].chunks
 
-    quiet = serve(bench.known, lambda number: number == QUIET)
     medium.begin.set()
-    note("hit", serve(bench.known, lambda number: chunks_found() >= count // 2), quiet)
-    during = serve(bench.unknown, lambda number: bench.store.wait_indexed(0))
-    note("stored by evicting", during, serve(bench.unknown, lambda number: number == QUIET))
+    hits = serve(bench.known, lambda number: chunks_found() >= count // 2)
+    stores = serve(bench.unknown, lambda number: bench.store.wait_indexed(0))
+    note("stored by evicting", stores, serve(bench.unknown, lambda number: number == QUIET))
+    refill(bench)
+    note("hit", hits, serve(bench.known, lambda number: number == QUIET))
     bench.scheduler.close()
     return found
 
@@ -257,23 +258,27 @@ def rows(kind: str, found: Sequence[Sizes]) -> Iterator[Row]:
     of = f"{smallest:,} chunks"
     for name in found[0][smallest]:
         title, _, unit = name.rpartition(", ")
+        least = [sizes[smallest][name] for sizes in found]
         for count in found[0]:
             values = [sizes[count][name] for sizes in found]
-            ratios = [sizes[count][name] / (sizes[smallest][name] or math.inf) for sizes in found]
-            row = f"{kind}, {count:,}: {title}"
-            value, ratio = statistics.median(values), statistics.median(ratios)
+            row, value = f"{kind}, {count:,}: {title}", statistics.median(values)
             # The time until all is found grows with the number, and a lookup meanwhile waits for the interpreter.
-            if count != smallest and unit in ("us", "bytes"):
-                row += f", {min(ratios):.2f} to {max(ratios):.2f}"
-                yield Row(row, value, unit, of, ratio, FLAT, ratio <= FLAT)
-            else:
+            if count == smallest or unit not in ("us", "bytes") or min(least) <= 0:
                 yield Row(row, value, unit)
+                continue
+            ratios = [value / other for value, other in zip(values, least, strict=True)]
+            ratio = statistics.median(ratios)
+            row += f", {min(ratios):.2f} to {max(ratios):.2f}"
+            yield Row(row, value, unit, of, ratio, FLAT, ratio <= FLAT)
 
 
 def call_rows(found: Sequence[dict[str, float]]) -> Iterator[Row]:
     """Medians of all rounds; a p99 beside that of the reference in the same round."""
     for name in found[0]:
         value = statistics.median(each[name] for each in found)
+        if name == LIMIT:
+            yield Row(f"{LIMIT}, p99, before chunks are found", value, "ms")
+            continue
         title = f"while chunks are being found: {name}"
         if "p99" not in name:
             yield Row(title, value, "ms")

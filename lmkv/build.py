@@ -20,6 +20,7 @@ from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
+from lmkv.config.settings import DEFAULT
 from lmkv.memory.machine import check_in_memory, clamp_shared_memory
 from lmkv.policies import Quotas, make_admission, make_policy
 from lmkv.protocols import Backend, Policy, Tier
@@ -28,7 +29,7 @@ from lmkv.store.tiered import TieredStore
 logger = logging.getLogger(__name__)
 
 _THREADS_A_CORE = {"shared_memory": 2, "disk": 4}
-"""Threads that read or write these tiers, for each core: memory never waits, a disk seldom. Others wait long."""
+"""Useful I/O threads for each core, by tier: more were slower. Other tiers have no limit."""
 
 
 def build_store(
@@ -51,7 +52,7 @@ def build_store(
     return TieredStore(
         Tier(host, _policy(config)),
         lower,
-        io_threads=io_threads(config.disk_io_threads, [tier.name for tier in lower]),
+        io_threads=io_threads(config, [tier.name for tier in lower]),
         prefetch_share=config.prefetch_share,
         # With `local_cpu: false` chunks only pass through the slots.
         retain=config.local_cpu,
@@ -60,10 +61,12 @@ def build_store(
     )
 
 
-def io_threads(most: int, tiers: Sequence[str]) -> int:
-    """Threads for the I/O of these tiers, at most `most`: more only compete for the cores with vLLM."""
+def io_threads(config: Config, tiers: Sequence[str]) -> int:
+    """Threads for the I/O of these tiers. By default no more than are useful: others only compete for the cores."""
     useful = max((_THREADS_A_CORE.get(name, math.inf) for name in tiers), default=math.inf)
-    return int(min(most, useful * len(os.sched_getaffinity(0))))
+    if config.source("disk_io_threads") != DEFAULT:
+        useful = math.inf
+    return int(min(config.disk_io_threads, useful * len(os.sched_getaffinity(0))))
 
 
 def _policy(config: Config) -> Policy:

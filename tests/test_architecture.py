@@ -74,9 +74,9 @@ BUDGET = {
     "plugins": 33,
     "policies": 1062,
     "simulation": 359,
-    "config": 702,
+    "config": 705,
     "memory": 1210,
-    "store.tiers": 1348,
+    "store.tiers": 1365,
     "store": 1297,
     "backends": 366,
     "backends.disk": 1039,
@@ -87,12 +87,12 @@ BUDGET = {
     "agent": 929,
     "vllm": 2032,
     "vllm.requests": 301,
-    "vllm.observe": 778,
-    "vllm.scheduler": 1491,
+    "vllm.observe": 785,
+    "vllm.scheduler": 1497,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15703
+WHOLE = 15739
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

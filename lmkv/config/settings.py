@@ -154,7 +154,10 @@ class Config:
         1.0, number(0), "Free space to leave to other programs on the disk tier's file system", "GiB"
     )
     disk_io_threads: int = _option(
-        16, integer(1, 1024), "Threads that read lower tiers; three quarters of them write, too"
+        16,
+        integer(1, 1024),
+        "Threads that read lower tiers; three quarters of them write, too. The default is at most 4 for each core "
+        "where a disk is the lowest tier, and 2 where shared memory is",
     )
     disk_direct: Literal["auto", "on", "off"] = _option(
         "auto",

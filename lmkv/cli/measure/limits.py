@@ -157,7 +157,7 @@ def measure_disk(parent: Path, *, quick: bool) -> list[Comparison]:
     mib = 4 if quick else 32
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as folder,
-        ThreadPoolExecutor(io_threads(Config().disk_io_threads, ["disk"])) as pool,
+        ThreadPoolExecutor(io_threads(Config(), ["disk"])) as pool,
     ):
         disk = Disk(Path(folder), 8, mib * MIB, pool)
         how = "past the page cache" if disk.backend.direct_io else "through the page cache"

@@ -177,8 +177,13 @@ class TierIndex:
 
     def _add_all(self, keys: Sequence[ChunkKey], nbytes: int, parents: Sequence[ChunkKey]) -> None:
         """Index chunks of as many bytes each, as `Policy.insert_chain` takes them."""
-        # First, so that the index has no chunk that its policy refused.
-        self.policy.insert_chain(keys, nbytes, parents)
+        # First, so that the index has no chunk that its policy refused, nor the policy one that the index has not.
+        try:
+            self.policy.insert_chain(keys, nbytes, parents)
+        except BaseException:
+            for key in keys:
+                self.policy.discard(key)
+            raise
         self._sizes.update(dict.fromkeys(keys, nbytes))
         self.used += nbytes * len(keys)
         for key in keys:
@@ -342,12 +347,14 @@ class TierIndex:
                 self._newest = used
             # Empty chunks, too: a read finds them damaged, and then they can be stored again.
             nbytes = max(item.nbytes, 1)
-            if key in sizes:
+            if key in sizes or key in new:
                 if used > last_used:
-                    # Used since the last listing, perhaps by another process.
+                    # Used since the last listing, perhaps by another process. Those before it were used earlier.
+                    self._adopt(new)
+                    new.clear()
                     self.policy.touch([key])
             elif not self._refuse_late(key, nbytes) and self._is_new(key, self._listing):
-                new.setdefault(key, nbytes)
+                new[key] = nbytes
         self._adopt(new)
         return True
 

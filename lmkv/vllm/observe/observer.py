@@ -43,7 +43,7 @@ class SchedulerObserver:
         self.telemetry.looked_up(tokens, chunks, state.miss)
 
     def step(self) -> None:
-        """Do a little of what no call may take the time for at once."""
+        """Have the estimate of hits with more memory replay a little of what has finished."""
         self.value.step()
 
     def finished(self, state: RequestState, chain: Sequence[ChunkKey]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -11,10 +12,14 @@ from typing import Any, Final
 from attrs import define, field
 from cachetools import LRUCache
 
+from lmkv.errors import safe_repr
 from lmkv.policies import Shadow, like
 from lmkv.policies.base import BRANCHES, DEPTH
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.tiered import TieredStore
+from lmkv.store.tiers.attempt import attempt
+
+logger = logging.getLogger("lmkv.vllm")
 
 SIZES: Final = (0.5, 1.0, 2.0, 4.0)
 """Sizes of each tier that are tried, as multiples of what it has."""
@@ -24,8 +29,8 @@ _MAX_SHARE: Final = 0.001
 """Largest share of the wall time to spend here. Beyond it fewer requests are sampled."""
 _FEWEST_CHUNKS: Final = 512
 """A shadow of fewer chunks says nothing."""
-_MOST_WAITING: Final = 64
-"""Sampled requests that wait to be replayed. While there are as many, others are not sampled."""
+_BACKLOG: Final = 8
+"""A step replays one more for each so many requests that wait."""
 _SETTLE_SECONDS: Final = 5.0
 KEPT: Final = 0.999
 """The weight of a sampled request is multiplied by this with each one after it."""
@@ -46,7 +51,7 @@ class _Tier:
 class MemoryValue:
     """Feeds shadows of the tiers on the scheduling thread; `report` is for any thread. Never waits.
 
-    A request that has finished is replayed by one shadow in each step, so that no call takes long.
+    A step has one shadow replay one finished request, or a few if many wait, so that no call takes long.
     The sample is whole subtrees of prompts, from where conversations part, so that it has all chunks of a hit or none.
     """
 
@@ -77,20 +82,24 @@ class MemoryValue:
         started = self._clock()
         self._tokens += tokens
         own = self._part(keys)
-        sampled = int.from_bytes(keys[own][:4]) < self._rate * (1 << 32)
-        if sampled and len(self._replays) < _MOST_WAITING:
+        if int.from_bytes(keys[own][:4]) < self._rate * (1 << 32):
             self._replays.append(self._replay(keys, own, tokens))
         self._spend(started)
 
     def step(self) -> bool:
-        """Have one shadow replay one request; whether there is more to replay."""
+        """Have a shadow replay a request; whether there is more to replay. A policy that raises ends a replay."""
         if self._replays:
             started = self._clock()
             with self._lock:
-                if next(self._replays[0], self) is self:
-                    self._replays.popleft()
+                for _ in range(1 + len(self._replays) // _BACKLOG):
+                    if not attempt(lambda: next(self._replays[0], self) is None, self._failed):
+                        self._replays.popleft()
             self._spend(started)
         return bool(self._replays)
+
+    def _failed(self, error: Exception) -> bool:
+        logger.warning("lmkv: a request is left out of the estimate of hits with more memory: %s", safe_repr(error))
+        return False
 
     def _spend(self, started: float) -> None:
         """Count the time since `started`, and sample fewer requests from now on if it is too much."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ def test_where_it_takes_too_long_fewer_are_sampled() -> None:
     assert value.report()["sampled_share"] == 1 / 8
 
 
-def test_a_step_replays_one_request_with_one_size_at_most() -> None:
+def test_a_step_replays_one_request_with_one_size() -> None:
     with store_of(8) as store:
         value = MemoryValue(store, TOKENS, ManualClock())
         value.finished(chain("one", 4), 4 * TOKENS)
@@ -156,11 +156,33 @@ def test_a_step_replays_one_request_with_one_size_at_most() -> None:
         assert value.report()["sampled_requests"] == 1
 
 
-def test_requests_that_end_faster_than_they_are_replayed_are_not_sampled() -> None:
-    with store_of(8) as store:
+@pytest.mark.parametrize("finished", [1, 4])
+def test_estimates_keep_up_with_requests_that_finish_in_each_step(finished: int) -> None:
+    asked = requests(3, 1200, at_once=40, systems=3)
+    with store_of(256) as store:
         value = MemoryValue(store, TOKENS, ManualClock())
-        for number in range(1000):
-            value.finished(chain(f"{number}", 4), 4 * TOKENS)
+        for number, keys in enumerate(asked):
+            value.finished(keys, len(keys) * TOKENS)
+            if number % finished == 0:
+                value.step()
+        [tier] = value.report()["tiers"]
+        assert value.report()["sampled_requests"] > len(asked) - 200
+    for size, point in zip(SIZES, tier["points"], strict=True):
+        assert point["hit_ratio"] == pytest.approx(replayed(asked, LRU(), size * 256), abs=2 * TWO_POINTS)
+
+
+def test_a_policy_that_raises_in_a_replay_ends_that_replay_only(caplog: pytest.LogCaptureFixture) -> None:
+    class Raises(LRU):
+        def use(self, keys: Sequence[ChunkKey]) -> None:
+            if chain("bad", 4)[0] in keys:
+                raise ValueError("bad")
+            super().use(keys)
+
+    with store_of(8, Raises()) as store:
+        value = MemoryValue(store, TOKENS, ManualClock())
+        for name in ("bad", "good"):
+            value.finished(chain(name, 4), 4 * TOKENS)
         while value.step():
             pass
-        assert value.report()["sampled_requests"] == 64
+        assert value.report()["sampled_requests"] == 1
+    assert "ValueError" in caplog.text
