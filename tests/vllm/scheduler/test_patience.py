@@ -123,6 +123,32 @@ def test_a_request_that_waits_for_kv_space_is_not_late_for_its_chunks(tiered: Si
     assert report(tiered, request) is None, "nothing was missed"
 
 
+def test_io_threads_are_let_in_where_a_request_has_them_read_and_once_in_a_while(
+    tiered: SimulatedVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    requests: list[SimulatedRequest] = []
+
+    def arrives(tokens: list[int]) -> int:
+        """How often the scheduling thread has let others in by now."""
+        requests.append(SimulatedRequest(f"{len(requests)}", list(tokens), len(tokens), 1, "a"))
+        tiered.scheduler.on_new_request(requests[-1])
+        return len(slept)
+
+    monkeypatch.setattr("lmkv.vllm.scheduler.tier_wait.time.sleep", slept.append)
+    tiered.disks[0].latency = math.inf
+    assert arrives(PROMPT) == 1
+    tiered.now += 1.0
+    assert arrives(PROMPT) == 1, "its chunks are being read already"
+    assert arrives(OTHERS[0]) == 2
+    assert arrives(OTHERS[1]) == 2, "others were let in at the same moment"
+    assert max(slept) < 0.001
+    monkeypatch.undo()
+    tiered.disks[0].latency = 0.0
+    for request in requests:
+        tiered.scheduler.request_finished(request)
+
+
 def test_what_was_promised_and_withdrawn_counts_for_the_tier_that_had_it(tiered: SimulatedVLLM) -> None:
     request = asks(tiered, PROMPT)
     assert lookup(tiered, request) is None
