@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks._timing import Row, arguments_of, finish, percentile
-from benchmarks.lookup import CHUNK, HASHING, LIMIT, LONG, P99_TARGET, Bench, Recorder, Request, refill, size, tokens_of
+from benchmarks.lookup import CHUNK, HASHING, LIMIT, LONG, P99_TARGET, Bench, Recorder, Request, size, tokens_of
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.null import NullBackend
@@ -203,12 +203,11 @@ def calls_meanwhile(count: int) -> dict[str, float]:
     def chunks_found() -> int:
         return bench.store.stats().tiers[1].chunks
 
+    quiet = serve(bench.known, lambda number: number == QUIET)
     medium.begin.set()
-    hits = serve(bench.known, lambda number: chunks_found() >= count // 2)
+    note("hit", serve(bench.known, lambda number: chunks_found() >= count // 2), quiet)
     stores = serve(bench.unknown, lambda number: bench.store.wait_indexed(0))
     note("stored by evicting", stores, serve(bench.unknown, lambda number: number == QUIET))
-    refill(bench)
-    note("hit", hits, serve(bench.known, lambda number: number == QUIET))
     bench.scheduler.close()
     return found
 
