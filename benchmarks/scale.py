@@ -315,6 +315,7 @@ def draw(found: Sequence[Sizes], path: Path) -> None:
 def main() -> int:
     parser = arguments_of(__doc__, quick="up to 100,000 chunks")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=60.0, help="after them no round begins")
     parser.add_argument("--files", type=Path, help="an empty folder, to be filled with up to 300,000 small files")
     parser.add_argument("--plot", type=Path, help="draw the made-up sizes to this file")
     parser.add_argument("--one", type=int, help=argument_of_children)
@@ -331,7 +332,10 @@ def main() -> int:
     made: list[Sizes] = []
     files: list[Sizes] = []
     calls: list[dict[str, float]] = []
+    started = time.monotonic()
     for number in range(options.rounds):
+        if time.monotonic() - started > 60 * options.minutes:
+            break
         made.append({count: in_a_process("--one", count) for count in SIZES if count <= most})
         calls.append(in_a_process("--calls", min(MEANWHILE, most)))
         if options.files:
