@@ -38,7 +38,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from statistics import median
 from typing import Any
@@ -203,6 +203,15 @@ def equal_answers(rounds: list[Round], others: list[Round]) -> float:
     return same / sum(len(one.answers) for one in rounds)
 
 
+def differences(found: Found) -> Iterator[str]:
+    """Which answers of which round differ from those of vLLM alone: an engine whose KV is right has none."""
+    for name in (name for name in found if not name.endswith(SKIPPED) and ALONE in found):
+        for number, (one, other) in enumerate(zip(found[name], found[ALONE], strict=True)):
+            wrong = [which for which, answer in one.answers.items() if answer != other.answers[which]]
+            if wrong:
+                yield f"round {number}, {name}: other answers than of {ALONE} for {', '.join(wrong)} (user-turn)"
+
+
 def audit_rows(load: Load, plain: list[Round], audited: list[Round]) -> list[Row]:
     ratios = time_ratios(audited, plain)
     slower, (_, high) = median(ratios) - 1, interval(ratios)
@@ -296,7 +305,9 @@ def main() -> int:
                 engines.add_disk(f"lmkv, {memory}, disk", over, options.disk)
             if options.lmcache:
                 engines.add_lmcache(f"LMCache, {memory}", over, options.lmcache)
-        result = rows(load, engines.run(rounds, options.minutes))
+        found = engines.run(rounds, options.minutes)
+        print(*differences(found), sep="\n")
+        result = rows(load, found)
     if options.picture:
         draw(comparisons(result), machine(), options.picture, title=TITLE)
     return finish(result, options.json)
