@@ -58,7 +58,8 @@ TITLE = "Conversations"
 ALONE, AGAIN, AUDITED = "vLLM alone", "vLLM alone, again", "lmkv, audited"
 IDLE, COPYING = "vLLM, connector that does nothing", "vLLM, connector that only copies"
 ROUTE = "LMCache, shared memory"
-SKIPPED = ", skipped"
+SUFFIX = ", skipped"
+"""Ends the name of an engine's rounds whose requests neither store nor load."""
 NEW_TARGET = 0.995
 AUDIT_TARGET_RATE, AUDIT_TARGET = 0.01, 0.015
 """Share of the throughput that audits of so many hits may cost."""
@@ -148,12 +149,16 @@ def rows(load: Load, found: Found) -> list[Row]:
 
 
 def skipped(name: str) -> str:
-    return name + SKIPPED
+    return name + SUFFIX
+
+
+def is_skipped(name: str) -> bool:
+    return name.endswith(SUFFIX)
 
 
 def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> list[Row]:
     """One engine beside vLLM alone. lmkv has targets: never worse."""
-    ours, of = name.startswith("lmkv") and not name.endswith(SKIPPED), None if name == ALONE else ALONE
+    ours, of = name.startswith("lmkv") and not is_skipped(name), None if name == ALONE else ALONE
 
     def row(title: str, value: float, unit: str, ratio: float | None = None, least: float = 0.0) -> Row:
         """`ratio` beside vLLM alone, which reaches `least` or, without that, is at most 1."""
@@ -178,7 +183,7 @@ def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> l
             row(f"throughput beside {of}, worst round of {len(ratios)}", min(ratios), "x"),
             row(f"CPU time beside {of}, {within(cpu)}", median(cpu), "x"),
         ]
-        if not name.endswith(SKIPPED):
+        if not is_skipped(name):
             made.append(row(f"answers equal to those of {of}", 100 * equal_answers(rounds, alone), "%"))
     return made
 
@@ -198,17 +203,20 @@ def within(ratios: list[float]) -> str:
 
 
 def equal_answers(rounds: list[Round], others: list[Round]) -> float:
-    pairs = list(zip(rounds, others, strict=True))
-    same = sum(answer == other.answers[which] for one, other in pairs for which, answer in one.answers.items())
-    return same / sum(len(one.answers) for one in rounds)
+    wrong = sum(len(differing(one, other)) for one, other in zip(rounds, others, strict=True))
+    return 1 - wrong / sum(len(one.answers) for one in rounds)
+
+
+def differing(one: Round, other: Round) -> list[str]:
+    """User and turn of each answer that is another one in the other engine's round."""
+    return [which for which, answer in one.answers.items() if answer != other.answers[which]]
 
 
 def differences(found: Found) -> Iterator[str]:
     """Which answers of which round differ from those of vLLM alone: an engine whose KV is right has none."""
-    for name in (name for name in found if not name.endswith(SKIPPED) and ALONE in found):
+    for name in (name for name in found if not is_skipped(name) and ALONE in found):
         for number, (one, other) in enumerate(zip(found[name], found[ALONE], strict=True)):
-            wrong = [which for which, answer in one.answers.items() if answer != other.answers[which]]
-            if wrong:
+            if wrong := differing(one, other):
                 yield f"round {number}, {name}: other answers than of {ALONE} for {', '.join(wrong)} (user-turn)"
 
 
@@ -243,7 +251,7 @@ def comparisons(rows: list[Row]) -> list[Comparison]:
         charts.setdefault(title, {})[engine] = row.value
         units[title] = row.unit
     shown = {
-        title: {name: value for name, value in bars.items() if not name.endswith(SKIPPED)}
+        title: {name: value for name, value in bars.items() if not is_skipped(name)}
         for title, bars in charts.items()
         if ALONE in bars
     }
@@ -306,7 +314,8 @@ def main() -> int:
             if options.lmcache:
                 engines.add_lmcache(f"LMCache, {memory}", over, options.lmcache)
         found = engines.run(rounds, options.minutes)
-        print(*differences(found), sep="\n")
+        for line in differences(found):
+            print(line)
         result = rows(load, found)
     if options.picture:
         draw(comparisons(result), machine(), options.picture, title=TITLE)

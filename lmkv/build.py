@@ -63,9 +63,9 @@ def build_store(
 
 def io_threads(config: Config, tiers: Sequence[str]) -> int:
     """Threads for the I/O of these tiers. By default no more than are useful: others only compete for the cores."""
-    useful = max((_THREADS_A_CORE.get(name, math.inf) for name in tiers), default=math.inf)
     if config.source("disk_io_threads") != DEFAULT:
-        useful = math.inf
+        return config.disk_io_threads
+    useful = max((_THREADS_A_CORE.get(name, math.inf) for name in tiers), default=math.inf)
     return int(min(config.disk_io_threads, useful * len(os.sched_getaffinity(0))))
 
 

@@ -1,6 +1,6 @@
 """`LMKVConnector`: vLLM's KV connector interface over lmkv's scheduler side and worker side.
 
-The scheduler side never waits and never raises into vLLM: a failure there is a miss. The worker side turns
+The scheduler side never waits for I/O and never raises into vLLM: a failure there is a miss. The worker side turns
 failures into blocks that vLLM recomputes.
 """
 

@@ -124,6 +124,7 @@ class MemoryValue:
         return next((own for own in shared if self._children.get(keys[own - 1], 0) >= BRANCHES), 0)
 
     def _replay(self, keys: Sequence[ChunkKey], own: int, tokens: int) -> Iterator[None]:
+        """Replay a request in one shadow after the other, then count its hits."""
         # Chunks that many share are in every tier of any size, and would fill a sampled one.
         sampled = keys[own:] if self._rate < 1 else keys
         shared = len(keys) - len(sampled)

@@ -1,4 +1,4 @@
-"""What a listing does to a tier's order, its index and Python's garbage collector."""
+"""Listings keep the order of eviction and a right index, and the garbage collector leaves a large index alone."""
 
 from __future__ import annotations
 
