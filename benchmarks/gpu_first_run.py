@@ -4,7 +4,7 @@
 
 Each step runs in a process of its own, which a step that kills its context or hangs does not outlive, and takes
 three minutes at most. Prints one line per fact, writes all of them to a JSON file after each step, and says what
-to do next. With --only they are added to what the file has: the steps need not be one run. A step is left out,
+to do next. What a step printed is in a log beside that file. With --only they are added to what the file has: the steps need not be one run. A step is left out,
 and said to be, where a package is missing that it needs. With --simulate every step but those of vLLM runs on a
 simulated device: then the figures mean nothing.
 """
@@ -98,8 +98,8 @@ def vllm_steps() -> list[Step]:
     ]
 
 
-def run(step: Step) -> dict[str, Any]:
-    """The facts that a step prints, its seconds and exit code among them."""
+def run(step: Step, log: Path) -> dict[str, Any]:
+    """The facts that a step prints, its seconds and exit code among them. `log`: where to write all that it prints."""
     if step.missing:
         return {"exit code": None, "left out for want of": ", ".join(step.missing)}
     started = time.monotonic()
@@ -113,6 +113,7 @@ def run(step: Step) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output = process.communicate()[0] + f"\nended after {step.seconds:.0f} s"
+    log.write_text(output)
     lines = output.strip().splitlines() or [""]
     found: dict[str, Any] = {"exit code": process.returncode, "seconds": round(time.monotonic() - started, 1)}
     return found | (_json(lines[-1]) or {"last lines": lines[-8 if process.returncode else -1 :]})
@@ -303,7 +304,7 @@ def main() -> int:
         parser.error(f"no such steps: {', '.join(sorted(set(only) - chosen.keys()))}; there are {', '.join(chosen)}")
     found: dict[str, dict[str, Any]] = _before(options.out, options.simulate) if only else {}
     for step in [chosen[name] for name in only] or chosen.values():
-        found[step.name] = run(step)
+        found[step.name] = run(step, options.out.with_suffix(f".{step.name}.log"))
         for name, value in found[step.name].items():
             print(f"{step.name}: {name}: {value}", flush=True)
         options.out.write_text(json.dumps({"simulated": options.simulate, "steps": found}, indent=1))
