@@ -92,10 +92,12 @@ class Round:
 
 
 class Engine(ChildProcess):
-    """An engine in processes of its own. `env`: variables beside those of this process."""
+    """An engine in processes of its own, which run `script`. `env`: variables beside those of this process."""
+
+    script = __file__
 
     def __init__(self, spec: EngineSpec, folder: Path, python: str, env: dict[str, str]) -> None:
-        command = [python, "-P", __file__, str(folder)]
+        command = [python, "-P", self.script, str(folder)]
         super().__init__(command, folder, {"PYTHONPATH": str(ROOT), **SEVERAL_PROCESSES, **env})
         try:
             self.ask(asdict(spec))

@@ -4,9 +4,9 @@
 
 Each step runs in a process of its own, which a step that kills its context or hangs does not outlive, and takes
 three minutes at most. Prints one line per fact, writes all of them to a JSON file after each step, and says what
-to do next. What a step printed is in a log beside that file. With --only they are added to what the file has: the steps need not be one run. A step is left out,
-and said to be, where a package is missing that it needs. With --simulate every step but those of vLLM runs on a
-simulated device: then the figures mean nothing.
+to do next. All that a step printed is in a log beside that file. With --only the facts are added to what the file has:
+the steps need not be one run. A step is left out, and said to be, where a package is missing that it needs. With
+--simulate every step but those of vLLM runs on a simulated device: then the figures mean nothing.
 """
 
 from __future__ import annotations

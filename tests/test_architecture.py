@@ -75,7 +75,7 @@ BUDGET = {
     "policies": 1062,
     "simulation": 359,
     "config": 705,
-    "memory": 1210,
+    "memory": 1212,
     "store.tiers": 1365,
     "store": 1297,
     "backends": 366,

@@ -73,11 +73,13 @@ def test_the_first_run(tmp_path: Path) -> None:
     assert "probe: borders: across two, failed of 20: 20" in done.stdout.splitlines()
 
 
-def test_a_step_that_crashes_or_hangs_is_a_fact() -> None:
-    crashed = gpu_first_run.run(Step("a", ("-c", "import os; print('before', flush=True); os.abort()"), 60))
+def test_a_step_that_crashes_or_hangs_is_a_fact(tmp_path: Path) -> None:
+    crash = Step("a", ("-c", "import os; print('before', flush=True); os.abort()"), 60)
+    crashed = gpu_first_run.run(crash, tmp_path / "a.log")
     assert crashed["exit code"] < 0
     assert crashed["last lines"][0] == "before"
-    hung = gpu_first_run.run(Step("b", ("-c", "import time; time.sleep(600)"), 1))
+    assert (tmp_path / "a.log").read_text().startswith("before")
+    hung = gpu_first_run.run(Step("b", ("-c", "import time; time.sleep(600)"), 1), tmp_path / "b.log")
     assert hung["exit code"] == -9
     assert hung["last lines"] == ["ended after 1 s"]
     assert failures({"a": crashed, "b": hung})[1] == "b ended with code -9: mend this first"
@@ -93,8 +95,8 @@ def test_the_commands_of_the_first_run_are_programs_that_exist() -> None:
     assert next(step.name for step in steps if "vllm" in step.name) == "vllm-import", "before others are measured"
 
 
-def test_a_step_that_lacks_a_package_is_left_out_by_name() -> None:
-    found = gpu_first_run.run(Step("a", ("-c", "1 / 0"), 60, ("json", "no_such_package")))
+def test_a_step_that_lacks_a_package_is_left_out_by_name(tmp_path: Path) -> None:
+    found = gpu_first_run.run(Step("a", ("-c", "1 / 0"), 60, ("json", "no_such_package")), tmp_path / "a.log")
     assert found == {"exit code": None, "left out for want of": "no_such_package"}
     assert failures({"a": found}) == ["a was left out for want of no_such_package: install that, then --only a"]
 

@@ -84,12 +84,8 @@ class CUDADevice:
 
         assert isinstance(stream, _CUDAStream)
         with torch.cuda.stream(stream.stream):
-            sources, targets = self._uploaded(spans.sources), self._uploaded(spans.targets)
-            launch_move(sources, targets, spans.nbytes, spans.word)
-
-    def _uploaded(self, addresses: Addresses) -> torch.Tensor:
-        pinned = torch.from_numpy(np.ascontiguousarray(addresses)).pin_memory()
-        return pinned.to(self._device, non_blocking=True)
+            addresses = torch.from_numpy(np.stack([spans.sources, spans.targets])).pin_memory()
+            launch_move(*addresses.to(self._device, non_blocking=True), spans.nbytes, spans.word)
 
     def transfer(self, transfers: Transfers, stream: Stream) -> None:
         assert isinstance(stream, _CUDAStream)

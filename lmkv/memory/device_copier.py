@@ -20,7 +20,7 @@ from lmkv.memory.paged import PagedMemory
 from lmkv.memory.pinned import PinnedSlab, pinning_threads
 from lmkv.memory.slab import SlabMap
 
-DIRECT_BYTES = 256 << 10
+DIRECT_BYTES = 512 << 10
 """Pages of this size and larger are loaded without staging: a transfer each costs less than a second copy."""
 
 
@@ -46,11 +46,12 @@ class _PlaneSet:
     nbytes: int
     group: int
 
-    def pages(self, copy: ChunkCopy, slot: int) -> _Pages:
-        """The pages that a copy moves. `slot`: the address of its slot."""
-        run = copy.runs[self.group]
-        device = self.addresses[:, None] + np.asarray(run.blocks, np.int64) * self.stride
-        host = slot + self.offsets[:, None] + (run.first + np.arange(len(run.blocks))) * self.nbytes
+    def pages(self, alike: Sequence[ChunkCopy], slots: Addresses) -> _Pages:
+        """The pages that copies move whose runs begin alike and are equally long. `slots`: their slots' addresses."""
+        blocks = np.array([copy.runs[self.group].blocks for copy in alike], np.int64)
+        numbers = alike[0].runs[self.group].first + np.arange(blocks.shape[1])
+        device = self.addresses[:, None] + blocks[:, None] * self.stride
+        host = slots[:, None, None] + self.offsets[:, None] + numbers * self.nbytes
         return _Pages(device.ravel(), host.ravel(), self.nbytes)
 
 
@@ -109,7 +110,7 @@ class DeviceCopier:
         check_fit(memory, layout, slab)
         self.num_layers = memory.num_layers
         self._staging, self._device, self._slab = staging, staging.device, slab
-        self._direct_bytes = direct_bytes
+        self._direct_bytes, self._address = direct_bytes, slab.address
         planes = [
             _Plane(row.data_ptr(), layout.span(rank, index)[0], row.stride(0), row.shape[1], group, layers)
             for index, (row, group, layers) in enumerate(zip(memory.rows, memory.groups, memory.layers, strict=True))
@@ -211,10 +212,11 @@ class DeviceCopier:
     # -- addresses ----------------------------------------------------------------------------------------
 
     def _pages(self, copies: Sequence[ChunkCopy], planes: Sequence[_PlaneSet]) -> Iterator[_Pages]:
-        for copy in copies:
+        for alike in _alike(copies) if len(planes) == 1 else ([copy] for copy in copies):
+            slots = self._address + np.array([copy.slot for copy in alike], np.int64) * self._slab.slot_bytes
             for part in planes:
-                if copy.runs[part.group].blocks:
-                    yield part.pages(copy, self._slab.address + copy.slot * self._slab.slot_bytes)
+                if alike[0].runs[part.group].blocks:
+                    yield part.pages(alike, slots)
 
     def _runs(self, batch: Sequence[_Pages], address: int) -> tuple[Addresses, Addresses, Addresses]:
         """Hosts, addresses from `address` on, and bytes of the longest runs that are contiguous in one slot.
@@ -222,7 +224,7 @@ class DeviceCopier:
         Slots may adjoin, but the border of a registration may lie between them.
         """
         hosts, sizes = np.concatenate([pages.host for pages in batch]), _sizes(batch)
-        begins = (hosts[1:] != (hosts + sizes)[:-1]) | ((hosts[1:] - self._slab.address) % self._slab.slot_bytes == 0)
+        begins = (hosts[1:] != (hosts + sizes)[:-1]) | ((hosts[1:] - self._address) % self._slab.slot_bytes == 0)
         first = np.flatnonzero(np.concatenate([[True], begins]))
         return hosts[first], address + (np.cumsum(sizes) - sizes)[first], np.add.reduceat(sizes, first)
 
@@ -255,6 +257,12 @@ def _sets(planes: Iterable[_Plane]) -> list[_PlaneSet]:
         addresses, offsets = np.array([(plane.address, plane.offset) for plane in same], np.int64).T
         sets.append(_PlaneSet(addresses, offsets, *kind))
     return sets
+
+
+def _alike(copies: Sequence[ChunkCopy]) -> Iterator[list[ChunkCopy]]:
+    """The same copies, neighbours together whose runs begin alike and are equally long."""
+    for _, same in groupby(copies, lambda copy: [(run.first, len(run.blocks)) for run in copy.runs]):
+        yield list(same)
 
 
 def _sizes(batch: Sequence[_Pages]) -> Addresses:

@@ -39,8 +39,11 @@ class SmallModel:
         """Bytes of the keys and values of one token, all layers together."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_VALUE[self.dtype]
 
-    def write(self, folder: Path) -> None:
-        """Write configuration and weights into `folder`, in the format of transformers and vLLM."""
+    def write(self, folder: Path, *, weights: bool = True) -> None:
+        """Write configuration and weights into `folder`, in the format of transformers and vLLM.
+
+        Without `weights` only vLLM's load format "dummy" can load the model.
+        """
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -54,11 +57,16 @@ class SmallModel:
             vocab_size=self.vocab,
             max_position_embeddings=self.max_position,
             initializer_range=WEIGHT_STD,
+            architectures=["Qwen3ForCausalLM"],
+            dtype=self.dtype,
         )
+        if not weights:
+            config.save_pretrained(folder)
+            return
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            weights = Qwen3ForCausalLM(config)
-        weights.to(getattr(torch, self.dtype)).save_pretrained(folder)
+            model = Qwen3ForCausalLM(config)
+        model.to(getattr(torch, self.dtype)).save_pretrained(folder)
 
     def write_tokenizer(self, folder: Path, texts: Iterable[str] = ()) -> None:
         """Write a tokenizer for text, of byte pairs that are frequent in `texts`; without them a token per byte."""

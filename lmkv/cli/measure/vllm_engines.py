@@ -57,6 +57,7 @@ class EngineSpec:
     `max_tokens`: longest request. `kv_bytes`: vLLM's KV space, None for its default.
     `prefix_caching`: vLLM's own; without it every repeated prompt is answered by the connector. `settings`:
     the connector's, None for an engine without a connector. `connector_module`: of one that vLLM does not know by name.
+    `options`: further arguments of vLLM's `LLM`.
     """
 
     model: SmallModel | str = field(converter=_small_model)
@@ -66,6 +67,7 @@ class EngineSpec:
     settings: Mapping[str, Any] | None = None
     connector: str = CONNECTOR
     connector_module: str | None = None
+    options: Mapping[str, Any] = field(factory=dict)
 
 
 def engine_specs(
@@ -189,13 +191,13 @@ def open_engine(spec: EngineSpec, folder: Path) -> LLM:
     if isinstance(spec.model, SmallModel):
         own = {"model": str(folder / "model"), "dtype": spec.model.dtype}
         if not (folder / "model").exists():
-            spec.model.write(folder / "model")
+            spec.model.write(folder / "model", weights=spec.options.get("load_format") != "dummy")
+    own |= {"enforce_eager": True, **spec.options}
     return LLM(
         skip_tokenizer_init=True,
         max_model_len=spec.max_tokens,
         kv_cache_memory_bytes=spec.kv_bytes,
         enable_prefix_caching=spec.prefix_caching,
-        enforce_eager=True,
         disable_log_stats=False,
         kv_transfer_config=_transfer_config(spec),
         **own,
