@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--quick] [--json] [--simulate]
 
 Seconds on the device and of the calling thread; pages of several sizes, staged or loaded directly, which
-is what decides `DIRECT_BYTES` in lmkv/memory/device_copier.py. Not run yet on a CUDA device.
+is what decides `DIRECT_BYTES` in lmkv/memory/device_copier.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_probe.py [--json] [--simulate]
 
-One line per fact, and a JSON object on the last line. Not run yet on a GPU.
+One line per fact, and a JSON object on the last line.
 """
 
 from __future__ import annotations

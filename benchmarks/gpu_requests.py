@@ -1,13 +1,13 @@
 """First tokens and throughput on a GPU: vLLM alone, with lmkv, and with vLLM's own offloading connector.
 
-    python benchmarks/gpu_requests.py [--tokens 8192] [--rounds 9] [--layers 32] [--graphs] [--only lmkv,vLLM]
-                                      [--disk FOLDER] [--small] [--json]
+    python benchmarks/gpu_requests.py [--tokens 8192] [--rounds 9] [--layers 32] [--graphs] [--disk FOLDER]
+                                      [--only NAME,...] [--small] [--json]
 
-A model of random weights with the shape of one of 7 thousand million parameters, bfloat16. All engines run at once on one GPU, each in
+The model has random weights, bfloat16, and with 32 layers 6.2e9 of them. All engines run at once on one GPU, each in
 processes of its own, and are asked in turn, in shuffled order. In its turn an engine answers a new prompt; the same
-prompt again, once vLLM's own prefix cache was emptied, so that it is loaded by the connector; the same once more, from
-vLLM's own prefix cache; and eight new prompts together, twice in the same way. Ratios are taken within a round; their
-median counts. `--small`: a model that a CPU computes, whose figures mean nothing.
+prompt again, once vLLM's own prefix cache was emptied, so that a connector loads it; the same once more, from vLLM's
+own prefix cache; and then four new prompts together in the same three ways. Ratios are taken within a round; their
+median counts. `--small`: a model for a CPU, whose figures mean nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from lmkv.cli.measure.small_model import SmallModel
 from lmkv.cli.measure.vllm_engines import EngineSpec
 
 ALONE, LMKV, OWN, DISK = "vLLM alone", "lmkv", "vLLM's own connector", "lmkv with a disk"
-COLD, LOADED, INSIDE = "computed", "loaded", "from vLLM's prefix cache"
+COMPUTED, LOADED, INSIDE = "computed", "loaded", "from vLLM's prefix cache"
 TOGETHER, WARM_UPS = 4, 2
+ONE, SEVERAL = "first token of one prompt", f"all of {TOGETHER} prompts"
 SETTLE = 0.5
 """Seconds after which what a prompt stored is stored."""
 Found = dict[str, dict[str, list[Answers]]]
@@ -78,10 +79,10 @@ def turn(engine: Engine, name: str, number: int, tokens: int) -> dict[str, Answe
     # The number of the round makes the prompts new. Seeds of either sign are the same to Python.
     seeds = [1000 * (number + WARM_UPS) + each for each in range(1 + TOGETHER)]
     for kind, batch in {
-        "one prompt": Batch(seeds=seeds[:1], tokens=tokens, answer=2),
-        f"{TOGETHER} prompts": Batch(seeds=seeds[1:], tokens=tokens, answer=16),
+        ONE: Batch(seeds=seeds[:1], tokens=tokens, answer=2),
+        SEVERAL: Batch(seeds=seeds[1:], tokens=tokens, answer=16),
     }.items():
-        found[f"{kind}, {COLD}"] = engine.answer(batch)
+        found[f"{kind}, {COMPUTED}"] = engine.answer(batch)
         time.sleep(SETTLE)
         if name != ALONE:
             found[f"{kind}, {LOADED}"] = engine.answer(evolve(batch, forget=True))
@@ -92,24 +93,25 @@ def turn(engine: Engine, name: str, number: int, tokens: int) -> dict[str, Answe
     return found
 
 
+def seconds_of(kind: str, answers: Answers) -> float:
+    """Until the first token of one prompt, or the last one of several."""
+    return answers.ttfts[0] if kind.startswith(ONE) else answers.seconds
+
+
 def rows(found: Found) -> list[Row]:
     made = []
     for name, kinds in found.items():
         for kind, answers in kinds.items():
-            one = kind.startswith("one")
-            for title, value_of in (("first token", lambda each: median(each.ttfts)), ("all", lambda each: each.seconds)):
-                if one == (title == "all"):
-                    continue
-                values = [value_of(each) for each in answers]
-                of = f"{ALONE}, {COLD}"
-                other = found.get(ALONE, {}).get(f"{kind.rpartition(', ')[0]}, {COLD}")
-                if other is None:
-                    made.append(Row(f"{name}: {kind}, {title}", median(values), "s"))
-                    continue
-                ratios = [mine / value_of(theirs) for mine, theirs in zip(values, other, strict=True)]
-                low, high = interval(ratios)
-                label = f"{name}: {kind}, {title} ({low:.3f} to {high:.3f})"
-                made.append(Row(label, median(values), "s", of, median(ratios)))
+            values = [seconds_of(kind, each) for each in answers]
+            of = f"{kind.rpartition(', ')[0]}, {COMPUTED}"
+            if ALONE not in found:
+                made.append(Row(f"{name}: {kind}", median(values), "s"))
+                continue
+            others = [seconds_of(of, each) for each in found[ALONE][of]]
+            ratios = [mine / other for mine, other in zip(values, others, strict=True)]
+            low, high = interval(ratios)
+            title = f"{name}: {kind} ({low:.3f} to {high:.3f})"
+            made.append(Row(title, median(values), "s", f"{ALONE}, {COMPUTED}", median(ratios)))
     return made
 
 
@@ -129,7 +131,7 @@ def main() -> int:
         engines: dict[str, Engine] = {}
 
         def start(name: str) -> None:
-            engines[name] = Engine(chosen[name], root / str(list(chosen).index(name)))
+            engines[name] = Engine(chosen[name], root / str(list(chosen).index(name)), sys.executable, {})
 
         with ThreadPoolExecutor(len(chosen)) as pool:
             list(pool.map(start, chosen))

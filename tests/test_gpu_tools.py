@@ -222,3 +222,15 @@ def test_the_part_on_vllm() -> None:
     control = on_vllm()
     assert (control["loaded tokens"], control["blocks loaded"]) == (0, 0)
     assert control["beside aborts: outputs that differ"] == 0
+
+
+@pytest.mark.vllm
+def test_the_benchmark_of_requests_on_vllm(tmp_path: Path) -> None:
+    options = ["--small", "--tokens", "512", "--rounds", "1", "--only", "vLLM alone,lmkv with a disk"]
+    command = [sys.executable, "benchmarks/gpu_requests.py", *options, "--disk", str(tmp_path), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [row["name"] for row in json.loads(done.stdout.splitlines()[-1])["rows"]]
+    for what in ("first token of one prompt", "all of 4 prompts"):
+        assert any(name.startswith(f"lmkv with a disk: {what}, loaded") for name in names)
+        assert not any(name.startswith(f"vLLM alone: {what}, loaded") for name in names)

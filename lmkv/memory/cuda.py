@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 
 from lmkv.memory.copier import Event
-from lmkv.memory.device import STAGING_BYTES, Addresses, DeviceError, Spans, Staging, Stream, TimedEvent, Transfers
+from lmkv.memory.device import STAGING_BYTES, DeviceError, Spans, Staging, Stream, TimedEvent, Transfers
 from lmkv.memory.paged import PagedMemory
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,8 @@ class CUDADevice:
         assert isinstance(stream, _CUDAStream)
         with torch.cuda.stream(stream.stream):
             addresses = torch.from_numpy(np.stack([spans.sources, spans.targets])).pin_memory()
-            launch_move(*addresses.to(self._device, non_blocking=True), spans.nbytes, spans.word)
+            sources, targets = addresses.to(self._device, non_blocking=True).unbind()
+            launch_move(sources, targets, spans.nbytes, spans.word)
 
     def transfer(self, transfers: Transfers, stream: Stream) -> None:
         assert isinstance(stream, _CUDAStream)

@@ -259,10 +259,9 @@ def _sets(planes: Iterable[_Plane]) -> list[_PlaneSet]:
     return sets
 
 
-def _alike(copies: Sequence[ChunkCopy]) -> Iterator[list[ChunkCopy]]:
+def _alike(copies: Sequence[ChunkCopy]) -> list[list[ChunkCopy]]:
     """The same copies, neighbours together whose runs begin alike and are equally long."""
-    for _, same in groupby(copies, lambda copy: [(run.first, len(run.blocks)) for run in copy.runs]):
-        yield list(same)
+    return [list(same) for _, same in groupby(copies, lambda copy: [(run.first, len(run.blocks)) for run in copy.runs])]
 
 
 def _sizes(batch: Sequence[_Pages]) -> Addresses:

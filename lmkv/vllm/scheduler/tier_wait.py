@@ -24,7 +24,7 @@ logger = logging.getLogger("lmkv.vllm")
 _LOOK_EVERY = 0.1
 """Seconds after which a waiting request has the files of its chunks looked for again."""
 _YIELD, _YIELD_EVERY = 5e-5, 0.01
-"""Seconds for which the scheduling thread lets I/O threads have the interpreter, and least seconds between two times."""
+"""Seconds for which the scheduling thread lets I/O threads have the interpreter, and least seconds between two."""
 _SHARED = "?"
 """Stands for all shared tiers where their answers to lookups are timed."""
 
