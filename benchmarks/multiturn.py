@@ -38,7 +38,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from statistics import median
 from typing import Any
@@ -48,6 +48,7 @@ from attrs import evolve
 from benchmarks._conversations import Engine, Load, Round, spec
 from benchmarks._lmcache_server import ENVIRONMENT, Server
 from benchmarks._timing import Row, arguments_of, finish, interval, machine, percentile, turns
+from lmkv.cli.measure.process import LOG
 from lmkv.cli.measure.report import Comparison, draw
 from lmkv.cli.measure.small_model import SmallModel
 
@@ -76,6 +77,7 @@ class Engines:
         self._load, self._root, self._stack = load, root, stack
         self._engines: dict[str, Engine] = {}
         self._skipped: set[str] = set()
+        self._logs: dict[str, Path] = {}
 
     def host_gib(self, over: float) -> float:
         """Memory that all conversations oversubscribe so many times."""
@@ -110,8 +112,14 @@ class Engines:
         self._start(name, server.spec(ROUTE, spec(self._load, KV_SPACE, MODEL, None)), python, ENVIRONMENT)
 
     def _start(self, name: str, what: Any, python: str, env: dict[str, str]) -> None:
-        engine = Engine(what, self._root / str(len(self._engines)), python, env)
+        folder = self._root / str(len(self._engines))
+        engine = Engine(what, folder, python, {"LMKV_LOG_LEVEL": "WARNING", **env})
+        self._logs[name] = folder / LOG
         self._engines[name] = self._stack.enter_context(closing(engine))
+
+    def logged(self, name: str) -> list[str]:
+        """What lmkv has warned of in this engine."""
+        return [line for line in self._logs[name].read_text(errors="replace").splitlines() if "lmkv:" in line]
 
     def run(self, rounds: int, minutes: float) -> Found:
         """All engines in each round; none begins after so many minutes."""
@@ -212,12 +220,16 @@ def differing(one: Round, other: Round) -> list[str]:
     return [which for which, answer in one.answers.items() if answer != other.answers[which]]
 
 
-def differences(found: Found) -> Iterator[str]:
-    """Which answers of which round differ from those of vLLM alone: an engine whose KV is right has none."""
+def differences(found: Found, logged: Callable[[str], list[str]]) -> Iterator[str]:
+    """Which answers of which round differ from those of vLLM alone: an engine whose KV is right has none.
+
+    `logged`: what lmkv has warned of in an engine.
+    """
     for name in (name for name in found if not is_skipped(name) and ALONE in found):
         for number, (one, other) in enumerate(zip(found[name], found[ALONE], strict=True)):
             if wrong := differing(one, other):
                 yield f"round {number}, {name}: other answers than of {ALONE} for {', '.join(wrong)} (user-turn)"
+                yield from logged(name)
 
 
 def audit_rows(load: Load, plain: list[Round], audited: list[Round]) -> list[Row]:
@@ -314,7 +326,7 @@ def main() -> int:
             if options.lmcache:
                 engines.add_lmcache(f"LMCache, {memory}", over, options.lmcache)
         found = engines.run(rounds, options.minutes)
-        for line in differences(found):
+        for line in differences(found, engines.logged):
             print(line)
         result = rows(load, found)
     if options.picture:

@@ -236,7 +236,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM counts these tokens as computed by now: to return would serve blocks that nothing fills.
             logger.exception("lmkv: a load could not be ordered; its blocks are reported as failed")
             if num_external_tokens > 0:
-                self._scheduler.fail_load(request.request_id, tables)
+                self._scheduler.fail_load(request.request_id, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Tokens by vLLM's `CacheHitSource`, so that vLLM's metrics distinguish the tiers."""
@@ -273,8 +273,13 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     @_never_raises(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(meta, LMKVWorkerMetadata):
+        if self._scheduler is None or not isinstance(meta, LMKVWorkerMetadata):
+            return
+        try:
             self._scheduler.on_report(meta.report)
+        except Exception:
+            logger.exception("lmkv: a report of the workers is lost; what they copied counts as failed")
+            self._scheduler.on_lost_report(meta.report)
 
     @_never_raises(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -195,20 +195,32 @@ def test_one_line_for_a_lookup_and_one_for_each_steps_store(shared: Engine, capl
     ]
 
 
+@pytest.mark.parametrize("method", ["allocated", "jobs.order"])
 def test_a_load_that_cannot_be_ordered_is_recomputed(
-    shared: Engine, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+    shared: Engine, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    ids = prompt(5, 1500)
+    """And so is what the step computes from its unfilled blocks: none of it is stored."""
+    ids = prompt(5, 1024)
+    longer = ids + prompt(50, 600)
+    skipped = {"lmkv.skip_load": True, "lmkv.skip_save": True}
+    right = shared.run([longer], params=skipped)[0].outputs[0].token_ids
+    shared.forget_local()
     shared.run([ids])
+    # Blocks that are free have other bytes.
+    shared.forget_local()
+    shared.run([prompt(51, 2000)], params=skipped)
     shared.forget_local()
 
     def broken(*_: object) -> None:
         raise RuntimeError("injected: our own code fails after the promise")
 
+    planner = shared.connector._scheduler.loading
+    owner, name = (planner.jobs, "order") if "." in method else (planner, method)
     with monkeypatch.context() as patch:
-        patch.setattr(shared.connector._scheduler.loading, "allocated", broken)
-        answer = shared.run([ids])[0]
-    assert list(answer.outputs[0].token_ids) == expected[5]
+        patch.setattr(owner, name, broken)
+        assert shared.run([longer])[0].outputs[0].token_ids == right
+    shared.forget_local()
+    assert shared.run([longer])[0].outputs[0].token_ids == right
     shared.assert_nothing_leaked()
 
 
@@ -219,11 +231,16 @@ def test_no_exception_of_ours_ends_the_engine(
     def broken(*_: object) -> None:
         raise RuntimeError("injected")
 
+    # Something to load, whose end is reported meanwhile.
+    shared.run([prompt(6, 1500)])
+    shared.forget_local()
     with monkeypatch.context() as patch:
         patch.setattr(shared.connector._scheduler, method, broken)
         assert shared.ids([prompt(6, 1500)]) == [expected[6]]
-        shared.forget_local()
     assert shared.ids([prompt(6, 1500)]) == [expected[6]]
+    shared.forget_local()
+    assert shared.ids([prompt(6, 1500)]) == [expected[6]]
+    shared.assert_nothing_leaked()
 
 
 def test_an_asynchronous_load_is_reported_in_the_step_in_which_it_has_ended(shared: Engine) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from attrs import define, field
 
@@ -107,12 +107,31 @@ class LoadJobs:
         start = state.computed
         copies = self._block_map.load_copies(lease.slots, tables, start, end)
         covered = self._block_map.covers(copies, start, end)
-        failed = [] if covered else self._block_map.blocks_between(tables, start, end)
+        if not covered:
+            self.fail(state, tables, end, lease)
+            return
         place = self._store.in_place.place if lease.in_place else None
-        order = self._builder.load(copies if covered else [], failed, files=lease.in_place, place=place)
+        order = self._builder.load(copies, [], files=lease.in_place, place=place)
+        self._follow(order.job, state, lease, tables, end)
+
+    def fail(self, state: RequestState, tables: BlockTables, end: int, lease: Lease | None = None) -> None:
+        """Report the blocks of a load up to token `end`, which was promised, as failed. `lease`: of chunks to drop."""
+        owner, load = self._async_loads.get(state.request_id, (None, None))
+        if load is not None and owner is state:
+            # It has begun. `end_step` reports its end.
+            load.stop()
+            return
+        failed = self._block_map.blocks_between(tables, state.computed, end)
+        finishes = state.request_id if state.between_steps else None
+        order = self._builder.load([], failed, between_steps=state.between_steps, finishes=finishes)
+        # A job like others, so that whatever is computed from these blocks is not stored.
+        self._follow(order.job, state, lease or self._store.lease(()), tables, end)
+
+    def _follow(self, job: int, state: RequestState, lease: Lease, tables: BlockTables, end: int) -> None:
+        start = state.computed
         unconfirmed = list(tables[0][start // self._block_map.groups[0].block_size :])
         first = start // self._chunk_size
-        self._jobs[order.job] = _LoadJob(state, lease, first, end - start, start=start, unconfirmed=unconfirmed)
+        self._jobs[job] = _LoadJob(state, lease, first, end - start, start=start, unconfirmed=unconfirmed)
 
     def begin(self, state: RequestState, keys: list[ChunkKey], tables: BlockTables, end: int) -> None:
         """Load `keys` up to token `end` between steps; the first of them has the first token that is not computed."""
@@ -191,24 +210,28 @@ class LoadJobs:
     def ended(self, number: int, report: JobReport) -> None:
         """All ranks have answered. Chunks of a failed load are dropped, and the request offered no more."""
         job = self._jobs.pop(number)
-        state, keys = job.state, job.lease.keys
-        # Not before the last rank has answered: until then they read the slots.
-        job.lease.release()
-        if report.files is not None:
-            self._wait.read_in_place(report.files)
         # The end of a load that was stopped, for its request or a copy before it failed, is no failure of its own.
-        if job.tokens or job.load is None or not job.load.stopped:
-            self._telemetry.loaded(job.tokens, report)
+        counts = job.tokens or job.load is None or not job.load.stopped
+        # Not before the last rank has answered: until then they read the slots.
+        keys = job.lease.keys
+        job.lease.release()
         if job.load is not None:
             job.load.copied(report.ok)
+        if not report.ok:
+            self._failed(job, keys if report.files is None else ())
+        if report.files is not None:
+            self._wait.read_in_place(report.files)
+        if counts:
+            self._telemetry.loaded(job.tokens, report)
         if report.ok:
-            state.load_bytes += report.nbytes
-            state.load_seconds += report.seconds
+            job.state.load_bytes += report.nbytes
+            job.state.load_seconds += report.seconds
             self.mode.observe(report.nbytes, report.seconds)
-            return
-        if report.files is None:
-            # Where a file could not be read, the slots are right.
-            self._store.drop(keys)
+
+    def _failed(self, job: _LoadJob, keys: Sequence[ChunkKey]) -> None:
+        """`keys`: of chunks that may be wrong. Where a file could not be read, the slots are right."""
+        state = job.state
+        self._store.drop(keys)
         if job.load is not None and job.load.abandoned:
             return
         logger.warning("lmkv: a load for request %s failed; it is recomputed", state.request_id)

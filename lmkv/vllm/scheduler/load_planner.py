@@ -248,22 +248,21 @@ class LoadPlanner:
     def allocated(self, state: RequestState, tables: BlockTables, tokens: int) -> None:
         """Blocks are allocated: order the promised load of `tokens` tokens, or release its lease for 0."""
         promised = self._promised.pop(state.request_id, None)
-        lease, state.lease = state.lease, None
         if not state.counted:
             if promised is not None and tokens <= 0:
                 state.miss = Miss("not_taken", max(0, state.last_token - state.computed))
             self._observer.scheduled(state, found=tokens > 0)
         if tokens <= 0:
             self.jobs.admission.end(state)
-            if lease is not None:
-                lease.release()
+            state.drop_lease()
             return
         state.hit_tokens = tokens
         end = state.computed + tokens
         if state.between_steps:
             self.jobs.begin(state, state.promised[state.computed // self._chunk_size :], tables, end)
         else:
-            self.jobs.order(state, lease or self._store.lease(()), tables, end)
+            self.jobs.order(state, state.lease or self._store.lease(()), tables, end)
+            state.lease = None
 
     def end_step(self, scheduled_tokens: int, requests: int) -> None:
         """A step was scheduled: order the windows that are ready, and withdraw the promises not taken up."""

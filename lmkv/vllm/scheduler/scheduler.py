@@ -242,16 +242,17 @@ class Scheduler:
         state = self._requests.get(request_id)
         return dict(state.sources) if state is not None else {}
 
-    def fail_load(self, request_id: str, tables: BlockTables) -> None:
-        """A promised load could not be ordered: report the request's blocks as failed."""
-        state = self._requests.get(request_id)
-        between_steps = state is not None and state.between_steps
-        if state is not None:
-            state.disabled = True
-            state.drop_lease()
-        unfilled = [block for table in self._block_map.select(tables) for block in table if block]
-        self.loading.jobs.evict_blocks(set(unfilled))
-        self._builder.load([], unfilled, between_steps=between_steps, finishes=request_id if between_steps else None)
+    def fail_load(self, request_id: str, block_ids: BlockTables, num_external_tokens: int) -> None:
+        """A promised load could not be ordered: report its blocks as failed."""
+        state, tables = self._requests.get(request_id), self._block_map.select(block_ids)
+        if state is None:
+            unfilled = [block for table in tables for block in table if block]
+            self.loading.jobs.evict_blocks(set(unfilled))
+            self._builder.load([], unfilled)
+            return
+        state.disabled = True
+        state.drop_lease()
+        self.loading.jobs.fail(state, tables, state.computed + num_external_tokens)
 
     def plan_step(
         self,
@@ -314,15 +315,22 @@ class Scheduler:
         # reported together with a failed load may contain KV that was computed from unfilled blocks.
         if any(not part.ok and self.loading.jobs.may_have_been_read(job) for job, part in report.jobs.items()):
             self._taint_all()
-        for job, merged in self._merge(report):
-            if job in self.loading.jobs:
-                self.loading.jobs.ended(job, merged)
-            elif job in self.storing:
-                self.storing.ended(job, merged)
-            elif job in self._states:
-                self._states.ended(job, merged)
-            elif job in self.audit:
-                self.audit.ended(job, merged)
+        self._end_jobs(report.jobs)
+
+    def on_lost_report(self, report: WorkerReport) -> None:
+        """`on_report` has raised before it ended any job: all count as failed, so that nothing waits for their ends."""
+        self._taint_all()
+        self._end_jobs({job: evolve(part, ok=False) for job, part in report.jobs.items()})
+
+    def _end_jobs(self, reports: Mapping[int, JobReport]) -> None:
+        for job, merged in self._merge(reports):
+            for kind in (self.loading.jobs, self.storing, self._states, self.audit):
+                if job in kind:
+                    try:
+                        kind.ended(job, merged)
+                    except Exception:
+                        # The job has ended, and the others must.
+                        logger.exception("lmkv: what follows from the end of a copy failed")
 
     def _taint_all(self) -> None:
         self.storing.taint_all()
@@ -342,8 +350,8 @@ class Scheduler:
                     self.audit.end(other)
                 other.stored, other.tail_due = min(other.stored, chunk), True
 
-    def _merge(self, report: WorkerReport) -> Iterator[tuple[int, JobReport]]:
-        for job, part in report.jobs.items():
+    def _merge(self, reports: Mapping[int, JobReport]) -> Iterator[tuple[int, JobReport]]:
+        for job, part in reports.items():
             known = self._reports.pop(job, None)
             merged = part if known is None else known.merge(part)
             if merged.ranks < self._options.ranks:

@@ -144,12 +144,12 @@ class StatePlanner:
         """All ranks have answered: publish the states, or free their slots."""
         job = self._jobs.pop(number)
         state, kept = job.state, report.ok and not job.tainted
-        self._observer.telemetry.stored_states(len(job.reservation), report, kept=kept)
+        count = len(job.reservation)
+        job.reservation.commit() if kept else job.reservation.abort()
+        self._observer.telemetry.stored_states(count, report, kept=kept)
         if not kept:
-            job.reservation.abort()
             state.options.skip_save |= not report.ok
             return
-        job.reservation.commit()
         keys: list[ChunkKey] = [*state.keys(job.chunks), *state.state_keys(job.chunks)]
         # They are evicted before the chunks that they need.
         self._store.touch(keys)

@@ -159,14 +159,13 @@ class StorePlanner:
         """All ranks have answered: publish the chunks, or free their slots."""
         job = self._jobs.pop(number)
         state, kept = job.state, report.ok and not job.tainted
+        job.reservation.commit() if kept else job.reservation.abort()
         self._observer.telemetry.stored(job.stored, job.chunks, report, kept=kept)
         if not kept:
-            job.reservation.abort()
             state.stored, state.tail_due = min(state.stored, job.first_chunk), True
             # A copy that failed once would fail in every step that followed.
             state.options.skip_save |= not report.ok
             return
-        job.reservation.commit()
         if job.first_chunk == 0:
             self._observer.explainer.first_chunks.stored(state)
         self._observer.track(state, state.keys_with_tail(job.total // self._chunk_size))
