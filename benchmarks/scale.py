@@ -52,8 +52,11 @@ SIZES = (10_000, 100_000, 1_000_000, 3_000_000)
 FILES = (10_000, 100_000, 300_000)
 SLOT_BYTES, CHAIN, BATCH, TOKENS = 4096, 64, 32, 256
 MEANWHILE = 1_000_000
-QUIET, FEWEST = 300, 30
-"""Requests of a kind while nothing is being found, and at least while something is."""
+ALONE, KEYS = "while nothing is found", "beside a thread that only makes keys"
+PAUSE = 5e-5
+"""Seconds between its batches, as in a listing."""
+QUIET, BESIDE, FEWEST = 300, 100, 30
+"""Requests of a kind while nothing is being found, beside other keys, and at least while something is found."""
 FLAT = 1.5
 """A chunk of the largest index may take so many times what one of the smallest takes."""
 Sizes = dict[int, dict[str, float]]
@@ -168,7 +171,8 @@ def explaining(explainer: Explainer, store: TieredStore) -> float:
 def calls_meanwhile(count: int) -> dict[str, float]:
     """p50 and p99 of the scheduler's calls while so many chunks are being found, in milliseconds.
 
-    Beside the p99 of `LIMIT`, of the calls without Python's collections of garbage, and while nothing is being found.
+    Beside the p99 of `LIMIT`, of the calls without Python's collections of garbage, while nothing is being found, and
+    beside a thread that only makes keys: it takes the interpreter as a listing does that costs nothing.
     """
     medium = MadeUp(count)
     bench = Bench.make(Tier(medium, make_policy("LRU")))
@@ -190,7 +194,7 @@ def calls_meanwhile(count: int) -> dict[str, float]:
                 gc.callbacks.remove(timed.on_collection)
         raise AssertionError
 
-    def note(kind: str, during: dict[int, Recorder], quiet: dict[int, Recorder]) -> None:
+    def note(kind: str, during: dict[int, Recorder], others: dict[str, dict[int, Recorder]]) -> None:
         for length, timed in during.items():
             for call, times in timed.calls.items():
                 own = bare[length] if call == HASHING else 0.0
@@ -198,16 +202,38 @@ def calls_meanwhile(count: int) -> dict[str, float]:
                 found[f"{name}p50"] = statistics.median(times)
                 found[f"{name}p99"] = percentile(times, 0.99) - own
                 found[f"{name}p99 without collections of garbage"] = percentile(timed.without[call], 0.99) - own
-                found[f"{name}p99 while nothing is found"] = percentile(quiet[length].calls[call], 0.99) - own
+                for when, other in others.items():
+                    found[f"{name}p99 {when}"] = percentile(other[length].calls[call], 0.99) - own
 
     def chunks_found() -> int:
         return bench.store.stats().tiers[1].chunks
 
-    quiet = serve(bench.known, lambda number: number == QUIET)
+    def beside_keys(make: Callable[[int], Request]) -> dict[int, Recorder]:
+        """The same beside a thread that makes keys as the listing does, and has none indexed."""
+        ended, other = threading.Event(), MadeUp(count)
+        other.begin.set()
+
+        def make_keys() -> None:
+            while not ended.is_set():
+                for _ in other.list_keys():
+                    time.sleep(PAUSE)
+                    if ended.is_set():
+                        return
+
+        thread = threading.Thread(target=make_keys)
+        thread.start()
+        during = serve(make, lambda number: number == BESIDE)
+        ended.set()
+        thread.join()
+        return during
+
+    quiet = {ALONE: serve(bench.known, lambda number: number == QUIET), KEYS: beside_keys(bench.known)}
     medium.begin.set()
-    note("hit", serve(bench.known, lambda number: chunks_found() >= count // 2), quiet)
+    hits = serve(bench.known, lambda number: chunks_found() >= count // 2)
     stores = serve(bench.unknown, lambda number: bench.store.wait_indexed(0))
-    note("stored by evicting", stores, serve(bench.unknown, lambda number: number == QUIET))
+    note("hit", hits, quiet)
+    later = {ALONE: serve(bench.unknown, lambda number: number == QUIET), KEYS: beside_keys(bench.unknown)}
+    note("stored by evicting", stores, later)
     bench.scheduler.close()
     return found
 
