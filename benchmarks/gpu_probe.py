@@ -147,7 +147,7 @@ class Probe:
         unit, device = self.unit, self.accelerator.open()
         values = self.accelerator.to_device(torch.zeros(1024))
         for populated in (True, False):
-            for piece in (64, 128, 256, 1024):
+            for piece in (32, 64, 128, 1024):
                 memory, took, undo = host_memory(2048 * unit, populate=populated), list[float](), []
                 registering = threading.Thread(
                     target=lambda m=memory, p=piece, t=took, u=undo: u.extend(self._register(m.address, p, t))

@@ -118,8 +118,9 @@ class Engines:
         self._engines[name] = self._stack.enter_context(closing(engine))
 
     def logged(self, name: str) -> list[str]:
-        """What lmkv has warned of in this engine."""
-        return [line for line in self._logs[name].read_text(errors="replace").splitlines() if "lmkv:" in line]
+        """The log of this engine from the first line on in which lmkv warns of something."""
+        lines = self._logs[name].read_text(errors="replace").splitlines()
+        return lines[next((at for at, line in enumerate(lines) if "lmkv:" in line), len(lines)) :]
 
     def run(self, rounds: int, minutes: float) -> Found:
         """All engines in each round; none begins after so many minutes."""
@@ -223,13 +224,15 @@ def differing(one: Round, other: Round) -> list[str]:
 def differences(found: Found, logged: Callable[[str], list[str]]) -> Iterator[str]:
     """Which answers of which round differ from those of vLLM alone: an engine whose KV is right has none.
 
-    `logged`: what lmkv has warned of in an engine.
+    `logged`: what lmkv has warned of in an engine; shown once.
     """
     for name in (name for name in found if not is_skipped(name) and ALONE in found):
+        differs = False
         for number, (one, other) in enumerate(zip(found[name], found[ALONE], strict=True)):
             if wrong := differing(one, other):
                 yield f"round {number}, {name}: other answers than of {ALONE} for {', '.join(wrong)} (user-turn)"
-                yield from logged(name)
+                differs = True
+        yield from logged(name) if differs else ()
 
 
 def audit_rows(load: Load, plain: list[Round], audited: list[Round]) -> list[Row]:

@@ -222,10 +222,11 @@ def calls_meanwhile(count: int) -> dict[str, float]:
 
         thread = threading.Thread(target=make_keys)
         thread.start()
-        during = serve(make, lambda number: number == BESIDE)
-        ended.set()
-        thread.join()
-        return during
+        try:
+            return serve(make, lambda number: number == BESIDE)
+        finally:
+            ended.set()
+            thread.join()
 
     quiet = {ALONE: serve(bench.known, lambda number: number == QUIET), KEYS: beside_keys(bench.known)}
     medium.begin.set()

@@ -85,14 +85,14 @@ BUDGET = {
     "engine": 488,
     "": 60,
     "agent": 929,
-    "vllm": 2037,
+    "vllm": 2032,
     "vllm.requests": 301,
     "vllm.observe": 785,
-    "vllm.scheduler": 1516,
+    "vllm.scheduler": 1523,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15765
+WHOLE = 15767
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -273,13 +273,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     @_never_raises(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
-        if self._scheduler is None or not isinstance(meta, LMKVWorkerMetadata):
-            return
-        try:
+        if self._scheduler is not None and isinstance(meta, LMKVWorkerMetadata):
             self._scheduler.on_report(meta.report)
-        except Exception:
-            logger.exception("lmkv: a report of the workers is lost; what they copied counts as failed")
-            self._scheduler.on_lost_report(meta.report)
 
     @_never_raises(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

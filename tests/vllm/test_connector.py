@@ -224,7 +224,7 @@ def test_a_load_that_cannot_be_ordered_is_recomputed(
     shared.assert_nothing_leaked()
 
 
-@pytest.mark.parametrize("method", ["on_new_request", "get_num_new_matched_tokens", "plan_step", "on_report"])
+@pytest.mark.parametrize("method", ["on_new_request", "get_num_new_matched_tokens", "plan_step", "_note"])
 def test_no_exception_of_ours_ends_the_engine(
     shared: Engine, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -32,6 +32,7 @@ class _LoadJob:
     first_chunk: int
     tokens: int
     load: AsyncLoad | None = None
+    between_steps: bool = False
     start: int = 0
     unconfirmed: list[int] = field(factory=list)
     """Blocks from token `start` on that this step loads, or computes from those; vLLM shares them already."""
@@ -98,7 +99,7 @@ class LoadJobs:
 
     def may_have_been_read(self, job: int) -> bool:
         """Whether a step may have computed from the blocks of this load: none does before a load between steps ends."""
-        return job in self._jobs and self._jobs[job].load is None
+        return job in self._jobs and not self._jobs[job].between_steps
 
     # -- orders -------------------------------------------------------------------------------------------
 
@@ -131,7 +132,8 @@ class LoadJobs:
         start = state.computed
         unconfirmed = list(tables[0][start // self._block_map.groups[0].block_size :])
         first = start // self._chunk_size
-        self._jobs[job] = _LoadJob(state, lease, first, end - start, start=start, unconfirmed=unconfirmed)
+        tokens, between = end - start, state.between_steps
+        self._jobs[job] = _LoadJob(state, lease, first, tokens, None, between, start, unconfirmed)
 
     def begin(self, state: RequestState, keys: list[ChunkKey], tables: BlockTables, end: int) -> None:
         """Load `keys` up to token `end` between steps; the first of them has the first token that is not computed."""
@@ -185,7 +187,7 @@ class LoadJobs:
         state.disabled |= bool(window.failed_blocks)
         finishes = state.request_id if window.last else None
         order = self._builder.load(window.copies, window.failed_blocks, between_steps=True, finishes=finishes)
-        self._jobs[order.job] = _LoadJob(state, window.lease, load.first_chunk, window.tokens, load)
+        self._jobs[order.job] = _LoadJob(state, window.lease, load.first_chunk, window.tokens, load, True)
 
     @staticmethod
     def _advance(load: AsyncLoad) -> LoadWindow | None:
@@ -231,17 +233,16 @@ class LoadJobs:
     def _failed(self, job: _LoadJob, keys: Sequence[ChunkKey]) -> None:
         """`keys`: of chunks that may be wrong. Where a file could not be read, the slots are right."""
         state = job.state
+        if job.load is None or not job.load.abandoned:
+            logger.warning("lmkv: a load for request %s failed; it is recomputed", state.request_id)
+            # vLLM shares them until a request has computed them, and that request may be aborted before it does.
+            self.evict_blocks(set(job.unconfirmed))
+            self.on_failed_load(state.request_id)
+            self.admission.end(state)
+            state.disabled = True
+            state.hit_tokens = 0
+            state.stored, state.tail_due = min(state.stored, job.first_chunk), True
         self._store.drop(keys)
-        if job.load is not None and job.load.abandoned:
-            return
-        logger.warning("lmkv: a load for request %s failed; it is recomputed", state.request_id)
-        # vLLM shares them until a request has computed them, and that request may be aborted before it does.
-        self.evict_blocks(set(job.unconfirmed))
-        self.on_failed_load(state.request_id)
-        self.admission.end(state)
-        state.disabled = True
-        state.hit_tokens = 0
-        state.stored, state.tail_due = min(state.stored, job.first_chunk), True
 
     def forget(self, state: RequestState) -> None:
         """The request has ended: stop its load between steps."""

@@ -248,13 +248,14 @@ class LoadPlanner:
     def allocated(self, state: RequestState, tables: BlockTables, tokens: int) -> None:
         """Blocks are allocated: order the promised load of `tokens` tokens, or release its lease for 0."""
         promised = self._promised.pop(state.request_id, None)
+        if tokens <= 0:
+            state.drop_lease()
         if not state.counted:
             if promised is not None and tokens <= 0:
                 state.miss = Miss("not_taken", max(0, state.last_token - state.computed))
             self._observer.scheduled(state, found=tokens > 0)
         if tokens <= 0:
             self.jobs.admission.end(state)
-            state.drop_lease()
             return
         state.hit_tokens = tokens
         end = state.computed + tokens

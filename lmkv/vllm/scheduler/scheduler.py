@@ -305,6 +305,22 @@ class Scheduler:
 
     def on_report(self, report: WorkerReport) -> None:
         """Merge the workers' answers; a job ends when every rank has answered."""
+        ends = report.jobs
+        try:
+            self._note(report)
+        except Exception:
+            logger.exception("lmkv: a report of the workers could not be read; what they copied counts as failed")
+            self._taint_all()
+            ends = {job: evolve(part, ok=False) for job, part in report.jobs.items()}
+        for job, merged in self._merge(ends):
+            try:
+                self._end_job(job, merged)
+            except Exception:
+                # It has ended, and the others must: a load without an end keeps requests waiting for ever.
+                logger.exception("lmkv: what follows from the end of a copy failed")
+
+    def _note(self, report: WorkerReport) -> None:
+        """What a report says besides the ends of jobs, and what must be known before these."""
         self._mapped |= report.mapped
         if report.refusal and not self._refused:
             self._refused = True
@@ -315,22 +331,11 @@ class Scheduler:
         # reported together with a failed load may contain KV that was computed from unfilled blocks.
         if any(not part.ok and self.loading.jobs.may_have_been_read(job) for job, part in report.jobs.items()):
             self._taint_all()
-        self._end_jobs(report.jobs)
 
-    def on_lost_report(self, report: WorkerReport) -> None:
-        """`on_report` has raised before it ended any job: all count as failed, so that nothing waits for their ends."""
-        self._taint_all()
-        self._end_jobs({job: evolve(part, ok=False) for job, part in report.jobs.items()})
-
-    def _end_jobs(self, reports: Mapping[int, JobReport]) -> None:
-        for job, merged in self._merge(reports):
-            for kind in (self.loading.jobs, self.storing, self._states, self.audit):
-                if job in kind:
-                    try:
-                        kind.ended(job, merged)
-                    except Exception:
-                        # The job has ended, and the others must.
-                        logger.exception("lmkv: what follows from the end of a copy failed")
+    def _end_job(self, job: int, report: JobReport) -> None:
+        for kind in (self.loading.jobs, self.storing, self._states, self.audit):
+            if job in kind:
+                kind.ended(job, report)
 
     def _taint_all(self) -> None:
         self.storing.taint_all()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lmkv.vllm.block_map import Group
+from lmkv.vllm.metadata import JobReport, WorkerReport
 from lmkv.vllm.observe.recent import RecentRequests
 from lmkv.vllm.scheduler.load_jobs import LoadJobs
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
@@ -44,9 +45,9 @@ def engine(seed: int, **options: Any) -> SimulatedVLLM:
 
 
 def answer_errors(engine: SimulatedVLLM) -> None:
-    """Answer exceptions as `LMKVConnector` does."""
+    """Answer exceptions of `update_state_after_alloc` as `LMKVConnector` does."""
     scheduler: Any = engine.scheduler
-    allocated, on_report = scheduler.update_state_after_alloc, scheduler.on_report
+    allocated = scheduler.update_state_after_alloc
 
     def guarded(request: Any, tables: Any, tokens: int) -> None:
         try:
@@ -55,13 +56,7 @@ def answer_errors(engine: SimulatedVLLM) -> None:
             if tokens > 0:
                 scheduler.fail_load(request.request_id, tables, tokens)
 
-    def reported(report: Any) -> None:
-        try:
-            on_report(report)
-        except RuntimeError:
-            scheduler.on_lost_report(report)
-
-    scheduler.update_state_after_alloc, scheduler.on_report = guarded, reported
+    scheduler.update_state_after_alloc = guarded
 
 
 @pytest.fixture(params=SEEDS)
@@ -139,39 +134,87 @@ def test_an_error_reports_none_of_the_blocks_that_are_shared_with_a_running_requ
         assert not simulated.wrong
 
 
+def simulated(seed: int, **options: Any) -> SimulatedVLLM:
+    made = SimulatedVLLM(
+        random.Random(seed),
+        groups=[Group(4)],
+        chunk_size=8,
+        num_blocks=90,
+        ram_chunks=30,
+        prefix_caching=True,
+        **options,
+    )
+    made.local_hits = 0.0
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"ranks": 2}, {"device": True}], ids=["one rank", "two ranks", "a device"])
 @pytest.mark.parametrize("where", ["the report", "the end of a load", "the end of a store"])
-def test_no_end_that_is_lost_keeps_anybody_waiting(seed: int, where: str) -> None:
-    raised = False
-    simulated = SimulatedVLLM(
-        random.Random(seed), groups=[Group(4)], chunk_size=8, num_blocks=90, ram_chunks=30, prefix_caching=True
-    )
-    scheduler: Any = simulated.scheduler
-    telemetry = scheduler._observer.telemetry
-    jobs = scheduler.storing if "store" in where else scheduler.loading.jobs
-    owner, name = (
-        (scheduler, "on_report") if "report" in where else (telemetry, "stored" if "store" in where else "loaded")
-    )
-    method = getattr(owner, name)
+def test_no_end_that_is_lost_keeps_anybody_waiting(seed: int, where: str, options: dict[str, Any]) -> None:
+    with closing(simulated(seed, **options)) as engine:
+        scheduler: Any = engine.scheduler
+        telemetry = scheduler._observer.telemetry
+        owner, name = {
+            "the report": (scheduler, "_note"),
+            "the end of a load": (telemetry, "loaded"),
+            "the end of a store": (telemetry, "stored"),
+        }[where]
+        method, raised = getattr(owner, name), []
 
-    def once(*arguments: Any, **options: Any) -> Any:
-        nonlocal raised
-        if not raised and (name != "on_report" or jobs.busy):
-            raised = True
-            raise RuntimeError("injected")
-        return method(*arguments, **options)
+        def once(*arguments: Any, **named: Any) -> Any:
+            if not raised and (name != "_note" or scheduler.loading.jobs.busy):
+                raised.append(True)
+                raise RuntimeError("injected")
+            return method(*arguments, **named)
 
-    setattr(owner, name, once)
-    simulated.local_hits = 0.0
-    answer_errors(simulated)
-    tokens = list(range(40))
-    with closing(simulated):
-        ask(simulated, "stores", tokens)
-        simulated.finish()
-        simulated.forget()
-        ask(simulated, "first", tokens, 2)
+        setattr(owner, name, once)
+        tokens = list(range(40))
+        ask(engine, "stores", tokens)
+        engine.finish()
+        engine.forget()
+        ask(engine, "first", tokens, 2)
         for _ in range(30):
-            simulated.step()
-        ask(simulated, "second", tokens, 2)
-        simulated.finish()
-        assert not simulated.wrong
-    assert raised
+            engine.step()
+        ask(engine, "second", tokens, 2)
+        engine.finish()
+        assert raised
+        assert not engine.wrong
+        assert not scheduler.busy
+
+
+def test_an_error_behind_one_end_keeps_no_other_from_being_noted() -> None:
+    with closing(simulated(0)) as engine:
+        scheduler: Any = engine.scheduler
+        noted = []
+
+        class Kind:
+            def __contains__(self, job: int) -> bool:
+                return True
+
+            def ended(self, job: int, report: JobReport) -> None:
+                noted.append(job)
+                raise RuntimeError("injected")
+
+        scheduler.audit, kept = Kind(), scheduler.audit
+        scheduler.on_report(WorkerReport({1: JobReport(1, ok=True), 2: JobReport(1, ok=True)}))
+        scheduler.audit = kept
+    assert noted == [1, 2]
+
+
+def test_a_lost_report_taints_what_is_being_stored(seed: int) -> None:
+    """It may have told of a load that failed, from whose blocks these chunks were computed."""
+    with closing(simulated(seed, device=True)) as engine:
+        scheduler: Any = engine.scheduler
+        ask(engine, "stores", list(range(40)))
+        while not scheduler.storing.busy:
+            engine.step()
+
+        def broken(report: WorkerReport) -> None:
+            raise RuntimeError("injected")
+
+        scheduler._note, note = broken, scheduler._note
+        scheduler.on_report(WorkerReport())
+        scheduler._note = note
+        assert all(job.tainted for job in scheduler.storing._jobs.values())
+        engine.finish()
+        assert not engine.wrong
