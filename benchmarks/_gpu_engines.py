@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from benchmarks import _conversations
 from lmkv.cli.measure.process import Questions
 from lmkv.cli.measure.vllm_engines import VOCABULARY, EngineSpec, leave, open_engine
 
-RESETS = 100
+RESETS = 50
 
 
 @frozen(kw_only=True)
@@ -54,12 +54,15 @@ class Engine(_conversations.Engine):
 # -- in the child -----------------------------------------------------------------------------------------
 
 
-def forget(llm: Any) -> None:
-    """Raises RuntimeError: blocks stay in use until the transfers that need them have ended."""
+def forget(llm: Any, wait: Callable[[], object]) -> None:
+    """Empty vLLM's own prefix cache, so that hits can only come from a connector. Raises RuntimeError.
+
+    Blocks are in use until the transfers that need them have ended: `wait` is called until then.
+    """
     for _ in range(RESETS):
         if llm.reset_prefix_cache():
             return
-        time.sleep(0.02)
+        wait()
     raise RuntimeError("vLLM does not reset its prefix cache: some blocks stay in use")
 
 
@@ -67,7 +70,7 @@ def answers(llm: Any, batch: Batch) -> Answers:
     from vllm import SamplingParams
 
     if batch.forget:
-        forget(llm)
+        forget(llm, lambda: time.sleep(0.04))
     prompts = [
         {"prompt_token_ids": random.Random(seed).choices(range(VOCABULARY), k=batch.tokens)} for seed in batch.seeds
     ]

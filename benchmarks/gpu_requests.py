@@ -37,7 +37,7 @@ COMPUTED, LOADED, INSIDE = "computed", "loaded", "from vLLM's prefix cache"
 TOGETHER, WARM_UPS = 4, 2
 ONE, SEVERAL = "first token of one prompt", f"all of {TOGETHER} prompts"
 SETTLE = 0.5
-"""Seconds after which what a prompt stored is stored."""
+"""Seconds in which the stores of a prompt end."""
 Found = dict[str, dict[str, list[Answers]]]
 
 
@@ -74,7 +74,7 @@ def specs(options: Any) -> dict[str, EngineSpec]:
 
 
 def turn(engine: Engine, name: str, number: int, tokens: int) -> dict[str, Answers]:
-    """What one engine does in a round."""
+    """Ask one engine for all of a round."""
     found = {}
     # The number of the round makes the prompts new. Seeds of either sign are the same to Python.
     seeds = [1000 * (number + WARM_UPS) + each for each in range(1 + TOGETHER)]

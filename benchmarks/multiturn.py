@@ -227,12 +227,12 @@ def differences(found: Found, logged: Callable[[str], list[str]]) -> Iterator[st
     `logged`: what lmkv has warned of in an engine; shown once.
     """
     for name in (name for name in found if not is_skipped(name) and ALONE in found):
-        differs = False
-        for number, (one, other) in enumerate(zip(found[name], found[ALONE], strict=True)):
-            if wrong := differing(one, other):
-                yield f"round {number}, {name}: other answers than of {ALONE} for {', '.join(wrong)} (user-turn)"
-                differs = True
-        yield from logged(name) if differs else ()
+        lines = [
+            f"round {number}, {name}: other answers than of {ALONE} for {', '.join(wrong)} (user-turn)"
+            for number, (one, other) in enumerate(zip(found[name], found[ALONE], strict=True))
+            if (wrong := differing(one, other))
+        ]
+        yield from [*lines, *logged(name)] if lines else ()
 
 
 def audit_rows(load: Load, plain: list[Round], audited: list[Round]) -> list[Row]:

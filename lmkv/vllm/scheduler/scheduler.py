@@ -320,7 +320,7 @@ class Scheduler:
                 logger.exception("lmkv: what follows from the end of a copy failed")
 
     def _note(self, report: WorkerReport) -> None:
-        """What a report says besides the ends of jobs, and what must be known before these."""
+        """Note all that a report tells but the ends of jobs. After a failed load, taint stores before they end."""
         self._mapped |= report.mapped
         if report.refusal and not self._refused:
             self._refused = True

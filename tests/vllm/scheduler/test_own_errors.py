@@ -38,7 +38,8 @@ class Once:
 
 
 def engine(seed: int, **options: Any) -> SimulatedVLLM:
-    made = SimulatedVLLM(random.Random(seed), groups=[Group(4)], chunk_size=8, **options)
+    sizes = {"num_blocks": 90, "ram_chunks": 30, "prefix_caching": True, **options}
+    made = SimulatedVLLM(random.Random(seed), groups=[Group(4)], chunk_size=8, **sizes)
     made.local_hits = 0.0
     answer_errors(made)
     return made
@@ -76,7 +77,7 @@ def test_what_is_computed_from_a_load_that_could_not_be_ordered_is_not_stored(
     seed: int, shared: bool, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = Once(monkeypatch, LoadJobs, "order", "longer", after=after)
-    with closing(engine(seed, num_blocks=90, ram_chunks=30, prefix_caching=shared)) as simulated:
+    with closing(engine(seed, prefix_caching=shared)) as simulated:
         first = list(range(20))
         longer = first + list(range(49, 37, -1))
         for name, tokens in (("stores", first), ("longer", longer), ("again", [*longer, 1])):
@@ -117,7 +118,7 @@ def test_an_error_reports_none_of_the_blocks_that_are_shared_with_a_running_requ
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = Once(monkeypatch, LoadJobs, "begin", "fails")
-    with closing(engine(seed, num_blocks=34, ram_chunks=30, depth=2, prefix_caching=True)) as simulated:
+    with closing(engine(seed, num_blocks=34, depth=2)) as simulated:
         rng = random.Random(seed)
         tokens = [rng.randrange(50) for _ in range(64)]
         ask(simulated, "stores", tokens)
@@ -134,25 +135,11 @@ def test_an_error_reports_none_of_the_blocks_that_are_shared_with_a_running_requ
         assert not simulated.wrong
 
 
-def simulated(seed: int, **options: Any) -> SimulatedVLLM:
-    made = SimulatedVLLM(
-        random.Random(seed),
-        groups=[Group(4)],
-        chunk_size=8,
-        num_blocks=90,
-        ram_chunks=30,
-        prefix_caching=True,
-        **options,
-    )
-    made.local_hits = 0.0
-    return made
-
-
 @pytest.mark.parametrize("options", [{}, {"ranks": 2}, {"device": True}], ids=["one rank", "two ranks", "a device"])
 @pytest.mark.parametrize("where", ["the report", "the end of a load", "the end of a store"])
 def test_no_end_that_is_lost_keeps_anybody_waiting(seed: int, where: str, options: dict[str, Any]) -> None:
-    with closing(simulated(seed, **options)) as engine:
-        scheduler: Any = engine.scheduler
+    with closing(engine(seed, **options)) as simulated:
+        scheduler: Any = simulated.scheduler
         telemetry = scheduler._observer.telemetry
         owner, name = {
             "the report": (scheduler, "_note"),
@@ -169,22 +156,22 @@ def test_no_end_that_is_lost_keeps_anybody_waiting(seed: int, where: str, option
 
         setattr(owner, name, once)
         tokens = list(range(40))
-        ask(engine, "stores", tokens)
-        engine.finish()
-        engine.forget()
-        ask(engine, "first", tokens, 2)
+        ask(simulated, "stores", tokens)
+        simulated.finish()
+        simulated.forget()
+        ask(simulated, "first", tokens, 2)
         for _ in range(30):
-            engine.step()
-        ask(engine, "second", tokens, 2)
-        engine.finish()
+            simulated.step()
+        ask(simulated, "second", tokens, 2)
+        simulated.finish()
         assert raised
-        assert not engine.wrong
+        assert not simulated.wrong
         assert not scheduler.busy
 
 
 def test_an_error_behind_one_end_keeps_no_other_from_being_noted() -> None:
-    with closing(simulated(0)) as engine:
-        scheduler: Any = engine.scheduler
+    with closing(engine(0)) as simulated:
+        scheduler: Any = simulated.scheduler
         noted = []
 
         class Kind:
@@ -203,11 +190,11 @@ def test_an_error_behind_one_end_keeps_no_other_from_being_noted() -> None:
 
 def test_a_lost_report_taints_what_is_being_stored(seed: int) -> None:
     """It may have told of a load that failed, from whose blocks these chunks were computed."""
-    with closing(simulated(seed, device=True)) as engine:
-        scheduler: Any = engine.scheduler
-        ask(engine, "stores", list(range(40)))
+    with closing(engine(seed, device=True)) as simulated:
+        scheduler: Any = simulated.scheduler
+        ask(simulated, "stores", list(range(40)))
         while not scheduler.storing.busy:
-            engine.step()
+            simulated.step()
 
         def broken(report: WorkerReport) -> None:
             raise RuntimeError("injected")
@@ -216,5 +203,5 @@ def test_a_lost_report_taints_what_is_being_stored(seed: int) -> None:
         scheduler.on_report(WorkerReport())
         scheduler._note = note
         assert all(job.tainted for job in scheduler.storing._jobs.values())
-        engine.finish()
-        assert not engine.wrong
+        simulated.finish()
+        assert not simulated.wrong
