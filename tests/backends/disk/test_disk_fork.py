@@ -40,18 +40,24 @@ def fork() -> int:
 
 
 class Stopped:
-    """`os.<name>` in which every call waits, once it has done its work, until `go_on`."""
+    """`os.<name>` in which every call waits, once it has done its work, until `go_on`.
+
+    `wait_until_reached` returns once for each call.
+    """
 
     def __init__(self, name: str) -> None:
         self._real = getattr(os, name)
-        self.reached, self._going_on = threading.Event(), threading.Event()
+        self._reached, self._going_on = threading.Semaphore(0), threading.Event()
         setattr(os, name, self)
 
     def __call__(self, *args: Any) -> Any:
         done = self._real(*args)
-        self.reached.set()
+        self._reached.release()
         assert self._going_on.wait(LIMIT)
         return done
+
+    def wait_until_reached(self) -> None:
+        assert self._reached.acquire(timeout=LIMIT)
 
     def go_on(self) -> None:
         self._going_on.set()
@@ -62,7 +68,7 @@ def fork_while_counting(tell: Tell, folder: str) -> None:
     stopped = Stopped("pwrite")
     counting = threading.Thread(target=Usage(Root(folder)).reserve_bytes, args=(100,))
     counting.start()
-    assert stopped.reached.wait(LIMIT)
+    stopped.wait_until_reached()
     tell(fork())
     stopped.go_on()
     counting.join(LIMIT)
@@ -76,8 +82,8 @@ def fork_while_writing(tell: Tell, folder: str, threads: int) -> None:
     stopped = Stopped("pwritev")
     for _ in range(threads):
         threading.Thread(target=backend.write, args=(chunk_of(100_000),), daemon=True).start()
-    while len(temporaries(Path(folder))) < threads:
-        assert stopped.reached.wait(LIMIT)
+    for _ in range(threads):
+        stopped.wait_until_reached()
     tell(fork())
     signal.pause()
 
@@ -189,7 +195,7 @@ def write_after_fork(tell: Tell, folder: str) -> None:
     backend = LocalDiskBackend(folder, NAMESPACE)
     stopped = Stopped("pwritev")
     threading.Thread(target=backend.write, args=(chunk_of(100_000),), daemon=True).start()
-    assert stopped.reached.wait(LIMIT)
+    stopped.wait_until_reached()
     if not (pid := os.fork()):
         stopped.go_on()
         chunk = Chunk(bytes(32), memoryview(b"of the child"))
