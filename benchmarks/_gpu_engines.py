@@ -15,7 +15,7 @@ from typing import Any
 
 from attrs import asdict, field, frozen
 
-from benchmarks import _conversations
+from lmkv.cli.measure import conversations
 from lmkv.cli.measure.process import Questions
 from lmkv.cli.measure.vllm_engines import VOCABULARY, EngineSpec, leave, open_engine
 
@@ -44,8 +44,8 @@ class Answers:
     hits: list[int] = field(repr=False)
 
 
-class Engine(_conversations.Engine):
-    script = __file__
+class Engine(conversations.Engine):
+    program = (__file__,)
 
     def answer(self, batch: Batch) -> Answers:
         return Answers(**self.ask(asdict(batch)))

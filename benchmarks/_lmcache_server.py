@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 from attrs import evolve
 
+from benchmarks._timing import REPOSITORY
 from lmkv.cli.measure.process import END_TIMEOUT, end
 from lmkv.cli.measure.vllm_engines import EngineSpec
 
@@ -19,8 +20,8 @@ ROUTES = {"LMCache": "auto", "LMCache, shared memory": "lmcache_driven"}
 """By engine, who moves the bytes: `auto` is vLLM's worker, which pickles them, where there is no GPU."""
 START_TIMEOUT = 120.0
 ENVIRONMENT = {
-    # In place of one that belongs to another environment.
-    "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+    # In place of a path that belongs to another environment.
+    **REPOSITORY,
     "LMCACHE_LOG_LEVEL": "ERROR",
     "LMCACHE_TRACK_USAGE": "false",
     "DO_NOT_TRACK": "1",

@@ -28,7 +28,7 @@ from typing import Any
 from attrs import evolve
 
 from benchmarks._gpu_engines import Answers, Batch, Engine
-from benchmarks._timing import Row, arguments_of, finish, interval, turns
+from benchmarks._timing import REPOSITORY, Row, arguments_of, finish, interval, turns
 from lmkv.cli.measure.small_model import SmallModel
 from lmkv.cli.measure.vllm_engines import EngineSpec
 
@@ -132,7 +132,7 @@ def main() -> int:
         engines: dict[str, Engine] = {}
 
         def start(name: str) -> None:
-            engine = Engine(chosen[name], root / str(list(chosen).index(name)), sys.executable, {})
+            engine = Engine(chosen[name], root / str(list(chosen).index(name)), REPOSITORY)
             engines[name] = stack.enter_context(closing(engine))
 
         with ThreadPoolExecutor(len(chosen)) as pool:

@@ -57,6 +57,8 @@ class Request:
     request_id: str
     all_token_ids: list[int]
     kv_transfer_params: None = None
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -45,16 +45,12 @@ from typing import Any
 
 from attrs import evolve
 
-from benchmarks._conversations import Engine, Load, Round, spec
 from benchmarks._lmcache_server import ENVIRONMENT, Server
-from benchmarks._timing import Row, arguments_of, finish, interval, machine, percentile, turns
+from benchmarks._timing import REPOSITORY, Row, arguments_of, finish, interval, machine, percentile, turns
+from lmkv.cli.measure.conversations import Engine, Load, Round, host_gib, spec
 from lmkv.cli.measure.process import LOG
 from lmkv.cli.measure.report import Comparison, draw
-from lmkv.cli.measure.small_model import SmallModel
 
-MODEL = SmallModel(layers=4, hidden=256)
-KV_SPACE = 3
-"""Conversations of full length that vLLM's KV space takes."""
 TITLE = "Conversations"
 ALONE, AGAIN, AUDITED = "vLLM alone", "vLLM alone, again", "lmkv, audited"
 IDLE, COPYING = "vLLM, connector that does nothing", "vLLM, connector that only copies"
@@ -79,19 +75,15 @@ class Engines:
         self._skipped: set[str] = set()
         self._logs: dict[str, Path] = {}
 
-    def host_gib(self, over: float) -> float:
-        """Memory that all conversations oversubscribe so many times."""
-        return self._load.users * self._load.tokens * MODEL.kv_bytes_per_token / over / 2**30
-
     def add(self, name: str, over: float | None = None, **settings: Any) -> None:
         """vLLM alone, or with lmkv that has so much host memory."""
-        host = {} if over is None else {"max_local_cpu_size": self.host_gib(over), **settings}
-        self._start(name, spec(self._load, KV_SPACE, MODEL, host or None), sys.executable, {})
+        host = {} if over is None else {"max_local_cpu_size": host_gib(self._load, over), **settings}
+        self._start(name, spec(self._load, host or None), sys.executable, {})
 
     def add_bounds(self, over: float) -> None:
         """vLLM with a connector that does nothing, and with one that copies into as much memory as lmkv has."""
         settings = {"copied_tokens": int(self._load.users * self._load.tokens / over)}
-        plain = spec(self._load, KV_SPACE, MODEL, settings)
+        plain = spec(self._load, settings)
         for name, connector in ((IDLE, "IdleConnector"), (COPYING, "CopyingConnector")):
             bound = evolve(plain, connector=connector, connector_module="benchmarks._bound_connectors")
             self._start(name, bound, sys.executable, {})
@@ -103,17 +95,17 @@ class Engines:
 
     def add_disk(self, name: str, over: float, parent: Path) -> None:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-turns-", dir=parent))
-        size = {"max_local_disk_size": 2 * self.host_gib(1) + 1, "disk_min_free": 0.0}
+        size = {"max_local_disk_size": 2 * host_gib(self._load, 1) + 1, "disk_min_free": 0.0}
         self.add(name, over, local_disk=folder, **size)
 
     def add_lmcache(self, name: str, over: float, python: str) -> None:
         log = self._root / f"server-{len(self._engines)}.log"
-        server = self._stack.enter_context(closing(Server(python, self.host_gib(over), log)))
-        self._start(name, server.spec(ROUTE, spec(self._load, KV_SPACE, MODEL, None)), python, ENVIRONMENT)
+        server = self._stack.enter_context(closing(Server(python, host_gib(self._load, over), log)))
+        self._start(name, server.spec(ROUTE, spec(self._load)), python, ENVIRONMENT)
 
     def _start(self, name: str, what: Any, python: str, env: dict[str, str]) -> None:
         folder = self._root / str(len(self._engines))
-        engine = Engine(what, folder, python, {"LMKV_LOG_LEVEL": "WARNING", **env})
+        engine = Engine(what, folder, {"LMKV_LOG_LEVEL": "WARNING", **REPOSITORY, **env}, python=python)
         self._logs[name] = folder / LOG
         self._engines[name] = self._stack.enter_context(closing(engine))
 

@@ -21,7 +21,6 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gc
-import hashlib
 import itertools
 import json
 import os
@@ -33,14 +32,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks._timing import Row, arguments_of, finish, percentile
 from benchmarks.lookup import CHUNK, HASHING, LIMIT, LONG, P99_TARGET, Bench, Recorder, Request, size, tokens_of
-from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.null import NullBackend
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.measure.limits import bare_chain
-from lmkv.outcomes import STORED, Written
+from lmkv.cli.measure.scale import CHAIN, EVICT, MadeUp, cpu_of, evicting, indexed, key_of, run
 from lmkv.policies import make_policy
-from lmkv.protocols import Chunk, ChunkKey, Listed, Tier
+from lmkv.protocols import Chunk, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.observe.explain import Explainer
 from lmkv.vllm.observe.telemetry import Telemetry
@@ -50,7 +47,7 @@ from lmkv.vllm.requests.request import RequestState
 
 SIZES = (10_000, 100_000, 1_000_000, 3_000_000)
 FILES = (10_000, 100_000, 300_000)
-SLOT_BYTES, CHAIN, BATCH, TOKENS = 4096, 64, 32, 256
+TOKENS = 256
 MEANWHILE = 1_000_000
 ALONE, KEYS = "while nothing is found", "beside a thread that only makes keys"
 PAUSE = 5e-5
@@ -63,97 +60,23 @@ Sizes = dict[int, dict[str, float]]
 """Figures, by the number of chunks."""
 
 
-def key_of(number: int) -> ChunkKey:
-    return hashlib.sha256(number.to_bytes(8, "little")).digest()
-
-
-class MadeUp(NullBackend):
-    """A medium that has the keys of the first `count` numbers, and takes every chunk. Its listing waits for `begin`."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__("disk")
-        self.count = count
-        self.begin = threading.Event()
-
-    def list_keys(self) -> Iterator[list[Listed]]:
-        self.begin.wait()
-        for start in range(0, self.count, BATCH):
-            yield [Listed(key_of(number), SLOT_BYTES, float(number)) for number in range(start, start + BATCH)]
-
-    def write(self, chunk: Chunk) -> Written:
-        return STORED
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def cpu_of(call: Callable[[], object], rounds: int, items: int) -> float:
-    """Median CPU time of an item, in microseconds."""
-    found = []
-    for _ in range(rounds):
-        start = time.thread_time()
-        call()
-        found.append(time.thread_time() - start)
-    return statistics.median(found) / items * 1e6
-
-
 def measured(count: int, folder: str | None) -> dict[str, float]:
     """All figures of one size, in this process."""
-    host = Tier(CPUPinnedBackend(1024 * SLOT_BYTES, SLOT_BYTES, populate=False), make_policy("LRU"))
-    made_up = MadeUp(count)
-    made_up.begin.set()
-    medium = made_up if folder is None else LocalDiskBackend(folder, bytes(32), direct="off", min_free=0)
-    capacity = count * SLOT_BYTES if folder is None else None
-    gc.collect()
-    before, cpu, start = resident_bytes(), time.process_time(), time.perf_counter()
-    store = TieredStore(host, [Tier(medium, make_policy("LRU"), capacity)])
-    waits = []
-    some = [[key_of(1_000_000_007 * each % count) for each in range(first, first + CHAIN)] for first in range(64)]
-    while not store.wait_indexed(0.005):
-        asked = time.perf_counter()
-        store.lookup(some[len(waits) % len(some)])
-        waits.append(time.perf_counter() - asked)
-    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    gc.collect()
-    chunks = store.stats().tiers[1].chunks
-    if chunks != count:
-        raise SystemExit(f"{chunks:,} chunks were found instead of {count:,}")
-    found = {
-        "memory a chunk, bytes": (resident_bytes() - before) / count,
-        "found a chunk, us": cpu / count * 1e6,
-        "all found, s": wall,
-        "lookup of 64 chunks meanwhile, p99, ms": percentile(waits, 0.99) * 1e3 if waits else 0.0,
-        "lookup a chunk, us": cpu_of(lambda: [store.lookup(keys) for keys in some], 30, 64 * CHAIN),
-        "metrics of a second, us": cpu_of(Telemetry(store, iter(range(10**6)).__next__).take, 200, 1),
-    }
+    store, figures = indexed(count, folder)
+    figures["metrics of a second, us"] = cpu_of(Telemetry(store, iter(range(10**6)).__next__).take, 200, 1)
     if folder is None:
         explainer = Explainer(store, TOKENS, time.monotonic)
-        found["evict and index a chunk, us"] = evicting(store)
-        found["explain a request, us"] = explaining(explainer, store)
+        figures[EVICT] = evicting(store)
+        figures["explain a request, us"] = explaining(explainer, store)
     store.close()
-    return found
-
-
-def evicting(store: TieredStore) -> float:
-    """CPU time a chunk that is stored in a full tier, those of I/O threads included."""
-    fresh = iter(range(1 << 40, 1 << 41))
-    times = []
-    for _ in range(40):
-        keys = [key_of(next(fresh)) for _ in range(CHAIN)]
-        start = time.process_time()
-        with store.reserve(keys) as reservation:
-            reservation.commit()
-        store.drain(60)
-        times.append(time.process_time() - start)
-    return statistics.median(times) / CHAIN * 1e6
+    return figures
 
 
 def explaining(explainer: Explainer, store: TieredStore) -> float:
     """CPU time of a request of 64 chunks, the first of which was evicted."""
     gone = [number for number in range(100_000) if explainer.evictions.find(key_of(number)) is not None][:64]
     if not gone:
-        raise SystemExit("no eviction is remembered")
+        raise RuntimeError("no eviction is remembered")
     namespace = Namespace(model="scale", dtype="bfloat16", chunk_size=TOKENS, block_size=16)
     prompts = [Request(str(number), list(range(CHAIN * TOKENS))) for number in gone]
     states = [RequestState.of(prompt, namespace, "", TOKENS, Patience(1.0), save_tails=False) for prompt in prompts]
@@ -164,8 +87,12 @@ def explaining(explainer: Explainer, store: TieredStore) -> float:
         return [explainer.explain(state, keys, 0, 0, few=False, late=False) for state, keys in each]
 
     if {miss and miss.reason for miss in explain()} != {"evicted"}:
-        raise SystemExit("an eviction is not the reason of a miss")
+        raise RuntimeError("an eviction is not the reason of a miss")
     return cpu_of(explain, 30, len(gone))
+
+
+def in_a_process(*arguments: object) -> dict[str, float]:
+    return run([sys.executable, __file__, *map(str, arguments)])
 
 
 def calls_meanwhile(count: int) -> dict[str, float]:
@@ -246,15 +173,6 @@ def fill(folder: Path, count: int) -> None:
     for number in range(count):
         backend.write(Chunk(key_of(number), payload))
     backend.close()
-
-
-def in_a_process(*arguments: object) -> dict[str, float]:
-    command = [sys.executable, __file__, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def of_files(folder: Path, count: int) -> dict[str, float]:
@@ -345,9 +263,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="after them no round begins")
     parser.add_argument("--files", type=Path, help="an empty folder, to be filled with up to 300,000 small files")
     parser.add_argument("--plot", type=Path, help="draw the made-up sizes to this file")
-    parser.add_argument("--one", type=int, help=argument_of_children)
-    parser.add_argument("--folder", help=argument_of_children)
-    parser.add_argument("--calls", type=int, help=argument_of_children)
+    parser.add_argument("--one", type=int, help="measure one size alone")
+    parser.add_argument("--folder", help="of a local disk tier, for --one")
+    parser.add_argument("--calls", type=int, help="measure the scheduler's calls alone, while so many chunks are found")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measured(options.one, options.folder)))
@@ -372,8 +290,6 @@ def main() -> int:
         draw(made, options.plot)
     return finish([*rows("made up", made), *call_rows(calls), *(rows("files", files) if files else ())], options.json)
 
-
-argument_of_children = "for its own processes"
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,9 @@ from rich.table import Table
 
 from lmkv.cli.measure.calls import measure_calls
 from lmkv.cli.measure.limits import measure_copies, measure_disk
+from lmkv.cli.measure.load import measure_load
 from lmkv.cli.measure.report import Comparison, rounded
+from lmkv.cli.measure.scale import measure_scale
 from lmkv.cli.measure.timing import machine
 from lmkv.cli.measure.ttft import measure_ttft
 
@@ -38,7 +40,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Rough figures in a fraction of the time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON too, in the last line.")] = False,
 ) -> None:
-    """Measure copies, lookups, evictions, disk and vLLM's time to first token with lmkv, beside the limit of each."""
+    """Measure lmkv's copies, calls and disk, and vLLM's first tokens and conversations with it, beside their limits."""
     parent = disk or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
     length = min(tokens, 2048) if quick else tokens
@@ -57,12 +59,15 @@ def measured(
     yield from measure_copies(quick=quick)
     say("calls that a scheduler waits for")
     yield from measure_calls(quick=quick)
+    say("an index of many chunks")
+    yield from measure_scale(quick=quick)
     say(f"disk, in {parent}")
     yield from measure_disk(parent, quick=quick)
     if engine and find_spec("vllm") is None:
         say("vLLM is not installed: no times to the first token")
     elif engine:
         yield from measure_ttft(tokens, model, parent, host_gib, redis, say)
+        yield from measure_load(quick=quick, say=say)
 
 
 def say(text: str) -> None:
@@ -71,13 +76,13 @@ def say(text: str) -> None:
 
 def show(comparisons: Sequence[Comparison]) -> None:
     table = Table(title=escape(f"lmkv on {machine()}"))
-    for name in ("", "", "beside the limit"):
+    for name in ("", "", "ratio"):
         table.add_column(name, justify="right" if name else "left")
     table.columns[1].justify = "right"
     for each in comparisons:
         table.add_row(f"[bold]{each.title}", "", f"[dim]{each.better}")
         for (name, value), row in zip(each.bars.items(), each.rows(), strict=True):
-            beside = "the limit" if row.ratio is None else f"{row.ratio:.2f} x"
+            beside = "1" if row.ratio is None else f"{row.ratio:.2f} x"
             unit = "" if each.unit == "s" else f" {each.unit}"
             table.add_row(f"  {name}", rounded(value, each.unit) + unit, beside)
         if each.note:

@@ -92,7 +92,7 @@ def test_quick_without_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])
     assert all(row["value"] > 0 for row in found["rows"])
-    assert sum("lmkv" in row["name"] for row in found["rows"]) == 7
+    assert sum("lmkv" in row["name"] for row in found["rows"]) == 11
     left = {path.name for path in tmp_path.iterdir()}
     assert left == ({"lmkv-bench.png"} if find_spec("matplotlib") else set())
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from attrs import frozen
 
 from lmkv.cli.measure.timing import Row
+
+LESS_IS_BETTER = {"s", "us", "bytes"}
 
 
 @frozen
@@ -27,7 +30,7 @@ class Comparison:
 
     @property
     def better(self) -> str:
-        return "less is better" if self.unit == "s" else "more is better"
+        return "less is better" if self.unit in LESS_IS_BETTER else "more is better"
 
     def rows(self) -> Iterator[Row]:
         for name, value in self.bars.items():
@@ -47,6 +50,8 @@ def rounded(value: float, unit: str) -> str:
 
 OURS, THEIRS = "#1b6ca8", "#b8bec6"
 COLUMNS = 2
+NAME = 24
+"""Characters of a name in one line."""
 
 
 def draw(comparisons: Sequence[Comparison], machine: str, path: Path, *, title: str = "lmkv on this machine") -> None:
@@ -58,7 +63,7 @@ def draw(comparisons: Sequence[Comparison], machine: str, path: Path, *, title: 
     heights = [
         max(len(each.bars) for each in comparisons[at : at + COLUMNS]) for at in range(0, len(comparisons), COLUMNS)
     ]
-    figure = Figure(figsize=(11, 1.3 + sum(0.95 + 0.42 * bars for bars in heights)), dpi=150)
+    figure = Figure(figsize=(12, 1.3 + sum(0.95 + 0.42 * bars for bars in heights)), dpi=150)
     FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.02, ha="left", fontsize=15, fontweight="bold")
     figure.text(0.02, 0.012, machine, fontsize=8, color="#555555")
@@ -72,7 +77,7 @@ def draw(comparisons: Sequence[Comparison], machine: str, path: Path, *, title: 
 
 
 def _bars(axes: Any, comparison: Comparison) -> None:
-    names, values = list(comparison.bars), list(comparison.bars.values())
+    names, values = [fill(name, NAME) for name in comparison.bars], list(comparison.bars.values())
     colours = [OURS if name.startswith("lmkv") else THEIRS for name in names]
     bars = axes.barh(names, values, color=colours, height=0.65)
     axes.bar_label(bars, [rounded(value, comparison.unit) for value in values], padding=4, fontsize=9)

@@ -7,11 +7,14 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attrs import asdict, frozen
+
+PAUSE = 1.5
+"""Seconds: vLLM's processes go on polling for a second after a request, at the cost of the next engine."""
 
 
 @frozen
@@ -53,6 +56,18 @@ def interleaved(
 def median_ratio(times: Mapping[str, Sequence[float]], case: str, of: str) -> float:
     """Median over the rounds of the time of `case` divided by that of `of` in the same round."""
     return statistics.median(one / other for one, other in zip(times[case], times[of], strict=True))
+
+
+def turns(engines: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Number of the round and engine to ask: all engines in each round, in shuffled order."""
+    for number in range(rounds):
+        for name in random.sample(list(engines), len(engines)):
+            time.sleep(PAUSE)
+            yield number, name
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
 def machine() -> str:

@@ -1,7 +1,7 @@
-"""Users who talk with one vLLM engine: what they say, in which order, and the process that answers them.
+"""Users who talk with one vLLM engine: the words of each, in which order they speak, and the process that answers them.
 
-Run with a folder and -P, else benchmarks/copy.py would be imported as the standard library's. Takes lines of JSON:
-an engine's specification first, then loads.
+`python -m lmkv.cli.measure.conversations FOLDER` is such a process. It takes lines of JSON: an engine's specification
+first, then loads.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attrs import asdict, field, frozen
@@ -21,13 +22,16 @@ from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.small_model import SmallModel
 from lmkv.cli.measure.vllm_engines import SEVERAL_PROCESSES, VOCABULARY, EngineSpec, leave, open_engine
 
+MODEL = SmallModel(layers=4, hidden=256)
+KV_SPACE = 3
+"""Conversations of full length that vLLM's KV space takes."""
 AT_ONCE = 4
 """Requests in flight: the next turn is sent as soon as one is answered."""
 PACES = 4.0
 """How many times longer the slowest user thinks than the fastest."""
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 SKIPPED = {"lmkv.skip_save": True, "lmkv.skip_load": True}
 """Parameters with which the connector neither stores nor loads a request."""
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @frozen(kw_only=True)
@@ -92,13 +96,19 @@ class Round:
 
 
 class Engine(ChildProcess):
-    """An engine in processes of its own, which run `script`. `env`: variables beside those of this process."""
+    """An engine in processes of its own, which run `program`.
 
-    script = __file__
+    `python`: an interpreter of an environment with vLLM and the other imports of this module. `env`: variables beside
+    those of this process. Raises ChildFailedError.
+    """
 
-    def __init__(self, spec: EngineSpec, folder: Path, python: str, env: dict[str, str]) -> None:
-        command = [python, "-P", self.script, str(folder)]
-        super().__init__(command, folder, {"PYTHONPATH": str(ROOT), **SEVERAL_PROCESSES, **env})
+    program: Sequence[str] = ("-m", __name__)
+
+    def __init__(
+        self, spec: EngineSpec, folder: Path, env: Mapping[str, str] = NO_VARIABLES, *, python: str = sys.executable
+    ) -> None:
+        # -P: nothing in the current folder is meant to be imported.
+        super().__init__([python, "-P", *self.program, str(folder)], folder, {**SEVERAL_PROCESSES, **env})
         try:
             self.ask(asdict(spec))
         except BaseException:
@@ -123,12 +133,17 @@ def cpu_seconds(session: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def spec(load: Load, spaces: float, model: SmallModel, settings: dict[str, Any] | None) -> EngineSpec:
-    """An engine whose KV space takes `spaces` conversations of full length."""
+def host_gib(load: Load, over: float) -> float:
+    """Memory that all conversations, at full length, oversubscribe so many times."""
+    return load.users * load.tokens * MODEL.kv_bytes_per_token / over / 2**30
+
+
+def spec(load: Load, settings: dict[str, Any] | None = None) -> EngineSpec:
+    """An engine with prefix caching, and room for few conversations. `settings`: of a connector, if it has one."""
     return EngineSpec(
-        model=model,
+        model=MODEL,
         max_tokens=load.tokens + 16,
-        kv_bytes=int(spaces * (load.tokens + 64) * model.kv_bytes_per_token),
+        kv_bytes=int(KV_SPACE * (load.tokens + 64) * MODEL.kv_bytes_per_token),
         prefix_caching=True,
         settings=settings,
     )
