@@ -1,7 +1,7 @@
 """Time to first token of a repeated prompt: vLLM's own prefix cache, and lmkv's tiers beside their bounds.
 
     python benchmarks/ttft.py [--redis URL] [--lmcache PYTHON] [--tokens 8000] [--rounds 25] [--one-process]
-                              [--disk FOLDER] [--quick] [--json]
+                              [--only disk,...] [--disk FOLDER] [--quick] [--json]
 
 All engines run at once, each in processes of its own, and are asked in turn, in shuffled order, so that what
 disturbs one round disturbs all engines in it. In its turn an engine is asked twice: after a pause, in which its
@@ -11,7 +11,8 @@ engine core runs in a process of its own, as vLLM does by default, or with --one
 A lower tier is shown beside the sum of host memory's time and 1.1 times that of a plain read of as many bytes in the
 same round: of as many files of the tier by one thread, from a disk with O_DIRECT, from shared memory with their
 checksums; of as many values of Redis by redis-py. Shared memory, where an engine that has ended stored the chunks, is
-shown beside host memory alone, too. Lower tiers are always loaded from, however slow they are. With --lmcache,
+shown beside host memory alone, too. Lower tiers are always loaded from, however slow they are. `--only` names those
+that take part, since engines that wait for their turn disturb the others a little. With --lmcache,
 the interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes its turns too, by
 its default route and by its fastest. With --json the last line is the result.
 """
@@ -45,7 +46,7 @@ from lmkv.cli.measure.vllm_engines import (
 
 WITHIN_TARGET, BETWEEN_TARGET, SHARED_TARGET = 1.05, 1.10, 1.3
 WITHIN, BETWEEN = "lmkv ram, within the step", "lmkv ram, between steps"
-NAMES = (OWN, WITHIN, BETWEEN, DISK, SHARED)
+ALWAYS = (OWN, WITHIN, BETWEEN)
 HOST_GIB = 0.5
 GAP = 0.25
 """Seconds before each request, for every engine the same."""
@@ -62,6 +63,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--one-process", action="store_true")
+    parser.add_argument("--only", help="tiers below host memory: disk, shared memory; all by default")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="folder for the disk tier")
     parser.add_argument("--redis", metavar="URL", help="a Redis on loopback, whose database is used")
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
@@ -72,7 +74,8 @@ def main() -> int:
     tokens: int = options.tokens
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir=options.disk)))
-        names = [*NAMES, *([REDIS] if options.redis else [])]
+        below = [DISK, SHARED] if options.only is None else [f"lmkv {tier}" for tier in options.only.split(",")]
+        names = [*ALWAYS, *below, *([REDIS] if options.redis else [])]
         engines: dict[str, EngineProcess] = {}
 
         def start(name: str, spec: EngineSpec, env: dict[str, str], python: str = sys.executable) -> None:
@@ -90,7 +93,7 @@ def main() -> int:
         for name in names:
             specs = engine_specs(folders[name], tokens + 16, host_gib=HOST_GIB, remote_url=options.redis)
             start(name, specs[name], env)
-        plain = {PLAIN[name]: files_of(folders[name], in_memory=name == SHARED) for name in (DISK, SHARED)}
+        plain = {PLAIN[name]: files_of(folders[name], in_memory=name == SHARED) for name in below}
         if options.redis:
             plain[PLAIN[REDIS]] = values_of(options.redis)
         if options.lmcache:

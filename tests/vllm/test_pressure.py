@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lmkv.memory.copier import ChunkCopy, Event
+from lmkv.memory.cpu_copier import CPUCopier
 from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.kv_oracle import KVOracle
 
 REQUESTS, PREFIXES = 64, 20
 TIGHT = {"max_model_len": 1024, "kv_cache_memory_bytes": 9 << 20, "max_num_batched_tokens": 330, "max_num_seqs": 16}
@@ -49,18 +53,66 @@ def test_64_requests_under_preemption_and_eviction(tight: Engine, without: list[
     tight.scheduler._preempt_request = counted
     hits = 0
     prompts = _prompts()
-    for round_ in range(2):
-        # In another order each time: going round and round through too small a cache never hits.
-        order = random.Random(round_).sample(range(REQUESTS), REQUESTS)
-        outputs = tight.run([prompts[index] for index in order], max_tokens=24)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == [without[index] for index in order]
-        hits += sum(map(external_hits, outputs))
-        tight.assert_nothing_leaked()
+    with KVOracle(tight) as oracle:
+        for round_ in range(2):
+            # In another order each time: going round and round through too small a cache never hits.
+            order = random.Random(round_).sample(range(REQUESTS), REQUESTS)
+            outputs = tight.run([prompts[index] for index in order], max_tokens=24)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == [without[index] for index in order]
+            hits += sum(map(external_hits, outputs))
+            tight.assert_nothing_leaked()
+    assert oracle.compared > REQUESTS, "few blocks were used twice"
+    assert oracle.wrong == []
     stats = tight.store.stats().primary
     assert preemptions > 0, "the KV space was not tight enough to preempt"
     assert hits > 0, "nothing was ever loaded"
     if stats.capacity_bytes < 64 << 20:
         assert stats.evictions > 0, "the tier was not small enough to evict"
+
+
+def test_copies_that_fail_half_done_leave_no_wrong_kv(tight: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance, failed = random.Random(0), 0
+
+    def failing(copy: Callable[..., Event]) -> Callable[..., Event]:
+        def attempt(self: CPUCopier, copies: Sequence[ChunkCopy], **how: Any) -> Event:
+            nonlocal failed
+            if chance.random() < 0.1:
+                failed += 1
+                copy(self, copies[: len(copies) // 2], **how)
+                raise OSError("a copy that fails")
+            return copy(self, copies, **how)
+
+        return attempt
+
+    monkeypatch.setattr(CPUCopier, "store", failing(CPUCopier.store))
+    monkeypatch.setattr(CPUCopier, "load", failing(CPUCopier.load))
+    with KVOracle(tight) as oracle:
+        for round_ in range(2):
+            tight.run(random.Random(round_).sample(_prompts(), REQUESTS), max_tokens=24)
+            tight.assert_nothing_leaked()
+    assert failed > 5
+    assert oracle.compared > REQUESTS
+    assert oracle.wrong == []
+
+
+def test_the_comparison_finds_a_wrong_value(tight: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = CPUCopier.load
+
+    def damaging(self: CPUCopier, copies: Sequence[ChunkCopy], **how: Any) -> Event:
+        event = load(self, copies, **how)
+        self._planes[-1].pages[copies[0].runs[0].blocks[0]][:2] = 0
+        return event
+
+    ask = prompt(900, 500)
+    with KVOracle(tight) as oracle:
+        tight.run([ask], max_tokens=1)
+        tight.forget_local()
+        monkeypatch.setattr(CPUCopier, "load", damaging)
+        [output] = tight.run([ask], max_tokens=1)
+    assert external_hits(output) > 0
+    assert [index for _, index in oracle.wrong] == [0]
+    tight.connector._scheduler.reset()
+    tight.forget_local()
 
 
 @pytest.mark.parametrize("quotas", ["alice=50", None])
