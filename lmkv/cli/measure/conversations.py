@@ -146,6 +146,8 @@ def spec(load: Load, settings: dict[str, Any] | None = None) -> EngineSpec:
         kv_bytes=int(KV_SPACE * (load.tokens + 64) * MODEL.kv_bytes_per_token),
         prefix_caching=True,
         settings=settings,
+        # Several engines share a device.
+        options={"gpu_memory_utilization": 0.1},
     )
 
 
