@@ -47,7 +47,7 @@ from attrs import evolve
 
 from benchmarks._lmcache_server import ENVIRONMENT, Server
 from benchmarks._timing import REPOSITORY, Row, arguments_of, finish, interval, machine, percentile, turns
-from lmkv.cli.measure.conversations import Engine, Load, Round, host_gib, spec
+from lmkv.cli.measure.conversations import Engine, Load, Round, differing, host_gib, spec
 from lmkv.cli.measure.process import LOG
 from lmkv.cli.measure.report import Comparison, draw
 
@@ -206,11 +206,6 @@ def within(ratios: list[float]) -> str:
 def equal_answers(rounds: list[Round], others: list[Round]) -> float:
     wrong = sum(len(differing(one, other)) for one, other in zip(rounds, others, strict=True))
     return 1 - wrong / sum(len(one.answers) for one in rounds)
-
-
-def differing(one: Round, other: Round) -> list[str]:
-    """User and turn of each answer that is another one in the other engine's round."""
-    return [which for which, answer in one.answers.items() if answer != other.answers[which]]
 
 
 def differences(found: Found, logged: Callable[[str], list[str]]) -> Iterator[str]:

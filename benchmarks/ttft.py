@@ -12,7 +12,7 @@ A lower tier is shown beside the sum of host memory's time and 1.1 times that of
 same round: of as many files of the tier by one thread, from a disk with O_DIRECT, from shared memory with their
 checksums; of as many values of Redis by redis-py. Shared memory, where an engine that has ended stored the chunks, is
 shown beside host memory alone, too. Lower tiers are always loaded from, however slow they are. `--only` names those
-that take part, since engines that wait for their turn disturb the others a little. With --lmcache,
+that take part, since engines that wait for their turn disturb the others. With --lmcache,
 the interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes its turns too, by
 its default route and by its fastest. With --json the last line is the result.
 """
@@ -63,18 +63,20 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--one-process", action="store_true")
-    parser.add_argument("--only", help="tiers below host memory: disk, shared memory; all by default")
+    parser.add_argument("--only", default="disk,shared memory", help="tiers below host memory that take part")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="folder for the disk tier")
     parser.add_argument("--redis", metavar="URL", help="a Redis on loopback, whose database is used")
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
     options = parser.parse_args()
     if options.lmcache and options.one_process:
         parser.error("vLLM 0.32 in one process does not start with LMCache 0.5.6")
+    below = [f"lmkv {tier.strip()}" for tier in options.only.split(",")]
+    if not set(below) <= {DISK, SHARED}:
+        parser.error(f"--only takes disk and shared memory, not {options.only}; Redis comes with --redis")
     env, how = (ONE_PROCESS, "one process") if options.one_process else (SEVERAL_PROCESSES, "as by default")
     tokens: int = options.tokens
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir=options.disk)))
-        below = [DISK, SHARED] if options.only is None else [f"lmkv {tier}" for tier in options.only.split(",")]
         names = [*ALWAYS, *below, *([REDIS] if options.redis else [])]
         engines: dict[str, EngineProcess] = {}
 

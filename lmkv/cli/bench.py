@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,10 +28,10 @@ from lmkv.cli.measure.ttft import measure_ttft
 
 def bench(
     model: Annotated[
-        str | None, typer.Option(help="Model for vLLM.", show_default="a small one with random weights")
+        str | None, typer.Option(help="Model for vLLM's first tokens.", show_default="a small one with random weights")
     ] = None,
     tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt for vLLM.")] = 8000,
-    host_gib: Annotated[float, typer.Option(help="Host memory of lmkv's tier beside vLLM, in GiB.")] = 4.0,
+    host_gib: Annotated[float, typer.Option(help="Host memory of lmkv's tier then, in GiB.")] = 4.0,
     engine: Annotated[bool, typer.Option("--engine/--no-engine", help="Whether to measure vLLM, if installed.")] = True,
     disk: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder on the disk to measure.", show_default="TMPDIR")
@@ -40,16 +41,27 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Rough figures in a fraction of the time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON too, in the last line.")] = False,
 ) -> None:
-    """Measure lmkv's copies, calls and disk, and vLLM's first tokens and conversations with it, beside their limits."""
+    """Measure lmkv's copies, calls, index and disk beside their limits, and vLLM with it and without.
+
+    Its settings in the environment and in a file do not count.
+    """
+    for name in [name for name in os.environ if name.startswith(("LMKV_", "LMCACHE_"))]:
+        say(f"{name} does not count here")
+        del os.environ[name]
     parent = disk or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
     length = min(tokens, 2048) if quick else tokens
-    comparisons = list(measured(model, length, host_gib, engine, parent, redis, quick))
-    show(comparisons)
-    drawn(comparisons, report)
-    if as_json:
-        rows = [asdict(row) for comparison in comparisons for row in comparison.rows()]
-        typer.echo(json.dumps({"machine": machine(), "rows": rows}))
+    comparisons: list[Comparison] = []
+    try:
+        comparisons.extend(measured(model, length, host_gib, engine, parent, redis, quick))
+    finally:
+        # Those that were measured before an error are worth minutes, too.
+        if comparisons:
+            show(comparisons)
+            drawn(comparisons, report)
+        if as_json:
+            rows = [asdict(row) for comparison in comparisons for row in comparison.rows()]
+            typer.echo(json.dumps({"machine": machine(), "rows": rows}))
 
 
 def measured(
@@ -64,7 +76,7 @@ def measured(
     say(f"disk, in {parent}")
     yield from measure_disk(parent, quick=quick)
     if engine and find_spec("vllm") is None:
-        say("vLLM is not installed: no times to the first token")
+        say("vLLM is not installed: no first tokens and no conversations")
     elif engine:
         yield from measure_ttft(tokens, model, parent, host_gib, redis, say)
         yield from measure_load(quick=quick, say=say)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from attrs import asdict
+from attrs import asdict, evolve
 from redis import Redis
 from typer.testing import CliRunner
 
@@ -18,15 +19,19 @@ from lmkv.chunks.hashing import chunk_keys
 from lmkv.cli import bench
 from lmkv.cli.app import app
 from lmkv.cli.measure import report
+from lmkv.cli.measure.conversations import Load, Round
 from lmkv.cli.measure.limits import bare_chain
+from lmkv.cli.measure.load import answers
 from lmkv.cli.measure.plain import files_of, values_of
 from lmkv.cli.measure.report import Comparison
+from lmkv.cli.measure.scale import SHOWN
 from lmkv.cli.measure.timing import Row, interleaved, median_ratio
 from lmkv.protocols import Chunk
 from tests.forked import python
 from tests.servers import redis_server
 
 BARS = {"computed": 4.0, "cache": 0.1, "lmkv ram": 0.2}
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMPARISON = Comparison("First token", "s", BARS, "cache", log=True)
 
 
@@ -92,9 +97,51 @@ def test_quick_without_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])
     assert all(row["value"] > 0 for row in found["rows"])
-    assert sum("lmkv" in row["name"] for row in found["rows"]) == 11
+    assert sum("lmkv" in row["name"] for row in found["rows"]) == 15
     left = {path.name for path in tmp_path.iterdir()}
     assert left == ({"lmkv-bench.png"} if find_spec("matplotlib") else set())
+
+
+def test_what_was_measured_before_an_error_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measured(*_: object) -> Iterator[Comparison]:
+        assert "LMKV_CHUNK_SIZE" not in os.environ
+        yield COMPARISON
+        raise RuntimeError("an engine that ended")
+
+    monkeypatch.setenv("LMKV_CHUNK_SIZE", "64")
+    monkeypatch.setattr(bench, "measured", measured)
+    result = CliRunner().invoke(app, ["bench", "--json", "--report", str(tmp_path / "x.png")])
+    assert isinstance(result.exception, RuntimeError)
+    assert "LMKV_CHUNK_SIZE does not count here" in result.stderr
+    assert [row["value"] for row in json.loads(result.stdout.splitlines()[-1])["rows"]] == [4.0, 0.1, 0.2]
+
+
+def test_no_new_prompt_begins_like_one_of_a_conversation() -> None:
+    load = Load(users=3, turns=2)
+    said, new = (
+        [each.prompt(number, user, [], 0)[:16] for number in range(3) for user in range(3)]
+        for each in (load, evolve(load, new=True))
+    )
+    assert not {*map(tuple, said)} & {*map(tuple, new)}
+
+
+def test_answers_that_differ_are_named() -> None:
+    right, wrong = ({"0-0": [1], "0-1": [answer]} for answer in (2, 3))
+    alone, ours = (Round(seconds=1, ttfts=[], cached=0, answers=answers) for answers in (right, wrong))
+    assert answers({"vLLM alone": [alone], "lmkv": [alone]}) == "all answers are equal"
+    assert answers({"vLLM alone": [alone], "lmkv": [ours]}) == "ANSWERS DIFFER (user-turn): lmkv, round 0: 0-1"
+
+
+@pytest.mark.parametrize("script", ["lookup.py", "multiturn.py", "ttft.py", "gpu_requests.py"])
+def test_the_benchmarks_start(tmp_path: Path, script: str) -> None:
+    python(tmp_path, str(BENCHMARKS / script), "--help")
+
+
+def test_the_benchmark_of_scale_measures_one_size(tmp_path: Path) -> None:
+    done = python(tmp_path, str(BENCHMARKS / "scale.py"), "--one", "3000")
+    figures = json.loads(done.splitlines()[-1])
+    assert {"metrics of a second, us", "explain a request, us", *SHOWN} <= set(figures)
+    assert all(value >= 0 for value in figures.values())
 
 
 def test_a_picture_has_a_place_for_every_comparison(tmp_path: Path) -> None:
@@ -113,9 +160,15 @@ def test_the_picture_of_conversations_is_drawn_from_an_earlier_run(tmp_path: Pat
         for what, unit in (("throughput", "requests/s"), ("prompt tokens not computed", "tokens"))
     ]
     (tmp_path / "turns.json").write_text("printed before\n" + json.dumps({"machine": "a machine", "rows": rows}) + "\n")
-    script = Path(__file__).parents[2] / "benchmarks" / "multiturn.py"
     picture = tmp_path / "turns.svg"
-    python(tmp_path, str(script), "--drawn-from", str(tmp_path / "turns.json"), "--picture", str(picture))
+    python(
+        tmp_path,
+        str(BENCHMARKS / "multiturn.py"),
+        "--drawn-from",
+        str(tmp_path / "turns.json"),
+        "--picture",
+        str(picture),
+    )
     drawn = picture.read_text()
     assert all(text in drawn for text in ("a machine", "Throughput", "Prompt tokens not computed", "lmkv, RAM"))
 

@@ -10,12 +10,12 @@ from attrs import define, field
 from tests.vllm.harness import BLOCK, Engine
 
 TOLERANCE = 1e-3
-"""Of the greatest value: how far two computations of the same tokens are apart at most, however they are batched."""
+"""Two computations of the same tokens differ by at most this share of the greatest value, however they are batched."""
 
 
 @define
 class KVOracle:
-    """Looks at the whole blocks of every request that a step computes, each time that one of them is new.
+    """Looks at the whole blocks of the requests that a step computes, when one of them is new or filled again.
 
     `compared`: blocks whose tokens some step had before. `wrong`: request and place of those with another KV.
     """
@@ -24,7 +24,7 @@ class KVOracle:
     compared: int = 0
     wrong: list[tuple[str, int]] = field(factory=list)
     _known: dict[int, torch.Tensor] = field(factory=dict, repr=False)
-    _seen: dict[str, tuple[int, ...]] = field(factory=dict, repr=False)
+    _seen: dict[str, tuple[int, tuple[int, ...]]] = field(factory=dict, repr=False)
     _step: Any = field(default=None, repr=False)
 
     @property
@@ -51,19 +51,20 @@ class KVOracle:
 
     def _look(self, request: Any, request_id: str, scheduled: int) -> None:
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        whole = (request.num_computed_tokens + scheduled) // BLOCK
-        blocks = tuple(request.block_ids[0][:whole])
-        if self._seen.get(request_id) == blocks:
+        computed = request.num_computed_tokens
+        blocks = tuple(request.block_ids[0][: (computed + scheduled) // BLOCK])
+        before, seen = self._seen.get(request_id, (0, ()))
+        self._seen[request_id] = computed, blocks
+        if seen == blocks and computed >= before:
             return
-        self._seen[request_id] = blocks
         rows = self.engine.worker._memory.rows
         found = torch.stack([row[list(blocks)].view(torch.float32) for row in rows], 1)
-        before = 0
+        key = 0
         for index, kv in enumerate(found):
-            before = hash((before, *tokens[index * BLOCK : (index + 1) * BLOCK]))
-            known = self._known.get(before)
+            key = hash((key, *tokens[index * BLOCK : (index + 1) * BLOCK]))
+            known = self._known.get(key)
             if known is None:
-                self._known[before] = kv.clone()
+                self._known[key] = kv.clone()
                 continue
             self.compared += 1
             if (kv - known).abs().max() > TOLERANCE * known.abs().max():

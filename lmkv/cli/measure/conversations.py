@@ -1,4 +1,4 @@
-"""Users who talk with one vLLM engine: the words of each, in which order they speak, and the process that answers them.
+"""Users who talk with one vLLM engine: what each of them says, and when, and the process of their engine.
 
 `python -m lmkv.cli.measure.conversations FOLDER` is such a process. It takes lines of JSON: an engine's specification
 first, then loads.
@@ -76,7 +76,7 @@ class Load:
     def prompt(self, number: int, user: int, before: Sequence[int], turn: int) -> list[int]:
         """The prompt of a user's turn, which follows his conversation so far, in the round of this number."""
         said = [] if self.new else list(before)
-        seed = f"{number} {user} {turn}{' skipped' * self.skipped}"
+        seed = f"{number} {user} {turn}{' skipped' * self.skipped}{' new' * self.new}"
         fresh = random.Random(seed).choices(range(VOCABULARY), k=len(before) + self.question)
         return said + fresh[len(said) :]
 
@@ -93,6 +93,11 @@ class Round:
     ttfts: list[float]
     cached: int
     answers: dict[str, list[int]] = field(repr=False)
+
+
+def differing(one: Round, other: Round) -> list[str]:
+    """User and turn of each answer that is another one in the other engine's round."""
+    return [which for which, answer in one.answers.items() if answer != other.answers[which]]
 
 
 class Engine(ChildProcess):

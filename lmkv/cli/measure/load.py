@@ -9,48 +9,53 @@ from pathlib import Path
 
 from attrs import evolve
 
-from lmkv.cli.measure.conversations import Engine, Load, Round, host_gib, spec
+from lmkv.cli.measure.conversations import Engine, Load, Round, differing, host_gib, spec
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import percentile, turns
 
 LOAD, QUICK = Load(users=32, turns=5), Load(users=8, turns=3)
 ROUNDS = 3
-ALONE = "vLLM alone"
-OVER = {"lmkv, RAM for half": 2, "lmkv, RAM for an eighth": 8}
+ALONE, HALF, EIGHTH = "vLLM alone", "lmkv, RAM for half", "lmkv, RAM for an eighth"
+OVER = {HALF: 2, EIGHTH: 8}
 """How many times more memory all conversations take than lmkv has."""
+Found = Mapping[str, list[Round]]
 
 
 def measure_load(*, quick: bool, say: Callable[[str], None]) -> Iterator[Comparison]:
-    """Throughput and times to first token of a small model, beside vLLM alone with its prefix cache.
+    """Throughput, hits and times to first token of a small model, beside vLLM alone with its prefix cache.
 
     All engines run at once, each in processes of its own, and are asked in turn, with new conversations in each round.
     """
-    load, rounds = (QUICK, 1) if quick else (LOAD, ROUNDS)
+    load, rounds, names = (QUICK, 1, (ALONE, HALF)) if quick else (LOAD, ROUNDS, (ALONE, HALF, EIGHTH))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-bench-")))
         engines = dict[str, Engine]()
-        for name, over in {ALONE: None, **OVER}.items():
-            say(f"vLLM: conversations of {load.users} users, {name}")
-            settings = None if over is None else {"max_local_cpu_size": host_gib(load, over)}
-            engine = Engine(spec(load, settings), folder / str(len(engines)))
-            engines[name] = stack.enter_context(closing(engine))
-            # Only the first long prompts allocate buffers and load kernels.
-            engine.run(evolve(load, users=8), -1)
-        talks = in_turn(engines, load, rounds)
-        half = next(iter(OVER))
-        new = in_turn({name: engines[name] for name in (ALONE, half)}, evolve(load, new=True), rounds)
+        try:
+            for name in names:
+                say(f"vLLM: conversations of {load.users} users, {name}")
+                settings = {"max_local_cpu_size": host_gib(load, OVER[name])} if name in OVER else None
+                engine = Engine(spec(load, settings), folder / str(len(engines)))
+                engines[name] = stack.enter_context(closing(engine))
+                # Only the first long prompts allocate buffers and load kernels, and memory is full after them.
+                engine.run(load, -1)
+            talks = in_turn(engines, load, rounds)
+            new = in_turn({name: engines[name] for name in (ALONE, HALF)}, evolve(load, new=True), rounds)
+        except BaseException:
+            for engine in engines.values():
+                engine.kill()
+            raise
         for engine in engines.values():
             engine.leave()
-    said = [[one.answers for one in of] for of in talks.values()]
-    note = "all answers are equal" if all(each == said[0] for each in said) else "SOME ANSWERS DIFFER"
-    yield Comparison("Conversations", "requests/s", throughputs(talks), ALONE, note=note)
-    for share in (0.5, 0.9):
-        bars = {name: percentile([ttft for one in of for ttft in one.ttfts], share) for name, of in talks.items()}
+    yield Comparison("Conversations", "requests/s", throughputs(talks), ALONE, note=answers(talks))
+    hits = {name: 100 * sum(one.cached for one in found) / rounds / load.prompt_tokens for name, found in talks.items()}
+    yield Comparison("Conversations, prompt tokens not computed", "%", hits, ALONE)
+    for share in (0.5, 0.9, 0.99):
+        bars = {name: percentile([ttft for one in found for ttft in one.ttfts], share) for name, found in talks.items()}
         yield Comparison(f"Conversations, first token, p{share * 100:.0f}", "s", bars, ALONE)
-    yield Comparison("Prompts that are all new", "requests/s", throughputs(new), ALONE)
+    yield Comparison("Prompts that are all new", "requests/s", throughputs(new), ALONE, note=answers(new))
 
 
-def in_turn(engines: Mapping[str, Engine], load: Load, rounds: int) -> dict[str, list[Round]]:
+def in_turn(engines: Mapping[str, Engine], load: Load, rounds: int) -> Found:
     """The rounds of each engine."""
     found: dict[str, list[Round]] = {name: [] for name in engines}
     for number, name in turns(engines, rounds):
@@ -58,6 +63,19 @@ def in_turn(engines: Mapping[str, Engine], load: Load, rounds: int) -> dict[str,
     return found
 
 
-def throughputs(found: Mapping[str, list[Round]]) -> dict[str, float]:
+def throughputs(found: Found) -> dict[str, float]:
     """Requests a second of each engine, all rounds together."""
-    return {name: sum(len(one.answers) for one in of) / sum(one.seconds for one in of) for name, of in found.items()}
+    return {
+        name: sum(len(one.answers) for one in each) / sum(one.seconds for one in each) for name, each in found.items()
+    }
+
+
+def answers(found: Found) -> str:
+    """Whether all engines gave the same answers; if not, which gave other ones than vLLM alone."""
+    wrong = [
+        f"{name}, round {number}: {', '.join(which)}"
+        for name, rounds in found.items()
+        for number, (one, alone) in enumerate(zip(rounds, found[ALONE], strict=True))
+        if (which := differing(one, alone))
+    ]
+    return "ANSWERS DIFFER (user-turn): " + "; ".join(wrong) if wrong else "all answers are equal"

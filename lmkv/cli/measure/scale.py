@@ -140,7 +140,7 @@ def measure_scale(*, quick: bool) -> Iterator[Comparison]:
     rounds = [{count: run([*command, str(count)]) for count in sizes} for _ in range(1 if quick else ROUNDS)]
     for name, title in SHOWN.items():
         medians = {count: statistics.median(each[count][name] for each in rounds) for count in sizes}
-        bars = {f"{few:,} chunks": medians[few], f"lmkv, {many:,} chunks": medians[many]}
+        bars = {f"lmkv, {few:,} chunks": medians[few], f"lmkv, {many:,} chunks": medians[many]}
         yield Comparison(title, name.rpartition(", ")[2], bars, next(iter(bars)))
 
 
