@@ -64,6 +64,8 @@ def measure_ttft(
     for name, seconds in reads.items():
         bars = {BOUND: best[RAM] + MARGIN * min(seconds), name: best[name]}
         yield Comparison(f"{title}, {name.removeprefix('lmkv ')}", "s", bars, BOUND)
+    beside = {name: best[name] for name in (RAM, SHARED)}
+    yield Comparison(f"{title}, shared memory beside host memory", "s", beside, RAM)
 
 
 def _plain_read(name: str, folder: Path, redis: str | None) -> Callable[[], None] | None:
