@@ -47,7 +47,7 @@ from attrs import evolve
 
 from benchmarks._lmcache_server import ENVIRONMENT, Server
 from benchmarks._timing import REPOSITORY, Row, arguments_of, finish, interval, machine, percentile, turns
-from lmkv.cli.measure.conversations import Engine, Load, Round, differing, host_gib, spec
+from lmkv.cli.measure.conversations import Engine, Load, Round, differing, host_gib, rounds_that_differ, spec
 from lmkv.cli.measure.process import LOG
 from lmkv.cli.measure.report import Comparison, draw
 
@@ -215,9 +215,8 @@ def differences(found: Found, logged: Callable[[str], list[str]]) -> Iterator[st
     """
     for name in (name for name in found if not is_skipped(name) and ALONE in found):
         lines = [
-            f"round {number}, {name}: other answers than of {ALONE} for {', '.join(wrong)} (user-turn)"
-            for number, (one, other) in enumerate(zip(found[name], found[ALONE], strict=True))
-            if (wrong := differing(one, other))
+            f"round {number}, {name}: other answers than of {ALONE} for {wrong} (user-turn)"
+            for number, wrong in rounds_that_differ(found[name], found[ALONE])
         ]
         yield from [*lines, *logged(name)] if lines else ()
 

@@ -55,7 +55,7 @@ def bench(
     try:
         comparisons.extend(measured(model, length, host_gib, engine, parent, redis, quick))
     finally:
-        # Those that were measured before an error are worth minutes, too.
+        # An error later on must not lose them.
         if comparisons:
             show(comparisons)
             drawn(comparisons, report)

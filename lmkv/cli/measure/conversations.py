@@ -1,4 +1,4 @@
-"""Users who talk with one vLLM engine: what each of them says, and when, and the process of their engine.
+"""Users who talk with one vLLM engine: their words, their order, and the process of the engine.
 
 `python -m lmkv.cli.measure.conversations FOLDER` is such a process. It takes lines of JSON: an engine's specification
 first, then loads.
@@ -10,10 +10,9 @@ import os
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from attrs import asdict, field, frozen
@@ -29,7 +28,6 @@ AT_ONCE = 4
 """Requests in flight: the next turn is sent as soon as one is answered."""
 PACES = 4.0
 """How many times longer the slowest user thinks than the fastest."""
-NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 SKIPPED = {"lmkv.skip_save": True, "lmkv.skip_load": True}
 """Parameters with which the connector neither stores nor loads a request."""
 
@@ -100,6 +98,13 @@ def differing(one: Round, other: Round) -> list[str]:
     return [which for which, answer in one.answers.items() if answer != other.answers[which]]
 
 
+def rounds_that_differ(rounds: Sequence[Round], others: Sequence[Round]) -> Iterator[tuple[int, str]]:
+    """Number of each round with answers that the other engine did not give, and which: user-turn."""
+    for number, (one, other) in enumerate(zip(rounds, others, strict=True)):
+        if wrong := differing(one, other):
+            yield number, ", ".join(wrong)
+
+
 class Engine(ChildProcess):
     """An engine in processes of its own, which run `program`.
 
@@ -110,10 +115,10 @@ class Engine(ChildProcess):
     program: Sequence[str] = ("-m", __name__)
 
     def __init__(
-        self, spec: EngineSpec, folder: Path, env: Mapping[str, str] = NO_VARIABLES, *, python: str = sys.executable
+        self, spec: EngineSpec, folder: Path, env: Mapping[str, str] | None = None, *, python: str = sys.executable
     ) -> None:
         # -P: nothing in the current folder is meant to be imported.
-        super().__init__([python, "-P", *self.program, str(folder)], folder, {**SEVERAL_PROCESSES, **env})
+        super().__init__([python, "-P", *self.program, str(folder)], folder, {**SEVERAL_PROCESSES, **(env or {})})
         try:
             self.ask(asdict(spec))
         except BaseException:

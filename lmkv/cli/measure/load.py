@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attrs import evolve
 
-from lmkv.cli.measure.conversations import Engine, Load, Round, differing, host_gib, spec
+from lmkv.cli.measure.conversations import Engine, Load, Round, host_gib, rounds_that_differ, spec
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import percentile, turns
 
@@ -73,9 +73,8 @@ def throughputs(found: Found) -> dict[str, float]:
 def answers(found: Found) -> str:
     """Whether all engines gave the same answers; if not, which gave other ones than vLLM alone."""
     wrong = [
-        f"{name}, round {number}: {', '.join(which)}"
+        f"{name}, round {number}: {which}"
         for name, rounds in found.items()
-        for number, (one, alone) in enumerate(zip(rounds, found[ALONE], strict=True))
-        if (which := differing(one, alone))
+        for number, which in rounds_that_differ(rounds, found[ALONE])
     ]
     return "ANSWERS DIFFER (user-turn): " + "; ".join(wrong) if wrong else "all answers are equal"
