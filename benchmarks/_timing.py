@@ -1,13 +1,11 @@
-"""Shared by the benchmarks: options, a path for child processes, an interval, and the timing of `lmkv bench`."""
+"""Shared by the benchmarks: options, a path for child processes, and the timing of `lmkv bench`."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Sequence
 from pathlib import Path
 
-from lmkv.cli.measure.timing import Row, finish, interleaved, machine, median_ratio, percentile, turns
+from lmkv.cli.measure.timing import Row, finish, interleaved, interval, machine, median_ratio, percentile, turns
 
 __all__ = ["Row", "arguments_of", "finish", "interleaved", "interval", "machine", "median_ratio", "percentile", "turns"]
 
@@ -21,10 +19,3 @@ def arguments_of(page: str | None, *, quick: str | None = None) -> argparse.Argu
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", action="store_true")
     return parser
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Interval of the median with 95 % confidence: order statistics, whose ranks are binomial."""
-    values, count = sorted(values), len(values)
-    rank = max(0, int((count - 1.96 * math.sqrt(count)) / 2))
-    return values[rank], values[count - 1 - rank]

@@ -48,6 +48,7 @@ from attrs import evolve
 from benchmarks._lmcache_server import ENVIRONMENT, Server
 from benchmarks._timing import REPOSITORY, Row, arguments_of, finish, interval, machine, percentile, turns
 from lmkv.cli.measure.conversations import Engine, Load, Round, differing, host_gib, rounds_that_differ, spec
+from lmkv.cli.measure.load import NEW_TARGET
 from lmkv.cli.measure.process import LOG
 from lmkv.cli.measure.report import Comparison, draw
 
@@ -57,7 +58,6 @@ IDLE, COPYING = "vLLM, connector that does nothing", "vLLM, connector that only 
 ROUTE = "LMCache, shared memory"
 SUFFIX = ", skipped"
 """Ends the name of an engine's rounds whose requests neither store nor load."""
-NEW_TARGET = 0.995
 AUDIT_TARGET_RATE, AUDIT_TARGET = 0.01, 0.015
 """Share of the throughput that audits of so many hits may cost."""
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

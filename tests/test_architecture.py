@@ -61,7 +61,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "testing": BASE | {"memory", "backends"},
     # For any connector: nothing of lmkv, and vLLM.
     "testing.torture": frozenset(),
-    "cli.measure": BUILT | {"", "engine"},
+    "cli.measure": BUILT | {"", "engine", "vllm", "vllm.scheduler"},
     "cli": BUILT | {"", "engine", "vllm", "cli.measure", "agent", "simulation"},
 }
 """Room -> other rooms that it may import. A room is a folder or a module at the root, "" the package."""

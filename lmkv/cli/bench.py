@@ -22,7 +22,8 @@ from lmkv.cli.measure.limits import measure_copies, measure_disk
 from lmkv.cli.measure.load import measure_load
 from lmkv.cli.measure.report import Comparison, rounded
 from lmkv.cli.measure.scale import measure_scale
-from lmkv.cli.measure.timing import machine
+from lmkv.cli.measure.scheduler import measure_scheduler
+from lmkv.cli.measure.timing import Row, interval, machine
 from lmkv.cli.measure.ttft import measure_ttft
 
 
@@ -73,6 +74,8 @@ def measured(
     yield from measure_calls(quick=quick)
     say("an index of many chunks")
     yield from measure_scale(quick=quick)
+    say("calls of vLLM's scheduler while an index grows")
+    yield from measure_scheduler(quick=quick)
     say(f"disk, in {parent}")
     yield from measure_disk(parent, quick=quick)
     if engine and find_spec("vllm") is None:
@@ -88,19 +91,34 @@ def say(text: str) -> None:
 
 def show(comparisons: Sequence[Comparison]) -> None:
     table = Table(title=escape(f"lmkv on {machine()}"))
-    for name in ("", "", "ratio"):
-        table.add_column(name, justify="right" if name else "left")
-    table.columns[1].justify = "right"
+    for name in ("", "value", "ratio", "95 % within *", "target"):
+        table.add_column(name, justify="right" if name in ("value", "ratio") else "left")
     for each in comparisons:
         table.add_row(f"[bold]{each.title}", "", f"[dim]{each.better}")
         for (name, value), row in zip(each.bars.items(), each.rows(), strict=True):
             beside = "1" if row.ratio is None else f"{row.ratio:.2f} x"
             unit = "" if each.unit == "s" else f" {each.unit}"
-            table.add_row(f"  {name}", rounded(value, each.unit) + unit, beside)
+            around = within(each.ratios.get(name, ()))
+            table.add_row(f"  {name}", rounded(value, each.unit) + unit, beside, around, goal(row))
         if each.note:
             table.add_row(f"  [dim]{each.note}")
+    table.caption = "* of the rounds' ratios; all of them if there are fewer than six rounds"
     # A pipe has no width; a table that is wrapped at 80 columns could not be read.
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def within(ratios: Sequence[float]) -> str:
+    if len(ratios) < 2:
+        return ""
+    low, high = interval(ratios)
+    return f"{low:.2f} to {high:.2f}"
+
+
+def goal(row: Row) -> str:
+    if row.target is None:
+        return ""
+    colour, word = ("green", "met") if row.met else ("red", "missed")
+    return f"{row.target:.3g}: [{colour}]{word}"
 
 
 def drawn(comparisons: Sequence[Comparison], path: Path) -> None:

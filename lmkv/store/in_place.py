@@ -9,7 +9,7 @@ from attrs import define, frozen
 
 from lmkv.errors import BackendError, CorruptChunkError
 from lmkv.outcomes import HIT, MISS, Read
-from lmkv.protocols import ChunkKey, InMemory, Place
+from lmkv.protocols import ChunkKey, Place
 from lmkv.store.leases import Lease
 from lmkv.store.tiers.entry import Entry
 from lmkv.store.tiers.iopool import IOPool
@@ -58,7 +58,7 @@ class InPlace:
     @property
     def place(self) -> Place | None:
         """Where the chunks are that can be read in place; None if none can."""
-        return next((tier.backend.place for tier in self._tiers[:1] if isinstance(tier.backend, InMemory)), None)
+        return next((tier.in_memory.place for tier in self._tiers[:1] if tier.in_memory is not None), None)
 
     @property
     def name(self) -> str:

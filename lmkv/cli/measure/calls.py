@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
@@ -20,6 +19,8 @@ from lmkv.store.tiered import TieredStore
 SLOT_BYTES, SLOTS, BATCH = 4096, 8192, 64
 LENGTH = 131_072
 """Tokens of the prompt that is looked up."""
+KEYS_TARGET, LOOKUP_TARGET, EVICT_TARGET = 1.15, 1.8, 10.0
+"""Times that keys and lookups may take of bare hashing, and an eviction of an OrderedDict's."""
 
 _numbers = itertools.count()
 
@@ -65,22 +66,23 @@ def measure_calls(*, quick: bool) -> list[Comparison]:
     host = CPUPinnedBackend(SLOTS * SLOT_BYTES, SLOT_BYTES, populate=False)
     store = TieredStore(Tier(host, make_policy("LRU")))
     tokens = random.Random(0).choices(range(150_000), k=LENGTH)
-    hashing, keys = "bare sha256", "lmkv keys"
+    hashing, keys, lookup = "bare sha256", "lmkv keys", "lmkv keys, lookup and lease"
     try:
         store.reserve(chunk_keys(tokens, NAMESPACE, CHUNK)).commit()
         looking = {
             hashing: lambda: bare_chain(tokens),
             keys: lambda: chunk_keys(tokens, NAMESPACE, CHUNK),
-            "lmkv keys, lookup and lease": lambda: store.lease(chunk_keys(tokens, NAMESPACE, CHUNK)).release(),
+            lookup: lambda: store.lease(chunk_keys(tokens, NAMESPACE, CHUNK)).release(),
         }
         rounds = 11 if quick else 101
-        found = compared(f"A prompt of {LENGTH:,} tokens", "million tokens/s", LENGTH, looking, rounds)
+        title, targets = f"A prompt of {LENGTH:,} tokens", {keys: 1 / KEYS_TARGET, lookup: 1 / LOOKUP_TARGET}
+        found = compared(title, "million tokens/s", LENGTH, looking, rounds, targets)
         while store.slab.free_slots:
             store.reserve(new_keys(BATCH)).commit()
         cases = {"a bare OrderedDict": replacing(SLOTS), "lmkv": storing(store)}
         runs = {name: run for name, (run, _) in cases.items()}
-        title = "Evicting and inserting chunks"
-        evicting = compared(title, "million chunks/s", BATCH, runs, 10 * rounds, lambda name: cases[name][1]())
+        title, targets = "Evicting and inserting chunks", {"lmkv": 1 / EVICT_TARGET}
+        evicting = compared(title, "million chunks/s", BATCH, runs, 10 * rounds, targets, lambda name: cases[name][1]())
         return [found, evicting]
     finally:
         store.close()
@@ -92,9 +94,10 @@ def compared(
     count: int,
     cases: Mapping[str, Callable[[], object]],
     rounds: int,
+    targets: Mapping[str, float],
     before: Callable[[str], None] = lambda name: None,
 ) -> Comparison:
     """Millions of things a second, beside the first case."""
     times = interleaved(cases, rounds, before=before)
-    speeds = {name: count / statistics.median(seconds) / 1e6 for name, seconds in times.items()}
-    return Comparison(title, unit, speeds, next(iter(cases)))
+    speeds = {name: [count / each / 1e6 for each in seconds] for name, seconds in times.items()}
+    return Comparison.of_rounds(title, unit, speeds, next(iter(cases)), targets)

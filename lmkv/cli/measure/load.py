@@ -18,6 +18,8 @@ ROUNDS = 3
 ALONE, HALF, EIGHTH = "vLLM alone", "lmkv, RAM for half", "lmkv, RAM for an eighth"
 OVER = {HALF: 2, EIGHTH: 8}
 """How many times more memory all conversations take than lmkv has."""
+NEW_TARGET = 0.995
+"""Least share of vLLM's throughput where nothing is asked again."""
 Found = Mapping[str, list[Round]]
 
 
@@ -46,13 +48,14 @@ def measure_load(*, quick: bool, say: Callable[[str], None]) -> Iterator[Compari
             raise
         for engine in engines.values():
             engine.leave()
-    yield Comparison("Conversations", "requests/s", throughputs(talks), ALONE, note=answers(talks))
+    yield throughput("Conversations", talks, 1.0)
     hits = {name: 100 * sum(one.cached for one in found) / rounds / load.prompt_tokens for name, found in talks.items()}
     yield Comparison("Conversations, prompt tokens not computed", "%", hits, ALONE)
     for share in (0.5, 0.9, 0.99):
         bars = {name: percentile([ttft for one in found for ttft in one.ttfts], share) for name, found in talks.items()}
-        yield Comparison(f"Conversations, first token, p{share * 100:.0f}", "s", bars, ALONE)
-    yield Comparison("Prompts that are all new", "requests/s", throughputs(new), ALONE, note=answers(new))
+        title = f"Conversations, first token, p{share * 100:.0f}"
+        yield Comparison(title, "s", bars, ALONE, targets=dict.fromkeys(OVER, 1.0))
+    yield throughput("Prompts that are all new", new, NEW_TARGET)
 
 
 def in_turn(engines: Mapping[str, Engine], load: Load, rounds: int) -> Found:
@@ -63,11 +66,10 @@ def in_turn(engines: Mapping[str, Engine], load: Load, rounds: int) -> Found:
     return found
 
 
-def throughputs(found: Found) -> dict[str, float]:
-    """Requests a second of each engine, all rounds together."""
-    return {
-        name: sum(len(one.answers) for one in each) / sum(one.seconds for one in each) for name, each in found.items()
-    }
+def throughput(title: str, found: Found, target: float) -> Comparison:
+    speeds = {name: [len(one.answers) / one.seconds for one in each] for name, each in found.items()}
+    targets = {name: target for name in found if name in OVER}
+    return Comparison.of_rounds(title, "requests/s", speeds, ALONE, targets, note=answers(found))
 
 
 def answers(found: Found) -> str:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from lmkv.cli.measure.timing import Row
 
-LESS_IS_BETTER = {"s", "us", "bytes"}
+LESS_IS_BETTER = {"s", "ms", "us", "bytes"}
 
 
 @frozen
 class Comparison:
     """`bars`: value by name. `reference`: the bar that the others are compared with. `log`: for the axis.
 
-    Names that begin with "lmkv" are lmkv's own.
+    `ratios`: of a bar beside the reference in each round; without rounds their values are divided. `targets`: the least
+    such ratio where more is better, else the greatest. Names that begin with "lmkv" are lmkv's own.
     """
 
     title: str
@@ -27,6 +29,28 @@ class Comparison:
     reference: str
     log: bool = False
     note: str = ""
+    targets: Mapping[str, float] = field(factory=dict)
+    ratios: Mapping[str, Sequence[float]] = field(factory=dict)
+
+    @classmethod
+    def of_rounds(
+        cls,
+        title: str,
+        unit: str,
+        rounds: Mapping[str, Sequence[float]],
+        reference: str,
+        targets: Mapping[str, float],
+        *,
+        note: str = "",
+    ) -> Comparison:
+        """Medians, and ratios within each round."""
+        bars = {name: statistics.median(values) for name, values in rounds.items()}
+        beside = {
+            name: [value / other for value, other in zip(values, rounds[reference], strict=True)]
+            for name, values in rounds.items()
+            if name != reference
+        }
+        return cls(title, unit, bars, reference, note=note, targets=targets, ratios=beside)
 
     @property
     def better(self) -> str:
@@ -34,9 +58,14 @@ class Comparison:
 
     def rows(self) -> Iterator[Row]:
         for name, value in self.bars.items():
-            ratio = None if name == self.reference else value / self.bars[self.reference]
-            of = None if name == self.reference else self.reference
-            yield Row(f"{self.title}: {name}", value, self.unit, of, ratio)
+            title = f"{self.title}: {name}"
+            if name == self.reference:
+                yield Row(title, value, self.unit)
+                continue
+            ratio = statistics.median(self.ratios.get(name) or [value / self.bars[self.reference]])
+            target = self.targets.get(name)
+            met = None if target is None else (ratio <= target if self.unit in LESS_IS_BETTER else ratio >= target)
+            yield Row(title, value, self.unit, self.reference, ratio, target, met)
 
 
 def rounded(value: float, unit: str) -> str:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
@@ -43,6 +44,8 @@ SHOWN = {
     EVICT: "Evict a chunk and index another",
 }
 ROUNDS = 3
+FLAT = 1.5
+"""A chunk of a large index may take so many times what one of a small index takes."""
 
 
 def key_of(number: int) -> ChunkKey:
@@ -124,13 +127,12 @@ def evicting(store: TieredStore) -> float:
     return statistics.median(times) / CHAIN * 1e6
 
 
-def run(command: list[str]) -> dict[str, float]:
-    """The figures in the last line that a command prints. Raises RuntimeError with what it says if it fails."""
+def run(command: list[str]) -> Any:
+    """What the last line that a command prints has as JSON. Raises RuntimeError with what it says if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure_scale(*, quick: bool) -> Iterator[Comparison]:
@@ -139,9 +141,9 @@ def measure_scale(*, quick: bool) -> Iterator[Comparison]:
     command = [sys.executable, "-P", "-m", __name__]
     rounds = [{count: run([*command, str(count)]) for count in sizes} for _ in range(1 if quick else ROUNDS)]
     for name, title in SHOWN.items():
-        medians = {count: statistics.median(each[count][name] for each in rounds) for count in sizes}
-        bars = {f"lmkv, {few:,} chunks": medians[few], f"lmkv, {many:,} chunks": medians[many]}
-        yield Comparison(title, name.rpartition(", ")[2], bars, next(iter(bars)))
+        small, large = f"lmkv, {few:,} chunks", f"lmkv, {many:,} chunks"
+        found = {small: [each[few][name] for each in rounds], large: [each[many][name] for each in rounds]}
+        yield Comparison.of_rounds(title, name.rpartition(", ")[2], found, small, {large: FLAT})
 
 
 def main() -> None:

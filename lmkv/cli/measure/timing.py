@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import random
 import statistics
@@ -68,6 +69,13 @@ def turns(engines: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Interval of the median with 95 % confidence: order statistics, whose ranks are binomial; below six, the range."""
+    values, count = sorted(values), len(values)
+    rank = max(0, int((count - 1.96 * math.sqrt(count)) / 2))
+    return values[rank], values[count - 1 - rank]
 
 
 def machine() -> str:

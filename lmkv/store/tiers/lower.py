@@ -16,7 +16,7 @@ import attrs
 
 from lmkv.errors import BackendUnavailable, CorruptChunkError, safe_repr
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
-from lmkv.protocols import Admission, Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
+from lmkv.protocols import Admission, Chunk, ChunkKey, Clock, InMemory, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
 from lmkv.store.tiers.answers import as_backend_error, checked, is_full, tier_answers
 from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.breaker import Breaker
@@ -36,7 +36,9 @@ _FIRST_BATCH, _BATCH_GROWTH = 4, 8
 class LowerTier:
     """A lower tier of a store. `payload_bytes`: size of a chunk, by its key. `lock`, `observers`: the store's.
 
-    `times`: seconds of the latest reads and writes that succeeded, until they are drained.
+    `times`: seconds of the latest reads and writes that succeeded, until they are drained. `shared`: other processes
+    write to the medium, too, so that it may have chunks that the index does not know. `in_memory`: the backend, if its
+    chunks can be read in place.
     """
 
     def __init__(
@@ -47,7 +49,10 @@ class LowerTier:
         clock: Clock,
         observers: Sequence[StoreObserver] = (),
     ) -> None:
-        self.backend = tier.backend
+        self.backend = backend = tier.backend
+        # Asked once: `isinstance` of a protocol takes longer than to look up some chunks.
+        self.in_memory = backend if isinstance(backend, InMemory) else None
+        self.shared = isinstance(backend, Shared) and backend.shared
         self.name = tier.name
         self.write_mode = tier.write
         self.index = TierIndex(tier.policy, tier.capacity_bytes, tier.name, observers)
@@ -75,11 +80,6 @@ class LowerTier:
     @locked
     def has(self, key: ChunkKey) -> bool:
         return key in self.index and self.usable
-
-    @property
-    def shared(self) -> bool:
-        """Whether chunks may be there that the index does not know: other processes write to the medium."""
-        return isinstance(self.backend, Shared) and self.backend.shared
 
     @locked
     def wants(self, key: ChunkKey) -> bool:
