@@ -17,9 +17,11 @@ by its fastest route. All engines run at once, each in processes of its own, and
 with new conversations in each round. Throughputs are compared within a round, times to first token over all rounds.
 In float32, so that answers should be equal: the last row of an engine says how many are.
 
-`--new`: no prompt begins like another one, so that nothing can hit, and lmkv evicts all the time; a second vLLM alone
-shows how far two equal engines are apart. `--audits`: lmkv with and without audits of this share of the hits. An
-audit costs the same whatever the rate is, so a higher rate shows the cost of a lower one, less its noise.
+A second vLLM alone shows how far two equal engines are apart.
+
+`--new`: no prompt begins like another one, so that nothing can hit, and lmkv evicts all the time. `--audits`: lmkv with
+and without audits of this share of the hits. An audit costs the same whatever the rate is, so a higher rate shows the
+cost of a lower one, less its noise.
 With `--new` vLLM takes part with two more connectors, bounds of all others: one does nothing, the other only copies
 what it would store. Two engines differ by more than a connector costs. Therefore that connector and lmkv with LRU are
 compared with themselves, too: the same processes, with other requests in the same order that neither store nor load.
@@ -50,7 +52,7 @@ from benchmarks._timing import REPOSITORY, Row, arguments_of, finish, interval, 
 from lmkv.cli.measure.conversations import Engine, Load, Round, differing, host_gib, rounds_that_differ, spec
 from lmkv.cli.measure.load import NEW_TARGET
 from lmkv.cli.measure.process import LOG
-from lmkv.cli.measure.report import Comparison, draw
+from lmkv.cli.measure.report import SURE, Comparison, draw
 
 TITLE = "Conversations"
 ALONE, AGAIN, AUDITED = "vLLM alone", "vLLM alone, again", "lmkv, audited"
@@ -61,8 +63,6 @@ SUFFIX = ", skipped"
 AUDIT_TARGET_RATE, AUDIT_TARGET = 0.01, 0.015
 """Share of the throughput that audits of so many hits may cost."""
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-SURE = 6
-"""Rounds that an interval of 95 % takes at least."""
 Found = Mapping[str, list[Round]]
 
 
@@ -298,8 +298,8 @@ def main() -> int:
             found = engines.run(rounds, options.minutes)
             return finish(audit_rows(load, found["lmkv"], found[AUDITED]), options.json)
         engines.add(ALONE)
+        engines.add(AGAIN)
         if options.new:
-            engines.add(AGAIN)
             engines.add_bounds(levels[0])
             engines.add_skipped(COPYING)
         for over in levels:

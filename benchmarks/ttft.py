@@ -34,8 +34,8 @@ from contextlib import ExitStack, closing
 
 from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
 from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
-from lmkv.cli.measure.plain import MARGIN, files_of, seconds_of, values_of
-from lmkv.cli.measure.ttft import DISK, OWN, PROMPT, RAM_TARGET, REDIS, SHARED, SHARED_TARGET, first_time
+from lmkv.cli.measure.plain import MARGIN, files_of, seconds_of, values_of, whole_database
+from lmkv.cli.measure.ttft import DISK, OWN, PROMPT, RAM_TARGET, REDIS, SHARED, SHARED_TARGET, first_time, store_and_end
 from lmkv.cli.measure.vllm_engines import (
     ONE_PROCESS,
     SEVERAL_PROCESSES,
@@ -57,6 +57,7 @@ PLAIN = {
     REDIS: "redis-py's bare read",
 }
 """The plain read that each round times beside a tier: its bound."""
+POLLING = " while the engine's processes poll"
 
 
 def main() -> int:
@@ -77,15 +78,14 @@ def main() -> int:
     env, how = (ONE_PROCESS, "one process") if options.one_process else (SEVERAL_PROCESSES, "as by default")
     tokens: int = options.tokens
     with ExitStack() as stack:
+        stack.enter_context(whole_database(options.redis))
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir=options.disk)))
         names = [*ALWAYS, *below, *([REDIS] if options.redis else [])]
         engines: dict[str, EngineProcess] = {}
 
         def start(name: str, spec: EngineSpec, env: dict[str, str], python: str = sys.executable) -> None:
             if name == SHARED:
-                with closing(EngineProcess(spec, folders[name], env)) as other:
-                    first_time(other, folders[name], tokens)
-                    other.leave()
+                store_and_end(spec, folders[name], tokens, env)
             engine = EngineProcess(spec, folders[name], env, python=python)
             engines[name] = stack.enter_context(closing(engine))
             print(f"{name}: at first {first_time(engine, folders[name], tokens).ttft_s:.3f} s", flush=True)
@@ -124,6 +124,8 @@ def main() -> int:
             engine.leave()
     hits = {name: min(answer.hit_tokens for answer in given) for name, given in answers.items()}
     found = [Row(f"least hit of {tokens:,} tokens, {name}, {how}", hit, "tokens") for name, hit in hits.items()]
+    polling = {f"{name}{POLLING}": used.pop(name) for name in plain}
+    used |= {**polling, **{name: paused[name] for name in plain}}
     found += [*rows(used, f"in use, {how}"), *parts(answers), *rows(paused, f"after a pause, {how}")]
     return finish(found, options.json)
 
@@ -132,7 +134,7 @@ def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
     found = []
     for name, seconds in warm.items():
         median = statistics.median(seconds)
-        if name in PLAIN.values():
+        if name.removesuffix(POLLING) in PLAIN.values():
             title = f"{name} of as many bytes, {how}"
             found.append(Row(title, median, "s", WITHIN, median_ratio(warm, name, WITHIN)))
             continue
@@ -143,10 +145,10 @@ def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
         title = f"{name}, {how}: longer than {WITHIN}"
         if name == SHARED:
             found.append(beside(title, warm, name, warm[WITHIN], WITHIN, SHARED_TARGET))
-        if name in PLAIN:
-            reads = zip(warm[WITHIN], warm[PLAIN[name]], strict=True)
-            bound = [own + MARGIN * read for own, read in reads]
-            found.append(beside(title, warm, name, bound, f"{WITHIN}, and {MARGIN} times {PLAIN[name]}", 1.0))
+        for read in (f"{PLAIN.get(name)}{when}" for when in ("", POLLING)):
+            if read in warm:
+                bound = [own + MARGIN * each for own, each in zip(warm[WITHIN], warm[read], strict=True)]
+                found.append(beside(title, warm, name, bound, f"{WITHIN}, and {MARGIN} times {read}", 1.0))
         if name in ROUTES:
             found.append(Row(f"{name} beside {WITHIN}, {how}", median_ratio(warm, name, WITHIN), "x"))
     return found

@@ -140,7 +140,8 @@ class Shared(Protocol):
     """A backend whose content other processes may change.
 
     Where `shared` is true, chunks that the index does not know may be there. The store asks for them with `contains`
-    when a request arrives, and lists the backend again and again if it is `ListsKeys`.
+    when a request arrives, and lists the backend again and again if it is `ListsKeys`. It reads `shared` once, when it
+    is made.
     """
 
     @property

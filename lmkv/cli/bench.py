@@ -20,6 +20,7 @@ from rich.table import Table
 from lmkv.cli.measure.calls import measure_calls
 from lmkv.cli.measure.limits import measure_copies, measure_disk
 from lmkv.cli.measure.load import measure_load
+from lmkv.cli.measure.plain import whole_database
 from lmkv.cli.measure.report import Comparison, rounded
 from lmkv.cli.measure.scale import measure_scale
 from lmkv.cli.measure.scheduler import measure_scheduler
@@ -81,7 +82,8 @@ def measured(
     if engine and find_spec("vllm") is None:
         say("vLLM is not installed: no first tokens and no conversations")
     elif engine:
-        yield from measure_ttft(tokens, model, parent, host_gib, redis, say)
+        with whole_database(redis):
+            yield from measure_ttft(tokens, model, parent, host_gib, redis, say)
         yield from measure_load(quick=quick, say=say)
 
 
@@ -99,10 +101,10 @@ def show(comparisons: Sequence[Comparison]) -> None:
             beside = "1" if row.ratio is None else f"{row.ratio:.2f} x"
             unit = "" if each.unit == "s" else f" {each.unit}"
             around = within(each.ratios.get(name, ()))
-            table.add_row(f"  {name}", rounded(value, each.unit) + unit, beside, around, goal(row))
+            table.add_row(f"  {name}", rounded(value, each.unit) + unit, beside, around, goal(row, each))
         if each.note:
             table.add_row(f"  [dim]{each.note}")
-    table.caption = "* of the rounds' ratios; all of them if there are fewer than six rounds"
+    table.caption = "* of the ratios of rounds, or with fewer than six their range; empty for ratios without rounds"
     # A pipe has no width; a table that is wrapped at 80 columns could not be read.
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
@@ -114,11 +116,11 @@ def within(ratios: Sequence[float]) -> str:
     return f"{low:.2f} to {high:.2f}"
 
 
-def goal(row: Row) -> str:
+def goal(row: Row, comparison: Comparison) -> str:
     if row.target is None:
         return ""
-    colour, word = ("green", "met") if row.met else ("red", "missed")
-    return f"{row.target:.3g}: [{colour}]{word}"
+    verdict = {True: ": [green]met", False: ": [red]missed", None: ": too few rounds to say"}[row.met]
+    return f"{comparison.bound} {row.target:.3g}{verdict}"
 
 
 def drawn(comparisons: Sequence[Comparison], path: Path) -> None:

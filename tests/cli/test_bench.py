@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
+from math import comb
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from attrs import asdict, evolve
 from redis import Redis
 from typer.testing import CliRunner
 
+from benchmarks.scale import call_rows
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.hashing import chunk_keys
 from lmkv.cli import bench
@@ -22,10 +24,11 @@ from lmkv.cli.measure import report
 from lmkv.cli.measure.conversations import Load, Round
 from lmkv.cli.measure.limits import bare_chain
 from lmkv.cli.measure.load import answers
-from lmkv.cli.measure.plain import files_of, values_of
+from lmkv.cli.measure.plain import files_of, values_of, whole_database
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.scale import SHOWN
-from lmkv.cli.measure.timing import Row, interleaved, median_ratio
+from lmkv.cli.measure.scheduler import ALONE, BEYOND, DURING, HASHED, HIT, KEYS, LIMIT, Call, Calls
+from lmkv.cli.measure.timing import Row, interleaved, interval, median_ratio
 from lmkv.protocols import Chunk
 from tests.forked import python
 from tests.servers import redis_server
@@ -45,7 +48,7 @@ def test_bars_are_compared_with_their_reference() -> None:
 
 @pytest.mark.parametrize(("unit", "missed"), [("s", 1.9), ("GB/s", 2.1)])
 def test_ratios_are_taken_within_a_round_and_compared_with_their_targets(unit: str, missed: float) -> None:
-    rounds = {"cache": [1.0, 2.0, 4.0], "lmkv": [2.0, 5.0, 8.0], "lmkv too": [1.0, 4.0, 40.0]}
+    rounds = {"cache": 2 * [1.0, 2.0, 4.0], "lmkv": 2 * [2.0, 5.0, 8.0], "lmkv too": 2 * [1.0, 4.0, 40.0]}
     targets = {"lmkv": 2.0, "lmkv too": missed}
     reference, *ours = Comparison.of_rounds("x", unit, rounds, "cache", targets).rows()
     assert (reference.value, reference.ratio, reference.met) == (2.0, None, None)
@@ -58,10 +61,77 @@ def test_ratios_are_taken_within_a_round_and_compared_with_their_targets(unit: s
 def test_the_table_shows_ratios_their_range_and_targets(capsys: pytest.CaptureFixture[str]) -> None:
     rounds = {"cache": [1.0, 1.0, 1.0], "lmkv": [2.0, 1.5, 4.0]}
     bench.show([Comparison.of_rounds("First token", "s", rounds, "cache", {"lmkv": 1.3}), COMPARISON])
-    lines = [line.strip(" │").split("│") for line in capsys.readouterr().out.splitlines()]
+    lines = [line.strip("│").split("│") for line in capsys.readouterr().out.splitlines()]
     shown = {parts[0].strip(): [part.strip() for part in parts[1:]] for parts in lines if len(parts) > 1}
-    assert shown["lmkv"] == ["2.00 s", "2.00 x", "1.50 to 4.00", "1.3: missed"]
-    assert shown["lmkv ram"] == ["200 ms", "2.00 x", "", ""] or shown["lmkv ram"] == ["200 ms", "2.00 x"]
+    assert shown["lmkv"] == ["2.00 s", "2.00 x", "1.50 to 4.00", "at most 1.3: missed"]
+    assert shown["lmkv ram"] == ["200 ms", "2.00 x", "", ""]
+
+
+def test_a_few_rounds_on_both_sides_of_a_target_say_nothing_about_it() -> None:
+    rounds = {"cache": [1.0] * 5, "lmkv": [1.0, 1.1, 1.2, 1.4, 1.5]}
+    assert [row.met for row in Comparison.of_rounds("x", "s", rounds, "cache", {"lmkv": 1.3}).rows()] == [None, None]
+    one = {name: values[:1] for name, values in rounds.items()}
+    assert [row.met for row in Comparison.of_rounds("x", "s", one, "cache", {"lmkv": 1.3}).rows()] == [None, None]
+    more = {name: [*values, 1.0] for name, values in rounds.items()}
+    assert [row.met for row in Comparison.of_rounds("x", "s", more, "cache", {"lmkv": 1.3}).rows()] == [None, True]
+
+
+def test_nothing_is_divided_by_a_reference_of_nothing() -> None:
+    for comparison in (
+        Comparison.of_rounds("x", "%", {"alone": [0.0], "lmkv": [1.0]}, "alone", {"lmkv": 1.0}),
+        Comparison("x", "%", {"alone": 0.0, "lmkv": 1.0}, "alone", targets={"lmkv": 1.0}),
+    ):
+        assert [(row.ratio, row.met) for row in comparison.rows()] == [(None, None)] * 2
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 8, 9, 15, 21, 24, 31, 40, 101])
+def test_an_interval_has_the_median_with_95_percent(count: int) -> None:
+    low, high = interval(list(range(count)))
+
+    def chance_of_fewer_below(rank: float) -> float:
+        return sum(comb(count, below) for below in range(int(rank) + 1)) / 2**count
+
+    assert high == count - 1 - low
+    assert count < 6 or 1 - 2 * chance_of_fewer_below(low) >= 0.95
+    assert count < 6 or 1 - 2 * chance_of_fewer_below(low + 1) < 0.95
+    assert count >= 6 or low == 0
+
+
+def test_the_rows_of_calls_have_targets_but_for_their_bounds() -> None:
+    calls = [Call(name, 32_768, HIT, 1.0, {DURING: 2.0, ALONE: 1.0, KEYS: 1.5}, 1.0) for name in ("on_report", HASHED)]
+    made = list(call_rows([Calls(1.0, 0.5, calls), Calls(2.0, 1.0, calls)]))
+    found = {row.name: (row.ratio, row.target, row.met) for row in made if "p99 while" in row.name}
+    assert found == {
+        "on_report, 32k, hit: p99 while chunks are found, 1.00 to 2.00": (1.5, 1.5, True),
+        "on_report, 32k, hit: p99 while nothing is found, 0.50 to 1.00": (0.75, 1.5, True),
+        "on_report, 32k, hit: p99 while chunks are found, without collections of garbage, 0.50 to 1.00": (
+            0.75,
+            None,
+            None,
+        ),
+        f"{HASHED}, 32k, hit: p99 while chunks are found, 1.00 to 2.00": (1.5, None, None),
+        f"{HASHED}, 32k, hit: p99 while nothing is found, 0.50 to 1.00": (0.75, None, None),
+        f"{HASHED}, 32k, hit: p99 while chunks are found, without collections of garbage, 0.50 to 1.00": (
+            0.75,
+            None,
+            None,
+        ),
+    }
+    assert made[1].ratio == 0.5
+    assert list(call_rows([])) == []
+
+
+def test_a_database_with_keys_is_not_used(tmp_path: Path) -> None:
+    with redis_server("valkey", tmp_path) as server, closing(Redis.from_url(server.url)) as client:
+        client.set("mine", "1")
+        with pytest.raises(RuntimeError, match="has 1 keys"), whole_database(server.url):
+            pytest.fail("it was used")
+        client.delete("mine")
+        with whole_database(server.url):
+            client.set("lmkv", "1")
+        assert client.dbsize() == 0
+    with whole_database(None):
+        pass
 
 
 def test_rounds_are_paired() -> None:
@@ -117,11 +187,12 @@ def test_quick_without_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     result = CliRunner().invoke(app, ["bench", "--quick", "--no-engine", "--json", "--disk", str(tmp_path)])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])
-    assert all(row["value"] >= 0 for row in found["rows"])
+    assert all(row["value"] > 0 or BEYOND in row["name"] for row in found["rows"])
     ours = [row for row in found["rows"] if ": lmkv" in row["name"]]
     assert len(ours) == 43
     # Without one: the size of an index that others are compared with.
     assert sum(row["target"] is None for row in ours) == 4
+    assert json.dumps(found["rows"]).count(LIMIT) == 4 * (1 + 1 + 7)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == ({"lmkv-bench.png"} if find_spec("matplotlib") else set())
 

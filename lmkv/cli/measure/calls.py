@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.hashing import chunk_keys
@@ -74,30 +74,22 @@ def measure_calls(*, quick: bool) -> list[Comparison]:
             keys: lambda: chunk_keys(tokens, NAMESPACE, CHUNK),
             lookup: lambda: store.lease(chunk_keys(tokens, NAMESPACE, CHUNK)).release(),
         }
-        rounds = 11 if quick else 101
-        title, targets = f"A prompt of {LENGTH:,} tokens", {keys: 1 / KEYS_TARGET, lookup: 1 / LOOKUP_TARGET}
-        found = compared(title, "million tokens/s", LENGTH, looking, rounds, targets)
+        rounds, targets = 11 if quick else 101, {keys: KEYS_TARGET, lookup: LOOKUP_TARGET}
+        found = compared(f"A prompt of {LENGTH:,} tokens", "ms", 1e3, interleaved(looking, rounds), targets)
         while store.slab.free_slots:
             store.reserve(new_keys(BATCH)).commit()
         cases = {"a bare OrderedDict": replacing(SLOTS), "lmkv": storing(store)}
         runs = {name: run for name, (run, _) in cases.items()}
-        title, targets = "Evicting and inserting chunks", {"lmkv": 1 / EVICT_TARGET}
-        evicting = compared(title, "million chunks/s", BATCH, runs, 10 * rounds, targets, lambda name: cases[name][1]())
+        times = interleaved(runs, 10 * rounds, before=lambda name: cases[name][1]())
+        evicting = compared("Evict a chunk and insert another", "us", 1e6 / BATCH, times, {"lmkv": EVICT_TARGET})
         return [found, evicting]
     finally:
         store.close()
 
 
 def compared(
-    title: str,
-    unit: str,
-    count: int,
-    cases: Mapping[str, Callable[[], object]],
-    rounds: int,
-    targets: Mapping[str, float],
-    before: Callable[[str], None] = lambda name: None,
+    title: str, unit: str, scale: float, times: Mapping[str, Sequence[float]], targets: Mapping[str, float]
 ) -> Comparison:
-    """Millions of things a second, beside the first case."""
-    times = interleaved(cases, rounds, before=before)
-    speeds = {name: [count / each / 1e6 for each in seconds] for name, seconds in times.items()}
-    return Comparison.of_rounds(title, unit, speeds, next(iter(cases)), targets)
+    """Times in this unit, beside the first case. `scale`: of a second."""
+    found = {name: [scale * each for each in seconds] for name, seconds in times.items()}
+    return Comparison.of_rounds(title, unit, found, next(iter(times)), targets)

@@ -31,7 +31,7 @@ from lmkv.protocols import Chunk, ChunkKey
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
 MIB = 1 << 20
 NAMESPACE = bytes(32)
-COPY, PAGES = "contiguous copy", "the same pages, by numpy"
+COPY, PAGES = "contiguous copy", "the same pages, by numpy, the faster of two ways"
 PAGES_TARGET, WRITE_TARGET, READ_TARGET = 0.95, 0.9, 1.0
 """Least share of the speed of numpy's copy, and of plain files read and written by one thread."""
 ONE, SEVERAL = "plain files, one thread", "plain files, as many threads"

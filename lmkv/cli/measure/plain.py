@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,6 +68,23 @@ def _direct_flag(path: Path) -> int:
     except OSError:
         return 0
     return os.O_DIRECT
+
+
+@contextlib.contextmanager
+def whole_database(url: str | None) -> Iterator[None]:
+    """A Redis database that is empty before and after; nothing without a URL. Raises RuntimeError if it has keys."""
+    if url is None:
+        yield
+        return
+    from redis import Redis
+
+    with contextlib.closing(Redis.from_url(url)) as client:
+        if count := client.dbsize():
+            raise RuntimeError(f"the Redis database has {count:,} keys; give the URL of an empty one")
+        try:
+            yield
+        finally:
+            client.flushdb()
 
 
 def values_of(url: str) -> Callable[[], None]:

@@ -20,6 +20,12 @@ LOG = "vllm.log"
 LOG_CHARACTERS = 4000
 
 
+def same_code() -> dict[str, str]:
+    """Variables with which a child imports the lmkv of this process, and not another one that is installed."""
+    here, others = str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{here}{os.pathsep}{others}" if others else here}
+
+
 class ChildFailedError(RuntimeError):
     """The child ended or did not answer in time. The message ends with its last log lines."""
 
@@ -27,8 +33,8 @@ class ChildFailedError(RuntimeError):
 class ChildProcess:
     """Runs `command`, a program that answers with `Questions`, in a process group of its own.
 
-    Its output goes to `folder`/vllm.log. `env`: variables beside the ones of this process, whose place
-    they take.
+    Its output goes to `folder`/vllm.log. It imports the lmkv of this process. `env`: variables beside those of this
+    process, whose place they take.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
@@ -41,7 +47,7 @@ class ChildProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **same_code(), **(env or {})},
                 start_new_session=True,
             )
 

@@ -13,6 +13,8 @@ from attrs import field, frozen
 from lmkv.cli.measure.timing import Row
 
 LESS_IS_BETTER = {"s", "ms", "us", "bytes"}
+SURE = 6
+"""Rounds that an interval of 95 % takes at least."""
 
 
 @frozen
@@ -45,10 +47,11 @@ class Comparison:
     ) -> Comparison:
         """Medians, and ratios within each round."""
         bars = {name: statistics.median(values) for name, values in rounds.items()}
+        others = rounds[reference]
         beside = {
-            name: [value / other for value, other in zip(values, rounds[reference], strict=True)]
+            name: [value / other for value, other in zip(values, others, strict=True)]
             for name, values in rounds.items()
-            if name != reference
+            if name != reference and min(others) > 0
         }
         return cls(title, unit, bars, reference, note=note, targets=targets, ratios=beside)
 
@@ -56,16 +59,27 @@ class Comparison:
     def better(self) -> str:
         return "less is better" if self.unit in LESS_IS_BETTER else "more is better"
 
+    @property
+    def bound(self) -> str:
+        """How ratios have to be beside their targets."""
+        return "at most" if self.unit in LESS_IS_BETTER else "at least"
+
     def rows(self) -> Iterator[Row]:
         for name, value in self.bars.items():
             title = f"{self.title}: {name}"
-            if name == self.reference:
+            if name == self.reference or self.bars[self.reference] <= 0:
                 yield Row(title, value, self.unit)
                 continue
             ratio = statistics.median(self.ratios.get(name) or [value / self.bars[self.reference]])
             target = self.targets.get(name)
-            met = None if target is None else (ratio <= target if self.unit in LESS_IS_BETTER else ratio >= target)
-            yield Row(title, value, self.unit, self.reference, ratio, target, met)
+            yield Row(title, value, self.unit, self.reference, ratio, target, self._met(name, ratio))
+
+    def _met(self, name: str, ratio: float) -> bool | None:
+        """Whether the target is reached; None without one, and where few rounds do not say so with one voice."""
+        target, ratios = self.targets.get(name), self.ratios.get(name, ())
+        if target is None or (0 < len(ratios) < SURE and (len(ratios) == 1 or min(ratios) <= target <= max(ratios))):
+            return None
+        return ratio <= target if self.unit in LESS_IS_BETTER else ratio >= target
 
 
 def rounded(value: float, unit: str) -> str:
@@ -74,7 +88,7 @@ def rounded(value: float, unit: str) -> str:
         return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
     if value >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
 
 
 OURS, THEIRS = "#1b6ca8", "#b8bec6"

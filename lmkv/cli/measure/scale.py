@@ -22,6 +22,7 @@ from typing import Any
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.null import NullBackend
+from lmkv.cli.measure.process import same_code
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import percentile
 from lmkv.outcomes import STORED, Written
@@ -129,7 +130,7 @@ def evicting(store: TieredStore) -> float:
 
 def run(command: list[str]) -> Any:
     """What the last line that a command prints has as JSON. Raises RuntimeError with what it says if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **same_code()})
     if done.returncode:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,8 +1,8 @@
 """vLLM's calls of the scheduler side over a full host memory, while chunks below it are being found. Without vLLM.
 
 `python -m lmkv.cli.measure.scheduler COUNT REQUESTS` measures them in a process of its own. So many chunks lie below;
-first requests hit, then others store by evicting, of 32k tokens and of one chunk in turn. Between two steps the I/O
-threads write what was stored, so that their share of the interpreter is in the call that hands it to them alone.
+first requests hit, then others store by evicting, of 32k tokens and of one chunk in turn. After each step the writes of
+the lower tier are waited for: they disturb `on_report` alone, which begins them.
 """
 
 from __future__ import annotations
@@ -16,27 +16,30 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from attrs import asdict, define, field, frozen
 
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.measure.limits import BLOCK, CHUNK, bare_chain
 from lmkv.cli.measure.report import Comparison
-from lmkv.cli.measure.scale import FEW, MANY, SLOT_BYTES, MadeUp, run
+from lmkv.cli.measure.scale import MANY, SLOT_BYTES, MadeUp, run
 from lmkv.cli.measure.timing import percentile
 from lmkv.policies import make_policy
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
+from lmkv.store.tiers.scanner import PAUSE_SECONDS
 from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.metadata import JobReport, StepPlan, WorkerReport
 from lmkv.vllm.scheduler.scheduler import Scheduler
 
 SLOTS = 32_768
-LIMIT, HASHING = "bare hashing of 32k tokens", "on_new_request"
-BARE = "array + streaming sha256"
+LIMIT, BARE = "bare hashing of 32k tokens", "array + streaming sha256"
+HASHING, BEYOND = "on_new_request", "on_new_request without its hashing"
+HASHED = "how much longer bare hashing takes than while nothing is found"
 LONGEST, LONG = 131_072, 32_768
 STEP = 8192
 """Tokens that vLLM schedules in a step."""
@@ -45,10 +48,9 @@ TARGET = 1.5
 HIT, STORED = "hit", "stored by evicting"
 COLLECTION = "a collection of garbage that looks at 32k tokens"
 DURING, ALONE, KEYS = "while chunks are found", "while nothing is found", "beside a thread that only makes keys"
-PAUSE = 5e-5
-"""Seconds between the batches of that thread, as in a listing."""
 REQUESTS, FEWEST = 300, 30
-"""Requests of a kind while nothing is being found, and the fewest while something is."""
+"""Requests of each length in each case, and with `--quick`. While chunks are found there may be more, but not fewer."""
+QUICK = 300_000
 
 
 @define(eq=False)
@@ -139,7 +141,7 @@ class Bench:
     def serve(self, request: Request, timed: Recorder) -> None:
         """One request from arrival to end, as vLLM calls: steps of `STEP` tokens, then a decode.
 
-        Lower tiers write a step's chunks before the next step: what their threads take from its calls is not measured.
+        After each step it waits until the lower tiers have written its chunks.
         """
         side, name = self.scheduler, request.request_id
         timed(HASHING, side.on_new_request, request)
@@ -164,7 +166,8 @@ class Bench:
 
 
 def tokens_of(length: int, seed: int | None) -> list[int]:
-    return random.Random(seed).choices(range(150_000), k=length)
+    tokens: list[int] = np.random.default_rng(seed).integers(150_000, size=length).tolist()
+    return tokens
 
 
 def size(tokens: int) -> str:
@@ -180,8 +183,9 @@ def beyond(times: Sequence[float], own: float) -> float:
 class Call:
     """One call of requests of `length` tokens, in milliseconds.
 
-    `kind`: `HIT` or `STORED`. `p99`: by when; that of bare hashing of such prompts is taken off where the call hashes.
-    `uncollected`: the p99 without Python's collections of garbage.
+    `kind`: `HIT` or `STORED`. `p99`: one for each case, such as `ALONE`. The p99 that bare hashing of such prompts has
+    while nothing is found is taken off that of `BEYOND` and of `HASHED`. `uncollected`: the p99 without Python's
+    collections of garbage.
     """
 
     name: str
@@ -210,57 +214,51 @@ class Meanwhile:
         self.bench = Bench.make(Tier(self._below, make_policy("LRU")))
         self.bench.store.drain(600)
         self.begin = self._below.begin.set
-        self.hashing: list[float] = []
 
-    def while_some(self, make: Callable[[int], Request], until: Callable[[], bool]) -> dict[int, Recorder]:
-        """Requests of both lengths in turn until that is so, and a few at least."""
-        return self._serve(make, lambda number: number >= FEWEST and until())
+    def while_found(self, make: Callable[[int], Request], until: Callable[[], bool]) -> dict[int, Recorder]:
+        """Requests of both lengths in turn until then. Raises RuntimeError if too few have ended."""
+        numbers = itertools.takewhile(lambda number: not until(), itertools.count())
+        during, served = self._serve(make, numbers)
+        if served < self._requests:
+            raise RuntimeError(f"{served} requests ended before {self._below.count:,} chunks were found: take more")
+        return during
 
     def while_nothing(self, make: Callable[[int], Request]) -> dict[int, Recorder]:
-        """The same while nothing is found; before each, `LIMIT` and bare hashing of another such prompt are timed."""
-
-        def hash_another(length: int, timed: Recorder) -> None:
-            timed(LIMIT, bare_chain, tokens_of(LONG, None))
-            timed(BARE, bare_chain, make(length).all_token_ids)
-
-        return self._serve(make, lambda number: number >= self._requests, hash_another)
+        """The same while nothing is found."""
+        return self._serve(make, range(self._requests))[0]
 
     def beside_keys(self, make: Callable[[int], Request]) -> dict[int, Recorder]:
-        """The same beside a thread that makes keys as the listing does, and has none indexed."""
+        """The same beside a thread that makes keys as the listing does, and indexes none."""
         ended, other = threading.Event(), MadeUp(self._below.count)
         other.begin.set()
 
         def make_keys() -> None:
             while not ended.is_set():
                 for _ in other.list_keys():
-                    time.sleep(PAUSE)
+                    time.sleep(PAUSE_SECONDS)
                     if ended.is_set():
                         return
 
         thread = threading.Thread(target=make_keys)
         thread.start()
         try:
-            return self._serve(make, lambda number: number >= self._requests // 3)
+            return self.while_nothing(make)
         finally:
             ended.set()
             thread.join()
 
-    def _serve(
-        self,
-        make: Callable[[int], Request],
-        until: Callable[[int], bool],
-        before: Callable[[int, Recorder], None] = lambda length, timed: None,
-    ) -> dict[int, Recorder]:
-        during = {length: Recorder() for length in (LONG, CHUNK)}
-        for number in itertools.count():
-            if until(number):
-                break
+    def _serve(self, make: Callable[[int], Request], numbers: Iterable[int]) -> tuple[dict[int, Recorder], int]:
+        """Also how many of each length. Before each request others are hashed that are not served."""
+        during, served = {length: Recorder() for length in (LONG, CHUNK)}, 0
+        for _ in numbers:
             for length, timed in during.items():
-                before(length, timed)
+                timed(LIMIT, bare_chain, tokens_of(LONG, None))
+                timed(BARE, bare_chain, make(length).all_token_ids)
                 gc.callbacks.append(timed.on_collection)
                 self.bench.serve(make(length), timed)
                 gc.callbacks.remove(timed.on_collection)
-        return during
+            served += 1
+        return during, served
 
 
 def collecting(rounds: int) -> list[float]:
@@ -275,10 +273,10 @@ def collecting(rounds: int) -> list[float]:
 
 
 def calls_meanwhile(count: int, requests: int) -> Calls:
-    """The scheduler's calls while so many chunks are being found.
+    """The scheduler's calls while so many chunks are being found, of so many requests at least.
 
-    Beside them the same calls of so many requests while nothing is being found, and of a third of them beside a thread
-    that only makes keys: it takes the interpreter as a listing does that costs nothing.
+    Beside them the same calls while nothing is being found, and beside a thread that only makes keys: what a listing
+    that indexes nothing takes from the interpreter.
     """
     side = Meanwhile(count, requests)
     bench, store = side.bench, side.bench.store
@@ -289,15 +287,17 @@ def calls_meanwhile(count: int, requests: int) -> Calls:
     def calls(kind: str, when: dict[str, dict[int, Recorder]]) -> Iterator[Call]:
         for length, timed in when[DURING].items():
             hashing = percentile(when[ALONE][length].calls[BARE], 0.99)
-            for name, times in timed.calls.items():
-                own = hashing if name == HASHING else 0.0
+            shown = {name: (name, 0.0) for name in timed.calls if name != LIMIT}
+            shown |= {HASHING: (BEYOND, hashing), BARE: (HASHED, hashing)}
+            for name, (title, own) in shown.items():
                 p99 = {each: beyond(other[length].calls[name], own) for each, other in when.items()}
-                yield Call(name, length, kind, statistics.median(times), p99, beyond(timed.without[name], own))
+                median = statistics.median(timed.calls[name])
+                yield Call(title, length, kind, median, p99, beyond(timed.without[name], own))
 
     quiet, beside = side.while_nothing(bench.known), side.beside_keys(bench.known)
     side.begin()
-    hits = side.while_some(bench.known, half_found)
-    stores = side.while_some(bench.unknown, lambda: store.wait_indexed(0))
+    hits = side.while_found(bench.known, half_found)
+    stores = side.while_found(bench.unknown, lambda: store.wait_indexed(0))
     quiet_later, beside_later = side.while_nothing(bench.unknown), side.beside_keys(bench.unknown)
     found = [
         *calls(HIT, {DURING: hits, ALONE: quiet, KEYS: beside}),
@@ -315,14 +315,14 @@ def calls_in_a_process(count: int, requests: int = REQUESTS) -> Calls:
 
 def measure_scheduler(*, quick: bool) -> Iterator[Comparison]:
     """The p99 of each call of requests of 32k tokens, in one round."""
-    count = FEW if quick else MANY
+    count = QUICK if quick else MANY
     found = calls_in_a_process(count, FEWEST if quick else REQUESTS)
     for kind in (HIT, STORED):
+        those = [each for each in found.calls if (each.length, each.kind) == (LONG, kind)]
         for when in (ALONE, DURING):
-            those = [each for each in found.calls if (each.length, each.kind) == (LONG, kind)]
-            calls = {f"lmkv {each.name}": each.p99[when] for each in those}
+            calls = {f"lmkv {each.name}": each.p99[when] for each in those if each.name != HASHED}
             title = f"Scheduler's calls, 32k tokens, {kind}, {when.replace('chunks', f'{count:,} chunks')}"
-            bars, note = {LIMIT: found.bare, COLLECTION: found.collection, **calls}, "p99"
+            bars, note = {LIMIT: found.bare, COLLECTION: found.collection, **calls}, "p99 of one round"
             yield Comparison(title, "ms", bars, LIMIT, note=note, targets=dict.fromkeys(calls, TARGET))
 
 

@@ -72,9 +72,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Interval of the median with 95 % confidence: order statistics, whose ranks are binomial; below six, the range."""
+    """Interval that has the median with 95 % confidence at least, by order statistics; below six values their range."""
     values, count = sorted(values), len(values)
-    rank = max(0, int((count - 1.96 * math.sqrt(count)) / 2))
+    # The chance that so many values or fewer are below the median, which is that of as many coins.
+    rank, beyond = 0, 1 + count
+    while beyond <= 0.025 * 2**count:
+        rank += 1
+        beyond += math.comb(count, rank + 1)
     return values[rank], values[count - 1 - rank]
 
 

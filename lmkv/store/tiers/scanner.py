@@ -16,7 +16,7 @@ from itertools import islice
 from typing import TypeVar
 
 from lmkv.errors import safe_repr
-from lmkv.protocols import ListsKeys, Shared, SharesRoom
+from lmkv.protocols import ListsKeys, SharesRoom
 from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.lower import LowerTier
 
@@ -32,7 +32,7 @@ _SHARE = 0.01
 
 _BATCH_KEYS = 32
 """Chunks that are indexed under one hold of the lock: some 0.06 ms."""
-_PAUSE = 5e-5
+PAUSE_SECONDS = 5e-5
 """Seconds between these, in which other threads run: without it they wait 5 ms for the interpreter, again and again."""
 
 
@@ -57,14 +57,13 @@ class TierScanner:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        backend = self._tier.backend
-        again, took = isinstance(backend, Shared) and backend.shared, 0.0
+        took = 0.0
         while not self._stop.is_set():
             started = time.monotonic()
             done = attempt(self._list, self._failed)
             if done:
                 self.listed.set()
-                if not again:
+                if not self._tier.shared:
                     return
             before, took = took, time.monotonic() - started
             # The shorter of two: a single slow listing, often the first, must not delay the next for minutes.
@@ -96,7 +95,7 @@ class TierScanner:
                 with self._lock:
                     if not index.adopt(part):
                         return True
-                time.sleep(_PAUSE)
+                time.sleep(PAUSE_SECONDS)
             self._tier.reclaim()
             if self._stop.is_set():
                 return False
