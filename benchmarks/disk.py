@@ -6,7 +6,8 @@ Every case moves the same bytes once a round, each round is shuffled, and a rati
 rounds of a case against its reference in the same round: a disk's mood changes from minute to minute, and
 only neighbours compare. Reads are cold: the page cache drops the files first. lmkv's threads also compute
 checksums, so at equal numbers fewer of them wait for the disk: its default number is there, too, of which
-only some write. With --json the last line is the result.
+only some write. A prompt's chunks are read while a process and a thread poll, too, as vLLM's do. With --json the last
+line is the result.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ import mmap
 import os
 import secrets
 import shutil
+import signal
 import statistics
+import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +43,7 @@ from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ra
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.build import io_threads
+from lmkv.cli.measure.limits import Disk
 from lmkv.config import Config
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.policies import make_policy
@@ -48,6 +53,8 @@ from lmkv.store.tiered import TieredStore
 MIB = 1 << 20
 NAMESPACE = bytes(32)
 LIST_TARGET, SUBMIT_TARGET = 4.0, 4.0
+PROMPT_CHUNKS, PROMPT_MIB, SETTLED = 31, 2, 0.05
+QUIETLY, POLLED = "", ", while a process and a thread poll"
 THREADS, READERS = 4, io_threads(Config(), ["disk"])
 WRITERS = READERS - READERS // 4  # the others are kept for loads
 RAW1, RAW4 = "raw O_DIRECT, 1 thread", "raw O_DIRECT, 4 threads"
@@ -337,6 +344,60 @@ def submitting(root: Path, rounds: int) -> Iterator[Row]:
             yield Row(name, round(each, 4), "ms/chunk", alone, share, SUBMIT_TARGET, share <= SUBMIT_TARGET)
 
 
+# -- a prompt's chunks while vLLM's processes poll ---------------------------------------------------------
+
+
+class Polling:
+    """A process and a thread of this one that poll, as vLLM's worker and its engine core do while a request waits."""
+
+    def __init__(self) -> None:
+        self._going, self._ended = threading.Event(), False
+        self._process = subprocess.Popen([sys.executable, "-c", "import os\nwhile True: os.sched_yield()"])
+        self._thread = threading.Thread(target=self._poll)
+        self._thread.start()
+        self.switch(on=False)
+
+    def _poll(self) -> None:
+        while self._going.wait() and not self._ended:
+            os.sched_yield()
+
+    def switch(self, *, on: bool) -> None:
+        self._process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+        if on:
+            self._going.set()
+        else:
+            self._going.clear()
+        time.sleep(SETTLED)
+
+    def close(self) -> None:
+        self._ended = True
+        self._going.set()
+        self._thread.join()
+        self._process.kill()
+        self._process.wait()
+
+
+def reading_a_prompt(root: Path, readers: ThreadPoolExecutor, rounds: int) -> Iterator[Row]:
+    """The chunks of a prompt: the bound of a hit on disk."""
+    ways = {f"{how}{when}": when for how in (RAW1, LMKV) for when in (QUIETLY, POLLED)}
+    with new_folder(root) as folder, contextlib.closing(Polling()) as polling:
+        disk = Disk(folder, PROMPT_CHUNKS, PROMPT_MIB * MIB, readers)
+        disk.raw_write()
+        disk.write()
+        disk.cool()
+        reads = {RAW1: partial(disk.raw_read, alone=True), LMKV: disk.read}
+        cases = {name: reads[name.removesuffix(when)] for name, when in ways.items()}
+
+        def before(name: str) -> None:
+            polling.switch(on=name.endswith(POLLED))
+
+        times = interleaved(cases, rounds, clock=time.perf_counter, before=before)
+        disk.backend.close()
+    for name in ways:
+        title = f"read {PROMPT_CHUNKS} chunks of {PROMPT_MIB} MiB: {name}"
+        yield Row(title, statistics.median(times[name]), "s", RAW1, median_ratio(times, name, RAW1))
+
+
 def run(root: Path, quick: bool) -> Iterator[Row]:
     rounds = 5 if quick else 9
     with (
@@ -353,6 +414,7 @@ def run(root: Path, quick: bool) -> Iterator[Row]:
             times = measure_reads(root, ways_of(pool, readers, "none"), buffers, rounds)
             goals = {(LMKV, RAW1): 1.0, (LMKV, VLLM): 1.0, (LMKV4, VLLM): 1.0}
             yield from rows_of(f"cold read {mib} MiB", times, nbytes, goals)
+        yield from reading_a_prompt(root, readers, 3 * rounds)
     yield from submitting(root, 4 * rounds)
     yield listing(root)
 

@@ -26,9 +26,9 @@ import os
 import shutil
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from benchmarks._timing import Row, arguments_of, finish
@@ -63,8 +63,6 @@ TOKENS = 256
 CONTENT = b"x" * 64
 COLUMNS = 4
 """Plots in a row."""
-WRITERS = 8
-"""Threads that fill a folder, mostly waiting for the disk."""
 Sizes = dict[int, dict[str, float]]
 """Figures, by the number of chunks."""
 
@@ -122,14 +120,12 @@ def in_a_process(*arguments: object) -> dict[str, float]:
 
 
 def fill(folder: Path, count: int) -> None:
-    """A folder with so many small chunks, which are on the disk."""
+    """A folder with so many small chunks."""
     payload = memoryview(CONTENT)
-    backend = LocalDiskBackend(folder, bytes(32), direct="off", min_free=0)
-    with closing(backend), ThreadPoolExecutor(WRITERS) as pool:
-        written = [*pool.map(lambda number: backend.write(Chunk(key_of(number), payload)), range(count))]
+    with closing(LocalDiskBackend(folder, bytes(32), direct="off", min_free=0)) as backend:
+        written = [backend.write(Chunk(key_of(number), payload)) for number in range(count)]
     if any(each != STORED for each in written):
         raise RuntimeError(f"a file was not written: {next(each for each in written if each != STORED)}")
-    os.sync()
 
 
 def removing(folder: Path, count: int) -> float:
@@ -150,9 +146,10 @@ def removing(folder: Path, count: int) -> float:
         shutil.rmtree(folder)
 
 
-def of_files(folder: Path, count: int) -> dict[str, float]:
-    """All figures of a folder that is filled with so many small files, and emptied again."""
-    fill(folder, count)
+def of_files(folder: Path, filled: Path, count: int) -> dict[str, float]:
+    """All figures of a folder that gets so many small files, copies of `filled`, and is emptied again."""
+    subprocess.run(["cp", "-a", f"{filled}/.", folder], check=True)
+    os.sync()
     found = in_a_process("--one", count, "--folder", folder)
     start = command("--help")
     for name, what in {"inspect": ["--json"], "prune": ["--max-size", "0"]}.items():
@@ -262,21 +259,28 @@ def main() -> int:
     made: list[Sizes] = []
     files: list[Sizes] = []
     calls: list[Calls] = []
-    started = time.monotonic()
-    try:
-        for number in range(options.rounds):
-            if time.monotonic() - started > 60 * options.minutes:
-                break
-            if "sizes" in only:
-                made.append({count: in_a_process("--one", count) for count in SIZES if count <= most})
-            if "calls" in only:
-                calls.append(calls_in_a_process(min(MANY, most)))
-            if "files" in only and options.files:
-                files.append({count: of_files(options.files, count) for count in FILES if count <= most})
-            print(f"round {number}", flush=True)
-    finally:
-        # An error in a late round must not lose the others.
-        finish([*rows("made up", made), *call_rows(calls), *rows("files", files)], options.json)
+    with tempfile.TemporaryDirectory(prefix="lmkv-scale-", dir="/dev/shm") as memory:
+        sizes = FILES if "files" in only and options.files else ()
+        filled = {count: Path(memory, str(count)) for count in sizes if count <= most}
+        # In memory, since a disk takes many times as long to make a file as to copy one.
+        for count, folder in filled.items():
+            folder.mkdir()
+            fill(folder, count)
+        started = time.monotonic()
+        try:
+            for number in range(options.rounds):
+                if time.monotonic() - started > 60 * options.minutes:
+                    break
+                if "sizes" in only:
+                    made.append({count: in_a_process("--one", count) for count in SIZES if count <= most})
+                if "calls" in only:
+                    calls.append(calls_in_a_process(min(MANY, most)))
+                if filled:
+                    files.append({count: of_files(options.files, folder, count) for count, folder in filled.items()})
+                print(f"round {number}", flush=True)
+        finally:
+            # An error in a late round must not lose the others.
+            finish([*rows("made up", made), *call_rows(calls), *rows("files", files)], options.json)
     kinds = {kind: found for kind, found in {"made up": made, "files": files}.items() if found}
     if options.plot and kinds:
         draw(kinds, options.plot)

@@ -94,7 +94,8 @@ def rounded(value: float, unit: str) -> str:
 OURS, THEIRS = "#1b6ca8", "#b8bec6"
 COLUMNS = 2
 NAME = 24
-"""Characters of a name in one line."""
+TITLE = 60
+"""Characters of a name, and of a title, in one line."""
 
 
 def draw(comparisons: Sequence[Comparison], machine: str, path: Path, *, title: str = "lmkv on this machine") -> None:
@@ -134,7 +135,7 @@ def _bars(axes: Any, comparison: Comparison) -> None:
     scale = ", logarithmic" if comparison.log else ""
     parts = [f"{comparison.unit}{scale}", comparison.note, comparison.better]
     axes.set_xlabel("; ".join(filter(None, parts)), fontsize=8, color="#555555")
-    axes.set_title(comparison.title, loc="left", fontsize=10.5, fontweight="bold")
+    axes.set_title(fill(comparison.title, TITLE), loc="left", fontsize=10.5, fontweight="bold")
     axes.tick_params(axis="y", length=0, labelsize=9.5)
     axes.tick_params(axis="x", labelsize=8, colors="#555555")
     axes.spines[["top", "right", "left"]].set_visible(False)

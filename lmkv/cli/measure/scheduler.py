@@ -50,7 +50,7 @@ COLLECTION = "a collection of garbage that looks at 32k tokens"
 DURING, ALONE, KEYS = "while chunks are found", "while nothing is found", "beside a thread that only makes keys"
 REQUESTS, FEWEST = 300, 30
 """Requests of each length in each case, and with `--quick`. While chunks are found there may be more, but not fewer."""
-QUICK = 300_000
+QUICK = 200_000
 
 
 @define(eq=False)
