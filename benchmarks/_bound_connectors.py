@@ -1,19 +1,24 @@
-"""KV connectors of vLLM as bounds of every other one: one does nothing, and one does nothing but copy."""
+"""KV connectors of vLLM as bounds of every other one: one does nothing, one only copies, and one only reads."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
+from lmkv.cli.measure.plain import files_of
 from lmkv.memory.paged import block_rows
 
 
 class IdleConnector(KVConnectorBase_V1):
     """Stores nothing and finds nothing."""
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -33,6 +38,33 @@ class IdleConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         pass
+
+
+class ReadingConnector(IdleConnector):
+    """Has each request wait until one plain thread has read a prompt's files below `plain_folder`. Finds nothing.
+
+    Adds a line with the seconds from vLLM's first question to the end of the read to the file `waits`.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._folder, self._waits = Path(settings["plain_folder"]), Path(settings["waits"])
+        self._read: Callable[[], None] | None = None
+        self._thread = ThreadPoolExecutor(1)
+        self._reading: dict[str, Future[None]] = {}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._read is None:
+            self._read = files_of(self._folder, in_memory=False)
+        if request.request_id not in self._reading:
+            self._reading[request.request_id] = self._thread.submit(self._timed, self._read, time.perf_counter())
+        return (0 if self._reading[request.request_id].done() else None), False
+
+    def _timed(self, read: Callable[[], None], asked: float) -> None:
+        read()
+        with self._waits.open("a") as waits:
+            print(time.perf_counter() - asked, file=waits)
 
 
 class BlocksMetadata(KVConnectorMetadata):

@@ -1,7 +1,7 @@
 """Time to first token of a repeated prompt: vLLM's own prefix cache, and lmkv's tiers beside their bounds.
 
     python benchmarks/ttft.py [--redis URL] [--lmcache PYTHON] [--tokens 8000] [--rounds 25] [--one-process]
-                              [--only disk,...] [--disk FOLDER] [--quick] [--json]
+                              [--only disk,...] [--disk FOLDER] [--within-vllm] [--quick] [--json]
 
 All engines run at once, each in processes of its own, and are asked in turn, in shuffled order, so that what
 disturbs one round disturbs all engines in it. In its turn an engine is asked twice: after a pause, in which its
@@ -13,7 +13,8 @@ same round: of as many files of the tier by one thread, from a disk with O_DIREC
 checksums; of as many values of Redis by redis-py. The plain read, too, is timed after a pause, in a turn of its own,
 and again right after the tier's second answer, while that engine's processes poll. Shared memory, where an engine that
 has ended stored the chunks, is shown beside host memory alone, too. Lower tiers are always loaded from, however slow
-they are. `--only` names those that take part, since engines that wait for their turn disturb the others. With
+they are. With --within-vllm another engine has each request wait until one plain thread has read the disk, and is asked
+in turn. `--only` names those that take part, since engines that wait for their turn disturb the others. With
 --lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes its
 turns too, by its default route and by its fastest. With --json the last line is the result.
 """
@@ -31,6 +32,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+
+from attrs import evolve
 
 from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
 from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
@@ -57,7 +60,9 @@ PLAIN = {
     REDIS: "redis-py's bare read",
 }
 """The plain read that each round times beside a tier: its bound."""
-POLLING = " while the engine's processes poll"
+POLLING, INSIDE = " while the engine's processes poll", " within vLLM"
+READER = f"{PLAIN[DISK]}{INSIDE}"
+"""An engine whose connector has each request wait for such a read."""
 
 
 def main() -> int:
@@ -66,6 +71,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--one-process", action="store_true")
     parser.add_argument("--only", default="disk,shared memory", help="tiers below host memory that take part")
+    parser.add_argument("--within-vllm", action="store_true", help="the disk is read plainly within vLLM, too")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="folder for the disk tier")
     parser.add_argument("--redis", metavar="URL", help="a Redis on loopback, whose database is used")
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
@@ -73,6 +79,8 @@ def main() -> int:
     if options.lmcache and options.one_process:
         parser.error("vLLM 0.32 in one process does not start with LMCache 0.5.6")
     below = [f"lmkv {tier.strip()}" for tier in options.only.split(",")]
+    if options.within_vllm and DISK not in below:
+        parser.error("--within-vllm reads what the disk tier has stored")
     if not set(below) <= {DISK, SHARED}:
         parser.error(f"--only takes disk and shared memory, not {options.only}; Redis comes with --redis")
     env, how = (ONE_PROCESS, "one process") if options.one_process else (SEVERAL_PROCESSES, "as by default")
@@ -90,7 +98,7 @@ def main() -> int:
             engines[name] = stack.enter_context(closing(engine))
             print(f"{name}: at first {first_time(engine, folders[name], tokens).ttft_s:.3f} s", flush=True)
 
-        folders = {name: root / str(number) for number, name in enumerate((*names, *ROUTES))}
+        folders = {name: root / str(number) for number, name in enumerate((*names, READER, *ROUTES))}
         memory = tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir="/dev/shm")
         folders[SHARED] = Path(stack.enter_context(memory))
         for name in names:
@@ -99,6 +107,11 @@ def main() -> int:
         plain = {PLAIN[name]: files_of(folders[name], in_memory=name == SHARED) for name in below}
         if options.redis:
             plain[PLAIN[REDIS]] = values_of(options.redis)
+        waits = root / "waits"
+        if options.within_vllm:
+            settings = {"plain_folder": str(folders[DISK]), "waits": str(waits)}
+            plainly = evolve(engine_specs(root, tokens + 16)[OWN], settings=settings, connector="ReadingConnector")
+            start(READER, evolve(plainly, connector_module="benchmarks._bound_connectors"), env)
         if options.lmcache:
             server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GIB, root / "server.log")))
             alone = engine_specs(root, tokens + 16)["nothing"]
@@ -115,7 +128,7 @@ def main() -> int:
                 time.sleep(GAP)
                 answer = engines[name].send(PROMPT, tokens, 2)
                 assert answer.hit_tokens > tokens // 2, f"{name}: a hit of {answer.hit_tokens} tokens"
-                times.append(answer.ttft_s)
+                times.append(float(waits.read_text().split()[-1]) if name == READER else answer.ttft_s)
             answers[name].append(answer)
             if name in PLAIN:
                 read = PLAIN[name]
@@ -134,7 +147,7 @@ def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
     found = []
     for name, seconds in warm.items():
         median = statistics.median(seconds)
-        if name.removesuffix(POLLING) in PLAIN.values():
+        if name.removesuffix(POLLING).removesuffix(INSIDE) in PLAIN.values():
             title = f"{name} of as many bytes, {how}"
             found.append(Row(title, median, "s", WITHIN, median_ratio(warm, name, WITHIN)))
             continue
@@ -145,7 +158,7 @@ def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
         title = f"{name}, {how}: longer than {WITHIN}"
         if name == SHARED:
             found.append(beside(title, warm, name, warm[WITHIN], WITHIN, SHARED_TARGET))
-        for read in (f"{PLAIN.get(name)}{when}" for when in ("", POLLING)):
+        for read in (f"{PLAIN.get(name)}{when}" for when in ("", POLLING, INSIDE)):
             if read in warm:
                 bound = [own + MARGIN * each for own, each in zip(warm[WITHIN], warm[read], strict=True)]
                 found.append(beside(title, warm, name, bound, f"{WITHIN}, and {MARGIN} times {read}", 1.0))
