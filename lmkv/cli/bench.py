@@ -119,7 +119,7 @@ def within(ratios: Sequence[float]) -> str:
 def goal(row: Row, comparison: Comparison) -> str:
     if row.target is None:
         return ""
-    verdict = {True: ": [green]met", False: ": [red]missed", None: ": too few rounds to say"}[row.met]
+    verdict = {True: ": [green]met", False: ": [red]missed", None: ": few rounds"}[row.met]
     return f"{comparison.bound} {row.target:.3g}{verdict}"
 
 

@@ -93,8 +93,8 @@ def rounded(value: float, unit: str) -> str:
 
 OURS, THEIRS = "#1b6ca8", "#b8bec6"
 COLUMNS = 2
-NAME = 24
-TITLE = 60
+NAME = 32
+TITLE = 36
 """Characters of a name, and of a title, in one line."""
 
 
