@@ -118,7 +118,7 @@ def main() -> int:
             for name in ROUTES:
                 start(name, server.spec(name, alone), {**ENVIRONMENT, **env}, options.lmcache)
         paused: dict[str, list[float]] = {name: [] for name in (*engines, *plain)}
-        used: dict[str, list[float]] = {name: [] for name in paused}
+        used: dict[str, list[float]] = {name: [] for name in (*engines, *(f"{name}{POLLING}" for name in plain))}
         answers: dict[str, list[Answer]] = {name: [] for name in engines}
         for _, name in turns(paused, 5 if options.quick else options.rounds):
             if name in plain:
@@ -131,14 +131,12 @@ def main() -> int:
                 times.append(float(waits.read_text().split()[-1]) if name == READER else answer.ttft_s)
             answers[name].append(answer)
             if name in PLAIN:
-                read = PLAIN[name]
-                used[read].append(seconds_of(plain[read]))
+                used[f"{PLAIN[name]}{POLLING}"].append(seconds_of(plain[PLAIN[name]]))
         for engine in engines.values():
             engine.leave()
     hits = {name: min(answer.hit_tokens for answer in given) for name, given in answers.items()}
     found = [Row(f"least hit of {tokens:,} tokens, {name}, {how}", hit, "tokens") for name, hit in hits.items()]
-    polling = {f"{name}{POLLING}": used.pop(name) for name in plain}
-    used |= {**polling, **{name: paused[name] for name in plain}}
+    used |= {name: paused[name] for name in plain}
     found += [*rows(used, f"in use, {how}"), *parts(answers), *rows(paused, f"after a pause, {how}")]
     return finish(found, options.json)
 

@@ -129,7 +129,7 @@ def evicting(store: TieredStore) -> float:
 
 
 def run(command: list[str]) -> Any:
-    """What the last line that a command prints has as JSON. Raises RuntimeError with what it says if it fails."""
+    """The JSON value in the last line that a command prints. Raises RuntimeError with its errors if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **same_code()})
     if done.returncode:
         raise RuntimeError(done.stderr)

@@ -218,14 +218,14 @@ class Meanwhile:
     def while_found(self, make: Callable[[int], Request], until: Callable[[], bool]) -> dict[int, Recorder]:
         """Requests of both lengths in turn until then. Raises RuntimeError if too few have ended."""
         numbers = itertools.takewhile(lambda number: not until(), itertools.count())
-        during, served = self._serve(make, numbers)
-        if served < self._requests:
+        during = self._serve(make, numbers)
+        if (served := len(during[LONG].calls[HASHING])) < self._requests:
             raise RuntimeError(f"{served} requests ended before {self._below.count:,} chunks were found: take more")
         return during
 
     def while_nothing(self, make: Callable[[int], Request]) -> dict[int, Recorder]:
         """The same while nothing is found."""
-        return self._serve(make, range(self._requests))[0]
+        return self._serve(make, range(self._requests))
 
     def beside_keys(self, make: Callable[[int], Request]) -> dict[int, Recorder]:
         """The same beside a thread that makes keys as the listing does, and indexes none."""
@@ -247,9 +247,9 @@ class Meanwhile:
             ended.set()
             thread.join()
 
-    def _serve(self, make: Callable[[int], Request], numbers: Iterable[int]) -> tuple[dict[int, Recorder], int]:
-        """Also how many of each length. Before each request others are hashed that are not served."""
-        during, served = {length: Recorder() for length in (LONG, CHUNK)}, 0
+    def _serve(self, make: Callable[[int], Request], numbers: Iterable[int]) -> dict[int, Recorder]:
+        """One request of each length for each number; before each, others are hashed that are not served."""
+        during = {length: Recorder() for length in (LONG, CHUNK)}
         for _ in numbers:
             for length, timed in during.items():
                 timed(LIMIT, bare_chain, tokens_of(LONG, None))
@@ -257,8 +257,7 @@ class Meanwhile:
                 gc.callbacks.append(timed.on_collection)
                 self.bench.serve(make(length), timed)
                 gc.callbacks.remove(timed.on_collection)
-            served += 1
-        return during, served
+        return during
 
 
 def collecting(rounds: int) -> list[float]:
