@@ -60,6 +60,7 @@ PLAIN = {
     REDIS: "redis-py's bare read",
 }
 """The plain read that each round times beside a tier: its bound."""
+USED, PAUSED = "in use", "after a pause"
 POLLING, INSIDE = " while the engine's processes poll", " within vLLM"
 READER = f"{PLAIN[DISK]}{INSIDE}"
 """An engine whose connector has each request wait for such a read."""
@@ -119,25 +120,26 @@ def main() -> int:
                 start(name, server.spec(name, alone), {**ENVIRONMENT, **env}, options.lmcache)
         paused: dict[str, list[float]] = {name: [] for name in (*engines, *plain)}
         used: dict[str, list[float]] = {name: [] for name in (*engines, *(f"{name}{POLLING}" for name in plain))}
-        answers: dict[str, list[Answer]] = {name: [] for name in engines}
+        answers: dict[str, dict[str, list[Answer]]] = {when: {name: [] for name in engines} for when in (USED, PAUSED)}
         for _, name in turns(paused, 5 if options.quick else options.rounds):
             if name in plain:
                 paused[name].append(seconds_of(plain[name]))
                 continue
-            for times in (paused[name], used[name]):
+            for times, when in ((paused[name], PAUSED), (used[name], USED)):
                 time.sleep(GAP)
                 answer = engines[name].send(PROMPT, tokens, 2)
                 assert answer.hit_tokens > tokens // 2, f"{name}: a hit of {answer.hit_tokens} tokens"
                 times.append(float(waits.read_text().split()[-1]) if name == READER else answer.ttft_s)
-            answers[name].append(answer)
+                answers[when][name].append(answer)
             if name in PLAIN:
                 used[f"{PLAIN[name]}{POLLING}"].append(seconds_of(plain[PLAIN[name]]))
         for engine in engines.values():
             engine.leave()
-    hits = {name: min(answer.hit_tokens for answer in given) for name, given in answers.items()}
+    hits = {name: min(each.hit_tokens for given in answers.values() for each in given[name]) for name in engines}
     found = [Row(f"least hit of {tokens:,} tokens, {name}, {how}", hit, "tokens") for name, hit in hits.items()]
     used |= {name: paused[name] for name in plain}
-    found += [*rows(used, f"in use, {how}"), *parts(answers), *rows(paused, f"after a pause, {how}")]
+    for when, times in ((USED, used), (PAUSED, paused)):
+        found += [*rows(times, f"{when}, {how}"), *parts(answers[when], when)]
     return finish(found, options.json)
 
 
@@ -165,7 +167,7 @@ def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
     return found
 
 
-def parts(answers: Mapping[str, Sequence[Answer]]) -> Iterator[Row]:
+def parts(answers: Mapping[str, Sequence[Answer]], when: str) -> Iterator[Row]:
     """Where the time to a first token goes, as lmkv reports it."""
     for name in (name for name in answers if name.startswith("lmkv")):
         of_name: dict[str, Callable[[Answer], float]] = {
@@ -174,7 +176,7 @@ def parts(answers: Mapping[str, Sequence[Answer]]) -> Iterator[Row]:
             "the rest": lambda answer: answer.ttft_s - answer.wait_s - answer.load_s,
         }
         for part, seconds in of_name.items():
-            yield Row(f"{name}: {part}", statistics.median(map(seconds, answers[name])), "s")
+            yield Row(f"{name}, {when}: {part}", statistics.median(map(seconds, answers[name])), "s")
 
 
 def beside(title: str, warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:

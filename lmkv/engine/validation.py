@@ -25,7 +25,7 @@ def not_negative(value: Any, name: str) -> int:
 
 def seconds(value: Any, name: str) -> float:
     """The value as a float that every clock can add."""
-    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+    if isinstance(value, bool) or not isinstance(value, (float, Real)) or value != value:
         raise UsageError(f"{name} must be a number of seconds, not {short_repr(value)}")
     try:
         return max(min(float(value), _FOREVER), -_FOREVER)

@@ -44,6 +44,9 @@ PLAIN = Variant()
 
 def root_of(variant: Variant, namespace: Namespace) -> bytes:
     """The root of the chunk keys of a prompt. Raises UsageError for a variant whose parts have other types."""
+    if variant is PLAIN:
+        # Most prompts: in caches that a copy has left cold, the rest takes as long as hashing a thousand tokens.
+        return namespace.digest
     _check(variant)
     tags = {f"tag.{name}": value for name, value in variant.tags.items()}
     return namespace.root(cache_salt=variant.cache_salt, lora=variant.lora, extra=tags)

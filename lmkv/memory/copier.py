@@ -105,7 +105,7 @@ def block_ids(blocks: object) -> list[int]:
     except (RuntimeError, TypeError):
         # A tensor without memory or layout, or a class.
         ids = None
-    if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray)):
+    if not isinstance(ids, (list, Sequence)) or isinstance(ids, (str, bytes, bytearray)):
         raise UsageError(f"block ids must be a sequence of integers, not {short_repr(blocks)}")
     return list(ids) if {int}.issuperset(map(type, ids)) else list(map(_block_id, ids))
 

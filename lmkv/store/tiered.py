@@ -116,6 +116,7 @@ class TieredStore:
             if self.slab.descriptor >= 0 and isinstance(tier.backend, RegistersMemory):
                 tier.backend.register_memory(self.slab.descriptor, self.slab.address, self.slab.nbytes)
         self._tiers = [LowerTier(tier, nbytes, self._lock, clock, self._observers) for tier in lower]
+        self._shared = [tier for tier in self._tiers if tier.shared]
         # Writes must not refer to so many slots that loads find none.
         self.max_pending_stores = max(1, min(_MAX_STORES, slots // 2)) if lower else slots
         """Chunks that can be stored at a time without a refused write to a lower tier."""
@@ -271,6 +272,8 @@ class TieredStore:
 
         Never waits. None when there is nothing to ask: no tier is shared, or all chunks are known.
         """
+        if not self._shared:
+            return None
         with self._planned() as after:
             return None if self._closed else self._plan_shared_lookup(keys, after, states=states)
 
@@ -278,7 +281,7 @@ class TieredStore:
     def _plan_shared_lookup(
         self, keys: Sequence[ChunkKey], after: AfterLock, *, states: int = 0, resume: bool = False
     ) -> SharedLookup | None:
-        shared = [tier for tier in self._tiers if tier.shared and tier.usable]
+        shared = [tier for tier in self._shared if tier.usable]
         chunks, other = self.catalog.unknown(keys, states) if shared else ((), ())
         if not (chunks or other):
             return None
