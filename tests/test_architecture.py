@@ -70,19 +70,19 @@ BUDGET = {
     "errors": 59,
     "outcomes": 40,
     "protocols": 113,
-    "chunks": 548,
+    "chunks": 550,
     "plugins": 33,
     "policies": 1062,
     "simulation": 359,
     "config": 705,
     "memory": 1212,
     "store.tiers": 1365,
-    "store": 1297,
+    "store": 1299,
     "backends": 366,
     "backends.disk": 1039,
     "backends.remote": 1347,
     "build": 106,
-    "engine": 488,
+    "engine": 490,
     "": 60,
     "agent": 929,
     "vllm": 2032,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15767
+WHOLE = 15773
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
