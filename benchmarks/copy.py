@@ -3,9 +3,9 @@
     python benchmarks/copy.py [--lmcache PYTHON] [--quick] [--json]
     ATEN_CPU_CAPABILITY=avx2 GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX512F,-AVX512VL python benchmarks/copy.py
 
-CPU seconds of store and retrieve of 8 chunks a request, paged tensors of 16-token blocks. Beside them numpy copies
-the same pages between the same tensors and an array in the place of the slots, page by page and layer by layer; the
-faster way is the limit, for lmkv and for its copier alone. A contiguous copy of as many bytes is shown, too, but
+CPU seconds of store and retrieve of 8 or 32 chunks a request, paged tensors of 16-token blocks. Beside them numpy
+copies the same pages between the same tensors and an array in the place of the slots, page by page and layer by layer;
+the faster way is the limit, for lmkv and for its copier alone. A contiguous copy of as many bytes is shown, too, but
 pages are too short to reach it on every processor. The second command leaves AVX-512 out. The control path alone is
 the same with the copies left out, also for requests of 1 and 2 chunks, beside hashing the keys of the chunks and
 putting each into a dict and taking it out; in cold caches, as copies leave them, both take several times as long.
@@ -43,7 +43,8 @@ from lmkv.cli.measure.pages import Array, Pages, fastest_way, mapped, wait_until
 from lmkv.memory.copier import DONE, ChunkCopy, Run
 
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
-SHAPES = {"32 MiB chunks": 32, "4 MiB chunks": 4}
+SHAPES = {"32 MiB chunks": (32, CHUNKS), "4 MiB chunks, 32 a request": (4, 32), "4 MiB chunks": (4, CHUNKS)}
+"""By label, the layers, of which each has 1 MiB of a chunk, and the chunks of a request. The last fits many caches."""
 PEER_TARGET = 3.0
 CONTIGUOUS, PAGES = "a contiguous copy", "the same pages by numpy"
 CONTROL = {"store": 5.0, "retrieve": 3.0}
@@ -84,23 +85,23 @@ class LMCache:
         self._child.wait()
 
 
-def engine_of(layers: int) -> tuple[Engine, list[torch.Tensor], list[int]]:
+def engine_of(layers: int, chunks: int) -> tuple[Engine, list[torch.Tensor], list[int]]:
     """An engine, its bf16 tensors of 8 KV heads of 128, and scattered blocks for one request."""
-    blocks = CHUNKS * CHUNK // BLOCK
+    blocks = chunks * CHUNK // BLOCK
     tensors = [torch.randn((2 * blocks, 8, BLOCK, 256)).to(torch.bfloat16) for _ in range(layers)]
     config = Config.load(max_local_cpu_size=HOST_GB, chunk_size=CHUNK, env={})
     engine = Engine.open(tensors, block_size=BLOCK, model="copy", config=config)
     return engine, tensors, random.Random(0).sample(range(2 * blocks), blocks)
 
 
-def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[Row]:
-    engine, tensors, blocks = engine_of(layers)
-    tokens = random.Random(1).choices(range(50_000), k=CHUNK * CHUNKS)
-    nbytes = CHUNKS * layers * 2**20
+def measure(label: str, layers: int, chunks: int, rounds: int, lmcache: str | None) -> list[Row]:
+    engine, tensors, blocks = engine_of(layers, chunks)
+    tokens = random.Random(1).choices(range(50_000), k=CHUNK * chunks)
+    nbytes = chunks * layers * 2**20
     source, target = np.ones(nbytes // 8, np.int64), np.zeros(nbytes // 8, np.int64)
     copier, pages, per_chunk = engine._copier, Pages.of(tensors, blocks), CHUNK // BLOCK
     # Slots behind those of the request.
-    copies = [ChunkCopy(CHUNKS + n, (Run(0, blocks[n * per_chunk : (n + 1) * per_chunk]),)) for n in range(CHUNKS)]
+    copies = [ChunkCopy(chunks + n, (Run(0, blocks[n * per_chunk : (n + 1) * per_chunk]),)) for n in range(chunks)]
 
     with ExitStack() as stack:
         peer = stack.enter_context(closing(LMCache(lmcache, layers, blocks, tokens))) if lmcache else None
@@ -154,8 +155,8 @@ def measure(label: str, layers: int, rounds: int, lmcache: str | None) -> list[R
             title = f"{name}, {label}, lmkv beside LMCache"
             rows.append(Row(title, gain, "x", target=PEER_TARGET, met=gain >= PEER_TARGET))
     if label == "4 MiB chunks":
-        for chunks in (1, 2, CHUNKS):
-            rows += control(engine, tokens[: chunks * CHUNK], blocks[: chunks * CHUNK // BLOCK], rounds)
+        for few in (1, 2, CHUNKS):
+            rows += control(engine, tokens[: few * CHUNK], blocks[: few * CHUNK // BLOCK], rounds)
         rows += control(engine, tokens, blocks, rounds, evict=lambda: np.copyto(target, source))
     engine.close()
     return rows
@@ -254,8 +255,8 @@ def main() -> int:
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has torch and lmcache")
     options = parser.parse_args()
     rows = []
-    for label, layers in SHAPES.items():
-        rows += measure(label, layers, 7 if options.quick else 31, options.lmcache)
+    for label, (layers, chunks) in SHAPES.items():
+        rows += measure(label, layers, chunks, 7 if options.quick else 31, options.lmcache)
     return finish(rows, options.json)
 
 

@@ -35,6 +35,7 @@ from lmkv.cli.measure.scheduler import (
     Bench,
     Recorder,
     Request,
+    beyond,
     size,
     tokens_of,
 )
@@ -80,7 +81,7 @@ def calls(bench: Bench, length: int, requests: int) -> Iterator[Row]:
             name = f"{call}, {size(length)}, {kind}"
             yield Row(f"{name}: p50", statistics.median(found), "ms")
             p99 = percentile(found, 0.99)
-            ratio = (p99 - (bare if call == HASHING else 0.0)) / limit
+            ratio = beyond(found, bare if call == HASHING else 0.0) / limit
             yield Row(f"{name}: p99", p99, "ms", f"{LIMIT}, p99", ratio, TARGET, ratio <= TARGET)
         if timed.collected:
             pauses = f"{len(timed.collected)} collections in {requests} requests of {size(length)}, {kind}"

@@ -118,20 +118,22 @@ def _block_id(value: Any) -> int:
     raise UsageError(f"a block id must be an integer, not {short_repr(value)}")
 
 
-def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mapping[int, int]) -> None:
-    """Raise UsageError for slots and blocks that do not exist, before the first byte is copied.
+def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mapping[int, int]) -> dict[int, list[int]]:
+    """The blocks of the copies in their order, by block table, as `num_blocks`.
 
-    `num_blocks`: by block table. Neither numpy (with "clip") nor a device would notice: they would copy
-    other pages.
+    Raises UsageError for slots and blocks that do not exist, before the first byte is copied. Neither numpy (with
+    "clip") nor a device would notice: they would copy other pages.
     """
+    found = {}
     for copy in copies:
         if not 0 <= copy.slot < num_slots:
             raise UsageError(f"slot {copy.slot} does not exist: there are {num_slots} slots")
     for group, limit in num_blocks.items():
-        ids = block_ids(list(chain.from_iterable(copy.runs[group].blocks for copy in copies)))
+        ids = found[group] = block_ids(list(chain.from_iterable(copy.runs[group].blocks for copy in copies)))
         if ids and (min(ids) < 0 or max(ids) >= limit):
-            found = f"{short_repr(min(ids))}..{short_repr(max(ids))}"
-            raise UsageError(f"block ids {found} do not exist: there are {limit} blocks")
+            span = f"{short_repr(min(ids))}..{short_repr(max(ids))}"
+            raise UsageError(f"block ids {span} do not exist: there are {limit} blocks")
+    return found
 
 
 def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:

@@ -32,8 +32,8 @@ class _Plane:
     layers: range
 
 
-_Pages = tuple[int, slice, npt.NDArray[np.intp]]
-"""A slot, pages in it, and the block of each."""
+_Pages = dict[int, list[tuple[int, slice, npt.NDArray[np.intp]]]]
+"""By block table: a slot, pages in it, and the block of each."""
 
 
 class CPUCopier:
@@ -64,57 +64,53 @@ class CPUCopier:
         return f"<CPUCopier: {self.num_layers} layers in {len(self._planes)} planes>"
 
     def store(self, copies: Sequence[ChunkCopy]) -> Event:
-        self._check(copies)
-        return self._store(copies, self._planes)
+        return _store(self._planes, self._pages(copies))
 
     def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False, after: Event | None = None) -> Event:
-        self._check(copies)
-        return self._load(copies, self._planes)
+        return _load(self._planes, self._pages(copies))
 
     def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        self._check(copies)
-        return (self._store(copies, planes) for planes in self._to_store)
+        pages = self._pages(copies)
+        return (_store(planes, pages) for planes in self._to_store)
 
     def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        self._check(copies)
-        return (self._load(copies, planes) for planes in self._to_load)
+        pages = self._pages(copies)
+        return (_load(planes, pages) for planes in self._to_load)
 
-    @staticmethod
-    def _store(copies: Sequence[ChunkCopy], planes: Sequence[_Plane]) -> Event:
-        for plane, runs in _by_plane(copies, planes):
-            if plane.pages.flags.c_contiguous:
-                for slot, pages, blocks in runs:
-                    plane.pages.take(blocks, 0, plane.slots[slot, pages], "clip")
-                continue
-            # `take` would first make a contiguous copy of all pages, which is as large as the paged memory.
-            for slot, pages, blocks in runs:
-                for part, block in zip(plane.slots[slot, pages], blocks, strict=True):
-                    part[:] = plane.pages[block]
-        return DONE
-
-    @staticmethod
-    def _load(copies: Sequence[ChunkCopy], planes: Sequence[_Plane]) -> Event:
-        for plane, runs in _by_plane(copies, planes):
-            for slot, pages, blocks in runs:
-                plane.pages[blocks] = plane.slots[slot, pages]
-        return DONE
-
-    def _check(self, copies: Sequence[ChunkCopy]) -> None:
-        check_copies(copies, self._num_slots, self._num_blocks)
+    def _pages(self, copies: Sequence[ChunkCopy]) -> _Pages:
+        """The pages to copy, made once for all layers. Raises UsageError as `check_copies` does."""
+        pages: _Pages = {}
+        for group, ids in check_copies(copies, self._num_slots, self._num_blocks).items():
+            # One array for all copies, and not more: Python's part counts beside small pages.
+            blocks, begin = np.array(ids, np.intp), 0
+            pages[group] = []
+            for copy in copies:
+                first, count = copy.runs[group].first, len(copy.runs[group].blocks)
+                if count:
+                    pages[group].append((copy.slot, slice(first, first + count), blocks[begin : begin + count]))
+                    begin += count
+        return pages
 
     def close(self, *, process_ends: bool = False) -> None:
         for planes in (self._planes, *self._to_load, *self._to_store):
             planes.clear()
 
 
-def _by_plane(copies: Sequence[ChunkCopy], planes: Sequence[_Plane]) -> Iterator[tuple[_Plane, list[_Pages]]]:
-    """The runs of each plane. They are made once for all planes of a group: Python's part counts beside small pages."""
-    groups: dict[int, list[_Pages]] = {}
-    for group in {plane.group for plane in planes}:
-        runs = ((copy.slot, copy.runs[group]) for copy in copies)
-        groups[group] = [
-            (slot, slice(run.first, run.first + len(run.blocks)), np.array(run.blocks, np.intp))
-            for slot, run in runs
-            if run.blocks
-        ]
-    return ((plane, groups[plane.group]) for plane in planes)
+def _store(planes: Sequence[_Plane], pages: _Pages) -> Event:
+    for plane in planes:
+        if plane.pages.flags.c_contiguous:
+            for slot, part, blocks in pages[plane.group]:
+                plane.pages.take(blocks, 0, plane.slots[slot, part], "clip")
+            continue
+        # `take` would first make a contiguous copy of all pages, which is as large as the paged memory.
+        for slot, part, blocks in pages[plane.group]:
+            for page, block in zip(plane.slots[slot, part], blocks, strict=True):
+                page[:] = plane.pages[block]
+    return DONE
+
+
+def _load(planes: Sequence[_Plane], pages: _Pages) -> Event:
+    for plane in planes:
+        for slot, part, blocks in pages[plane.group]:
+            plane.pages[blocks] = plane.slots[slot, part]
+    return DONE

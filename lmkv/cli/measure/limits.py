@@ -46,18 +46,19 @@ def check(right: bool) -> None:
 
 def measure_copies(*, quick: bool) -> Iterator[Comparison]:
     """`Engine.store` and `retrieve`, between scattered blocks and host memory, in one thread."""
-    for layers in (4,) if quick else (32, 4):
-        yield from _measure_copies(layers, 7 if quick else 21)
+    # Too many bytes for a processor's caches.
+    for layers, chunks in ((4, 4 * CHUNKS),) if quick else ((32, CHUNKS), (4, 4 * CHUNKS)):
+        yield from _measure_copies(layers, chunks, 7 if quick else 21)
 
 
-def _measure_copies(layers: int, rounds: int) -> Iterator[Comparison]:
-    blocks = CHUNKS * CHUNK // BLOCK
+def _measure_copies(layers: int, chunks: int, rounds: int) -> Iterator[Comparison]:
+    blocks = chunks * CHUNK // BLOCK
     tensors = [torch.randn((2 * blocks, 8, BLOCK, 256)).to(torch.bfloat16) for _ in range(layers)]
     # One MiB per layer and chunk, and as much again so that nothing is evicted.
-    config = Config.load(max_local_cpu_size=2 * CHUNKS * layers / 1024, chunk_size=CHUNK, env={})
+    config = Config.load(max_local_cpu_size=2 * chunks * layers / 1024, chunk_size=CHUNK, env={})
     scattered = random.Random(0).sample(range(2 * blocks), blocks)
-    tokens = random.Random(1).choices(range(50_000), k=CHUNK * CHUNKS)
-    nbytes = CHUNKS * layers * MIB
+    tokens = random.Random(1).choices(range(50_000), k=CHUNK * chunks)
+    nbytes = chunks * layers * MIB
     source, target = np.ones(nbytes // 8, np.int64), np.zeros(nbytes // 8, np.int64)
     with Engine.open(tensors, block_size=BLOCK, model="bench", config=config) as engine:
         transfers: dict[str, Callable[[list[int], list[int]], int]]
