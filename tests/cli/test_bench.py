@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from lmkv.cli.measure.plain import files_of, values_of, whole_database
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.scale import SHOWN
 from lmkv.cli.measure.scheduler import ALONE, BEYOND, DURING, HASHED, HIT, KEYS, LIMIT, Call, Calls
-from lmkv.cli.measure.timing import Row, interleaved, interval, median_ratio
+from lmkv.cli.measure.timing import WRITES_ENDED, Row, interleaved, interval, median_ratio, wait_until_settled
 from lmkv.protocols import Chunk
 from tests.forked import python
 from tests.servers import redis_server
@@ -165,6 +166,20 @@ def test_a_plain_read_reads_as_many_files_as_a_prompt_has(
     os.truncate(opened[1], 4096)
     with pytest.raises(RuntimeError, match="was not read at once"):
         read()
+
+
+def test_a_tier_counts_as_written_once_nothing_comes_for_a_while() -> None:
+    now, counts = [0.0], iter([0, 3, 3, 9, *[62] * 100])
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    wait_until_settled(counts.__next__, clock=lambda: now[0], sleep=sleep)
+    # The last ones came 0.2 s after the beginning.
+    assert now[0] == pytest.approx(0.2 + WRITES_ENDED, abs=0.051)
+    more = itertools.count()
+    wait_until_settled(more.__next__, 3.0, clock=lambda: now[0], sleep=sleep)
+    assert now[0] == pytest.approx(0.7 + 3.0, abs=0.101), "a tier that writes all the time is not waited for for ever"
 
 
 def test_a_plain_read_gets_as_many_values_as_a_prompt_has(tmp_path: Path) -> None:

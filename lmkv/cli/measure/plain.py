@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from lmkv.backends.disk.folder import SUFFIX
 from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
+from lmkv.cli.measure.timing import wait_until_settled
 
 MARGIN = 1.1
 """A hit from a lower tier may take as long as one from host memory and this many times a plain read."""
@@ -90,11 +91,12 @@ def whole_database(url: str | None) -> Iterator[None]:
 def values_of(url: str) -> Callable[[], None]:
     """Gets as many chunks' values as a prompt has, by the client of a Redis whose database has nothing else.
 
-    Raises LookupError without values.
+    Waits until an engine has written all of them. Raises LookupError without values.
     """
     from redis import Redis
 
     client = Redis.from_url(url)
+    wait_until_settled(client.dbsize)
     names = _of_one_prompt({name: client.strlen(name) for name in client.scan_iter(count=1000)})
 
     def read() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, wrap
 from typing import Any
 
 from attrs import field, frozen
@@ -104,20 +104,23 @@ def draw(comparisons: Sequence[Comparison], machine: str, path: Path, *, title: 
     from matplotlib.figure import Figure
 
     rows = -(-len(comparisons) // COLUMNS)
-    heights = [
-        max(len(each.bars) for each in comparisons[at : at + COLUMNS]) for at in range(0, len(comparisons), COLUMNS)
-    ]
-    figure = Figure(figsize=(12, 1.3 + sum(0.95 + 0.42 * bars for bars in heights)), dpi=150)
+    heights = [max(map(_lines, comparisons[at : at + COLUMNS])) for at in range(0, len(comparisons), COLUMNS)]
+    figure = Figure(figsize=(12, 1.3 + sum(0.95 + 0.42 * lines for lines in heights)), dpi=150)
     FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.02, ha="left", fontsize=15, fontweight="bold")
     figure.text(0.02, 0.012, machine, fontsize=8, color="#555555")
-    grid = figure.add_gridspec(rows, COLUMNS, height_ratios=[1 + bars for bars in heights])
+    grid = figure.add_gridspec(rows, COLUMNS, height_ratios=[1 + lines for lines in heights])
     for number, comparison in enumerate(comparisons):
         row, column = divmod(number, COLUMNS)
         alone = column == 0 and number == len(comparisons) - 1
         _bars(figure.add_subplot(grid[row, :] if alone else grid[row, column]), comparison)
     figure.tight_layout(rect=(0.01, 0.03, 0.99, 0.97), h_pad=2, w_pad=3)
     figure.savefig(path)
+
+
+def _lines(comparison: Comparison) -> int:
+    """Lines of the names of all bars."""
+    return sum(len(wrap(name, NAME)) for name in comparison.bars)
 
 
 def _bars(axes: Any, comparison: Comparison) -> None:

@@ -18,6 +18,10 @@ PAUSE = 1.5
 """Seconds: vLLM's processes go on polling for a second after a request, at the cost of the next engine."""
 
 
+WRITES_ENDED = 0.5
+"""Seconds without a new chunk after which a tier counts as written."""
+
+
 @frozen
 class Row:
     """One result: `value` in `unit`. `ratio`: to the reference `of`. `met`: whether `target` was reached."""
@@ -65,6 +69,22 @@ def turns(engines: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
         for name in random.sample(list(engines), len(engines)):
             time.sleep(PAUSE)
             yield number, name
+
+
+def wait_until_settled(
+    count: Callable[[], int],
+    timeout: float = 60.0,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until no chunk has been written for a while: writes in the background are not measured."""
+    begun = since = clock()
+    found = count()
+    while clock() < min(begun + timeout, since + WRITES_ENDED):
+        sleep(0.05)
+        if (now := count()) != found:
+            found, since = now, clock()
 
 
 def percentile(values: Sequence[float], share: float) -> float:

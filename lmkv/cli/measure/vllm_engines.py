@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,6 +17,7 @@ from attrs import asdict, field, frozen
 
 from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.measure.timing import wait_until_settled
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -29,9 +29,6 @@ VOCABULARY = 1000
 """Prompts are random ids below this: every model has these tokens."""
 MAX_SOCKET_FOLDER = 70
 """Most characters of a folder's path: the names of vLLM's sockets follow it, and both together have a limit."""
-WRITES_ENDED = 0.5
-"""Seconds without a new file after which the disk tier counts as written."""
-
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -164,15 +161,11 @@ def fastest(answers: Sequence[Answer]) -> float:
     return min(answer.ttft_s for answer in answers)
 
 
-def wait_until_written(folder: Path, timeout: float = 60.0) -> None:
-    """Wait until no chunk has been written for a while: writes in the background are not measured."""
-    kv, deadline = folder / "kv", time.monotonic() + timeout
-    found, since = -1, time.monotonic()
-    while kv.exists() and time.monotonic() < min(deadline, since + WRITES_ENDED):
-        count = sum(1 for _ in kv.rglob("*"))
-        if count != found:
-            found, since = count, time.monotonic()
-        time.sleep(0.05)
+def wait_until_written(folder: Path) -> None:
+    """Wait until the disk tier in `folder` has written its chunks, if there is one."""
+    kv = folder / "kv"
+    if kv.exists():
+        wait_until_settled(lambda: sum(1 for _ in kv.rglob("*")))
 
 
 # -- in the child -----------------------------------------------------------------------------------------
