@@ -207,7 +207,8 @@ def call_rows(found: Sequence[Calls]) -> Iterator[Row]:
         name = f"{call.name}, {size(call.length)}, {call.kind}"
         yield Row(f"{name}: p50 {DURING}", statistics.median(each.p50 for each in rounds), "ms")
         p99 = {when: [each.p99[when] for each in rounds] for when in call.p99}
-        p99[f"{DURING}, without collections of garbage"] = [each.uncollected for each in rounds]
+        for when in (DURING, ALONE):
+            p99[f"{when}, without collections of garbage"] = [each.uncollected[when] for each in rounds]
         for when, values in p99.items():
             ratios = [value / other for value, other in zip(values, bare, strict=True)]
             ratio = statistics.median(ratios)

@@ -44,7 +44,7 @@ PLAIN = Variant()
 
 def root_of(variant: Variant, namespace: Namespace) -> bytes:
     """The root of the chunk keys of a prompt. Raises UsageError for a variant whose parts have other types."""
-    if variant is PLAIN:
+    if variant is PLAIN and not variant.tags:
         # Most prompts: in caches that a copy has left cold, the rest takes as long as hashing a thousand tokens.
         return namespace.digest
     _check(variant)

@@ -119,7 +119,7 @@ def _block_id(value: Any) -> int:
 
 
 def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mapping[int, int]) -> dict[int, list[int]]:
-    """The blocks of the copies in their order, by block table, as `num_blocks`.
+    """The blocks of all copies in their order, for each block table of `num_blocks`.
 
     Raises UsageError for slots and blocks that do not exist, before the first byte is copied. Neither numpy (with
     "clip") nor a device would notice: they would copy other pages.

@@ -81,7 +81,7 @@ class CPUCopier:
         """The pages to copy, made once for all layers. Raises UsageError as `check_copies` does."""
         pages: _Pages = {}
         for group, ids in check_copies(copies, self._num_slots, self._num_blocks).items():
-            # One array for all copies, and not more: Python's part counts beside small pages.
+            # One array for all copies, because Python's share of the time counts where pages are small.
             blocks, begin = np.array(ids, np.intp), 0
             pages[group] = []
             for copy in copies:

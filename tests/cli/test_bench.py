@@ -99,24 +99,24 @@ def test_an_interval_has_the_median_with_95_percent(count: int) -> None:
 
 
 def test_the_rows_of_calls_have_targets_but_for_their_bounds() -> None:
-    calls = [Call(name, 32_768, HIT, 1.0, {DURING: 2.0, ALONE: 1.0, KEYS: 1.5}, 1.0) for name in ("on_report", HASHED)]
+    p99 = {DURING: 2.0, ALONE: 1.0, KEYS: 1.5}
+    without = {DURING: 1.0, ALONE: 0.5, KEYS: 1.5}
+    calls = [Call(name, 32_768, HIT, 1.0, p99, without) for name in ("on_report", HASHED)]
     made = list(call_rows([Calls(1.0, 0.5, calls), Calls(2.0, 1.0, calls)]))
     found = {row.name: (row.ratio, row.target, row.met) for row in made if "p99 while" in row.name}
-    assert found == {
+    bounds = {
+        f"{name}, 32k, hit: p99 while {what}": (ratio, None, None)
+        for name in ("on_report", HASHED)
+        for what, ratio in {
+            "chunks are found, without collections of garbage, 0.50 to 1.00": 0.75,
+            "nothing is found, without collections of garbage, 0.25 to 0.50": 0.375,
+        }.items()
+    }
+    assert found == bounds | {
         "on_report, 32k, hit: p99 while chunks are found, 1.00 to 2.00": (1.5, 1.5, True),
         "on_report, 32k, hit: p99 while nothing is found, 0.50 to 1.00": (0.75, 1.5, True),
-        "on_report, 32k, hit: p99 while chunks are found, without collections of garbage, 0.50 to 1.00": (
-            0.75,
-            None,
-            None,
-        ),
         f"{HASHED}, 32k, hit: p99 while chunks are found, 1.00 to 2.00": (1.5, None, None),
         f"{HASHED}, 32k, hit: p99 while nothing is found, 0.50 to 1.00": (0.75, None, None),
-        f"{HASHED}, 32k, hit: p99 while chunks are found, without collections of garbage, 0.50 to 1.00": (
-            0.75,
-            None,
-            None,
-        ),
     }
     assert made[1].ratio == 0.5
     assert list(call_rows([])) == []

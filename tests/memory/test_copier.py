@@ -132,6 +132,29 @@ def test_what_was_stored_is_loaded_into_other_blocks_and_nowhere_else(
             assert here == (there or before[index][block])
 
 
+def test_copies_of_several_lengths_get_their_own_blocks() -> None:
+    axis, make = LAYOUTS["[2,B,N,H,D]"]
+    source, target = make(torch.bfloat16), make(torch.bfloat16)
+    fill(source, 4)
+    fill(target, 5)
+    before = [[bytes_of_block(tensor, axis, block) for block in range(BLOCKS)] for tensor in target]
+    out, back = Setup(source, axis), Setup(target, axis)
+    out.copier.store(
+        [ChunkCopy(slot, (Run(0, blocks),)) for slot, blocks in enumerate(([1, 2, 3], [], [4, 5, 6]))]
+    ).wait()
+    assert out.chunk(1) == bytes(out.layout.chunk_bytes)
+    for slot in range(3):
+        back.slab.view(slot)[:] = out.slab.view(slot)
+    runs = (Run(1, [7]), Run(0, []), Run(1, [8, 9]))
+    back.copier.load([ChunkCopy(slot, (run,)) for slot, run in enumerate(runs)]).wait()
+    moved = {7: 2, 8: 5, 9: 6}
+    for index, tensor in enumerate(target):
+        for block in range(BLOCKS):
+            here = bytes_of_block(tensor, axis, block)
+            there = bytes_of_block(source[index], axis, moved[block]) if block in moved else None
+            assert here == (there or before[index][block])
+
+
 @given(first=st.integers(0, PAGES - 1), data=st.data())
 def test_part_of_a_chunk(first: int, data: st.DataObject) -> None:
     """A load that begins inside a chunk fills its blocks alone; an empty run moves nothing."""

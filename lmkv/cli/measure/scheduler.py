@@ -184,7 +184,7 @@ class Call:
     """One call of requests of `length` tokens, in milliseconds.
 
     `kind`: `HIT` or `STORED`. `p99`: one for each case, such as `ALONE`. The p99 that bare hashing of such prompts has
-    while nothing is found is taken off that of `BEYOND` and of `HASHED`. `uncollected`: the p99 without Python's
+    while nothing is found is taken off that of `BEYOND` and of `HASHED`. `uncollected`: the same without Python's
     collections of garbage.
     """
 
@@ -193,7 +193,7 @@ class Call:
     kind: str
     p50: float
     p99: dict[str, float]
-    uncollected: float
+    uncollected: dict[str, float]
 
 
 @frozen
@@ -291,7 +291,8 @@ def calls_meanwhile(count: int, requests: int) -> Calls:
             for name, (title, own) in shown.items():
                 p99 = {each: beyond(other[length].calls[name], own) for each, other in when.items()}
                 median = statistics.median(timed.calls[name])
-                yield Call(title, length, kind, median, p99, beyond(timed.without[name], own))
+                without = {each: beyond(other[length].without[name], own) for each, other in when.items()}
+                yield Call(title, length, kind, median, p99, without)
 
     quiet, beside = side.while_nothing(bench.known), side.beside_keys(bench.known)
     side.begin()
