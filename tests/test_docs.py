@@ -26,10 +26,9 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings, and those that the page has itself."""
+    """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
-    made = {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
-    return made.union(re.findall(r'<a id="([^"]+)">', prose(page)))
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def name_of(page: Path) -> str:
