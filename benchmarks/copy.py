@@ -44,7 +44,7 @@ from lmkv.memory.copier import DONE, ChunkCopy, Run
 
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
 SHAPES = {"32 MiB chunks": (32, CHUNKS), "4 MiB chunks, 32 a request": (4, 32), "4 MiB chunks": (4, CHUNKS)}
-"""By label, the layers, of which each has 1 MiB of a chunk, and the chunks of a request. The last fit many caches."""
+"""By label, the layers and the chunks of a request. A layer has 1 MiB of a chunk. Many caches can hold the last."""
 PEER_TARGET = 3.0
 CONTIGUOUS, PAGES = "a contiguous copy", "the same pages by numpy"
 CONTROL = {"store": 5.0, "retrieve": 3.0}
@@ -154,10 +154,9 @@ def measure(label: str, layers: int, chunks: int, rounds: int, lmcache: str | No
             gain = median_ratio(times, theirs, name)
             title = f"{name}, {label}, lmkv beside LMCache"
             rows.append(Row(title, gain, "x", target=PEER_TARGET, met=gain >= PEER_TARGET))
-    if label == "4 MiB chunks":
-        for few in (1, 2, CHUNKS):
+    if layers == 4:
+        for few in (1, 2, CHUNKS) if chunks == CHUNKS else ():
             rows += control(engine, tokens[: few * CHUNK], blocks[: few * CHUNK // BLOCK], rounds)
-    if label.startswith("4 MiB chunks"):
         rows += control(engine, tokens, blocks, rounds, evict=lambda: np.copyto(target, source))
     engine.close()
     return rows

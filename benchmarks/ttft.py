@@ -125,11 +125,11 @@ def main() -> int:
             if name in plain:
                 paused[name].append(seconds_of(plain[name]))
                 continue
-            for times, when in ((paused[name], PAUSED), (used[name], USED)):
+            for when, times in ((PAUSED, paused), (USED, used)):
                 time.sleep(GAP)
                 answer = engines[name].send(PROMPT, tokens, 2)
                 assert answer.hit_tokens > tokens // 2, f"{name}: a hit of {answer.hit_tokens} tokens"
-                times.append(float(waits.read_text().split()[-1]) if name == READER else answer.ttft_s)
+                times[name].append(float(waits.read_text().split()[-1]) if name == READER else answer.ttft_s)
                 answers[when][name].append(answer)
             if name in PLAIN:
                 used[f"{PLAIN[name]}{POLLING}"].append(seconds_of(plain[PLAIN[name]]))

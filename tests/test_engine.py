@@ -195,7 +195,7 @@ def test_salts_adapters_and_tags_never_share(engine: Engine, model: Model) -> No
         model.check(prompt, blocks_of(48), 48, salt)
     assert engine.clear(prompt, variant=variants[1]) == 48
     assert [engine.lookup(prompt, variant=variant) for variant in variants] == [48, 0, 48, 48, 48, 48, 48]
-    assert engine.keys(prompt) == engine.keys(prompt, Variant()), "without any is one way, the default another"
+    assert engine.keys(prompt) == engine.keys(prompt, Variant()), "the default is an empty variant"
 
 
 def test_tokens_and_timeouts_that_cannot_be_are_told(engine: Engine) -> None:

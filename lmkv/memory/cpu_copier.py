@@ -33,7 +33,7 @@ class _Plane:
 
 
 _Pages = dict[int, list[tuple[int, slice, npt.NDArray[np.intp]]]]
-"""By block table: a slot, pages in it, and the block of each."""
+"""For each block table, its copies: a slot, pages of it, and the block of each page."""
 
 
 class CPUCopier:

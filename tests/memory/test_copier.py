@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,21 @@ def fill(tensors: Sequence[torch.Tensor], seed: int) -> None:
         tensor.copy_(raw.to(torch.uint8).view(tensor.dtype).view(tensor.shape))
 
 
+def contents(tensors: Sequence[torch.Tensor], axis: int) -> list[list[list[bytes]]]:
+    """The memory of every block of each layer."""
+    return [[bytes_of_block(tensor, axis, block) for block in range(BLOCKS)] for tensor in tensors]
+
+
+def after(
+    before: list[list[list[bytes]]], source: list[list[list[bytes]]], moved: Mapping[int, int]
+) -> list[list[list[bytes]]]:
+    """The contents that remain where nothing was moved; `moved`: by block, the block of `source` that it got."""
+    return [
+        [theirs[moved[block]] if block in moved else own[block] for block in range(BLOCKS)]
+        for own, theirs in zip(before, source, strict=True)
+    ]
+
+
 def expected(tensors: Sequence[torch.Tensor], axis: int, blocks: Sequence[int]) -> bytes:
     """A chunk: plane by plane, block by block. Layers whose planes are fused lie block by block."""
     planes: list[list[bytes]] = []
@@ -119,17 +134,13 @@ def test_what_was_stored_is_loaded_into_other_blocks_and_nowhere_else(
     source, target = make(dtype), make(dtype)
     fill(source, 2)
     fill(target, 3)
-    before = [[bytes_of_block(tensor, axis, block) for block in range(BLOCKS)] for tensor in target]
+    before = contents(target, axis)
     out, back = Setup(source, axis, fuse=fuse), Setup(target, axis, fuse=fuse)
     out.copier.store([ChunkCopy(1, (Run(0, [4, 9, 0]),))]).wait()
     back.slab.view(3)[:] = out.slab.view(1)
     back.copier.load([ChunkCopy(3, (Run(0, [5, 6, 1]),))]).wait()
     moved = {5: 4, 6: 9, 1: 0}
-    for index, tensor in enumerate(target):
-        for block in range(BLOCKS):
-            here = bytes_of_block(tensor, axis, block)
-            there = bytes_of_block(source[index], axis, moved[block]) if block in moved else None
-            assert here == (there or before[index][block])
+    assert contents(target, axis) == after(before, contents(source, axis), moved)
 
 
 def test_copies_of_several_lengths_get_their_own_blocks() -> None:
@@ -137,7 +148,7 @@ def test_copies_of_several_lengths_get_their_own_blocks() -> None:
     source, target = make(torch.bfloat16), make(torch.bfloat16)
     fill(source, 4)
     fill(target, 5)
-    before = [[bytes_of_block(tensor, axis, block) for block in range(BLOCKS)] for tensor in target]
+    before = contents(target, axis)
     out, back = Setup(source, axis), Setup(target, axis)
     out.copier.store(
         [ChunkCopy(slot, (Run(0, blocks),)) for slot, blocks in enumerate(([1, 2, 3], [], [4, 5, 6]))]
@@ -148,11 +159,7 @@ def test_copies_of_several_lengths_get_their_own_blocks() -> None:
     runs = (Run(1, [7]), Run(0, []), Run(1, [8, 9]))
     back.copier.load([ChunkCopy(slot, (run,)) for slot, run in enumerate(runs)]).wait()
     moved = {7: 2, 8: 5, 9: 6}
-    for index, tensor in enumerate(target):
-        for block in range(BLOCKS):
-            here = bytes_of_block(tensor, axis, block)
-            there = bytes_of_block(source[index], axis, moved[block]) if block in moved else None
-            assert here == (there or before[index][block])
+    assert contents(target, axis) == after(before, contents(source, axis), moved)
 
 
 @given(first=st.integers(0, PAGES - 1), data=st.data())
