@@ -6,7 +6,8 @@
 CPU seconds of store and retrieve of 8 or 32 chunks a request, paged tensors of 16-token blocks. Beside them numpy
 copies the same pages between the same tensors and an array in the place of the slots, page by page and layer by layer;
 the faster way is the limit, for lmkv and for its copier alone. A contiguous copy of as many bytes is shown, too, but
-pages are too short to reach it on every processor. The second command leaves AVX-512 out. The control path alone is
+pages are too short to reach it on every processor. The second command leaves AVX-512 out. Each call of the engine
+divides into its copies and its control path, which are timed within it. The control path alone is
 the same with the copies left out, also for requests of 1 and 2 chunks, beside hashing the keys of the chunks and
 putting each into a dict and taking it out; in cold caches, as copies leave them, both take several times as long.
 With --lmcache, the interpreter of an environment that has torch and lmcache, LMCache does the same in every round
@@ -26,6 +27,7 @@ import os
 import random
 import statistics
 import subprocess
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
@@ -40,7 +42,7 @@ from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ra
 from lmkv import Config, Engine
 from lmkv.cli.measure.limits import PAGES_TARGET, bare_chain, check
 from lmkv.cli.measure.pages import Array, Pages, fastest_way, mapped, wait_until_populated
-from lmkv.memory.copier import DONE, ChunkCopy, Run
+from lmkv.memory.copier import DONE, ChunkCopy, Copier, Event, Run
 
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
 SHAPES = {"32 MiB chunks": (32, CHUNKS), "4 MiB chunks, 32 a request": (4, 32), "4 MiB chunks": (4, CHUNKS)}
@@ -130,7 +132,14 @@ def measure(label: str, layers: int, chunks: int, rounds: int, lmcache: str | No
         if peer is not None:
             cases |= {f"peer {name}": partial(peer.do, name) for name in ("store", "retrieve")}
         wait_until_populated()
+        engine._copier = timed = _TimedCopier(copier)
         times = interleaved(cases, rounds, before=before)
+        engine._copier = copier
+        for name, copying in timed.seconds.items():
+            # The first call was the warm-up.
+            times[f"copies within: {name}"] = copying[1:]
+            parts = zip(times[name], copying[1:], strict=True)
+            times[f"control path within: {name}"] = [whole - copied for whole, copied in parts]
         layered = interleaved(by_layer, rounds, before=before)
         if peer is not None:
             # Its own seconds, not those of waiting for it; the first call was the warm-up.
@@ -142,9 +151,12 @@ def measure(label: str, layers: int, chunks: int, rounds: int, lmcache: str | No
         times[PAGES] = fastest_way(times, name)
         ratio = 1 / median_ratio(times, name, PAGES)
         rows.append(Row(f"{name}, {label}", speed, "GB/s of CPU", PAGES, ratio, PAGES_TARGET, ratio >= PAGES_TARGET))
-        alone, bare = f"copies alone: {name}", f"chunk by chunk: {name}"
-        rows.append(beside(times, alone, f"{alone}, {label}", nbytes, PAGES))
-        rows.append(beside(times, bare, f"numpy, {bare}, {label}", nbytes, PAGES))
+        for kind in ("copies within", "copies alone", "chunk by chunk"):
+            title = f"{'numpy, ' if kind == 'chunk by chunk' else ''}{kind}: {name}, {label}"
+            rows.append(beside(times, f"{kind}: {name}", title, nbytes, PAGES))
+        within = f"control path within: {name}"
+        micros = statistics.median(times[within]) / chunks * 1e6
+        rows.append(Row(f"{within}, {label}", micros, "us a chunk", "the call", median_ratio(times, within, name)))
         for case, title in ((name, name), *((way, f"numpy, pages {way}") for way in ways)):
             rows.append(beside(times, case, f"{title}, {label}", nbytes))
         rows.append(beside(layered, f"{name} by layers", f"{name} by layers, {label}", nbytes))
@@ -193,6 +205,26 @@ def by_layers(pipeline: AbstractContextManager[Any], step: str, layers: int) -> 
     with pipeline as opened:
         for layer in range(layers):
             getattr(opened, step)(layer)
+
+
+class _TimedCopier:
+    """Copies, and notes the CPU seconds of each call."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copies = {"store": copier.store, "retrieve": copier.load}
+        self.seconds: dict[str, list[float]] = {name: [] for name in self._copies}
+
+    def store(self, copies: Sequence[ChunkCopy]) -> Event:
+        return self._timed("store", copies)
+
+    def load(self, copies: Sequence[ChunkCopy]) -> Event:
+        return self._timed("retrieve", copies)
+
+    def _timed(self, name: str, copies: Sequence[ChunkCopy]) -> Event:
+        start = time.process_time()
+        event = self._copies[name](copies)
+        self.seconds[name].append(time.process_time() - start)
+        return event
 
 
 class _NoCopies:

@@ -1,6 +1,6 @@
 """The cost of a connector where nothing ever repeats: throughput and inter-token latency, on and off.
 
-    python benchmarks/miss.py [--rounds 40] [--dtype float32] [--quick] [--json]
+    python benchmarks/miss.py [--rounds 40] [--dtype float32] [--cheap] [--quick] [--json]
 
 Two engines run at once, with and without the connector, each in a process of its own, and get the same new
 prompts in turn, in shuffled order. The ratio is the median over the rounds, of CPU seconds and of wall time,
@@ -11,7 +11,8 @@ engines without any connector differ by more than a connector costs. So the time
 methods is measured, too: its share of the same engine's wall time is the cost of a miss. About half of it are copies of
 what is stored, which are measured alone, too. So is the time that metrics take on vLLM's thread: to count, to
 aggregate, and to hand over to Prometheus, which is in the same process here. Without AVX-512 vLLM computes bfloat16
-so slowly that float32 says more.
+so slowly that float32 says more. `--cheap` has the model of multiturn.py, which computes a token in a third of the
+time: the cost that its `--new` and `--pairs` look for in throughput, measured within the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
+from attrs import evolve
+
 from benchmarks._timing import Row, arguments_of, finish, interval, turns
+from lmkv.cli.measure.conversations import MODEL
 from lmkv.cli.measure.pages import wait_until_populated
 from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.vllm_engines import ONE_PROCESS, engine_specs, leave, open_engine
@@ -75,7 +79,7 @@ class Clock:
         return call
 
 
-def run_engine(folder: Path, name: str, dtype: str) -> None:
+def run_engine(folder: Path, name: str, dtype: str, *, cheap: bool) -> None:
     """In the child: answer each seed with the times of its prompts."""
     questions = Questions()  # before vLLM prints anything
     from vllm import SamplingParams
@@ -92,7 +96,7 @@ def run_engine(folder: Path, name: str, dtype: str) -> None:
         "metrics": Clock(Samples, Telemetry, LMKVStats, LMKVPromMetrics),
     }
     specs = engine_specs(folder, PROMPT + ANSWER, host_gib=HOST_GIB, requests=REQUESTS, dtype=dtype)
-    llm = open_engine(specs[name], folder)
+    llm = open_engine(evolve(specs[name], model=MODEL) if cheap else specs[name], folder)
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
 
     def measure(seed: int) -> dict[str, float]:
@@ -119,11 +123,12 @@ def main() -> int:
     parser = arguments_of(__doc__, quick="eight rounds")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cheap", action="store_true", help="the model of multiturn.py")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        run_engine(options.folder, options.engine, options.dtype)
+        run_engine(options.folder, options.engine, options.dtype, cheap=options.cheap)
     found: dict[str, list[dict[str, float]]] = {OFF: [], ON: []}
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-miss-")))
@@ -131,6 +136,7 @@ def main() -> int:
         for name in found:
             folder = root / name.replace(" ", "-")
             command = [sys.executable, __file__, "--engine", name, "--folder", str(folder), "--dtype", options.dtype]
+            command += ["--cheap"] if options.cheap else []
             engines[name] = stack.enter_context(closing(ChildProcess(command, folder, ONE_PROCESS)))
             engines[name].ask(2**32)
         for number, name in turns(engines, WARM + (8 if options.quick else options.rounds)):

@@ -4,6 +4,7 @@
                                    [--policies LRU,ADAPTIVE] [--disk FOLDER] [--quick] [--json]
                                    [--picture docs/multiturn.svg]
     python benchmarks/multiturn.py --new [--rounds 15]
+    python benchmarks/multiturn.py --pairs [--rounds 15]
     python benchmarks/multiturn.py --audits 0.1
     python benchmarks/multiturn.py --drawn-from turns.json --picture docs/multiturn.svg
 
@@ -23,9 +24,10 @@ A second vLLM alone shows how far two equal engines are apart.
 and without audits of this share of the hits. An audit costs the same whatever the rate is, so a higher rate shows the
 cost of a lower one, less its noise.
 With `--new` vLLM takes part with two more connectors, bounds of all others: one does nothing, the other only copies
-what it would store. Two engines differ by more than a connector costs. Therefore that connector and lmkv with LRU are
-compared with themselves, too: the same processes, with other requests in the same order that neither store nor load.
-lmkv hashes and looks at those requests all the same: that cost is on both sides.
+what it would store. Two engines differ by more than a connector costs. Therefore `--pairs` compares engines with
+themselves: pairs of small batches of new prompts, one of which the connector stores and one that it skips, in random
+order right after each other. vLLM alone, where both are the same, shows what is left of noise. lmkv hashes and looks
+at requests that it skips, too: that cost is on both sides.
 The picture needs matplotlib (`pip install "lmkv[plot]"`).
 """
 
@@ -38,6 +40,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +52,7 @@ from attrs import evolve
 
 from benchmarks._lmcache_server import ENVIRONMENT, Server
 from benchmarks._timing import REPOSITORY, Row, arguments_of, finish, interval, machine, percentile, turns
-from lmkv.cli.measure.conversations import Engine, Load, Round, differing, host_gib, rounds_that_differ, spec
+from lmkv.cli.measure.conversations import AT_ONCE, Engine, Load, Round, differing, host_gib, rounds_that_differ, spec
 from lmkv.cli.measure.load import NEW_TARGET
 from lmkv.cli.measure.process import LOG
 from lmkv.cli.measure.report import SURE, Comparison, draw
@@ -57,13 +60,18 @@ from lmkv.cli.measure.report import SURE, Comparison, draw
 TITLE = "Conversations"
 ALONE, AGAIN, AUDITED = "vLLM alone", "vLLM alone, again", "lmkv, audited"
 IDLE, COPYING = "vLLM, connector that does nothing", "vLLM, connector that only copies"
+BOUNDS = {IDLE: "IdleConnector", COPYING: "CopyingConnector"}
 ROUTE = "LMCache, shared memory"
 SUFFIX = ", skipped"
 """Ends the name of an engine's rounds whose requests neither store nor load."""
 AUDIT_TARGET_RATE, AUDIT_TARGET = 0.01, 0.015
 """Share of the throughput that audits of so many hits may cost."""
+PAIRS = 20
+"""Pairs of batches of an engine in each round."""
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 Found = Mapping[str, list[Round]]
+Pairs = Mapping[str, list[tuple[float, float]]]
+"""Of each engine the seconds of batches of new prompts: one that its connector stores, and one that it skips."""
 
 
 class Engines:
@@ -80,13 +88,12 @@ class Engines:
         host = {} if over is None else {"max_local_cpu_size": host_gib(self._load, over), **settings}
         self._start(name, spec(self._load, host or None), sys.executable, {})
 
-    def add_bounds(self, over: float) -> None:
-        """vLLM with a connector that does nothing, and with one that copies into as much memory as lmkv has."""
+    def add_bound(self, name: str, over: float) -> None:
+        """vLLM with a connector that does nothing, or with one that copies into as much memory as lmkv has."""
         settings = {"copied_tokens": int(self._load.users * self._load.tokens / over)}
         plain = spec(self._load, settings)
-        for name, connector in ((IDLE, "IdleConnector"), (COPYING, "CopyingConnector")):
-            bound = evolve(plain, connector=connector, connector_module="benchmarks._bound_connectors")
-            self._start(name, bound, sys.executable, {})
+        bound = evolve(plain, connector=BOUNDS[name], connector_module="benchmarks._bound_connectors")
+        self._start(name, bound, sys.executable, {})
 
     def add_skipped(self, name: str) -> None:
         """The same engine once more, with requests that its connector neither stores nor loads."""
@@ -116,9 +123,7 @@ class Engines:
 
     def run(self, rounds: int, minutes: float) -> Found:
         """All engines in each round; none begins after so many minutes."""
-        # Only the first long prompts allocate buffers and load kernels; memory is full after some conversations.
-        for engine in set(self._engines.values()):
-            engine.run(evolve(self._load, users=min(8, self._load.users)), -1)
+        self._warm_up()
         found: dict[str, list[Round]] = {name: [] for name in self._engines}
         started = time.monotonic()
         for number, name in turns(self._engines, rounds):
@@ -128,25 +133,57 @@ class Engines:
             one = self._engines[name].run(load, number)
             found[name].append(one)
             print(f"round {number}, {name}: {one.seconds:.1f} s", flush=True)
+        return found
+
+    def _warm_up(self) -> None:
+        """Only the first long prompts allocate buffers and load kernels; memory is full after some conversations."""
+        for engine in set(self._engines.values()):
+            engine.run(evolve(self._load, users=min(8, self._load.users)), -1)
+
+    def pairs(self, rounds: int) -> Pairs:
+        """Batches of as many new prompts as are in flight at a time, of the load's average length."""
+        length = self._load.prompt_tokens // (self._load.users * self._load.turns)
+        batch = evolve(self._load, users=AT_ONCE, turns=1, question=length, new=True)
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in self._engines}
+        self._warm_up()
+        for number, name in turns(self._engines, rounds):
+            for pair in range(PAIRS):
+                seconds = {
+                    skip: self._engines[name].run(evolve(batch, skipped=skip), number * PAIRS + pair).seconds
+                    for skip in random.sample((False, True), 2)
+                }
+                found[name].append((seconds[False], seconds[True]))
+        return found
+
+    def leave(self) -> None:
         for engine in set(self._engines.values()):
             engine.leave()
-        return found
 
 
 def rows(load: Load, found: Found) -> list[Row]:
     made = [row for name, rounds in found.items() for row in rows_of(load, name, rounds, found[ALONE])]
     for name in (name for name in found if skipped(name) in found):
         ratios, cpu = time_ratios(found[skipped(name)], found[name]), cpu_ratios(found[name], found[skipped(name)])
-        value, least = median(ratios), interval(ratios)[0]
-        target = (NEW_TARGET if load.new else 1.0) if name.startswith("lmkv") else None
-        # Where nothing can be won, only the lower end counts: noise must not pass for no cost.
-        met = None if target is None else (least if load.new else value) >= target
+        value = median(ratios)
+        target = 1.0 if name.startswith("lmkv") else None
+        met = None if target is None else value >= target
         beside = "beside the same engine, whose requests neither store nor load"
         made += [
             Row(f"{name}: throughput {beside}, {within(ratios)}", value, "x", skipped(name), value, target, met),
             Row(f"{name}: CPU time {beside}, {within(cpu)}", median(cpu), "x"),
         ]
     return made
+
+
+def pair_rows(pairs: Pairs) -> Iterator[Row]:
+    """Throughput of what is stored beside that of what is skipped."""
+    for name, seconds in pairs.items():
+        ratios = [skip / stored for stored, skip in seconds]
+        value, (least, _) = median(ratios), interval(ratios)
+        title = f"{name}: throughput beside batches that the connector skips, {len(ratios)} pairs, {within(ratios)}"
+        target = NEW_TARGET if name.startswith("lmkv") else None
+        # Where nothing can be won, only the lower end counts: noise must not pass for no cost.
+        yield Row(title, value, "x", "itself", value, target, None if target is None else least >= target)
 
 
 def skipped(name: str) -> str:
@@ -278,6 +315,7 @@ def main() -> int:
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
     parser.add_argument("--disk", type=Path, metavar="FOLDER", help="where to keep a disk tier for another engine")
     parser.add_argument("--new", action="store_true", help="no prompt begins like another one")
+    parser.add_argument("--pairs", action="store_true", help="storing beside skipping, in the same engine")
     parser.add_argument("--audits", type=float, metavar="RATE", help="measure what audits of this share of hits cost")
     parser.add_argument("--picture", type=Path, help="where to draw the comparison, as SVG or PNG")
     parser.add_argument("--drawn-from", type=Path, help="what an earlier run printed with --json; measures nothing")
@@ -296,18 +334,24 @@ def main() -> int:
             engines.add("lmkv", levels[0])
             engines.add(AUDITED, levels[0], audit_rate=options.audits)
             found = engines.run(rounds, options.minutes)
+            engines.leave()
             return finish(audit_rows(load, found["lmkv"], found[AUDITED]), options.json)
         engines.add(ALONE)
+        if options.pairs:
+            engines.add_bound(COPYING, levels[0])
+            engines.add(f"lmkv, RAM for 1 in {levels[0]:g}", levels[0])
+            paired = engines.pairs(rounds)
+            engines.leave()
+            return finish([*pair_rows(paired)], options.json)
         engines.add(AGAIN)
-        if options.new:
-            engines.add_bounds(levels[0])
-            engines.add_skipped(COPYING)
+        for name in BOUNDS if options.new else ():
+            engines.add_bound(name, levels[0])
         for over in levels:
             memory = f"RAM for 1 in {over:g}"
             for policy in options.policies.split(","):
                 name = "lmkv" if policy == "LRU" else f"lmkv {policy}"
                 engines.add(f"{name}, {memory}", over, cache_policy=policy)
-                if policy == "LRU":
+                if policy == "LRU" and not options.new:
                     # Another one would learn from the requests that skip it.
                     engines.add_skipped(f"{name}, {memory}")
             if options.disk:
@@ -318,6 +362,7 @@ def main() -> int:
         for line in differences(found, engines.logged):
             print(line)
         result = rows(load, found)
+        engines.leave()
     if options.picture:
         draw(comparisons(result), machine(), options.picture, title=TITLE)
     return finish(result, options.json)

@@ -12,7 +12,8 @@ A lower tier is shown beside the sum of host memory's time and 1.1 times that of
 same round: of as many files of the tier by one thread, from a disk with O_DIRECT, from shared memory with their
 checksums; of as many values of Redis by redis-py. The plain read, too, is timed after a pause, in a turn of its own,
 and again right after the tier's second answer, while that engine's processes poll. Shared memory, where an engine that
-has ended stored the chunks, is shown beside host memory alone, too. Lower tiers are always loaded from, however slow
+has ended stored the chunks, is shown beside host memory alone, too, and so is the least that this could be: a
+hit in host memory with the plain read in place of its copy. Lower tiers are always loaded from, however slow
 they are. With --within-vllm another engine has each request wait until one plain thread has read the disk, and is asked
 in turn. `--only` names those that take part, since engines that wait for their turn disturb the others. With
 --lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes its
@@ -140,6 +141,8 @@ def main() -> int:
     used |= {name: paused[name] for name in plain}
     for when, times in ((USED, used), (PAUSED, paused)):
         found += [*rows(times, f"{when}, {how}"), *parts(answers[when], when)]
+        if SHARED in below:
+            found.append(least(answers[when][WITHIN], times, when))
     return finish(found, options.json)
 
 
@@ -177,6 +180,14 @@ def parts(answers: Mapping[str, Sequence[Answer]], when: str) -> Iterator[Row]:
         }
         for part, seconds in of_name.items():
             yield Row(f"{name}, {when}: {part}", statistics.median(map(seconds, answers[name])), "s")
+
+
+def least(answers: Sequence[Answer], times: Mapping[str, Sequence[float]], when: str) -> Row:
+    """The least that a hit in shared memory takes: one in host memory, with a plain read in place of its copy."""
+    read = PLAIN[SHARED] + (POLLING if when == USED else "")
+    bound = [each.ttft_s - each.load_s + took for each, took in zip(answers, times[read], strict=True)]
+    ratio = statistics.median(one / each.ttft_s for one, each in zip(bound, answers, strict=True))
+    return Row(f"{WITHIN}, {when}: with {read} for its copy", statistics.median(bound), "s", WITHIN, ratio)
 
 
 def beside(title: str, warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:

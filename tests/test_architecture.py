@@ -70,14 +70,14 @@ BUDGET = {
     "errors": 59,
     "outcomes": 40,
     "protocols": 113,
-    "chunks": 550,
+    "chunks": 553,
     "plugins": 33,
     "policies": 1062,
     "simulation": 359,
     "config": 705,
     "memory": 1212,
     "store.tiers": 1365,
-    "store": 1299,
+    "store": 1302,
     "backends": 366,
     "backends.disk": 1039,
     "backends.remote": 1347,
@@ -85,14 +85,14 @@ BUDGET = {
     "engine": 490,
     "": 60,
     "agent": 929,
-    "vllm": 2032,
+    "vllm": 2037,
     "vllm.requests": 301,
     "vllm.observe": 785,
-    "vllm.scheduler": 1523,
+    "vllm.scheduler": 1525,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15773
+WHOLE = 15785
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -194,8 +194,9 @@ class Engine:
         """Store chunks [first, end) as far as there are slots; how many are stored, here or by others."""
         with request.reserve(self._store, first, end) as reservation:
             copies = request.copies_to_slots(reservation.slots, first, end)
-            with self._locked_copier() as copier:
-                copier.store(copies).wait()
+            # Not `_locked_copier`, whose generator takes long in caches that a copy has left cold.
+            with self._copy_lock:
+                self._check_copies().store(copies).wait()
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
             return reservation.accepted
@@ -222,8 +223,8 @@ class Engine:
         while done < len(keys):
             with lease_window(self._store, keys[done:], timeout) as lease:
                 copies = request.copies_to_blocks(lease.slots, done)
-                with self._locked_copier() as copier:
-                    copier.load(copies).wait()
+                with self._copy_lock:
+                    self._check_copies().load(copies).wait()
             if not copies:
                 break
             done += len(copies)

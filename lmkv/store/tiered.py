@@ -205,10 +205,14 @@ class TieredStore:
         `origins`: each chunk's `KeyChain.origin`, if `Catalog.longest_prefix` is to find it. `protect`: the whole
         chain, head first; its chunks before `keys` are not evicted unless a lower tier stores them.
         """
-        with self._planned() as after:
+        # Not `_planned`, whose generator takes long in caches that a copy has left cold.
+        after = AfterLock()
+        with self._lock:
             self._expire(after)
             wanted = () if self._closed else keys
-            return self._reserver.reserve(wanted, parent, tokens, origins, protect, after)
+            reservation = self._reserver.reserve(wanted, parent, tokens, origins, protect, after)
+        after.run(self._pool.submit)
+        return reservation
 
     def write_to_shared(self, keys: Sequence[ChunkKey]) -> int:
         """Write leading chunks to shared tiers that lack them; how many chunks are there, or on their way.

@@ -98,7 +98,8 @@ class StepPlanBuilder:
 
     def __init__(self) -> None:
         self._last_job = 0
-        self._plan = StepPlan()
+        self._loads: list[CopyOrder] = []
+        self._stores: list[CopyOrder] = []
         self.timed = 0
 
     def load(
@@ -115,13 +116,13 @@ class StepPlanBuilder:
         order = CopyOrder(
             self._new_job(), copies, False, failed_blocks, between_steps, finishes, files=list(files), place=place
         )
-        self._plan.loads.append(order)
+        self._loads.append(order)
         return order
 
     def store(self, copies: list[ChunkCopy], compares: Sequence[int] = ()) -> CopyOrder:
         """Add a store to the plan, and a comparison of what it has copied."""
         order = CopyOrder(self._new_job(), copies, stores=True, compares=list(compares))
-        self._plan.stores.append(order)
+        self._stores.append(order)
         return order
 
     def _new_job(self) -> int:
@@ -130,5 +131,6 @@ class StepPlanBuilder:
 
     def take(self, slab: SlabRef | None) -> StepPlan:
         """The plan so far; a new one is begun. `slab`: for the workers to map, if there are orders."""
-        plan, self._plan, timed, self.timed = self._plan, StepPlan(), self.timed, 0
-        return StepPlan(plan.loads, plan.stores, slab if plan.loads or plan.stores else None, timed)
+        loads, stores, timed = self._loads, self._stores, self.timed
+        self._loads, self._stores, self.timed = [], [], 0
+        return StepPlan(loads, stores, slab if loads or stores else None, timed)

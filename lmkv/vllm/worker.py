@@ -93,7 +93,9 @@ class Worker:
         self._suspended = False
         self._launched: Event | None = None
         """Marks the work that was launched when the orders came; later work uses no block that is being filled."""
-        self._plan = StepPlan()
+        self._due_loads: list[CopyOrder] = []
+        self._due_stores: list[CopyOrder] = []
+        """The orders of the step that were not taken yet: whatever happens, none is executed twice."""
         self._running: list[_Running] = []
         self._report = WorkerReport()
         self._samples = Samples()
@@ -166,7 +168,7 @@ class Worker:
 
     def begin(self, plan: StepPlan) -> None:
         """Take the orders of a step. Each is executed once, whether or not the model runs in that step."""
-        self._plan = plan
+        self._due_loads, self._due_stores = plan.loads, plan.stores
         if plan.timed:
             self._report.steps.add(plan.timed)
         if plan.slab is not None:
@@ -213,8 +215,9 @@ class Worker:
 
     def load(self) -> None:
         """Execute the step's loads, before the model runs."""
-        # Taken out of the plan first: whatever happens, no order is executed twice.
-        orders, self._plan = self._plan.loads, StepPlan(stores=self._plan.stores)
+        orders, self._due_loads = self._due_loads, []
+        if not orders:
+            return
         layerwise = [order for order in orders if self._layerwise and order.copies and not order.between_steps]
         if layerwise:
             self._reading = LayerwiseTransfer(layerwise, self._ready_copier, loads=True)
@@ -240,8 +243,8 @@ class Worker:
 
     def save_layer(self, layer: int) -> None:
         """The model has written this layer: begin to store it."""
-        if self._writing is None and self._layerwise and self._stores and self._plan.stores:
-            orders, self._plan = self._plan.stores, StepPlan(self._plan.loads)
+        if self._writing is None and self._layerwise and self._stores and self._due_stores:
+            orders, self._due_stores = self._due_stores, []
             self._writing = LayerwiseTransfer(orders, self._ready_copier, loads=False)
         if self._writing is not None:
             self._writing.step(layer)
@@ -251,7 +254,7 @@ class Worker:
         reading, writing, self._reading, self._writing = self._reading, self._writing, None, None
         self._end(reading)
         self._end(writing)
-        orders, self._plan = self._plan.stores, StepPlan()
+        orders, self._due_stores = self._due_stores, []
         if self._stores:
             self._execute(orders, lambda copier, order: copier.store(order.copies))
         else:

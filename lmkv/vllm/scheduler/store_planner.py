@@ -49,6 +49,9 @@ class StorePlanner:
 
     def completes(self, state: RequestState, computed: int) -> int:
         """How many leading chunks are complete after `computed` tokens; 0 when all of them are stored."""
+        if computed < (state.stored + 1) * self._chunk_size:
+            # Most steps of most requests.
+            return 0
         # With asynchronous scheduling, tokens are computed before their ids are known here.
         known = min(computed, state.request.num_tokens) - self._late
         if not self._save_decode:
