@@ -8,11 +8,11 @@ with a 95 % confidence interval that assumes nothing about their distribution.
 
 That interval does not cover what is constant within a process, such as the addresses of its memory, and two
 engines without any connector differ by more than a connector costs. So the time within the connector's
-methods is measured, too: its share of the same engine's wall time is the cost of a miss. About half of it are copies of
-what is stored, which are measured alone, too. So is the time that metrics take on vLLM's thread: to count, to
+methods is measured, too: its share of the same engine's wall time is the cost of a miss. A quarter to a half of it are
+copies of what is stored, which are measured alone, too. So is the time that metrics take on vLLM's thread: to count, to
 aggregate, and to hand over to Prometheus, which is in the same process here. Without AVX-512 vLLM computes bfloat16
-so slowly that float32 says more. `--cheap` has the model of multiturn.py, which computes a token in a third of the
-time: the cost that its `--new` and `--pairs` look for in throughput, measured within the engine.
+so slowly that float32 says more. `--cheap` has the model of multiturn.py in float32, which computes a token in a third
+of the time: the cost that its `--new` and `--pairs` look for in throughput, measured within the engine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OFF, ON = "nothing", "lmkv ram"
 REQUESTS, PROMPT, ANSWER = 4, 1500, 24
 HOST_GIB = 0.25
 """Small, so that stores evict, as in a server that has run for a while."""
-WARM = 5
+WARM = 13
 """Rounds that are not counted: after them the tier is full."""
 
 
@@ -127,6 +127,8 @@ def main() -> int:
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.cheap and options.dtype != parser.get_default("dtype"):
+        parser.error("the model of --cheap computes in float32")
     if options.engine:
         run_engine(options.folder, options.engine, options.dtype, cheap=options.cheap)
     found: dict[str, list[dict[str, float]]] = {OFF: [], ON: []}

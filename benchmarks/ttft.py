@@ -187,7 +187,7 @@ def least(answers: Sequence[Answer], times: Mapping[str, Sequence[float]], when:
     read = PLAIN[SHARED] + (POLLING if when == USED else "")
     bound = [each.ttft_s - each.load_s + took for each, took in zip(answers, times[read], strict=True)]
     ratio = statistics.median(one / each.ttft_s for one, each in zip(bound, answers, strict=True))
-    return Row(f"{WITHIN}, {when}: with {read} for its copy", statistics.median(bound), "s", WITHIN, ratio)
+    return Row(f"{WITHIN}, {when}: with {read} in place of its copy", statistics.median(bound), "s", WITHIN, ratio)
 
 
 def beside(title: str, warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:

@@ -70,7 +70,7 @@ BUDGET = {
     "errors": 59,
     "outcomes": 40,
     "protocols": 113,
-    "chunks": 553,
+    "chunks": 550,
     "plugins": 33,
     "policies": 1062,
     "simulation": 359,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15785
+WHOLE = 15780
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -84,7 +84,7 @@ class KeyChain:
         self.keys: list[bytes] = []
         self._chunk_size = chunk_size
         self._extras = _checked_extras(extras) if extras else {}
-        self._stream = _begun_with(root).copy()
+        self._stream = hashlib.sha256(root)
         self._ids = bytearray()
 
     def extend(self, tokens: Tokens) -> None:
@@ -143,12 +143,6 @@ class KeyChain:
 
     def _rerooted(self, extra: bytes) -> hashlib._Hash:
         return hashlib.sha256(_with_extra(self.keys[-1] if self.keys else self.root, extra))
-
-
-@lru_cache(256)
-def _begun_with(root: bytes) -> hashlib._Hash:
-    """A hash that has seen the root. To copy it takes less time than to make one: OpenSSL looks for the algorithm."""
-    return hashlib.sha256(root)
 
 
 def _with_extra(before: bytes, extra: bytes) -> bytes:

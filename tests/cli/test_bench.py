@@ -16,7 +16,9 @@ from attrs import asdict, evolve
 from redis import Redis
 from typer.testing import CliRunner
 
+from benchmarks.multiturn import pair_rows
 from benchmarks.scale import call_rows
+from benchmarks.ttft import PAUSED, PLAIN, least
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.hashing import chunk_keys
 from lmkv.cli import bench
@@ -30,6 +32,8 @@ from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.scale import SHOWN
 from lmkv.cli.measure.scheduler import ALONE, BEYOND, DURING, HASHED, HIT, KEYS, LIMIT, Call, Calls
 from lmkv.cli.measure.timing import WRITES_ENDED, Row, interleaved, interval, median_ratio, wait_until_settled
+from lmkv.cli.measure.ttft import SHARED
+from lmkv.cli.measure.vllm_engines import Answer
 from lmkv.protocols import Chunk
 from tests.forked import python
 from tests.servers import redis_server
@@ -242,9 +246,23 @@ def test_answers_that_differ_are_named() -> None:
     assert answers({"vLLM alone": [alone], "lmkv": [ours]}) == "ANSWERS DIFFER (user-turn): lmkv, round 0: 0-1"
 
 
-@pytest.mark.parametrize("script", ["lookup.py", "multiturn.py", "ttft.py", "gpu_requests.py"])
+@pytest.mark.parametrize("script", ["copy.py", "lookup.py", "miss.py", "multiturn.py", "ttft.py", "gpu_requests.py"])
 def test_the_benchmarks_start(tmp_path: Path, script: str) -> None:
     python(tmp_path, str(BENCHMARKS / script), "--help")
+
+
+def test_pairs_meet_their_target_with_the_lower_end_of_their_interval() -> None:
+    surely, by_chance = [(1.0, 0.999)] * 20, [(1.0, 0.98)] * 8 + [(1.0, 1.02)] * 12
+    alone, ours, other = pair_rows({"vLLM alone": by_chance, "lmkv": surely, "lmkv, again": by_chance})
+    assert (alone.target, ours.met, other.met) == (None, True, False)
+    assert other.ratio == 1.02
+
+
+def test_the_least_of_shared_memory_is_a_hit_with_a_read_in_place_of_its_copy() -> None:
+    answers = [Answer(token_ids=(1,), ttft_s=0.030, hit_tokens=9, load_s=0.006) for _ in range(3)]
+    found = least(answers, {PLAIN[SHARED]: [0.012, 0.015, 0.018]}, PAUSED)
+    assert found.value == pytest.approx(0.039)
+    assert found.ratio == pytest.approx(1.3)
 
 
 def test_the_benchmark_of_scale_measures_one_size(tmp_path: Path) -> None:

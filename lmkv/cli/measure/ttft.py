@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+
+from attrs import evolve
 
 from lmkv.cli.measure.plain import MARGIN, files_of, seconds_of, values_of
 from lmkv.cli.measure.report import Comparison
+from lmkv.cli.measure.timing import turns
 from lmkv.cli.measure.vllm_engines import (
     SEVERAL_PROCESSES,
     Answer,
     EngineProcess,
     EngineSpec,
     engine_specs,
-    fastest,
     wait_until_written,
 )
 
-REPEATS = 15
+ROUNDS = 9
 PAUSE = 0.25
-"""Seconds between repetitions, so that one disturbance does not hit two of them."""
+"""Seconds before each prompt."""
+SMALL_HOST_GIB = 1.0
+"""Host memory of each engine with the small model at most, since all run at once."""
 OWN = "vllm prefix cache"
 RAM, SHARED, DISK, REDIS = "lmkv ram", "lmkv shared memory", "lmkv disk", "lmkv redis"
 NAMES = (OWN, RAM, SHARED, DISK)
@@ -37,41 +41,57 @@ OTHER_PROMPT, PROMPT = 1, 2
 def measure_ttft(
     tokens: int, model: str | None, parent: Path, host_gib: float, redis: str | None, say: Callable[[str], None]
 ) -> Iterator[Comparison]:
-    """Measure one engine after the other, as vLLM runs by default. `redis`: URL of a database that may be used.
+    """Ask engines in turn, each in processes of its own as vLLM runs by default, and compare answers within a round.
 
-    Shared memory has what another engine stored. Each lower tier is shown beside its bound, too: host memory's time and
-    `plain.MARGIN` times a plain read's. The best of `REPEATS` repetitions counts, because disturbances only add.
+    In its turn an engine is asked twice, and the second answer counts: the first one wakes its processes. A `model` of
+    the user's may fill the device, so that its engines run one after the other. `redis`: URL of a database that may be
+    used. Shared memory has what another engine stored. Each lower tier is shown beside its bound, too: host memory's
+    time and `plain.MARGIN` times a plain read's.
     """
+    names = (*NAMES, *([REDIS] if redis else []))
     cold: dict[str, float] = {}
-    warm: dict[str, list[Answer]] = {}
+    warm: dict[str, list[Answer]] = {name: [] for name in names}
     reads: dict[str, list[float]] = {}
-    for name in (*NAMES, *([REDIS] if redis else [])):
-        say(f"vLLM: {name}, a prompt of {tokens:,} tokens")
-        place = MEMORY if name == SHARED else parent
-        with tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=place) as temporary:
-            folder = Path(temporary)
-            spec = engine_specs(folder, tokens + 16, model=model, host_gib=host_gib, remote_url=redis)[name]
-            if name == SHARED:
-                store_and_end(spec, folder, tokens, SEVERAL_PROCESSES)
-            with closing(EngineProcess(spec, folder, SEVERAL_PROCESSES)) as engine:
+    for group in [(name,) for name in names] if model else [names]:
+        with ExitStack() as stack:
+            engines: dict[str, tuple[EngineProcess, Path]] = {}
+            plain: dict[str, Callable[[], None]] = {}
+            for name in group:
+                say(f"vLLM: {name}, a prompt of {tokens:,} tokens")
+                place = MEMORY if name == SHARED else parent
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=place)))
+                host = host_gib if model else min(host_gib, SMALL_HOST_GIB)
+                spec = engine_specs(folder, tokens + 16, model=model, host_gib=host, remote_url=redis)[name]
+                if name == SHARED:
+                    store_and_end(spec, folder, tokens, SEVERAL_PROCESSES)
+                engine = stack.enter_context(closing(EngineProcess(spec, folder, SEVERAL_PROCESSES)))
                 cold[name] = first_time(engine, folder, tokens).ttft_s
-                read = _plain_read(name, folder, redis)
-                warm[name] = []
-                for _ in range(REPEATS):
-                    warm[name].append(send(engine, folder, tokens))
-                    if read is not None:
-                        reads.setdefault(name, []).append(seconds_of(read))
+                engines[name] = engine, folder
+                if (read := _plain_read(name, folder, redis)) is not None:
+                    plain[name], reads[name] = read, []
+            for _, name in turns(group, ROUNDS):
+                send(*engines[name], tokens)
+                warm[name].append(send(*engines[name], tokens))
+                if name in plain:
+                    reads[name].append(seconds_of(plain[name]))
+    yield from _comparisons(tokens, cold[OWN], warm, reads)
+
+
+def _comparisons(
+    tokens: int, computed: float, warm: Mapping[str, Sequence[Answer]], reads: Mapping[str, Sequence[float]]
+) -> Iterator[Comparison]:
+    seconds = {name: [each.ttft_s for each in found] for name, found in warm.items()}
     missed = [name for name, found in warm.items() if min(each.hit_tokens for each in found) < tokens // 2]
-    best = {name: fastest(found) for name, found in warm.items()}
-    note = f"no hits: {', '.join(missed)}" if missed else f"best of {REPEATS} repetitions"
-    title = f"First token, {tokens:,} tokens"
-    bars = {COMPUTED: cold[OWN], **best}
-    yield Comparison(title, "s", bars, OWN, log=True, note=note, targets={RAM: RAM_TARGET})
-    for name, seconds in reads.items():
-        bars = {BOUND: best[RAM] + MARGIN * min(seconds), name: best[name]}
-        yield Comparison(f"{title}, {name.removeprefix('lmkv ')}", "s", bars, BOUND, targets={name: 1.0})
-    beside = {name: best[name] for name in (RAM, SHARED)}
-    yield Comparison(f"{title}, shared memory beside host memory", "s", beside, RAM, targets={SHARED: SHARED_TARGET})
+    title, note = f"First token, {tokens:,} tokens", f"no hits: {', '.join(missed)}" if missed else ""
+    found = Comparison.of_rounds(title, "s", seconds, OWN, {RAM: RAM_TARGET}, note=note)
+    yield evolve(found, bars={COMPUTED: computed, **found.bars}, log=True)
+    for name, plain in reads.items():
+        bound = [own + MARGIN * read for own, read in zip(seconds[RAM], plain, strict=True)]
+        beside = {BOUND: bound, name: seconds[name]}
+        yield Comparison.of_rounds(f"{title}, {name.removeprefix('lmkv ')}", "s", beside, BOUND, {name: 1.0})
+    both = {name: seconds[name] for name in (RAM, SHARED)}
+    targets = {SHARED: SHARED_TARGET}
+    yield Comparison.of_rounds(f"{title}, shared memory beside host memory", "s", both, RAM, targets)
 
 
 def store_and_end(spec: EngineSpec, folder: Path, tokens: int, env: Mapping[str, str]) -> None:
