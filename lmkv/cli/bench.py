@@ -33,7 +33,9 @@ def bench(
         str | None, typer.Option(help="Model for vLLM's first tokens.", show_default="a small one with random weights")
     ] = None,
     tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt for vLLM.")] = 8000,
-    host_gib: Annotated[float, typer.Option(help="Host memory of lmkv's tier then, in GiB.")] = 4.0,
+    host_gib: Annotated[
+        float, typer.Option(help="Host memory of lmkv's tier then, in GiB; at most 1 without --model.")
+    ] = 4.0,
     engine: Annotated[bool, typer.Option("--engine/--no-engine", help="Whether to measure vLLM, if installed.")] = True,
     disk: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder on the disk to measure.", show_default="TMPDIR")
