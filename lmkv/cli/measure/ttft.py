@@ -62,6 +62,9 @@ def measure_ttft(
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=place)))
                 host = host_gib if model else min(host_gib, SMALL_HOST_GIB)
                 spec = engine_specs(folder, tokens + 16, model=model, host_gib=host, remote_url=redis)[name]
+                if not model:
+                    # Several engines share a device.
+                    spec = evolve(spec, options={"gpu_memory_utilization": 0.1})
                 if name == SHARED:
                     store_and_end(spec, folder, tokens, SEVERAL_PROCESSES)
                 engine = stack.enter_context(closing(EngineProcess(spec, folder, SEVERAL_PROCESSES)))
