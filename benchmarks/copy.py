@@ -7,7 +7,7 @@ CPU seconds of store and retrieve of 8 or 32 chunks a request, paged tensors of 
 copies the same pages between the same tensors and an array in the place of the slots, page by page and layer by layer;
 the faster way is the limit, for lmkv and for its copier alone. A contiguous copy of as many bytes is shown, too, but
 pages are too short to reach it on every processor. The second command leaves AVX-512 out. Each call of the engine
-divides into its copies and its control path, which are timed within it. The control path alone is
+divides into its copies, which are timed within it, and the rest, its control path. The control path alone is
 the same with the copies left out, also for requests of 1 and 2 chunks, beside hashing the keys of the chunks and
 putting each into a dict and taking it out; in cold caches, as copies leave them, both take several times as long.
 With --lmcache, the interpreter of an environment that has torch and lmcache, LMCache does the same in every round
@@ -46,7 +46,7 @@ from lmkv.memory.copier import DONE, ChunkCopy, Copier, Event, Run
 
 BLOCK, CHUNK, CHUNKS = 16, 256, 8
 SHAPES = {"32 MiB chunks": (32, CHUNKS), "4 MiB chunks, 32 a request": (4, 32), "4 MiB chunks": (4, CHUNKS)}
-"""By label, the layers and the chunks of a request. A layer has 1 MiB of a chunk. Many caches can hold the last."""
+"""Layers and chunks of a request, by label. Each layer has 1 MiB of a chunk. Many caches hold a request of the last."""
 PEER_TARGET = 3.0
 CONTIGUOUS, PAGES = "a contiguous copy", "the same pages by numpy"
 CONTROL = {"store": 5.0, "retrieve": 3.0}

@@ -71,7 +71,7 @@ PAIRS = 20
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 Found = Mapping[str, list[Round]]
 Pairs = Mapping[str, list[tuple[float, float]]]
-"""Of each engine the seconds of batches of new prompts: one that its connector stores, and one that it skips."""
+"""Each engine's pairs: the seconds of a batch that its connector stores, and those of a batch that it skips."""
 
 
 class Engines:

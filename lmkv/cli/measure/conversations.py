@@ -19,7 +19,7 @@ from attrs import asdict, field, frozen
 
 from lmkv.cli.measure.process import ChildProcess, Questions
 from lmkv.cli.measure.small_model import SmallModel
-from lmkv.cli.measure.vllm_engines import SEVERAL_PROCESSES, VOCABULARY, EngineSpec, leave, open_engine
+from lmkv.cli.measure.vllm_engines import SEVERAL_PROCESSES, SHARED_DEVICE, VOCABULARY, EngineSpec, leave, open_engine
 
 MODEL = SmallModel(layers=4, hidden=256)
 KV_SPACE = 3
@@ -156,8 +156,7 @@ def spec(load: Load, settings: dict[str, Any] | None = None) -> EngineSpec:
         kv_bytes=int(KV_SPACE * (load.tokens + 64) * MODEL.kv_bytes_per_token),
         prefix_caching=True,
         settings=settings,
-        # Several engines share a device.
-        options={"gpu_memory_utilization": 0.1},
+        options=SHARED_DEVICE,
     )
 
 

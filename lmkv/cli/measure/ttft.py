@@ -15,6 +15,7 @@ from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import turns
 from lmkv.cli.measure.vllm_engines import (
     SEVERAL_PROCESSES,
+    SHARED_DEVICE,
     Answer,
     EngineProcess,
     EngineSpec,
@@ -63,8 +64,7 @@ def measure_ttft(
                 host = host_gib if model else min(host_gib, SMALL_HOST_GIB)
                 spec = engine_specs(folder, tokens + 16, model=model, host_gib=host, remote_url=redis)[name]
                 if not model:
-                    # Several engines share a device.
-                    spec = evolve(spec, options={"gpu_memory_utilization": 0.1})
+                    spec = evolve(spec, options=SHARED_DEVICE)
                 if name == SHARED:
                     store_and_end(spec, folder, tokens, SEVERAL_PROCESSES)
                 engine = stack.enter_context(closing(EngineProcess(spec, folder, SEVERAL_PROCESSES)))

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 CONNECTOR = "LMKVConnector"
 CONNECTOR_MODULE = "lmkv.vllm.connector"
 START_TIMEOUT = 900.0
+SHARED_DEVICE = {"gpu_memory_utilization": 0.1}
+"""Options of engines of which several share a device."""
 VOCABULARY = 1000
 """Prompts are random ids below this: every model has these tokens."""
 MAX_SOCKET_FOLDER = 70
