@@ -1,7 +1,8 @@
-"""KV connectors of vLLM as bounds of every other one: one does nothing, one only copies, and one only reads."""
+"""KV connectors of vLLM as bounds of every other one: they do nothing, only copy, or only read."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-from lmkv.cli.measure.plain import files_of
+from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
+from lmkv.cli.measure.plain import files_of, files_of_one_prompt
 from lmkv.memory.paged import block_rows
 
 
@@ -72,6 +74,59 @@ class BlocksMetadata(KVConnectorMetadata):
 
     def __init__(self, blocks: list[int]) -> None:
         self.blocks = blocks
+
+
+class FilesConnector(IdleConnector):
+    """Fills each prompt's blocks, but for its last token, from as many files in memory below `plain_folder`.
+
+    Nothing is hashed, looked up or verified, and the bytes are another prompt's: what is left is the price of reading
+    the files and of computing their checksums, in vLLM's worker.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._files = files_of_one_prompt(Path(settings["plain_folder"]))
+        self._blocks: list[int] = []
+        self._layers: list[np.ndarray] = []
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return request.num_tokens - 1 - num_computed_tokens, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._blocks = list(blocks.get_block_ids()[0])
+
+    def build_connector_meta(self, scheduler_output: Any) -> BlocksMetadata:
+        blocks, self._blocks = self._blocks, []
+        return BlocksMetadata(blocks)
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._layers = [block_rows(tensor, name).numpy() for name, tensor in kv_caches.items()]
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, BlocksMetadata)
+        blocks, page = metadata.blocks, sum(layer.shape[1] for layer in self._layers)
+        for path, size in self._files.items() if blocks else ():
+            count = size // page
+            some, blocks = blocks[:count], blocks[count:]
+            parts = [part for layer in self._layers for part in _parts(layer, some)]
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                assert os.preadv(fd, parts, size - count * page) == count * page
+            finally:
+                os.close(fd)
+            for part in parts:
+                segment_checksums(part, DEFAULT_SEGMENT_BYTES)
+
+
+def _parts(layer: np.ndarray, blocks: list[int]) -> list[memoryview]:
+    """The memory of a layer's blocks, in one piece if they follow each other."""
+    assert layer.flags.c_contiguous
+    if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+        return [layer[blocks[0] : blocks[0] + len(blocks)].reshape(-1).data]
+    return [layer[block].data for block in blocks]
 
 
 class CopyingConnector(IdleConnector):

@@ -14,10 +14,12 @@ checksums; of as many values of Redis by redis-py. The plain read, too, is timed
 and again right after the tier's second answer, while that engine's processes poll. Shared memory, where an engine that
 has ended stored the chunks, is shown beside host memory alone, too, and so is the least that this could be: a
 hit in host memory with the plain read in place of its copy. Lower tiers are always loaded from, however slow
-they are. With --within-vllm another engine has each request wait until one plain thread has read the disk, and is asked
-in turn. `--only` names those that take part, since engines that wait for their turn disturb the others. With
---lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes its
-turns too, by its default route and by its fastest. With --json the last line is the result.
+they are. With --within-vllm two more engines are asked in turn. One has each request wait until one plain thread has
+read the disk. The other one's worker reads the files in memory into vLLM's blocks and computes their checksums, and
+does nothing else for a hit. `--only` names those that take part, since engines that wait for their turn disturb the
+others. With --lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs,
+LMCacheMPConnector takes its turns too, by its default route and by its fastest. With --json the last line is the
+result.
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ USED, PAUSED = "in use", "after a pause"
 POLLING, INSIDE = " while the engine's processes poll", " within vLLM"
 READER = f"{PLAIN[DISK]}{INSIDE}"
 """An engine whose connector has each request wait for such a read."""
+FILES = "a connector that only reads files in memory, and computes their checksums"
+"""An engine whose connector does no more for a hit: the least that one in shared memory takes."""
 
 
 def main() -> int:
@@ -73,7 +77,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--one-process", action="store_true")
     parser.add_argument("--only", default="disk,shared memory", help="tiers below host memory that take part")
-    parser.add_argument("--within-vllm", action="store_true", help="the disk is read plainly within vLLM, too")
+    parser.add_argument("--within-vllm", action="store_true", help="both are read plainly within vLLM, too")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="folder for the disk tier")
     parser.add_argument("--redis", metavar="URL", help="a Redis on loopback, whose database is used")
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
@@ -81,8 +85,6 @@ def main() -> int:
     if options.lmcache and options.one_process:
         parser.error("vLLM 0.32 in one process does not start with LMCache 0.5.6")
     below = [f"lmkv {tier.strip()}" for tier in options.only.split(",")]
-    if options.within_vllm and DISK not in below:
-        parser.error("--within-vllm reads what the disk tier has stored")
     if not set(below) <= {DISK, SHARED}:
         parser.error(f"--only takes disk and shared memory, not {options.only}; Redis comes with --redis")
     env, how = (ONE_PROCESS, "one process") if options.one_process else (SEVERAL_PROCESSES, "as by default")
@@ -100,7 +102,7 @@ def main() -> int:
             engines[name] = stack.enter_context(closing(engine))
             print(f"{name}: at first {first_time(engine, folders[name], tokens).ttft_s:.3f} s", flush=True)
 
-        folders = {name: root / str(number) for number, name in enumerate((*names, READER, *ROUTES))}
+        folders = {name: root / str(number) for number, name in enumerate((*names, READER, FILES, *ROUTES))}
         memory = tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir="/dev/shm")
         folders[SHARED] = Path(stack.enter_context(memory))
         for name in names:
@@ -110,15 +112,20 @@ def main() -> int:
         if options.redis:
             plain[PLAIN[REDIS]] = values_of(options.redis)
         waits = root / "waits"
-        if options.within_vllm:
-            settings = {"plain_folder": str(folders[DISK]), "waits": str(waits)}
-            plainly = evolve(engine_specs(root, tokens + 16)[OWN], settings=settings, connector="ReadingConnector")
-            start(READER, evolve(plainly, connector_module="benchmarks._bound_connectors"), env)
+        specs = engine_specs(root, tokens + 16)
+        bounds = {
+            READER: (DISK, "ReadingConnector", specs[OWN], {"waits": str(waits)}),
+            FILES: (SHARED, "FilesConnector", specs["nothing"], {}),
+        }
+        for name, (tier, connector, spec, settings) in bounds.items():
+            if options.within_vllm and tier in below:
+                settings = {"plain_folder": str(folders[tier]), **settings}
+                module = "benchmarks._bound_connectors"
+                start(name, evolve(spec, settings=settings, connector=connector, connector_module=module), env)
         if options.lmcache:
             server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GIB, root / "server.log")))
-            alone = engine_specs(root, tokens + 16)["nothing"]
             for name in ROUTES:
-                start(name, server.spec(name, alone), {**ENVIRONMENT, **env}, options.lmcache)
+                start(name, server.spec(name, specs["nothing"]), {**ENVIRONMENT, **env}, options.lmcache)
         paused: dict[str, list[float]] = {name: [] for name in (*engines, *plain)}
         used: dict[str, list[float]] = {name: [] for name in (*engines, *(f"{name}{POLLING}" for name in plain))}
         answers: dict[str, dict[str, list[Answer]]] = {when: {name: [] for name in engines} for when in (USED, PAUSED)}
@@ -161,6 +168,10 @@ def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
         title = f"{name}, {how}: longer than {WITHIN}"
         if name == SHARED:
             found.append(beside(title, warm, name, warm[WITHIN], WITHIN, SHARED_TARGET))
+            if FILES in warm:
+                least_title = f"{FILES}, {how}: longer than {WITHIN}"
+                found.append(beside(least_title, warm, FILES, warm[WITHIN], WITHIN, SHARED_TARGET))
+                found.append(Row(f"{name}, {how}", median_ratio(warm, name, FILES), f"x of {FILES}"))
         for read in (f"{PLAIN.get(name)}{when}" for when in ("", POLLING, INSIDE)):
             if read in warm:
                 bound = [own + MARGIN * each for own, each in zip(warm[WITHIN], warm[read], strict=True)]

@@ -79,7 +79,7 @@ BUDGET = {
     "store.tiers": 1365,
     "store": 1302,
     "backends": 366,
-    "backends.disk": 1039,
+    "backends.disk": 1052,
     "backends.remote": 1347,
     "build": 106,
     "engine": 490,

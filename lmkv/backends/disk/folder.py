@@ -58,10 +58,14 @@ class ChunkFolder:
         return "/".join(self._names_of(key)[1:])
 
     @contextlib.contextmanager
-    def place_of(self, key: ChunkKey) -> Iterator[tuple[Folder, str]]:
-        """The folder of a chunk, and its name there. Raises `FileNotFoundError` without the folder, `OSError`."""
+    def place_of(self, key: ChunkKey, namespace: Folder | None = None) -> Iterator[tuple[Folder, str]]:
+        """The folder of a chunk, and its name there. Raises `FileNotFoundError` without the folder, `OSError`.
+
+        `namespace`: the folder of its namespace, if that is entered already.
+        """
         *folders, name = self._names_of(key)
-        with self.root.entered(*folders) as folder:
+        root = self.root
+        with root.below(namespace, folders[-1]) if namespace else root.entered(*folders) as folder:
             yield folder, name
 
     @contextlib.contextmanager

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Literal
 
 from attrs import define, field
 
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk.fileio import Folder
 from lmkv.backends.disk.root import Root
 from lmkv.outcomes import Read, ReadStatus
 from lmkv.protocols import ChunkKey, Place
+
+_Reads = list[Callable[[], Read]]
 
 
 @define(eq=False, repr=False)
@@ -57,10 +60,12 @@ class SharedMemoryBackend(LocalDiskBackend):
         Ends with the first that fails. All files are opened before the first is read, so at most some dozens.
         """
         self._check_keys([key for key, _ in wanted])
-        found, opened = list[Read](), list[Callable[[], Read]]()
+        found, opened, namespace = list[Read](), _Reads(), None
         with ExitStack() as stack:
+            with suppress(OSError):  # Without it, each chunk says what is wrong.
+                namespace = stack.enter_context(self._folder.entered())
             for key, into in wanted:
-                found.append(self._tried(key, partial(self._open, key, into, stack, opened)))
+                found.append(self._tried(key, partial(self._open, key, into, namespace, stack, opened)))
                 if found[-1].status is not ReadStatus.HIT:
                     break
             for number, (read, (key, _)) in enumerate(zip(opened, wanted, strict=False)):
@@ -70,10 +75,10 @@ class SharedMemoryBackend(LocalDiskBackend):
         return found
 
     def _open(
-        self, key: ChunkKey, into: Sequence[memoryview], stack: ExitStack, opened: list[Callable[[], Read]]
+        self, key: ChunkKey, into: Sequence[memoryview], namespace: Folder | None, stack: ExitStack, opened: _Reads
     ) -> Read:
         """Open a file until the end of the `stack`, and append the call that reads it."""
-        folder, name = stack.enter_context(self._folder.place_of(key))
+        folder, name = stack.enter_context(self._folder.place_of(key, namespace))
 
         def begin() -> None:
             file = stack.enter_context(self._files.opened(folder, name, key, into))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
-import statistics
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -73,12 +72,6 @@ def mapped(shape: tuple[int, ...]) -> Array:
     found = np.frombuffer(mmap.mmap(-1, 8 * math.prod(shape)), np.int64).reshape(shape)
     found[:] = 1
     return found
-
-
-def fastest_way(times: Mapping[str, list[float]], direction: str) -> list[float]:
-    """Seconds of the limit in each round: some processors are faster page by page, others layer by layer."""
-    ways = (found for name, found in times.items() if name.endswith(f", {direction}"))
-    return min(ways, key=statistics.median)
 
 
 def wait_until_populated() -> None:

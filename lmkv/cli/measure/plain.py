@@ -37,12 +37,17 @@ def _of_one_prompt(sizes: Mapping[T, int]) -> dict[T, int]:
     return dict.fromkeys(found[: -(-len(found) // PROMPTS)], whole)
 
 
+def files_of_one_prompt(folder: Path) -> dict[Path, int]:
+    """As many chunks' files of a tier as a prompt has, with their sizes. Raises LookupError without files."""
+    return _of_one_prompt({path: path.stat().st_size for path in folder.joinpath("kv").rglob(f"*{SUFFIX}")})
+
+
 def files_of(folder: Path, *, in_memory: bool) -> Callable[[], None]:
     """Reads as many chunks' files as a prompt has, by one thread: past the page cache, or from memory with checksums.
 
     Raises LookupError without files.
     """
-    sizes = _of_one_prompt({path: path.stat().st_size for path in folder.joinpath("kv").rglob(f"*{SUFFIX}")})
+    sizes = files_of_one_prompt(folder)
     memory = memoryview(mmap.mmap(-1, sum(sizes.values())))
     flags = os.O_RDONLY | (0 if in_memory else _direct_flag(next(iter(sizes))))
 
