@@ -58,15 +58,16 @@ class ChunkFolder:
         return "/".join(self._names_of(key)[1:])
 
     @contextlib.contextmanager
-    def place_of(self, key: ChunkKey, namespace: Folder | None = None) -> Iterator[tuple[Folder, str]]:
-        """The folder of a chunk, and its name there. Raises `FileNotFoundError` without the folder, `OSError`.
-
-        `namespace`: the folder of its namespace, if that is entered already.
-        """
+    def place_of(self, key: ChunkKey) -> Iterator[tuple[Folder, str]]:
+        """The folder of a chunk, and its name there. Raises `FileNotFoundError` without the folder, `OSError`."""
         *folders, name = self._names_of(key)
-        root = self.root
-        with root.below(namespace, folders[-1]) if namespace else root.entered(*folders) as folder:
+        with self.root.entered(*folders) as folder:
             yield folder, name
+
+    def place_in(self, namespace: Folder, key: ChunkKey, stack: contextlib.ExitStack) -> tuple[Folder, str]:
+        """`place_of` in the folder of this namespace, which is entered already, until the end of the `stack`."""
+        _, inner, name = self._names_of(key)
+        return self.root.below(namespace, inner, stack), name
 
     @contextlib.contextmanager
     def entered(self, *below: str) -> Iterator[Folder]:

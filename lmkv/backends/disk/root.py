@@ -157,15 +157,13 @@ class Root:
             finally:
                 os.close(fd)
 
-    @contextlib.contextmanager
-    def below(self, above: Folder, name: str) -> Iterator[Folder]:
-        """The folder `name` in one that is entered, opened without following a link. Raises as `entered` does."""
-        with closed_in_children(f"{self._real}{above.path.removeprefix(self.path)}/{name}"):
-            fd = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above.fd)
-            try:
-                yield self._checked(Folder(fd, f"{above.path}/{name}", os.fstat(fd)), above.status)
-            finally:
-                os.close(fd)
+    def below(self, above: Folder, name: str, stack: contextlib.ExitStack) -> Folder:
+        """The folder `name` in an entered one, open until the end of the `stack`. Raises as `entered` does."""
+        path = f"{above.path}/{name}"
+        stack.enter_context(closed_in_children(self._real + path.removeprefix(self.path)))
+        fd = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above.fd)
+        stack.callback(os.close, fd)
+        return self._checked(Folder(fd, path, os.fstat(fd)), above.status)
 
     def _check_way(self, opened: os.stat_result) -> None:
         if not os.path.samestat(found := self._walk(), opened):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Literal
 
@@ -14,8 +14,6 @@ from lmkv.backends.disk.fileio import Folder
 from lmkv.backends.disk.root import Root
 from lmkv.outcomes import Read, ReadStatus
 from lmkv.protocols import ChunkKey, Place
-
-_Reads = list[Callable[[], Read]]
 
 
 @define(eq=False, repr=False)
@@ -60,12 +58,22 @@ class SharedMemoryBackend(LocalDiskBackend):
         Ends with the first that fails. All files are opened before the first is read, so at most some dozens.
         """
         self._check_keys([key for key, _ in wanted])
-        found, opened, namespace = list[Read](), _Reads(), None
+        found, opened, namespace = list[Read](), list[Callable[[], Read]](), list[Folder]()
+
+        def open_next(key: ChunkKey, into: Sequence[memoryview]) -> Read:
+            if not namespace:
+                namespace.append(stack.enter_context(self._folder.entered()))
+            folder, name = self._folder.place_in(namespace[0], key, stack)
+
+            def begin() -> None:
+                file = stack.enter_context(self._files.opened(folder, name, key, into))
+                opened.append(partial(self._read_in, folder, name, key, file.run))
+
+            return self._read_in(folder, name, key, begin)
+
         with ExitStack() as stack:
-            with suppress(OSError):  # Without it, each chunk says what is wrong.
-                namespace = stack.enter_context(self._folder.entered())
             for key, into in wanted:
-                found.append(self._tried(key, partial(self._open, key, into, namespace, stack, opened)))
+                found.append(self._tried(key, partial(open_next, key, into)))
                 if found[-1].status is not ReadStatus.HIT:
                     break
             for number, (read, (key, _)) in enumerate(zip(opened, wanted, strict=False)):
@@ -73,15 +81,3 @@ class SharedMemoryBackend(LocalDiskBackend):
                 if found[number].status is not ReadStatus.HIT:
                     return found[: number + 1]
         return found
-
-    def _open(
-        self, key: ChunkKey, into: Sequence[memoryview], namespace: Folder | None, stack: ExitStack, opened: _Reads
-    ) -> Read:
-        """Open a file until the end of the `stack`, and append the call that reads it."""
-        folder, name = stack.enter_context(self._folder.place_of(key, namespace))
-
-        def begin() -> None:
-            file = stack.enter_context(self._files.opened(folder, name, key, into))
-            opened.append(partial(self._read_in, folder, name, key, file.run))
-
-        return self._read_in(folder, name, key, begin)
