@@ -77,7 +77,7 @@ class BlocksMetadata(KVConnectorMetadata):
 
 
 class FilesConnector(IdleConnector):
-    """Fills each prompt's blocks, but for its last token, from as many files in memory below `plain_folder`.
+    """Fills the blocks of a prompt's whole chunks from as many files in memory below `plain_folder`. Hits all of it.
 
     Nothing is hashed, looked up or verified, and the bytes are another prompt's: what is left is the price of reading
     the files and of computing their checksums, in vLLM's worker.
@@ -114,7 +114,8 @@ class FilesConnector(IdleConnector):
             parts = [part for layer in self._layers for part in _parts(layer, some)]
             fd = os.open(path, os.O_RDONLY)
             try:
-                assert os.preadv(fd, parts, size - count * page) == count * page
+                if os.preadv(fd, parts, size - count * page) != count * page:
+                    raise RuntimeError(f"{path} was not read at once")
             finally:
                 os.close(fd)
             for part in parts:

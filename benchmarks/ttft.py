@@ -68,7 +68,7 @@ POLLING, INSIDE = " while the engine's processes poll", " within vLLM"
 READER = f"{PLAIN[DISK]}{INSIDE}"
 """An engine whose connector has each request wait for such a read."""
 FILES = "a connector that only reads files in memory, and computes their checksums"
-"""An engine whose connector does no more for a hit: the least that one in shared memory takes."""
+"""An engine whose connector does no more for a hit."""
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,8 +28,8 @@ from lmkv.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-_LOCAL, _THREADS_A_CORE = frozenset({"shared_memory", "disk"}), 2
-"""Tiers of this host, and useful I/O threads for each core where there are no others: with more a hit took longer."""
+_THREADS_A_CORE = {"shared_memory": 2, "disk": 4}
+"""Useful I/O threads for each core, by tier: more were slower. Other tiers have no limit."""
 
 
 def build_store(
@@ -62,9 +63,10 @@ def build_store(
 
 def io_threads(config: Config, tiers: Sequence[str]) -> int:
     """Threads for the I/O of these tiers. By default no more than are useful: others only compete for the cores."""
-    if config.source("disk_io_threads") != DEFAULT or not _LOCAL.issuperset(tiers):
+    if config.source("disk_io_threads") != DEFAULT:
         return config.disk_io_threads
-    return min(config.disk_io_threads, _THREADS_A_CORE * len(os.sched_getaffinity(0)))
+    useful = max((_THREADS_A_CORE.get(name, math.inf) for name in tiers), default=math.inf)
+    return int(min(config.disk_io_threads, useful * len(os.sched_getaffinity(0))))
 
 
 def _policy(config: Config) -> Policy:

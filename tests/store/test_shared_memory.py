@@ -113,7 +113,7 @@ def test_files_are_neither_synced_nor_tried_past_the_page_cache(
     assert tried == []
 
 
-@pytest.mark.parametrize(("with_disk", "threads"), [(False, 4), (True, 4)])
+@pytest.mark.parametrize(("with_disk", "threads"), [(False, 4), (True, 8)])
 def test_reads_do_not_compete_for_the_cores(
     memory_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_disk: bool, threads: int
 ) -> None:
