@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
 from lmkv.cli.measure.plain import files_of, files_of_one_prompt
 from lmkv.memory.paged import block_rows
+from lmkv.vllm.block_reader import runs_of
 
 
 class IdleConnector(KVConnectorBase_V1):
@@ -111,7 +112,7 @@ class FilesConnector(IdleConnector):
         for path, size in self._files.items() if blocks else ():
             count = size // page
             some, blocks = blocks[:count], blocks[count:]
-            parts = [part for layer in self._layers for part in _parts(layer, some)]
+            parts = [part for layer in self._layers for part in runs_of(layer, some)]
             fd = os.open(path, os.O_RDONLY)
             try:
                 if os.preadv(fd, parts, size - count * page) != count * page:
@@ -120,14 +121,6 @@ class FilesConnector(IdleConnector):
                 os.close(fd)
             for part in parts:
                 segment_checksums(part, DEFAULT_SEGMENT_BYTES)
-
-
-def _parts(layer: np.ndarray, blocks: list[int]) -> list[memoryview]:
-    """The memory of a layer's blocks, in one piece if they follow each other."""
-    assert layer.flags.c_contiguous
-    if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
-        return [layer[blocks[0] : blocks[0] + len(blocks)].reshape(-1).data]
-    return [layer[block].data for block in blocks]
 
 
 class CopyingConnector(IdleConnector):

@@ -4,14 +4,14 @@
     ATEN_CPU_CAPABILITY=avx2 GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX512F,-AVX512VL python benchmarks/copy.py
 
 CPU seconds of store and retrieve of 8 or 32 chunks a request, paged tensors of 16-token blocks. Beside them numpy
-copies the same pages between the same tensors and an array in the place of the slots: one by one, which is the limit
-of lmkv's calls, and layer by layer. The faster of both ways is shown, too, as the limit of its copies. A contiguous
-copy of as many bytes is shown, too, but pages are too short to reach it on every processor. The second command leaves
-AVX-512 out. Each call of the engine divides into its copies, which are timed within it, and the rest, its control
-path. The control path alone is the same with the copies left out, also for requests of 1 and 2 chunks, beside hashing
-the keys of the chunks and putting each into a dict and taking it out; in cold caches, as copies leave them, both take
-several times as long. With --lmcache, the interpreter of an environment that has torch and lmcache, LMCache does the
-same in every round (see _lmcache.py).
+copies the same pages between the same tensors and an array in the place of the slots: one by one, which is the
+reference of lmkv's calls, and layer by layer. The faster of both is the limit of its copies. A contiguous copy of as
+many bytes is shown, too, but pages are too short to reach it on every processor. The second command leaves AVX-512
+out. Each call of the engine divides into its copies, which are timed within it, and the rest, its control path. The
+control path alone is the same with the copies left out, also for requests of 1 and 2 chunks, beside hashing the keys
+of the chunks and putting each into a dict and taking it out; in cold caches, as copies leave them, both take several
+times as long. With --lmcache, the interpreter of an environment that has torch and lmcache, LMCache does the same in
+every round (see _lmcache.py).
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ def measure(label: str, layers: int, chunks: int, rounds: int, lmcache: str | No
     for name in ("store", "retrieve"):
         speed = nbytes / statistics.median(times[name]) / 1e9
         ways = (f"one by one, {name}", f"by layers, {name}")
-        times[PAGES], times[ONE_BY_ONE] = fastest_way(times, name), times[ways[0]]
-        ratio = 1 / median_ratio(times, name, ONE_BY_ONE)
+        # Some processors are faster page by page, others layer by layer.
+        times[PAGES] = min((times[way] for way in ways), key=statistics.median)
+        ratio = 1 / median_ratio(times, name, ways[0])
         met = ratio >= PAGES_TARGET
         rows.append(Row(f"{name}, {label}", speed, "GB/s of CPU", ONE_BY_ONE, ratio, PAGES_TARGET, met))
         rows.append(beside(times, name, f"{name}, {label}", nbytes, PAGES))
@@ -175,12 +176,6 @@ def measure(label: str, layers: int, chunks: int, rounds: int, lmcache: str | No
         rows += control(engine, tokens, blocks, rounds, evict=lambda: np.copyto(target, source))
     engine.close()
     return rows
-
-
-def fastest_way(times: Mapping[str, list[float]], direction: str) -> list[float]:
-    """Seconds of the limit in each round: some processors are faster page by page, others layer by layer."""
-    ways = (found for name, found in times.items() if name.endswith(f", {direction}"))
-    return min(ways, key=statistics.median)
 
 
 def chunk_by_chunk(rows: Sequence[Array], copies: Sequence[ChunkCopy]) -> dict[str, Callable[[], None]]:

@@ -166,12 +166,10 @@ def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
         met = None if target is None else ratio <= target
         found.append(Row(f"warm TTFT, {name}, {how}", median, "s", OWN, ratio, target, met))
         title = f"{name}, {how}: longer than {WITHIN}"
-        if name == SHARED:
+        if name in (SHARED, FILES):
             found.append(beside(title, warm, name, warm[WITHIN], WITHIN, SHARED_TARGET))
-            if FILES in warm:
-                least_title = f"{FILES}, {how}: longer than {WITHIN}"
-                found.append(beside(least_title, warm, FILES, warm[WITHIN], WITHIN, SHARED_TARGET))
-                found.append(Row(f"{name}, {how}", median_ratio(warm, name, FILES), f"x of {FILES}"))
+        if name == FILES:
+            found.append(Row(f"{SHARED}, {how}", median_ratio(warm, SHARED, name), f"x of {name}"))
         for read in (f"{PLAIN.get(name)}{when}" for when in ("", POLLING, INSIDE)):
             if read in warm:
                 bound = [own + MARGIN * each for own, each in zip(warm[WITHIN], warm[read], strict=True)]

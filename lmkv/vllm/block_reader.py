@@ -124,7 +124,7 @@ class BlockReader:
             blocks = run.blocks[: pages - run.first]
             end = at + pages * size
             yield unwanted[at : at + run.first * size]
-            yield from _runs(plane, blocks)
+            yield from runs_of(plane, blocks)
             yield unwanted[at + (run.first + len(blocks)) * size : end]
             at = end
         yield unwanted[at : self._payloads.nbytes(key)]
@@ -134,7 +134,7 @@ class BlockReader:
             self._backend.close()
 
 
-def _runs(plane: npt.NDArray[Any], blocks: list[int]) -> Iterator[memoryview]:
+def runs_of(plane: npt.NDArray[Any], blocks: list[int]) -> Iterator[memoryview]:
     """The memory of these blocks, in one piece where they follow each other."""
     dense, at = plane.flags.c_contiguous, 0
     while at < len(blocks):

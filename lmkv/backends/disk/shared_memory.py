@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 from attrs import define, field
 
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.disk.fileio import Folder
 from lmkv.backends.disk.root import Root
 from lmkv.outcomes import Read, ReadStatus
 from lmkv.protocols import ChunkKey, Place
@@ -58,12 +57,10 @@ class SharedMemoryBackend(LocalDiskBackend):
         Ends with the first that fails. All files are opened before the first is read, so at most some dozens.
         """
         self._check_keys([key for key, _ in wanted])
-        found, opened, namespace = list[Read](), list[Callable[[], Read]](), list[Folder]()
+        found, opened = list[Read](), list[Callable[[], Read]]()
 
         def open_next(key: ChunkKey, into: Sequence[memoryview]) -> Read:
-            if not namespace:
-                namespace.append(stack.enter_context(self._folder.entered()))
-            folder, name = self._folder.place_in(namespace[0], key, stack)
+            folder, name = self._folder.place_in(namespace(), key, stack)
 
             def begin() -> None:
                 file = stack.enter_context(self._files.opened(folder, name, key, into))
@@ -72,6 +69,7 @@ class SharedMemoryBackend(LocalDiskBackend):
             return self._read_in(folder, name, key, begin)
 
         with ExitStack() as stack:
+            namespace = cache(lambda: stack.enter_context(self._folder.entered()))
             for key, into in wanted:
                 found.append(self._tried(key, partial(open_next, key, into)))
                 if found[-1].status is not ReadStatus.HIT:
