@@ -3,21 +3,22 @@
     python benchmarks/ttft.py [--redis URL] [--lmcache PYTHON] [--tokens 8000] [--rounds 25] [--one-process]
                               [--only disk,...] [--disk FOLDER] [--within-vllm] [--quick] [--json]
 
-All engines run at once, each in processes of its own, and are asked in turn, in shuffled order, so that what
-disturbs one round disturbs all engines in it. In its turn an engine is asked twice: after a pause, in which its
-processes fell asleep, and again a quarter of a second after that answer, while they still poll each other as they do
-in a server in use. Ratios are taken within a round; their median counts. The
-engine core runs in a process of its own, as vLLM does by default, or with --one-process in that of the API.
-A lower tier is shown beside the sum of host memory's time and 1.1 times that of a plain read of as many bytes in the
-same round: of as many files of the tier by one thread, from a disk with O_DIRECT, from shared memory with their
-checksums; of as many values of Redis by redis-py. The plain read, too, is timed after a pause, in a turn of its own,
-and again right after the tier's second answer, while that engine's processes poll. Shared memory, where an engine that
-has ended stored the chunks, is shown beside host memory alone, too, and so is the least that this could be: a
-hit in host memory with the plain read in place of its copy. Lower tiers are always loaded from, however slow
-they are. With --within-vllm two more engines are asked in turn. One has each request wait until one plain thread has
-read the disk. The other one's worker reads the files in memory into vLLM's blocks and computes their checksums, and
-does nothing else for a hit. `--only` names those that take part, since engines that wait for their turn disturb the
-others. With --lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs,
+All engines run at once, each in processes of its own, and are asked in turn, in shuffled order, so that what disturbs
+one round disturbs all engines in it. In its turn an engine is asked twice: after a pause, in which its processes fell
+asleep, and again a quarter of a second after that answer, while they still poll each other as they do in a server in
+use. Ratios are taken within a round; their median counts. The engine core runs in a process of its own, as vLLM does
+by default, or with --one-process in that of the API. The engine of a lower tier keeps another prompt in host memory,
+and is asked for both, each in a turn of its own: equal engines differ by more than tiers do. A lower tier is shown
+beside the sum of its engine's time from host memory and 1.1 times that of a plain read of as many bytes in the same
+round: of as many files of the tier by one thread, from a disk with O_DIRECT, from shared memory with their checksums;
+of as many values of Redis by redis-py. The plain read, too, is timed after a pause, in a turn of its own, and again
+right after the tier's second answer, while that engine's processes poll. Shared memory, where an engine that has ended
+stored the chunks, is shown beside host memory alone, too, and so is the least that this could be: a hit in host memory
+with the plain read in place of its copy. Lower tiers are always loaded from, however slow they are. With --within-vllm
+two more engines are asked in turn. One has each request wait until one plain thread has read the disk. The other one's
+worker reads the files in memory into vLLM's blocks and computes their checksums, or copies as many bytes from its own
+memory, and does nothing else for a hit. `--only` names those that take part, since engines that wait for their turn
+disturb the others. With --lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs,
 LMCacheMPConnector takes its turns too, by its default route and by its fastest. With --json the last line is the
 result.
 """
@@ -41,7 +42,20 @@ from attrs import evolve
 from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
 from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
 from lmkv.cli.measure.plain import MARGIN, files_of, seconds_of, values_of, whole_database
-from lmkv.cli.measure.ttft import DISK, OWN, PROMPT, RAM_TARGET, REDIS, SHARED, SHARED_TARGET, first_time, store_and_end
+from lmkv.cli.measure.ttft import (
+    DISK,
+    OTHER_PROMPT,
+    OWN,
+    PROMPT,
+    RAM_TARGET,
+    REDIS,
+    SHARED,
+    SHARED_TARGET,
+    first_time,
+    hold,
+    own_ram,
+    store_and_end,
+)
 from lmkv.cli.measure.vllm_engines import (
     ONE_PROCESS,
     SEVERAL_PROCESSES,
@@ -68,7 +82,7 @@ POLLING, INSIDE = " while the engine's processes poll", " within vLLM"
 READER = f"{PLAIN[DISK]}{INSIDE}"
 """An engine whose connector has each request wait for such a read."""
 FILES = "a connector that only reads files in memory, and computes their checksums"
-"""An engine whose connector does no more for a hit."""
+"""An engine whose connector does no more for a hit, or copies as many bytes from its own memory instead."""
 
 
 def main() -> int:
@@ -94,13 +108,18 @@ def main() -> int:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir=options.disk)))
         names = [*ALWAYS, *below, *([REDIS] if options.redis else [])]
         engines: dict[str, EngineProcess] = {}
+        asked: dict[str, tuple[str, int]] = {}
 
         def start(name: str, spec: EngineSpec, env: dict[str, str], python: str = sys.executable) -> None:
             if name == SHARED:
                 store_and_end(spec, folders[name], tokens, env)
             engine = EngineProcess(spec, folders[name], env, python=python)
             engines[name] = stack.enter_context(closing(engine))
+            asked[name] = name, PROMPT
             print(f"{name}: at first {first_time(engine, folders[name], tokens).ttft_s:.3f} s", flush=True)
+            if name in (*PLAIN, FILES):
+                hold(engine, folders[name], tokens)
+                asked[own_ram(name)] = name, OTHER_PROMPT
 
         folders = {name: root / str(number) for number, name in enumerate((*names, READER, FILES, *ROUTES))}
         memory = tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir="/dev/shm")
@@ -126,31 +145,41 @@ def main() -> int:
             server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GIB, root / "server.log")))
             for name in ROUTES:
                 start(name, server.spec(name, specs["nothing"]), {**ENVIRONMENT, **env}, options.lmcache)
-        paused: dict[str, list[float]] = {name: [] for name in (*engines, *plain)}
-        used: dict[str, list[float]] = {name: [] for name in (*engines, *(f"{name}{POLLING}" for name in plain))}
-        answers: dict[str, dict[str, list[Answer]]] = {when: {name: [] for name in engines} for when in (USED, PAUSED)}
+        paused: dict[str, list[float]] = {name: [] for name in (*asked, *plain)}
+        used: dict[str, list[float]] = {name: [] for name in (*asked, *(f"{name}{POLLING}" for name in plain))}
+        answers: dict[str, dict[str, list[Answer]]] = {when: {name: [] for name in asked} for when in (USED, PAUSED)}
         for _, name in turns(paused, 5 if options.quick else options.rounds):
             if name in plain:
                 paused[name].append(seconds_of(plain[name]))
                 continue
             for when, times in ((PAUSED, paused), (USED, used)):
                 time.sleep(GAP)
-                answer = engines[name].send(PROMPT, tokens, 2)
-                assert answer.hit_tokens > tokens // 2, f"{name}: a hit of {answer.hit_tokens} tokens"
+                engine, seed = asked[name]
+                answer = engines[engine].send(seed, tokens, 2)
+                check(name, answer, tokens)
                 times[name].append(float(waits.read_text().split()[-1]) if name == READER else answer.ttft_s)
                 answers[when][name].append(answer)
             if name in PLAIN:
                 used[f"{PLAIN[name]}{POLLING}"].append(seconds_of(plain[PLAIN[name]]))
         for engine in engines.values():
             engine.leave()
-    hits = {name: min(each.hit_tokens for given in answers.values() for each in given[name]) for name in engines}
+    hits = {name: min(each.hit_tokens for given in answers.values() for each in given[name]) for name in asked}
     found = [Row(f"least hit of {tokens:,} tokens, {name}, {how}", hit, "tokens") for name, hit in hits.items()]
     used |= {name: paused[name] for name in plain}
     for when, times in ((USED, used), (PAUSED, paused)):
         found += [*rows(times, f"{when}, {how}"), *parts(answers[when], when)]
         if SHARED in below:
-            found.append(least(answers[when][WITHIN], times, when))
+            found.append(least(answers[when][own_ram(SHARED)], times, when))
     return finish(found, options.json)
+
+
+def check(name: str, answer: Answer, tokens: int) -> None:
+    """Raise RuntimeError for an answer that did not come from where it should."""
+    if answer.hit_tokens <= tokens // 2:
+        raise RuntimeError(f"{name}: a hit of {answer.hit_tokens} tokens")
+    below = [tier for tier, count in answer.sources.items() if tier != "cpu" and count]
+    if (name in PLAIN) != bool(below) or (below and answer.sources["cpu"]):
+        raise RuntimeError(f"{name}: the hit came from {answer.sources}")
 
 
 def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
@@ -165,15 +194,14 @@ def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
         target = {WITHIN: RAM_TARGET, BETWEEN: BETWEEN_TARGET}.get(name)
         met = None if target is None else ratio <= target
         found.append(Row(f"warm TTFT, {name}, {how}", median, "s", OWN, ratio, target, met))
-        title = f"{name}, {how}: longer than {WITHIN}"
+        own = own_ram(name)
+        title = f"{name}, {how}: longer than from host memory"
         if name in (SHARED, FILES):
-            found.append(beside(title, warm, name, warm[WITHIN], WITHIN, SHARED_TARGET))
-        if name == FILES:
-            found.append(Row(f"{SHARED}, {how}", median_ratio(warm, SHARED, name), f"x of {name}"))
+            found.append(beside(title, warm, name, warm[own], own, SHARED_TARGET))
         for read in (f"{PLAIN.get(name)}{when}" for when in ("", POLLING, INSIDE)):
             if read in warm:
-                bound = [own + MARGIN * each for own, each in zip(warm[WITHIN], warm[read], strict=True)]
-                found.append(beside(title, warm, name, bound, f"{WITHIN}, and {MARGIN} times {read}", 1.0))
+                bound = [ram + MARGIN * each for ram, each in zip(warm[own], warm[read], strict=True)]
+                found.append(beside(title, warm, name, bound, f"{own}, and {MARGIN} times {read}", 1.0))
         if name in ROUTES:
             found.append(Row(f"{name} beside {WITHIN}, {how}", median_ratio(warm, name, WITHIN), "x"))
     return found
@@ -192,17 +220,21 @@ def parts(answers: Mapping[str, Sequence[Answer]], when: str) -> Iterator[Row]:
 
 
 def least(answers: Sequence[Answer], times: Mapping[str, Sequence[float]], when: str) -> Row:
-    """The least that a hit in shared memory takes: one in host memory, with a plain read in place of its copy."""
+    """The least that a hit in shared memory takes: one in host memory, with a plain read in place of its copy.
+
+    `answers`: of the same engine, from host memory.
+    """
     read = PLAIN[SHARED] + (POLLING if when == USED else "")
     bound = [each.ttft_s - each.load_s + took for each, took in zip(answers, times[read], strict=True)]
     ratio = statistics.median(one / each.ttft_s for one, each in zip(bound, answers, strict=True))
-    return Row(f"{WITHIN}, {when}: with {read} in place of its copy", statistics.median(bound), "s", WITHIN, ratio)
+    own = own_ram(SHARED)
+    return Row(f"{own}, {when}: with {read} in place of its copy", statistics.median(bound), "s", own, ratio)
 
 
 def beside(title: str, warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:
     """A lower tier beside its bound in the same rounds."""
     ratio = statistics.median(one / other for one, other in zip(warm[name], bound, strict=True))
-    seconds = statistics.median(one - own for one, own in zip(warm[name], warm[WITHIN], strict=True))
+    seconds = statistics.median(one - own for one, own in zip(warm[name], warm[own_ram(name)], strict=True))
     return Row(title, seconds, "s", of, ratio, target, ratio <= target)
 
 

@@ -46,16 +46,16 @@ def measure_ttft(
 
     In its turn an engine is asked twice, and the second answer counts: the first one wakes its processes. A `model` of
     the user's may fill the device, so that its engines run one after the other. `redis`: URL of a database that may be
-    used. Shared memory has what another engine stored. Each lower tier is shown beside its bound, too: host memory's
-    time and `plain.MARGIN` times a plain read's.
+    used. Shared memory has what another engine stored. Each lower tier is shown beside its bound, too: the time of
+    another prompt, which the same engine keeps in host memory, and `plain.MARGIN` times a plain read's.
     """
     names = (*NAMES, *([REDIS] if redis else []))
     cold: dict[str, float] = {}
-    warm: dict[str, list[Answer]] = {name: [] for name in names}
+    warm: dict[str, list[Answer]] = {name: [] for name in (*names, *map(own_ram, names[2:]))}
     reads: dict[str, list[float]] = {}
     for group in [(name,) for name in names] if model else [names]:
         with ExitStack() as stack:
-            engines: dict[str, tuple[EngineProcess, Path]] = {}
+            asked: dict[str, tuple[EngineProcess, Path, int]] = {}
             plain: dict[str, Callable[[], None]] = {}
             for name in group:
                 say(f"vLLM: {name}, a prompt of {tokens:,} tokens")
@@ -69,12 +69,16 @@ def measure_ttft(
                     store_and_end(spec, folder, tokens, SEVERAL_PROCESSES)
                 engine = stack.enter_context(closing(EngineProcess(spec, folder, SEVERAL_PROCESSES)))
                 cold[name] = first_time(engine, folder, tokens).ttft_s
-                engines[name] = engine, folder
+                asked[name] = engine, folder, PROMPT
+                if name not in (OWN, RAM):
+                    hold(engine, folder, tokens)
+                    asked[own_ram(name)] = engine, folder, OTHER_PROMPT
                 if (read := _plain_read(name, folder, redis)) is not None:
                     plain[name], reads[name] = read, []
-            for _, name in turns(group, ROUNDS):
-                send(*engines[name], tokens)
-                warm[name].append(send(*engines[name], tokens))
+            for _, name in turns(asked, ROUNDS):
+                engine, folder, seed = asked[name]
+                send(engine, folder, tokens, seed)
+                warm[name].append(send(engine, folder, tokens, seed))
                 if name in plain:
                     reads[name].append(seconds_of(plain[name]))
     yield from _comparisons(tokens, cold[OWN], warm, reads)
@@ -89,12 +93,17 @@ def _comparisons(
     found = Comparison.of_rounds(title, "s", seconds, OWN, {RAM: RAM_TARGET}, note=note)
     yield evolve(found, bars={COMPUTED: computed, **found.bars}, log=True)
     for name, plain in reads.items():
-        bound = [own + MARGIN * read for own, read in zip(seconds[RAM], plain, strict=True)]
+        bound = [own + MARGIN * read for own, read in zip(seconds[own_ram(name)], plain, strict=True)]
         beside = {BOUND: bound, name: seconds[name]}
         yield Comparison.of_rounds(f"{title}, {name.removeprefix('lmkv ')}", "s", beside, BOUND, {name: 1.0})
-    both = {name: seconds[name] for name in (RAM, SHARED)}
+    both = {name: seconds[name] for name in (own_ram(SHARED), SHARED)}
     targets = {SHARED: SHARED_TARGET}
-    yield Comparison.of_rounds(f"{title}, shared memory beside host memory", "s", both, RAM, targets)
+    yield Comparison.of_rounds(f"{title}, shared memory beside host memory", "s", both, own_ram(SHARED), targets)
+
+
+def own_ram(name: str) -> str:
+    """The name of a hit in the host memory of the engine that has the lower tier `name`."""
+    return f"{name}'s own host memory"
 
 
 def store_and_end(spec: EngineSpec, folder: Path, tokens: int, env: Mapping[str, str]) -> None:
@@ -120,10 +129,18 @@ def first_time(engine: EngineProcess, folder: Path, tokens: int) -> Answer:
     return send(engine, folder, tokens)
 
 
-def send(engine: EngineProcess, folder: Path, tokens: int, seed: int = PROMPT) -> Answer:
+def hold(engine: EngineProcess, folder: Path, tokens: int) -> None:
+    """Have the engine's host memory keep the other prompt, so that hits in it and in a lower tier are compared there.
+
+    Engines differ: of two equal ones, one computes a step in 25 ms, and the other in 34.
+    """
+    send(engine, folder, tokens, OTHER_PROMPT, prefetch=True)
+
+
+def send(engine: EngineProcess, folder: Path, tokens: int, seed: int = PROMPT, *, prefetch: bool = False) -> Answer:
     """Send a prompt after a pause; returns once the disk tier has written its chunks."""
     time.sleep(PAUSE)
     # A second token, since vLLM wants the report of a request that ends before it tells of its copy.
-    answer = engine.send(seed, tokens, 2)
+    answer = engine.send(seed, tokens, 2, prefetch=prefetch)
     wait_until_written(folder)
     return answer

@@ -27,6 +27,8 @@ CONNECTOR_MODULE = "lmkv.vllm.connector"
 START_TIMEOUT = 900.0
 SHARED_DEVICE = {"gpu_memory_utilization": 0.1}
 """Options of engines of which several share a device."""
+HELD_S = 86_000.0
+"""Seconds for which an engine with a lower tier keeps what is prefetched in host memory."""
 VOCABULARY = 1000
 """Prompts are random ids below this: every model has these tokens."""
 MAX_SOCKET_FOLDER = 70
@@ -83,6 +85,7 @@ def engine_specs(
 
     `folder`: where a disk tier, or one in shared memory, stores its chunks. Without `model` a small one, with
     KV space for the requests, that computes in `dtype`. `remote_url`: of the engine that stores its chunks there.
+    Host memory above a lower tier keeps what is prefetched, and nothing else.
     """
     small = SmallModel(dtype=dtype, max_position=max(32_768, 2 * tokens))
     kv_bytes = (requests + 2) * (tokens + 256) * small.kv_bytes_per_token
@@ -97,7 +100,7 @@ def engine_specs(
         )
 
     host = {"max_local_cpu_size": host_gib}
-    below = {"local_cpu": False, "prefetch_deadline": 30.0, "load_or_recompute": False, **host}
+    below = {"local_cpu": False, "prefetch_deadline": 30.0, "load_or_recompute": False, "pin_ttl": HELD_S, **host}
     disk = {"local_disk": str(folder / "kv"), "max_local_disk_size": 2 * host_gib, "disk_min_free": 0.0}
     shared = {"shared_memory": str(folder / "kv"), "max_shared_memory_size": 2 * host_gib}
     return {
@@ -153,9 +156,11 @@ class EngineProcess(ChildProcess):
         self.engine: str = machine["engine"]
         self.device: str = machine["device"]
 
-    def send(self, seed: int, tokens: int, output_tokens: int = 1) -> Answer:
-        """Send the random prompt of a seed, alone, and wait for its answer."""
-        return Answer(**self.ask({"seed": seed, "tokens": tokens, "output_tokens": output_tokens}))
+    def send(self, seed: int, tokens: int, output_tokens: int = 1, *, prefetch: bool = False) -> Answer:
+        """Send the random prompt of a seed, alone, and wait for its answer. `prefetch`: have host memory keep it."""
+        return Answer(
+            **self.ask({"seed": seed, "tokens": tokens, "output_tokens": output_tokens, "prefetch": prefetch})
+        )
 
 
 def fastest(answers: Sequence[Answer]) -> float:
@@ -214,8 +219,8 @@ def _transfer_config(spec: EngineSpec) -> Any:
     )
 
 
-def ask(llm: LLM, seed: int, tokens: int, output_tokens: int) -> Answer:
-    """Send one prompt alone.
+def ask(llm: LLM, seed: int, tokens: int, output_tokens: int, *, prefetch: bool) -> Answer:
+    """Send one prompt alone. `prefetch`: lmkv is told to keep it in host memory.
 
     The time to the first token is vLLM's own figure, from the request's arrival to the token's, so that the
     tokens generated after it for the comparison of outputs cost nothing.
@@ -230,7 +235,7 @@ def ask(llm: LLM, seed: int, tokens: int, output_tokens: int) -> Answer:
         max_tokens=output_tokens,
         ignore_eos=True,
         detokenize=False,
-        extra_args={"kv_transfer_params": {"lmkv.report": True}} if reports else None,
+        extra_args={"kv_transfer_params": {"lmkv.report": True, "lmkv.prefetch": prefetch}} if reports else None,
     )
     [output] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
     report = (output.kv_transfer_params or {}).get("lmkv", {})
