@@ -1,6 +1,6 @@
 """The slab: one region of host memory in equal slots, each of which has room for one chunk.
 
-It is the first tier and the staging memory of all other tiers, so that no chunk is copied twice in host memory.
+It is the first tier and the staging memory of all other tiers, which write from it and read into it.
 A shared slab is an anonymous memory file: other processes map it through its owner's file descriptor,
 /dev/shm does not limit its size, and the kernel frees it with the last process that uses it.
 """

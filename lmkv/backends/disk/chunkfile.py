@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-from attrs import define, field, frozen
+import numpy as np
+from attrs import define, field
 
 from lmkv.backends.disk.fileio import (
+    HUGE,
     O_DIRECT,
     Folder,
+    OpenFiles,
     Scratch,
     address_of,
     cut,
+    has_huge_pages,
     publish,
     read_fully,
     temporary,
@@ -42,26 +48,6 @@ SMALL = 2 * PIECE
 
 class WrongLengthError(Exception):
     """The file is valid, but its payload has another length than the caller expects."""
-
-
-@frozen
-class ScatteredRead:
-    """An open file, and the memory for its payload: pieces by segment."""
-
-    fd: int
-    header: Header
-    segments: list[list[list[memoryview]]]
-
-    def run(self) -> None:
-        """Read the payload, and verify each piece while the processor has it in its caches."""
-        at = self.header.header_bytes
-        for number, pieces in enumerate(self.segments):
-            checksum = 0
-            for piece in pieces:
-                read_fully(self.fd, piece, at)
-                at += sum(map(len, piece))
-                checksum = codec.checksum_of(piece, checksum)
-            codec.verify_checksum(self.header, number, checksum)
 
 
 @define
@@ -128,21 +114,37 @@ class ChunkFiles:
             step = self._piece(header.segment_bytes)
             for at in range(done, len(into), step):
                 part = into[at : at + step]
-                self._fill(fd, header.header_bytes + at, part)
-                self.format.verify(header, part, at // header.segment_bytes)
+                piece = self._staged(part)
+                self._fill(fd, header.header_bytes + at, piece)
+                self.format.verify(header, piece, at // header.segment_bytes)
+                _copy(piece, part)
 
-    @contextlib.contextmanager
-    def opened(self, folder: Folder, name: str, key: ChunkKey, into: Sequence[memoryview]) -> Iterator[ScatteredRead]:
-        """The file of a chunk, to be read into several pieces of memory, together as long as its payload.
+    def opened(
+        self, folder: Folder, name: str, key: ChunkKey, into: Sequence[memoryview], files: OpenFiles
+    ) -> Callable[[], None]:
+        """Open the file of a chunk; the result reads it into pieces of memory, together as long as its payload.
 
-        Raises like `read` when the file is opened and when it is read. Does not authenticate.
+        Both raise like `read`. Does not authenticate.
         """
-        with self._opened(folder, name, 1) as (fd, status):
-            header = self._header_of(fd, status.st_size, key)
-            if header.payload_bytes != (nbytes := sum(map(len, into))):
-                raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the memory {nbytes}")
-            segments = [list(cut(segment, CACHED)) for segment in cut(into, header.segment_bytes)]
-            yield ScatteredRead(fd, header, segments)
+        fd = files.open(name, os.O_RDONLY, folder.fd, name)
+        status = _regular(fd)
+        header = self._header_of(fd, status.st_size, key)
+        if header.payload_bytes != (nbytes := sum(map(len, into))):
+            raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the memory {nbytes}")
+        return partial(self._read_scattered, fd, status, header, into)
+
+    @staticmethod
+    def _read_scattered(fd: int, status: os.stat_result, header: Header, into: Sequence[memoryview]) -> None:
+        """Read the payload, and compute the checksum of each piece while the processor has it in its caches."""
+        size, checksum = math.gcd(header.segment_bytes, CACHED), 0
+        for at, piece in zip(range(0, header.payload_bytes, size), cut(into, size), strict=True):
+            read_fully(fd, piece, header.header_bytes + at)
+            checksum = codec.checksum_of(piece, checksum)
+            end = min(at + size, header.payload_bytes)
+            if end % header.segment_bytes == 0 or end == header.payload_bytes:
+                codec.verify_checksum(header, at // header.segment_bytes, checksum)
+                checksum = 0
+        _note_use(fd, status)
 
     def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
         """The header, and how many bytes of `into` were read with it and are verified.
@@ -152,18 +154,28 @@ class ChunkFiles:
         """
         header_bytes, first = self.format.header_bytes(len(into)), into[: self._piece(self.format.segment_bytes)]
         if size == self.file_bytes(len(into)):
-            start = self._scratch.take("header", header_bytes)
-            self._fill(fd, 0, first, start)
+            start, piece = self._scratch.take("header", header_bytes), self._staged(first)
+            self._fill(fd, 0, piece, start)
             header = self._checked(start, size, key)
         else:
-            header, first = self._header_of(fd, size, key), into[:0]
+            header, first, piece = self._header_of(fd, size, key), into[:0], into[:0]
         if header.payload_bytes != len(into):
             raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the buffer {len(into)}")
         whole_segments = len(first) == len(into) or len(first) % header.segment_bytes == 0
         if header.header_bytes != header_bytes or not whole_segments:
             return header, 0
-        self.format.verify(header, first)
+        self.format.verify(header, piece)
+        _copy(piece, first)
         return header, len(first)
+
+    def _staged(self, part: memoryview) -> memoryview:
+        """The memory to read a part into, before it is copied: scratch memory in huge pages, where it is read directly.
+
+        A disk takes longer to fill 512 small pages, which may lie anywhere, than one huge page.
+        """
+        large = HUGE <= len(part) <= 2 * HUGE
+        staged = large and has_huge_pages() and self._direct_flag(address_of(part))
+        return self._scratch.take("piece", len(part)) if staged else part
 
     def _fill(self, fd: int, offset: int, into: memoryview, *before: memoryview) -> None:
         """Fill `before`, then `into`, from `offset` on.
@@ -195,10 +207,7 @@ class ChunkFiles:
         with folder.opened(name, os.O_RDONLY | self._direct_flag(misalignment)) as fd:
             status = _regular(fd)
             yield fd, status
-            # A time in the future needs an update as much as an old one.
-            if abs(time.time() - status.st_mtime) > TOUCH_EVERY:
-                with contextlib.suppress(OSError):
-                    os.utime(fd)
+            _note_use(fd, status)
 
     def _padded(self, payload: memoryview) -> list[memoryview]:
         """The payload as whole pages: its own memory, and the rest in scratch memory, padded with zeros."""
@@ -231,6 +240,19 @@ def _regular(fd: int) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise FormatError("it is not a regular file")
     return status
+
+
+def _copy(piece: memoryview, part: memoryview) -> None:
+    """Copy what was not read in place. Releases the GIL, unlike an assignment to a memoryview."""
+    if piece is not part:
+        np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(piece, np.uint8))
+
+
+def _note_use(fd: int, status: os.stat_result) -> None:
+    # A time in the future needs an update as much as an old one.
+    if abs(time.time() - status.st_mtime) > TOUCH_EVERY:
+        with contextlib.suppress(OSError):
+            os.utime(fd)
 
 
 def _sync_or_remove(folder: Folder, name: str) -> None:

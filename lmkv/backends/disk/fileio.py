@@ -15,6 +15,8 @@ import secrets
 import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Self
 
 import numpy as np
 from attrs import define, field, frozen
@@ -24,6 +26,9 @@ from lmkv.protocols import Clock
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 TEMPORARY_SUFFIX = ".tmp"
+HUGE = 2 << 20
+"""Bytes of a huge page on most processors."""
+_CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAX_VIEWS = 1024
 """Most pieces of memory that Linux fills with one call."""
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -38,8 +43,18 @@ def address_of(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
 
 
+@cache
+def has_huge_pages() -> bool:
+    """Whether the kernel gives huge pages to memory that asks for them."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as setting:
+            return "[never]" not in setting.read()
+    except OSError:
+        return False
+
+
 class Scratch(threading.local):
-    """Page-aligned memory for headers and parts of pages: per thread, one piece of each kind."""
+    """Memory for headers, pieces and parts of pages: per thread, one of each kind. In huge pages where it is large."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, memoryview] = {}
@@ -48,10 +63,20 @@ class Scratch(threading.local):
         """`nbytes` of undefined content, to use until this thread takes the same kind again."""
         piece = self._pieces.get(kind)
         if piece is None or len(piece) < nbytes:
-            # mmap's default would share it with a forked child, which would use the same pieces.
-            memory = mmap.mmap(-1, align_up(max(nbytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            piece = self._pieces[kind] = memoryview(memory)
+            piece = self._pieces[kind] = self._made(nbytes)
         return piece[:nbytes]
+
+    @staticmethod
+    def _made(nbytes: int) -> memoryview:
+        huge = nbytes >= HUGE and has_huge_pages()
+        room = align_up(max(nbytes, 1)) + (HUGE if huge else 0)
+        # mmap's default would share it with a forked child, which would use the same pieces.
+        memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        view = memoryview(memory)
+        if huge:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            view = view[-address_of(view) % HUGE :]
+        return view[: align_up(max(nbytes, 1))]
 
 
 def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
@@ -99,7 +124,7 @@ def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
         left = _advance(left, done)
 
 
-_open: dict[object, tuple[str, ...]] = {}
+_open: dict[object, Sequence[str]] = {}
 """Names of the files, and paths of the folders, that threads of this process use, from before they are opened
 until they are closed."""
 
@@ -119,6 +144,33 @@ def _close_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited)
+
+
+class OpenFiles:
+    """Files and folders that are open until the end of one block, where a block for each would take longer.
+
+    Not thread-safe. A forked child closes them, as with `closed_in_children`.
+    """
+
+    def __init__(self) -> None:
+        self._names = list[str]()
+        self._fds = list[int]()
+
+    def __enter__(self) -> Self:
+        _open[self] = self._names
+        return self
+
+    def open(self, name: str, flags: int, folder_fd: int, known_as: str) -> int:
+        """Open an entry of a folder, as `Folder.opened` does. `known_as`: the path of a folder, the name of a file."""
+        self._names.append(known_as)
+        fd = os.open(name, flags | _CAREFULLY, dir_fd=folder_fd)
+        self._fds.append(fd)
+        return fd
+
+    def __exit__(self, *error: object) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        del _open[self]
 
 
 @contextlib.contextmanager
@@ -152,7 +204,7 @@ class Folder:
     @contextlib.contextmanager
     def opened(self, name: str, flags: int) -> Iterator[int]:
         """Open a file for the time of a block. Follows no link, and waits for no other end of a pipe."""
-        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        flags |= _CAREFULLY
         with closed_in_children(name):
             fd = os.open(name, flags, 0o600, dir_fd=self.fd)
             try:

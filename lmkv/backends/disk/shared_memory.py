@@ -10,6 +10,7 @@ from typing import Literal
 from attrs import define, field
 
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk.fileio import OpenFiles
 from lmkv.backends.disk.root import Root
 from lmkv.outcomes import Read, ReadStatus
 from lmkv.protocols import ChunkKey, Place
@@ -60,15 +61,15 @@ class SharedMemoryBackend(LocalDiskBackend):
         found, opened = list[Read](), list[Callable[[], Read]]()
 
         def open_next(key: ChunkKey, into: Sequence[memoryview]) -> Read:
-            folder, name = self._folder.place_in(namespace(), key, stack)
+            folder, name = self._folder.place_in(namespace(), key, files)
 
             def begin() -> None:
-                file = stack.enter_context(self._files.opened(folder, name, key, into))
-                opened.append(partial(self._read_in, folder, name, key, file.run))
+                read = self._files.opened(folder, name, key, into, files)
+                opened.append(partial(self._read_in, folder, name, key, read))
 
             return self._read_in(folder, name, key, begin)
 
-        with ExitStack() as stack:
+        with ExitStack() as stack, OpenFiles() as files:
             namespace = cache(lambda: stack.enter_context(self._folder.entered()))
             for key, into in wanted:
                 found.append(self._tried(key, partial(open_next, key, into)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import pytest
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.fileio import Scratch
 from lmkv.backends.disk.root import Root
+from lmkv.backends.disk.shared_memory import SharedMemoryBackend
 from lmkv.backends.disk.usage import Usage
 from lmkv.outcomes import WriteStatus
 from lmkv.protocols import Chunk
@@ -40,20 +42,22 @@ def fork() -> int:
 
 
 class Stopped:
-    """`os.<name>` in which every call waits, once it has done its work, until `go_on`.
+    """`os.<name>` in which every call but the first `passing` waits, once it has done its work, until `go_on`.
 
-    `wait_until_reached` returns once for each call.
+    `wait_until_reached` returns once for each call that waits.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, passing: int = 0) -> None:
         self._real = getattr(os, name)
+        self._calls, self._passing = itertools.count(), passing
         self._reached, self._going_on = threading.Semaphore(0), threading.Event()
         setattr(os, name, self)
 
     def __call__(self, *args: Any) -> Any:
         done = self._real(*args)
-        self._reached.release()
-        assert self._going_on.wait(LIMIT)
+        if next(self._calls) >= self._passing:
+            self._reached.release()
+            assert self._going_on.wait(LIMIT)
         return done
 
     def wait_until_reached(self) -> None:
@@ -84,6 +88,22 @@ def fork_while_writing(tell: Tell, folder: str, threads: int) -> None:
         threading.Thread(target=backend.write, args=(chunk_of(100_000),), daemon=True).start()
     for _ in range(threads):
         stopped.wait_until_reached()
+    tell(fork())
+    signal.pause()
+
+
+def fork_while_reading(tell: Tell, folder: str) -> None:
+    """Fork while several files are open to be read at once, and wait to be killed."""
+    backend = SharedMemoryBackend(folder, NAMESPACE)
+    chunks = [chunk_of(100_000) for _ in range(3)]
+    for chunk in chunks:
+        backend.write(chunk)
+    wanted = [(chunk.key, [memoryview(bytearray(100_000))]) for chunk in chunks]
+    # After the header of each file.
+    stopped = Stopped("preadv", passing=len(chunks))
+    threading.Thread(target=backend.read_scattered, args=(wanted,), daemon=True).start()
+    stopped.wait_until_reached()
+    tell(len(files_open_in(os.getpid(), Path(folder))))
     tell(fork())
     signal.pause()
 
@@ -163,6 +183,12 @@ def test_temporaries_of_a_dead_writer_are_swept_though_its_child_lives(tmp_path:
     assert listed(reader) == {}
     assert temporaries(tmp_path) == []
     assert files_open_in(pid, tmp_path) == []
+
+
+def test_a_child_has_none_of_the_files_open_that_are_read_at_once(memory_path: Path, forked: Forked) -> None:
+    with Child(fork_while_reading, str(memory_path)) as parent:
+        assert parent.heard() >= 3, "the files, and their folders"
+        assert files_open_in(forked.heard(parent), memory_path) == []
 
 
 def test_forked_children_have_nothing_open_and_others_go_on(tmp_path: Path, forked: Forked) -> None:

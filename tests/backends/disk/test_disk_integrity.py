@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk.fileio import HUGE
 from lmkv.errors import BackendUnavailable, CorruptChunkError, NoSpaceError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
@@ -100,6 +102,27 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two pages are written and read as those of many megabytes are."""
     monkeypatch.setattr(chunkfile, "PIECE", 4096)
     monkeypatch.setattr(chunkfile, "SMALL", 0)
+
+
+@pytest.mark.parametrize("huge", [True, False], ids=["through huge pages", "at once"])
+@pytest.mark.parametrize("nbytes", [HUGE, HUGE + 4096, 2 * HUGE, 2 * HUGE + 5000])
+def test_large_pieces_are_read_right_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, huge: bool, nbytes: int
+) -> None:
+    monkeypatch.setattr(chunkfile, "has_huge_pages", lambda: huge)
+    backend, payload = LocalDiskBackend(tmp_path, NAMESPACE), memoryview(os.urandom(nbytes))
+    chunk, buffer = Chunk(new_key(), payload), memoryview(mmap.mmap(-1, nbytes))
+    backend.write(chunk)
+    assert backend.read(chunk.key, buffer).status is ReadStatus.HIT
+    assert buffer == payload
+    staged = "piece" in backend._files._scratch._pieces
+    assert staged == (huge and backend.direct_io)
+    (path,) = files_of(backend)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size - 4096)
+        file.write(bytes([payload[-(nbytes % 4096 or 4096)] ^ 1]))
+    read = backend.read(chunk.key, buffer)
+    assert isinstance(read.error, CorruptChunkError)
 
 
 # -- bytes that are not what they were ---------------------------------------------------------------------

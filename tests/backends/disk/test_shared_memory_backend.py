@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lmkv.backends.disk import LocalDiskBackend
-from lmkv.backends.disk.fileio import ShortReadError, cut
+from lmkv.backends.disk.fileio import OpenFiles, ShortReadError, cut
 from lmkv.backends.disk.shared_memory import SharedMemoryBackend
 from lmkv.errors import BackendError, CorruptChunkError, UsageError
 from lmkv.outcomes import ReadStatus
@@ -79,13 +79,11 @@ def test_it_ends_with_the_first_chunk_that_is_damaged_and_removes_its_file(backe
 def test_a_file_that_is_cut_off_while_it_is_open_is_damaged(backend: SharedMemoryBackend) -> None:
     """A mapped file would end the process here."""
     file = file_of(backend, KEYS[2])
-    with (
-        backend._folder.place_of(KEYS[2]) as (folder, name),
-        backend._files.opened(folder, name, KEYS[2], pieces([])) as read,
-    ):
+    with backend._folder.place_of(KEYS[2]) as (folder, name), OpenFiles() as files:
+        read = backend._files.opened(folder, name, KEYS[2], pieces([]), files)
         os.truncate(file, 6000)
         with pytest.raises(ShortReadError):
-            read.run()
+            read()
 
 
 def test_memory_of_another_length_is_told(backend: SharedMemoryBackend) -> None:
@@ -96,6 +94,25 @@ def test_memory_of_another_length_is_told(backend: SharedMemoryBackend) -> None:
     assert backend.contains(KEYS) == [True] * len(KEYS)
     with pytest.raises(UsageError):
         backend.read_scattered([(b"short", pieces([]))])
+
+
+def test_no_folder_is_entered_by_a_link(backend: SharedMemoryBackend) -> None:
+    """Not even to the right file: there is no folder then."""
+    inner = file_of(backend, KEYS[1]).parent
+    elsewhere = inner.rename(Path(backend.path) / "elsewhere")
+    inner.symlink_to(elsewhere)
+    results = backend.read_scattered([(key, pieces([10])) for key in KEYS])
+    assert [result.status for result in results] == [ReadStatus.HIT, ReadStatus.MISS]
+    assert (elsewhere / f"{KEYS[1].hex()}.kv1").exists()
+
+
+@pytest.mark.parametrize("which", ["the namespace's folder", "the inner folder"])
+def test_no_folder_is_entered_that_anybody_may_write_to(backend: SharedMemoryBackend, which: str) -> None:
+    inner = file_of(backend, KEYS[0]).parent
+    (inner if which == "the inner folder" else inner.parent).chmod(0o777)
+    (result,) = backend.read_scattered([(KEYS[0], pieces([10])), (KEYS[1], pieces([10]))])
+    assert result.status is ReadStatus.FAILED
+    assert "chmod o-w" in str(result.error)
 
 
 def test_its_place_crosses_processes(backend: SharedMemoryBackend) -> None:
