@@ -50,8 +50,9 @@ def measure_ttft(
     another prompt, which the same engine keeps in host memory, and `plain.MARGIN` times a plain read's.
     """
     names = (*NAMES, *([REDIS] if redis else []))
+    below = [name for name in names if name not in (OWN, RAM)]
     cold: dict[str, float] = {}
-    warm: dict[str, list[Answer]] = {name: [] for name in (*names, *map(own_ram, names[2:]))}
+    warm: dict[str, list[Answer]] = {name: [] for name in (*names, *map(own_ram, below))}
     reads: dict[str, list[float]] = {}
     for group in [(name,) for name in names] if model else [names]:
         with ExitStack() as stack:
@@ -70,7 +71,7 @@ def measure_ttft(
                 engine = stack.enter_context(closing(EngineProcess(spec, folder, SEVERAL_PROCESSES)))
                 cold[name] = first_time(engine, folder, tokens).ttft_s
                 asked[name] = engine, folder, PROMPT
-                if name not in (OWN, RAM):
+                if name in below:
                     hold(engine, folder, tokens)
                     asked[own_ram(name)] = engine, folder, OTHER_PROMPT
                 if (read := _plain_read(name, folder, redis)) is not None:
@@ -90,7 +91,8 @@ def _comparisons(
     seconds = {name: [each.ttft_s for each in found] for name, found in warm.items()}
     missed = [name for name, found in warm.items() if min(each.hit_tokens for each in found) < tokens // 2]
     title, note = f"First token, {tokens:,} tokens", f"no hits: {', '.join(missed)}" if missed else ""
-    found = Comparison.of_rounds(title, "s", seconds, OWN, {RAM: RAM_TARGET}, note=note)
+    tiers = {name: times for name, times in seconds.items() if name not in map(own_ram, seconds)}
+    found = Comparison.of_rounds(title, "s", tiers, OWN, {RAM: RAM_TARGET}, note=note)
     yield evolve(found, bars={COMPUTED: computed, **found.bars}, log=True)
     for name, plain in reads.items():
         bound = [own + MARGIN * read for own, read in zip(seconds[own_ram(name)], plain, strict=True)]
