@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from lmkv.cli.measure.vllm_engines import (
     wait_until_written,
 )
 
-ROUNDS = 9
+ROUNDS, ANSWERS = 9, 3
 PAUSE = 0.25
 """Seconds before each prompt."""
 SMALL_HOST_GIB = 1.0
@@ -44,7 +45,7 @@ def measure_ttft(
 ) -> Iterator[Comparison]:
     """Ask engines in turn, each in processes of its own as vLLM runs by default, and compare answers within a round.
 
-    In its turn an engine is asked twice, and the second answer counts: the first one wakes its processes. A `model` of
+    In its turn an engine answers once to wake its processes, then `ANSWERS` times; their median counts. A `model` of
     the user's may fill the device, so that its engines run one after the other. `redis`: URL of a database that may be
     used. Shared memory has what another engine stored. Each lower tier is shown beside its bound, too: the time of
     another prompt, which the same engine keeps in host memory, and `plain.MARGIN` times a plain read's.
@@ -52,11 +53,12 @@ def measure_ttft(
     names = (*NAMES, *([REDIS] if redis else []))
     below = [name for name in names if name not in (OWN, RAM)]
     cold: dict[str, float] = {}
-    warm: dict[str, list[Answer]] = {name: [] for name in (*names, *map(own_ram, below))}
+    warm: dict[str, list[float]] = {name: [] for name in (*names, *map(own_ram, below))}
+    missed = set[str]()
     reads: dict[str, list[float]] = {}
     for group in [(name,) for name in names] if model else [names]:
         with ExitStack() as stack:
-            asked: dict[str, tuple[EngineProcess, Path, int]] = {}
+            engines: dict[str, tuple[EngineProcess, Path]] = {}
             plain: dict[str, Callable[[], None]] = {}
             for name in group:
                 say(f"vLLM: {name}, a prompt of {tokens:,} tokens")
@@ -70,27 +72,27 @@ def measure_ttft(
                     store_and_end(spec, folder, tokens, SEVERAL_PROCESSES)
                 engine = stack.enter_context(closing(EngineProcess(spec, folder, SEVERAL_PROCESSES)))
                 cold[name] = first_time(engine, folder, tokens).ttft_s
-                asked[name] = engine, folder, PROMPT
+                engines[name] = engine, folder
                 if name in below:
                     hold(engine, folder, tokens)
-                    asked[own_ram(name)] = engine, folder, OTHER_PROMPT
                 if (read := _plain_read(name, folder, redis)) is not None:
                     plain[name], reads[name] = read, []
-            for _, name in turns(asked, ROUNDS):
-                engine, folder, seed = asked[name]
-                send(engine, folder, tokens, seed)
-                warm[name].append(send(engine, folder, tokens, seed))
+            for _, name in turns(group, ROUNDS):
+                prompts = {name: PROMPT, **({own_ram(name): OTHER_PROMPT} if name in below else {})}
+                send(*engines[name], tokens)
+                answers = [(each, send(*engines[name], tokens, prompts[each])) for each in [*prompts] * ANSWERS]
+                for each in prompts:
+                    warm[each].append(statistics.median(answer.ttft_s for which, answer in answers if which == each))
+                missed |= {which for which, answer in answers if answer.hit_tokens < tokens // 2}
                 if name in plain:
-                    reads[name].append(seconds_of(plain[name]))
-    yield from _comparisons(tokens, cold[OWN], warm, reads)
+                    reads[name].append(statistics.median(seconds_of(plain[name]) for _ in range(ANSWERS)))
+    note = f"no hits: {', '.join(sorted(missed))}" if missed else ""
+    yield from _comparisons(f"First token, {tokens:,} tokens", cold[OWN], warm, reads, note)
 
 
 def _comparisons(
-    tokens: int, computed: float, warm: Mapping[str, Sequence[Answer]], reads: Mapping[str, Sequence[float]]
+    title: str, computed: float, seconds: Mapping[str, Sequence[float]], reads: Mapping[str, Sequence[float]], note: str
 ) -> Iterator[Comparison]:
-    seconds = {name: [each.ttft_s for each in found] for name, found in warm.items()}
-    missed = [name for name, found in warm.items() if min(each.hit_tokens for each in found) < tokens // 2]
-    title, note = f"First token, {tokens:,} tokens", f"no hits: {', '.join(missed)}" if missed else ""
     tiers = {name: times for name, times in seconds.items() if name not in map(own_ram, seconds)}
     found = Comparison.of_rounds(title, "s", tiers, OWN, {RAM: RAM_TARGET}, note=note)
     yield evolve(found, bars={COMPUTED: computed, **found.bars}, log=True)
