@@ -170,7 +170,7 @@ class OpenFiles:
     def __exit__(self, *error: object) -> None:
         for fd in self._fds:
             os.close(fd)
-        del _open[self]
+        _open.pop(self, None)
 
 
 @contextlib.contextmanager
