@@ -79,7 +79,7 @@ BUDGET = {
     "store.tiers": 1365,
     "store": 1302,
     "backends": 366,
-    "backends.disk": 1098,
+    "backends.disk": 1100,
     "backends.remote": 1347,
     "build": 106,
     "engine": 490,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15840
+WHOLE = 15842
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

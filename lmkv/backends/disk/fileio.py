@@ -45,11 +45,12 @@ def address_of(view: memoryview) -> int:
 
 @cache
 def has_huge_pages() -> bool:
-    """Whether the kernel gives huge pages to memory that asks for them."""
+    """Whether the kernel gives huge pages of this size to memory that asks for them."""
+    folder = "/sys/kernel/mm/transparent_hugepage"
     try:
-        with open("/sys/kernel/mm/transparent_hugepage/enabled") as setting:
-            return "[never]" not in setting.read()
-    except OSError:
+        with open(f"{folder}/enabled") as enabled, open(f"{folder}/hpage_pmd_size") as size:
+            return "[never]" not in enabled.read() and int(size.read()) == HUGE
+    except (OSError, ValueError):
         return False
 
 
@@ -74,7 +75,8 @@ class Scratch(threading.local):
         memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         view = memoryview(memory)
         if huge:
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
             view = view[-address_of(view) % HUGE :]
         return view[: align_up(max(nbytes, 1))]
 
@@ -168,9 +170,10 @@ class OpenFiles:
         return fd
 
     def __exit__(self, *error: object) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        _open.pop(self, None)
+        with contextlib.ExitStack() as stack:
+            stack.callback(_open.pop, self, None)
+            for fd in self._fds:
+                stack.callback(os.close, fd)
 
 
 @contextlib.contextmanager

@@ -121,8 +121,11 @@ def test_large_pieces_are_read_right_or_not_at_all(
     with path.open("r+b") as file:
         file.seek(path.stat().st_size - 4096)
         file.write(bytes([payload[-(nbytes % 4096 or 4096)] ^ 1]))
+    buffer[:] = bytes(nbytes)
     read = backend.read(chunk.key, buffer)
     assert isinstance(read.error, CorruptChunkError)
+    if staged and nbytes % HUGE == 0:
+        assert buffer[-HUGE:] == bytes(HUGE), "a piece is verified before it is copied"
 
 
 # -- bytes that are not what they were ---------------------------------------------------------------------

@@ -96,6 +96,14 @@ def test_memory_of_another_length_is_told(backend: SharedMemoryBackend) -> None:
         backend.read_scattered([(b"short", pieces([]))])
 
 
+def test_all_that_was_opened_is_closed(backend: SharedMemoryBackend) -> None:
+    before = os.listdir("/proc/self/fd")
+    file_of(backend, KEYS[2]).write_bytes(b"damaged")
+    for lengths in ([10], [10, 20]):
+        assert backend.read_scattered([(key, pieces(lengths)) for key in KEYS])[0].status is ReadStatus.HIT
+        assert os.listdir("/proc/self/fd") == before
+
+
 def test_no_folder_is_entered_by_a_link(backend: SharedMemoryBackend) -> None:
     """Not even to the right file: there is no folder then."""
     inner = file_of(backend, KEYS[1]).parent
