@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -95,3 +96,12 @@ def _python(_: Tell, folder: str, arguments: tuple[str, ...], printed: str) -> N
     else:
         sys.argv = list(arguments)
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def files_open_in(pid: int, folder: Path) -> list[str]:
+    """The files of `folder` that a process has open, deleted ones included."""
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return [path for path in found if path.startswith(str(folder))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
@@ -21,7 +20,7 @@ from lmkv.backends.disk.usage import Usage
 from lmkv.outcomes import WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, listed, statuses
-from tests.forked import Child, Tell
+from tests.forked import Child, Tell, files_open_in
 
 NAMESPACE = bytes(range(32))
 LIMIT = 60.0
@@ -128,15 +127,6 @@ def fork_again_and_again(tell: Tell, folder: str, forks: int) -> None:
 
 def temporaries(folder: Path) -> list[Path]:
     return list(folder.rglob("*.tmp"))
-
-
-def files_open_in(pid: int, folder: Path) -> list[str]:
-    """The files of `folder` that a process has open, deleted ones included."""
-    found = []
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return [path for path in found if path.startswith(str(folder))]
 
 
 class Forked:

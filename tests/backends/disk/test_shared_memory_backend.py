@@ -16,6 +16,7 @@ from lmkv.backends.disk.shared_memory import SharedMemoryBackend
 from lmkv.errors import BackendError, CorruptChunkError, UsageError
 from lmkv.outcomes import ReadStatus
 from lmkv.protocols import Chunk, InMemory
+from tests.forked import files_open_in
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 LENGTH = 3 * 4096 + 100
@@ -97,11 +98,10 @@ def test_memory_of_another_length_is_told(backend: SharedMemoryBackend) -> None:
 
 
 def test_all_that_was_opened_is_closed(backend: SharedMemoryBackend) -> None:
-    before = os.listdir("/proc/self/fd")
     file_of(backend, KEYS[2]).write_bytes(b"damaged")
     for lengths in ([10], [10, 20]):
         assert backend.read_scattered([(key, pieces(lengths)) for key in KEYS])[0].status is ReadStatus.HIT
-        assert os.listdir("/proc/self/fd") == before
+        assert files_open_in(os.getpid(), Path(backend.path).parent) == []
 
 
 def test_no_folder_is_entered_by_a_link(backend: SharedMemoryBackend) -> None:
