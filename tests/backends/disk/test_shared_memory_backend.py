@@ -101,7 +101,7 @@ def test_all_that_was_opened_is_closed(backend: SharedMemoryBackend) -> None:
     file_of(backend, KEYS[2]).write_bytes(b"damaged")
     for lengths in ([10], [10, 20]):
         assert backend.read_scattered([(key, pieces(lengths)) for key in KEYS])[0].status is ReadStatus.HIT
-        assert files_open_in(os.getpid(), Path(backend.path).parent) == []
+        assert files_open_in(os.getpid(), Path(backend.path)) == []
 
 
 def test_no_folder_is_entered_by_a_link(backend: SharedMemoryBackend) -> None:
