@@ -32,7 +32,7 @@ from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.scale import SHOWN
 from lmkv.cli.measure.scheduler import ALONE, BEYOND, DURING, HASHED, HIT, KEYS, LIMIT, Call, Calls
 from lmkv.cli.measure.timing import WRITES_ENDED, Row, interleaved, interval, median_ratio, wait_until_settled
-from lmkv.cli.measure.ttft import SHARED
+from lmkv.cli.measure.ttft import DISK, OWN, RAM, SHARED, SHARED_TARGET, comparisons, is_hit_in, own_ram, plain_read_of
 from lmkv.cli.measure.vllm_engines import Answer
 from lmkv.protocols import Chunk
 from tests.forked import python
@@ -263,6 +263,35 @@ def test_the_least_of_shared_memory_is_a_hit_with_a_read_in_place_of_its_copy() 
     found = least(answers, {PLAIN[SHARED]: [0.012, 0.015, 0.018]}, PAUSED)
     assert found.value == pytest.approx(0.039)
     assert found.ratio == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "sources", "right"),
+    [
+        (OWN, {}, True),
+        (own_ram(DISK), {"cpu": 90, "disk": 0}, True),
+        (own_ram(DISK), {"cpu": 45, "disk": 45}, False),
+        (DISK, {"cpu": 0, "disk": 90}, True),
+        (DISK, {"cpu": 45, "disk": 45}, False),
+        (DISK, {"cpu": 90, "disk": 0}, False),
+    ],
+)
+def test_a_hit_counts_where_all_of_it_came_from_that_tier(name: str, sources: dict[str, int], right: bool) -> None:
+    answer = Answer(token_ids=(1,), ttft_s=0.030, hit_tokens=90, sources=sources)
+    assert is_hit_in(name, answer, 100) == right
+    assert not is_hit_in(name, answer, 200), "half of the prompt at most was found"
+
+
+def test_a_lower_tier_is_shown_beside_the_same_engines_host_memory_and_a_plain_read() -> None:
+    rounds = {OWN: [1.0], RAM: [1.05], SHARED: [1.7], DISK: [2.1]}
+    rounds |= {own_ram(SHARED): [1.0], plain_read_of(SHARED): [1.0], own_ram(DISK): [1.0], plain_read_of(DISK): [1.0]}
+    rows = {row.name: row for each in comparisons("x", 9.0, rounds, "") for row in each.rows()}
+    assert rows["x: computed"].value == 9
+    assert rows[f"x: {RAM}"].ratio == pytest.approx(1.05)
+    assert (rows[f"x, shared memory beside host memory: {SHARED}"].ratio, SHARED_TARGET) == (1.7, 1.3)
+    assert rows[f"x, shared memory: {SHARED}"].ratio == pytest.approx(1.7 / 2.1)
+    assert (rows[f"x, disk: {DISK}"].ratio, rows[f"x, disk: {DISK}"].target) == (1.0, 1.0)
+    assert not any("redis" in name for name in rows)
 
 
 def test_the_benchmark_of_scale_measures_one_size(tmp_path: Path) -> None:

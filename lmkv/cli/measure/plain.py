@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from lmkv.backends.disk.fileio import Scratch
 from lmkv.backends.disk.folder import SUFFIX
 from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
 from lmkv.cli.measure.timing import wait_until_settled
@@ -45,10 +45,10 @@ def files_of_one_prompt(folder: Path) -> dict[Path, int]:
 def files_of(folder: Path, *, in_memory: bool) -> Callable[[], None]:
     """Reads as many chunks' files as a prompt has, by one thread: past the page cache, or from memory with checksums.
 
-    Raises LookupError without files.
+    It reads into huge pages where there are any, as the disk tier does. Raises LookupError without files.
     """
     sizes = files_of_one_prompt(folder)
-    memory = memoryview(mmap.mmap(-1, sum(sizes.values())))
+    memory = Scratch().take("plain read", sum(sizes.values()))
     flags = os.O_RDONLY | (0 if in_memory else _direct_flag(next(iter(sizes))))
 
     def read() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 
 from attrs import evolve
@@ -31,6 +33,7 @@ SMALL_HOST_GIB = 1.0
 """Host memory of each engine with the small model at most, since all run at once."""
 OWN = "vllm prefix cache"
 RAM, SHARED, DISK, REDIS = "lmkv ram", "lmkv shared memory", "lmkv disk", "lmkv redis"
+BELOW = (SHARED, DISK, REDIS)
 NAMES = (OWN, RAM, SHARED, DISK)
 BOUND = f"host memory, and {MARGIN} times a plain read"
 MEMORY = Path("/dev/shm")
@@ -48,18 +51,24 @@ def measure_ttft(
     In its turn an engine answers once to wake its processes, then `ANSWERS` times; their median counts. A `model` of
     the user's may fill the device, so that its engines run one after the other. `redis`: URL of a database that may be
     used. Shared memory has what another engine stored. Each lower tier is shown beside its bound, too: the time of
-    another prompt, which the same engine keeps in host memory, and `plain.MARGIN` times a plain read's.
+    another prompt, which the same engine keeps in host memory, and `plain.MARGIN` times that of a plain read after
+    each answer.
     """
     names = (*NAMES, *([REDIS] if redis else []))
-    below = [name for name in names if name not in (OWN, RAM)]
     cold: dict[str, float] = {}
-    warm: dict[str, list[float]] = {name: [] for name in (*names, *map(own_ram, below))}
+    seconds = defaultdict[str, list[float]](list)
     missed = set[str]()
-    reads: dict[str, list[float]] = {}
+
+    def answered(engine: EngineProcess, name: str, seed: int) -> float:
+        answer = send(engine, tokens, seed)
+        if not is_hit_in(name, answer, tokens):
+            missed.add(name)
+        return answer.ttft_s
+
     for group in [(name,) for name in names] if model else [names]:
         with ExitStack() as stack:
-            engines: dict[str, tuple[EngineProcess, Path]] = {}
-            plain: dict[str, Callable[[], None]] = {}
+            engines: dict[str, EngineProcess] = {}
+            timed: dict[str, dict[str, Callable[[], float]]] = {}
             for name in group:
                 say(f"vLLM: {name}, a prompt of {tokens:,} tokens")
                 place = MEMORY if name == SHARED else parent
@@ -72,42 +81,47 @@ def measure_ttft(
                     store_and_end(spec, folder, tokens, SEVERAL_PROCESSES)
                 engine = stack.enter_context(closing(EngineProcess(spec, folder, SEVERAL_PROCESSES)))
                 cold[name] = first_time(engine, folder, tokens).ttft_s
-                engines[name] = engine, folder
-                if name in below:
-                    hold(engine, folder, tokens)
+                engines[name] = engine
+                timed[name] = {name: partial(answered, engine, name, PROMPT)}
+                if name in BELOW:
+                    hold(engine, tokens)
+                    timed[name][own_ram(name)] = partial(answered, engine, own_ram(name), OTHER_PROMPT)
                 if (read := _plain_read(name, folder, redis)) is not None:
-                    plain[name], reads[name] = read, []
+                    timed[name][plain_read_of(name)] = partial(seconds_of, read)
             for _, name in turns(group, ROUNDS):
-                prompts = {name: PROMPT, **({own_ram(name): OTHER_PROMPT} if name in below else {})}
-                send(*engines[name], tokens)
-                answers = [(each, send(*engines[name], tokens, prompts[each])) for each in [*prompts] * ANSWERS]
-                for each in prompts:
-                    warm[each].append(statistics.median(answer.ttft_s for which, answer in answers if which == each))
-                missed |= {which for which, answer in answers if answer.hit_tokens < tokens // 2}
-                if name in plain:
-                    reads[name].append(statistics.median(seconds_of(plain[name]) for _ in range(ANSWERS)))
-    note = f"no hits: {', '.join(sorted(missed))}" if missed else ""
-    yield from _comparisons(f"First token, {tokens:,} tokens", cold[OWN], warm, reads, note)
+                send(engines[name], tokens)
+                found = [{each: call() for each, call in timed[name].items()} for _ in range(ANSWERS)]
+                for each in timed[name]:
+                    seconds[each].append(statistics.median(times[each] for times in found))
+    note = f"not all hits, or from another tier: {', '.join(sorted(missed))}" if missed else ""
+    yield from comparisons(f"First token, {tokens:,} tokens", cold[OWN], seconds, note)
 
 
-def _comparisons(
-    title: str, computed: float, seconds: Mapping[str, Sequence[float]], reads: Mapping[str, Sequence[float]], note: str
-) -> Iterator[Comparison]:
-    tiers = {name: times for name, times in seconds.items() if name not in map(own_ram, seconds)}
+def comparisons(title: str, computed: float, seconds: Mapping[str, Sequence[float]], note: str) -> Iterator[Comparison]:
+    """Tiers with each other, and each lower one with its bounds.
+
+    `seconds`: of each round, by name of a tier, or by that which `own_ram` or `plain_read_of` gives it.
+    """
+    tiers = {name: seconds[name] for name in (*NAMES, REDIS) if name in seconds}
     found = Comparison.of_rounds(title, "s", tiers, OWN, {RAM: RAM_TARGET}, note=note)
     yield evolve(found, bars={COMPUTED: computed, **found.bars}, log=True)
-    for name, plain in reads.items():
-        bound = [own + MARGIN * read for own, read in zip(seconds[own_ram(name)], plain, strict=True)]
-        beside = {BOUND: bound, name: seconds[name]}
+    for name in (name for name in BELOW if plain_read_of(name) in seconds):
+        both = zip(seconds[own_ram(name)], seconds[plain_read_of(name)], strict=True)
+        beside = {BOUND: [own + MARGIN * read for own, read in both], name: seconds[name]}
         yield Comparison.of_rounds(f"{title}, {name.removeprefix('lmkv ')}", "s", beside, BOUND, {name: 1.0})
-    both = {name: seconds[name] for name in (own_ram(SHARED), SHARED)}
+    beside = {name: seconds[name] for name in (own_ram(SHARED), SHARED)}
     targets = {SHARED: SHARED_TARGET}
-    yield Comparison.of_rounds(f"{title}, shared memory beside host memory", "s", both, own_ram(SHARED), targets)
+    yield Comparison.of_rounds(f"{title}, shared memory beside host memory", "s", beside, own_ram(SHARED), targets)
 
 
 def own_ram(name: str) -> str:
     """The name of a hit in the host memory of the engine that has the lower tier `name`."""
     return f"{name}'s own host memory"
+
+
+def plain_read_of(name: str) -> str:
+    """The name of a plain read of what the lower tier `name` has of a prompt."""
+    return f"a plain read of {name}"
 
 
 def store_and_end(spec: EngineSpec, folder: Path, tokens: int, env: Mapping[str, str]) -> None:
@@ -128,23 +142,33 @@ def _plain_read(name: str, folder: Path, redis: str | None) -> Callable[[], None
 
 
 def first_time(engine: EngineProcess, folder: Path, tokens: int) -> Answer:
-    """The cold prompt, after another one: only the first long prompt allocates buffers and loads kernels."""
-    send(engine, folder, tokens, OTHER_PROMPT)
-    return send(engine, folder, tokens)
+    """The cold prompt, after another one: only the first long prompt allocates buffers and loads kernels.
+
+    Returns once the tier in `folder` has written the chunks of both.
+    """
+    for seed in (OTHER_PROMPT, PROMPT):
+        answer = send(engine, tokens, seed)
+        wait_until_written(folder)
+    return answer
 
 
-def hold(engine: EngineProcess, folder: Path, tokens: int) -> None:
+def hold(engine: EngineProcess, tokens: int) -> None:
     """Have the engine's host memory keep the other prompt, so that hits in it and in a lower tier are compared there.
 
     Engines differ: of two equal ones, one computes a step in 25 ms, and the other in 34.
     """
-    send(engine, folder, tokens, OTHER_PROMPT, prefetch=True)
+    send(engine, tokens, OTHER_PROMPT, prefetch=True)
 
 
-def send(engine: EngineProcess, folder: Path, tokens: int, seed: int = PROMPT, *, prefetch: bool = False) -> Answer:
-    """Send a prompt after a pause; returns once the disk tier has written its chunks."""
+def is_hit_in(name: str, answer: Answer, tokens: int) -> bool:
+    """Whether most of a prompt was found, and all of that in the tier `name`."""
+    below = sum(count for tier, count in answer.sources.items() if tier != "cpu")
+    mixed = below and answer.sources.get("cpu")
+    return answer.hit_tokens > tokens // 2 and (name in BELOW) == bool(below) and not mixed
+
+
+def send(engine: EngineProcess, tokens: int, seed: int = PROMPT, *, prefetch: bool = False) -> Answer:
+    """Send a prompt after a pause."""
     time.sleep(PAUSE)
     # A second token, since vLLM wants the report of a request that ends before it tells of its copy.
-    answer = engine.send(seed, tokens, 2, prefetch=prefetch)
-    wait_until_written(folder)
-    return answer
+    return engine.send(seed, tokens, 2, prefetch=prefetch)

@@ -52,8 +52,8 @@ class Stopped:
         self._reached, self._going_on = threading.Semaphore(0), threading.Event()
         setattr(os, name, self)
 
-    def __call__(self, *args: Any) -> Any:
-        done = self._real(*args)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        done = self._real(*args, **named)
         if next(self._calls) >= self._passing:
             self._reached.release()
             assert self._going_on.wait(LIMIT)
@@ -91,15 +91,14 @@ def fork_while_writing(tell: Tell, folder: str, threads: int) -> None:
     signal.pause()
 
 
-def fork_while_reading(tell: Tell, folder: str) -> None:
-    """Fork while several files are open to be read at once, and wait to be killed."""
+def fork_while_reading(tell: Tell, folder: str, call: str, passing: int) -> None:
+    """Fork while files are opened and read at once, in a call of the system after so many; wait to be killed."""
     backend = SharedMemoryBackend(folder, NAMESPACE)
     chunks = [chunk_of(100_000) for _ in range(3)]
     for chunk in chunks:
         backend.write(chunk)
     wanted = [(chunk.key, [memoryview(bytearray(100_000))]) for chunk in chunks]
-    # After the header of each file.
-    stopped = Stopped("preadv", passing=len(chunks))
+    stopped = Stopped(call, passing)
     threading.Thread(target=backend.read_scattered, args=(wanted,), daemon=True).start()
     stopped.wait_until_reached()
     tell(len(files_open_in(os.getpid(), Path(folder))))
@@ -175,9 +174,15 @@ def test_temporaries_of_a_dead_writer_are_swept_though_its_child_lives(tmp_path:
     assert files_open_in(pid, tmp_path) == []
 
 
-def test_a_child_has_none_of_the_files_open_that_are_read_at_once(memory_path: Path, forked: Forked) -> None:
-    with Child(fork_while_reading, str(memory_path)) as parent:
-        assert parent.heard() >= 3, "the files, and their folders"
+@pytest.mark.parametrize(
+    ("call", "passing", "least"), [("open", 0, 1), ("open", 2, 2), ("open", 5, 4), ("preadv", 3, 6)]
+)
+def test_a_child_has_none_of_the_files_open_that_are_read_at_once(
+    memory_path: Path, forked: Forked, call: str, passing: int, least: int
+) -> None:
+    """Neither once the headers of three files are read, nor just after one was opened: its number is not known yet."""
+    with Child(fork_while_reading, str(memory_path), call, passing) as parent:
+        assert parent.heard() >= least
         assert files_open_in(forked.heard(parent), memory_path) == []
 
 
