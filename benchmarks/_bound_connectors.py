@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -46,13 +45,13 @@ class IdleConnector(KVConnectorBase_V1):
 class ReadingConnector(IdleConnector):
     """Has each request wait until one plain thread has read a prompt's files below `plain_folder`. Finds nothing.
 
-    Adds a line with the seconds from vLLM's first question to the end of the read to the file `waits`.
+    The first prompt that it was ever asked about does not wait.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._folder, self._waits = Path(settings["plain_folder"]), Path(settings["waits"])
+        self._folder = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["plain_folder"])
+        self._first: list[int] | None = None
         self._read: Callable[[], None] | None = None
         self._thread = ThreadPoolExecutor(1)
         self._reading: dict[str, Future[None]] = {}
@@ -60,14 +59,12 @@ class ReadingConnector(IdleConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._read is None:
             self._read = files_of(self._folder, in_memory=False)
+        self._first = self._first or list(request.prompt_token_ids)
+        if request.prompt_token_ids == self._first:
+            return 0, False
         if request.request_id not in self._reading:
-            self._reading[request.request_id] = self._thread.submit(self._timed, self._read, time.perf_counter())
+            self._reading[request.request_id] = self._thread.submit(self._read)
         return (0 if self._reading[request.request_id].done() else None), False
-
-    def _timed(self, read: Callable[[], None], asked: float) -> None:
-        read()
-        with self._waits.open("a") as waits:
-            print(time.perf_counter() - asked, file=waits)
 
 
 class BlocksMetadata(KVConnectorMetadata):

@@ -6,21 +6,22 @@
 All engines run at once, each in processes of its own, and are asked in turn, in shuffled order, so that what disturbs
 one round disturbs all engines in it. In its turn an engine is asked twice: after a pause, in which its processes fell
 asleep, and again a quarter of a second after that answer, while they still poll each other as they do in a server in
-use. Ratios are taken within a round; their median counts. The engine core runs in a process of its own, as vLLM does
-by default, or with --one-process in that of the API. The engine of a lower tier keeps another prompt in host memory,
-and is asked for both, each in a turn of its own: equal engines differ by more than tiers do. A lower tier is shown
-beside the sum of its engine's time from host memory and 1.1 times that of a plain read of as many bytes in the same
-round: of as many files of the tier by one thread, from a disk with O_DIRECT, from shared memory with their checksums;
-of as many values of Redis by redis-py. The plain read, too, is timed after a pause, in a turn of its own, and again
-right after the tier's second answer, while that engine's processes poll. Shared memory, where an engine that has ended
-stored the chunks, is shown beside host memory alone, too, and so is the least that this could be: a hit in host memory
-with the plain read in place of its copy. Lower tiers are always loaded from, however slow they are. With --within-vllm
-two more engines are asked in turn. One has each request wait until one plain thread has read the disk. The other one's
-worker reads the files in memory into vLLM's blocks and computes their checksums, or copies as many bytes from its own
-memory, and does nothing else for a hit. `--only` names those that take part, since engines that wait for their turn
-disturb the others. With --lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs,
-LMCacheMPConnector takes its turns too, by its default route and by its fastest. With --json the last line is the
-result.
+use. Ratios are taken within a round; their median counts. The engine core runs in a process of its own, as vLLM does by
+default, or with --one-process in that of the API. The engine of a lower tier keeps another prompt in host memory, and
+is asked for both, each in a turn of its own: equal engines differ by more than tiers do. A lower tier is shown beside
+the sum of its engine's time from host memory and 1.1 times that of a plain read of as many bytes in the same round: of
+as many files of the tier by one thread, from a disk with O_DIRECT, from shared memory with their checksums; of as many
+values of Redis by redis-py. The plain read, too, is timed after a pause, in a turn of its own, and again right after
+the tier's second answer, while that engine's processes poll. Shared memory, where an engine that has ended stored the
+chunks, is shown beside host memory alone, too, and so is the least that this could be: a hit in host memory with the
+plain read in place of its copy. Lower tiers are always loaded from, however slow they are. With --within-vllm two more
+engines are asked in turn. One has a request wait until one plain thread has read the disk, and takes the rest from
+vLLM's prefix cache; what it takes longer than for a prompt that does not wait is a plain read within vLLM, its steps
+included, which any connector pays that has a request wait. The other one's worker reads the files in memory into vLLM's
+blocks and computes their checksums, or copies as many bytes from its own memory, and does nothing else for a hit.
+`--only` names those that take part, since engines that wait for their turn disturb the others. With --lmcache, the
+interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes its turns too, by its
+default route and by its fastest. With --json the last line is the result.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ PLAIN = {
 """The plain read that each round times beside a tier: its bound."""
 USED, PAUSED = "in use", "after a pause"
 POLLING, INSIDE = " while the engine's processes poll", " within vLLM"
-READER = f"{PLAIN[DISK]}{INSIDE}"
-"""An engine whose connector has each request wait for such a read."""
+READER, AT_ONCE = "vllm prefix cache, once a plain thread has read the disk", "the same engine's prefix cache, at once"
+"""An engine whose connector has each request wait for that, and the prompt for which it does not."""
 FILES = "a connector that only reads files in memory, and computes their checksums"
 """An engine whose connector does no more for a hit, or copies as many bytes from its own memory instead."""
 
@@ -118,9 +119,9 @@ def main() -> int:
             engines[name] = stack.enter_context(closing(engine))
             asked[name] = name, PROMPT
             print(f"{name}: at first {first_time(engine, folders[name], tokens).ttft_s:.3f} s", flush=True)
-            if name in (*PLAIN, FILES):
+            if name in (*PLAIN, READER, FILES):
                 hold(engine, tokens)
-                asked[own_ram(name)] = name, OTHER_PROMPT
+                asked[AT_ONCE if name == READER else own_ram(name)] = name, OTHER_PROMPT
 
         folders = {name: root / str(number) for number, name in enumerate((*names, READER, FILES, *ROUTES))}
         memory = tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir="/dev/shm")
@@ -131,17 +132,12 @@ def main() -> int:
         plain = {PLAIN[name]: files_of(folders[name], in_memory=name == SHARED) for name in below}
         if options.redis:
             plain[PLAIN[REDIS]] = values_of(options.redis)
-        waits = root / "waits"
         specs = engine_specs(root, tokens + 16)
-        bounds = {
-            READER: (DISK, "ReadingConnector", specs[OWN], {"waits": str(waits)}),
-            FILES: (SHARED, "FilesConnector", specs["nothing"], {}),
-        }
-        for name, (tier, connector, spec, settings) in bounds.items():
+        bounds = {READER: (DISK, "ReadingConnector", specs[OWN]), FILES: (SHARED, "FilesConnector", specs["nothing"])}
+        for name, (tier, connector, spec) in bounds.items():
             if options.within_vllm and tier in below:
-                settings = {"plain_folder": str(folders[tier]), **settings}
-                module = "benchmarks._bound_connectors"
-                start(name, evolve(spec, settings=settings, connector=connector, connector_module=module), env)
+                spec = evolve(spec, connector=connector, connector_module="benchmarks._bound_connectors")
+                start(name, evolve(spec, settings={"plain_folder": str(folders[tier])}), env)
         if options.lmcache:
             server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GIB, root / "server.log")))
             for name in ROUTES:
@@ -158,7 +154,7 @@ def main() -> int:
                 engine, seed = asked[name]
                 answer = engines[engine].send(seed, tokens, 2)
                 check(name, answer, tokens)
-                times[name].append(float(waits.read_text().split()[-1]) if name == READER else answer.ttft_s)
+                times[name].append(answer.ttft_s)
                 answers[when][name].append(answer)
             if name in PLAIN:
                 used[f"{PLAIN[name]}{POLLING}"].append(seconds_of(plain[PLAIN[name]]))
@@ -168,6 +164,9 @@ def main() -> int:
     found = [Row(f"least hit of {tokens:,} tokens, {name}, {how}", hit, "tokens") for name, hit in hits.items()]
     used |= {name: paused[name] for name in plain}
     for when, times in ((USED, used), (PAUSED, paused)):
+        if READER in times:
+            both = zip(times[READER], times[AT_ONCE], strict=True)
+            times[f"{PLAIN[DISK]}{INSIDE}"] = [waited - at_once for waited, at_once in both]
         found += [*rows(times, f"{when}, {how}"), *parts(answers[when], when)]
         if SHARED in below:
             found.append(least(answers[when][own_ram(SHARED)], times, when))
