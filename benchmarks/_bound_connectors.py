@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
 from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
-from lmkv.cli.measure.plain import files_of, files_of_one_prompt
+from lmkv.cli.measure.plain import files_of, files_of_one_prompt, values_of
 from lmkv.memory.paged import block_rows
 from lmkv.vllm.block_reader import runs_of
 
@@ -43,28 +44,35 @@ class IdleConnector(KVConnectorBase_V1):
 
 
 class ReadingConnector(IdleConnector):
-    """Has each request wait until one plain thread has read a prompt's files below `plain_folder`. Finds nothing.
+    """Has a request wait until one plain thread has read a prompt's files below `plain_folder`, or values of `redis`.
 
-    The first prompt that it was ever asked about does not wait.
+    The first prompt that it was ever asked about does not wait. Adds a line with the seconds from vLLM's first question
+    to the end of the read to the file `waits`. Finds nothing.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._folder = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["plain_folder"])
+        self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._first: list[int] | None = None
         self._read: Callable[[], None] | None = None
         self._thread = ThreadPoolExecutor(1)
         self._reading: dict[str, Future[None]] = {}
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._read is None:
-            self._read = files_of(self._folder, in_memory=False)
         self._first = self._first or list(request.prompt_token_ids)
         if request.prompt_token_ids == self._first:
             return 0, False
+        if self._read is None:
+            url = self._settings.get("redis")
+            self._read = values_of(url) if url else files_of(Path(self._settings["plain_folder"]), in_memory=False)
         if request.request_id not in self._reading:
-            self._reading[request.request_id] = self._thread.submit(self._read)
+            self._reading[request.request_id] = self._thread.submit(self._timed, self._read, time.perf_counter())
         return (0 if self._reading[request.request_id].done() else None), False
+
+    def _timed(self, read: Callable[[], None], asked: float) -> None:
+        read()
+        with open(self._settings["waits"], "a") as waits:
+            print(time.perf_counter() - asked, file=waits)
 
 
 class BlocksMetadata(KVConnectorMetadata):

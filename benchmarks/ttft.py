@@ -14,14 +14,15 @@ as many files of the tier by one thread, from a disk with O_DIRECT, from shared 
 values of Redis by redis-py. The plain read, too, is timed after a pause, in a turn of its own, and again right after
 the tier's second answer, while that engine's processes poll. Shared memory, where an engine that has ended stored the
 chunks, is shown beside host memory alone, too, and so is the least that this could be: a hit in host memory with the
-plain read in place of its copy. Lower tiers are always loaded from, however slow they are. With --within-vllm two more
+plain read in place of its copy. Lower tiers are always loaded from, however slow they are. With --within-vllm more
 engines are asked in turn. One has a request wait until one plain thread has read the disk, and takes the rest from
-vLLM's prefix cache; what it takes longer than for a prompt that does not wait is a plain read within vLLM, its steps
-included, which any connector pays that has a request wait. The other one's worker reads the files in memory into vLLM's
-blocks and computes their checksums, or copies as many bytes from its own memory, and does nothing else for a hit.
-`--only` names those that take part, since engines that wait for their turn disturb the others. With --lmcache, the
-interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes its turns too, by its
-default route and by its fastest. With --json the last line is the result.
+vLLM's prefix cache; so does a third with Redis. Shown are the seconds to the end of such a read, and those by which the
+first token comes later than that of a prompt which does not wait: vLLM's steps until it goes on are in these. The other
+one's worker reads the files in memory into vLLM's blocks and computes their checksums, or copies as many bytes from its
+own memory, and does nothing else for a hit. `--only` names those that take part, since engines that wait for their turn
+disturb the others. With --lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs,
+LMCacheMPConnector takes its turns too, by its default route and by its fastest. With --json the last line is the
+result.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ PLAIN = {
 }
 """The plain read that each round times beside a tier: its bound."""
 USED, PAUSED = "in use", "after a pause"
-POLLING, INSIDE = " while the engine's processes poll", " within vLLM"
-READER, AT_ONCE = "vllm prefix cache, once a plain thread has read the disk", "the same engine's prefix cache, at once"
-"""An engine whose connector has each request wait for that, and the prompt for which it does not."""
+POLLING, INSIDE, STEPS = " while the engine's processes poll", " within vLLM", " within vLLM, and its steps"
+READERS = {tier: f"vllm prefix cache, once a plain thread has read the {tier} tier" for tier in (DISK, REDIS)}
+"""Engines whose connector has each request wait for that, but for a prompt that is served at once."""
 FILES = "a connector that only reads files in memory, and computes their checksums"
 """An engine whose connector does no more for a hit, or copies as many bytes from its own memory instead."""
 
@@ -119,11 +120,16 @@ def main() -> int:
             engines[name] = stack.enter_context(closing(engine))
             asked[name] = name, PROMPT
             print(f"{name}: at first {first_time(engine, folders[name], tokens).ttft_s:.3f} s", flush=True)
-            if name in (*PLAIN, READER, FILES):
+            if name in (*PLAIN, FILES):
                 hold(engine, tokens)
-                asked[AT_ONCE if name == READER else own_ram(name)] = name, OTHER_PROMPT
+                asked[own_ram(name)] = name, OTHER_PROMPT
+            if name in READERS.values():
+                asked[at_once(name)] = name, OTHER_PROMPT
 
-        folders = {name: root / str(number) for number, name in enumerate((*names, READER, FILES, *ROUTES))}
+        def waits_of(name: str) -> Path:
+            return folders[name] / "waits"
+
+        folders = {name: root / str(number) for number, name in enumerate((*names, *READERS.values(), FILES, *ROUTES))}
         memory = tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir="/dev/shm")
         folders[SHARED] = Path(stack.enter_context(memory))
         for name in names:
@@ -133,19 +139,24 @@ def main() -> int:
         if options.redis:
             plain[PLAIN[REDIS]] = values_of(options.redis)
         specs = engine_specs(root, tokens + 16)
-        bounds = {READER: (DISK, "ReadingConnector", specs[OWN]), FILES: (SHARED, "FilesConnector", specs["nothing"])}
-        for name, (tier, connector, spec) in bounds.items():
-            if options.within_vllm and tier in below:
+        if options.within_vllm:
+            bounds = [(READERS[tier], tier, "ReadingConnector", specs[OWN]) for tier in READERS if tier in names]
+            if SHARED in below:
+                bounds.append((FILES, SHARED, "FilesConnector", specs["nothing"]))
+            for name, tier, connector, spec in bounds:
+                settings = {"plain_folder": str(folders[tier]), "waits": str(waits_of(name))}
+                settings |= {"redis": options.redis} if tier == REDIS else {}
                 spec = evolve(spec, connector=connector, connector_module="benchmarks._bound_connectors")
-                start(name, evolve(spec, settings={"plain_folder": str(folders[tier])}), env)
+                start(name, evolve(spec, settings=settings), env)
         if options.lmcache:
             server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GIB, root / "server.log")))
             for name in ROUTES:
                 start(name, server.spec(name, specs["nothing"]), {**ENVIRONMENT, **env}, options.lmcache)
-        paused: dict[str, list[float]] = {name: [] for name in (*asked, *plain)}
-        used: dict[str, list[float]] = {name: [] for name in (*asked, *(f"{name}{POLLING}" for name in plain))}
+        read_within = {READERS[tier]: f"{PLAIN[tier]}{INSIDE}" for tier in READERS if READERS[tier] in asked}
+        paused: dict[str, list[float]] = {name: [] for name in (*asked, *read_within.values(), *plain)}
+        used = {name: list[float]() for name in (*paused, *(f"{name}{POLLING}" for name in plain))}
         answers: dict[str, dict[str, list[Answer]]] = {when: {name: [] for name in asked} for when in (USED, PAUSED)}
-        for _, name in turns(paused, 5 if options.quick else options.rounds):
+        for _, name in turns((*asked, *plain), 5 if options.quick else options.rounds):
             if name in plain:
                 paused[name].append(seconds_of(plain[name]))
                 continue
@@ -155,6 +166,8 @@ def main() -> int:
                 answer = engines[engine].send(seed, tokens, 2)
                 check(name, answer, tokens)
                 times[name].append(answer.ttft_s)
+                if name in read_within:
+                    times[read_within[name]].append(float(waits_of(name).read_text().split()[-1]))
                 answers[when][name].append(answer)
             if name in PLAIN:
                 used[f"{PLAIN[name]}{POLLING}"].append(seconds_of(plain[PLAIN[name]]))
@@ -164,13 +177,18 @@ def main() -> int:
     found = [Row(f"least hit of {tokens:,} tokens, {name}, {how}", hit, "tokens") for name, hit in hits.items()]
     used |= {name: paused[name] for name in plain}
     for when, times in ((USED, used), (PAUSED, paused)):
-        if READER in times:
-            both = zip(times[READER], times[AT_ONCE], strict=True)
-            times[f"{PLAIN[DISK]}{INSIDE}"] = [waited - at_once for waited, at_once in both]
+        for name, read in read_within.items():
+            both = zip(times[name], times[at_once(name)], strict=True)
+            times[read.removesuffix(INSIDE) + STEPS] = [waited - other for waited, other in both]
         found += [*rows(times, f"{when}, {how}"), *parts(answers[when], when)]
         if SHARED in below:
             found.append(least(answers[when][own_ram(SHARED)], times, when))
     return finish(found, options.json)
+
+
+def at_once(name: str) -> str:
+    """The name of a prompt for which the engine `name` of `READERS` does not wait."""
+    return f"{name}: another prompt, at once"
 
 
 def check(name: str, answer: Answer, tokens: int) -> None:
@@ -183,7 +201,7 @@ def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
     found = []
     for name, seconds in warm.items():
         median = statistics.median(seconds)
-        if name.removesuffix(POLLING).removesuffix(INSIDE) in PLAIN.values():
+        if any(name == f"{read}{when}" for read in PLAIN.values() for when in ("", POLLING, INSIDE, STEPS)):
             title = f"{name} of as many bytes, {how}"
             found.append(Row(title, median, "s", WITHIN, median_ratio(warm, name, WITHIN)))
             continue
@@ -195,7 +213,7 @@ def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
         title = f"{name}, {how}: longer than from host memory"
         if name in (SHARED, FILES):
             found.append(beside(title, warm, name, warm[own], own, SHARED_TARGET))
-        for read in (f"{PLAIN.get(name)}{when}" for when in ("", POLLING, INSIDE)):
+        for read in (f"{PLAIN.get(name)}{when}" for when in ("", POLLING, INSIDE, STEPS)):
             if read in warm:
                 bound = [ram + MARGIN * each for ram, each in zip(warm[own], warm[read], strict=True)]
                 found.append(beside(title, warm, name, bound, f"{own}, and {MARGIN} times {read}", 1.0))

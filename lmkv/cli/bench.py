@@ -57,7 +57,8 @@ def bench(
     length = min(tokens, 2048) if quick else tokens
     comparisons: list[Comparison] = []
     try:
-        comparisons.extend(measured(model, length, host_gib, engine, parent, redis, quick))
+        with whole_database(redis if engine else None):
+            comparisons.extend(measured(model, length, host_gib, engine, parent, redis, quick))
     finally:
         # An error later on must not lose them.
         if comparisons:
@@ -84,8 +85,7 @@ def measured(
     if engine and find_spec("vllm") is None:
         say("vLLM is not installed: no first tokens and no conversations")
     elif engine:
-        with whole_database(redis):
-            yield from measure_ttft(tokens, model, parent, host_gib, redis, say)
+        yield from measure_ttft(tokens, model, parent, host_gib, redis, say)
         yield from measure_load(quick=quick, say=say)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from importlib.util import find_spec
 from math import comb
@@ -32,7 +32,18 @@ from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.scale import SHOWN
 from lmkv.cli.measure.scheduler import ALONE, BEYOND, DURING, HASHED, HIT, KEYS, LIMIT, Call, Calls
 from lmkv.cli.measure.timing import WRITES_ENDED, Row, interleaved, interval, median_ratio, wait_until_settled
-from lmkv.cli.measure.ttft import DISK, OWN, RAM, SHARED, SHARED_TARGET, comparisons, is_hit_in, own_ram, plain_read_of
+from lmkv.cli.measure.ttft import (
+    DISK,
+    OWN,
+    RAM,
+    RAM_TARGET,
+    SHARED,
+    SHARED_TARGET,
+    comparisons,
+    is_hit_in,
+    own_ram,
+    plain_read_of,
+)
 from lmkv.cli.measure.vllm_engines import Answer
 from lmkv.protocols import Chunk
 from tests.forked import python
@@ -79,6 +90,8 @@ def test_a_few_rounds_on_both_sides_of_a_target_say_nothing_about_it() -> None:
     assert [row.met for row in Comparison.of_rounds("x", "s", one, "cache", {"lmkv": 1.3}).rows()] == [None, None]
     more = {name: [*values, 1.0] for name, values in rounds.items()}
     assert [row.met for row in Comparison.of_rounds("x", "s", more, "cache", {"lmkv": 1.3}).rows()] == [None, True]
+    without = Comparison("x", "s", {"cache": 1.0, "lmkv": 1.1}, "cache", targets={"lmkv": 1.3})
+    assert [row.met for row in without.rows()] == [None, None], "nor do figures without rounds"
 
 
 def test_nothing_is_divided_by_a_reference_of_nothing() -> None:
@@ -140,10 +153,18 @@ def test_a_database_with_keys_is_not_used(tmp_path: Path) -> None:
 
 
 def test_rounds_are_paired() -> None:
-    clock = iter(range(100))
-    times = interleaved({"a": int, "b": int}, 5, clock=lambda: next(clock))
-    assert {name: len(found) for name, found in times.items()} == {"a": 5, "b": 5}
-    assert median_ratio(times, "a", "b") == 1.0
+    now, rounds = [0.0], itertools.count()
+
+    def takes(seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            # Each round takes twice as long as the one before; the first calls are not timed.
+            now[0] += seconds * 2.0 ** (next(rounds) // 2)
+
+        return call
+
+    times = interleaved({"a": takes(3.0), "b": takes(1.0)}, 5, clock=lambda: now[0])
+    assert times["a"] == [3 * second for second in times["b"]] == [6.0, 12.0, 24.0, 48.0, 96.0]
+    assert median_ratio(times, "a", "b") == 3.0
 
 
 def test_the_limit_of_hashing_computes_the_same_keys() -> None:
@@ -282,16 +303,34 @@ def test_a_hit_counts_where_all_of_it_came_from_that_tier(name: str, sources: di
     assert not is_hit_in(name, answer, 200), "half of the prompt at most was found"
 
 
+FIRST_TOKENS = {OWN: [1.0] * 6, RAM: [1.05] * 6, SHARED: [1.7] * 6, DISK: [2.1] * 6} | {
+    name_of(tier): [1.0] * 6 for tier in (SHARED, DISK) for name_of in (own_ram, plain_read_of)
+}
+
+
 def test_a_lower_tier_is_shown_beside_the_same_engines_host_memory_and_a_plain_read() -> None:
-    rounds = {OWN: [1.0], RAM: [1.05], SHARED: [1.7], DISK: [2.1]}
-    rounds |= {own_ram(SHARED): [1.0], plain_read_of(SHARED): [1.0], own_ram(DISK): [1.0], plain_read_of(DISK): [1.0]}
-    rows = {row.name: row for each in comparisons("x", 9.0, rounds, "") for row in each.rows()}
+    rows = {row.name: row for each in comparisons("x", 9.0, FIRST_TOKENS, set()) for row in each.rows()}
     assert rows["x: computed"].value == 9
-    assert rows[f"x: {RAM}"].ratio == pytest.approx(1.05)
-    assert (rows[f"x, shared memory beside host memory: {SHARED}"].ratio, SHARED_TARGET) == (1.7, 1.3)
-    assert rows[f"x, shared memory: {SHARED}"].ratio == pytest.approx(1.7 / 2.1)
-    assert (rows[f"x, disk: {DISK}"].ratio, rows[f"x, disk: {DISK}"].target) == (1.0, 1.0)
+    found = {name: (row.ratio, row.target, row.met) for name, row in rows.items() if row.ratio}
+    assert found[f"x: {RAM}"] == (1.05, RAM_TARGET, True)
+    assert found[f"x, shared memory beside host memory: {SHARED}"] == (1.7, SHARED_TARGET, False)
+    assert found[f"x, shared memory: {SHARED}"] == (1.7 / 2.1, 1.0, True)
+    assert found[f"x, disk beside host memory: {DISK}"] == (2.1, None, None)
+    assert found[f"x, disk: {DISK}"] == (1.0, 1.0, True)
+    assert rows[f"x, disk: {plain_read_of(DISK)}"].value == 1
     assert not any("redis" in name for name in rows)
+
+
+@pytest.mark.parametrize("name", [DISK, own_ram(DISK)])
+def test_nothing_is_said_of_a_tier_whose_answers_came_from_elsewhere(name: str) -> None:
+    first, *others = comparisons("x", 9.0, FIRST_TOKENS, {name})
+    assert name in first.note
+    assert [each.title for each in others] == ["x, shared memory beside host memory", "x, shared memory"]
+
+
+def test_host_memory_has_no_target_beside_a_prefix_cache_that_missed() -> None:
+    first, *_ = comparisons("x", 9.0, FIRST_TOKENS, {OWN})
+    assert all(row.met is None for row in first.rows())
 
 
 def test_the_benchmark_of_scale_measures_one_size(tmp_path: Path) -> None:

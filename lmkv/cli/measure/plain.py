@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,9 @@ MARGIN = 1.1
 """A hit from a lower tier may take as long as one from host memory and this many times a plain read."""
 PROMPTS = 2
 """Prompts of the same length that the measured engine has stored: see `ttft.first_time`."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of the C library's `mallopt`."""
 
 T = TypeVar("T")
 
@@ -96,10 +100,14 @@ def whole_database(url: str | None) -> Iterator[None]:
 def values_of(url: str) -> Callable[[], None]:
     """Gets as many chunks' values as a prompt has, by the client of a Redis whose database has nothing else.
 
-    Waits until an engine has written all of them. Raises LookupError without values.
+    Waits until an engine has written all of them. Raises LookupError without values. From now on this process keeps
+    the memory that it frees: else the kernel maps memory for each value, which takes longer than the value itself.
     """
     from redis import Redis
 
+    with contextlib.suppress(AttributeError):  # not every C library has it
+        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            ctypes.CDLL(None).mallopt(parameter, 1 << 30)
     client = Redis.from_url(url)
     wait_until_settled(client.dbsize)
     names = _of_one_prompt({name: client.strlen(name) for name in client.scan_iter(count=1000)})

@@ -77,7 +77,7 @@ class Comparison:
     def _met(self, name: str, ratio: float) -> bool | None:
         """Whether the target is reached; None without one, and where few rounds do not say so with one voice."""
         target, ratios = self.targets.get(name), self.ratios.get(name, ())
-        if target is None or (0 < len(ratios) < SURE and (len(ratios) == 1 or min(ratios) <= target <= max(ratios))):
+        if target is None or (len(ratios) < SURE and (len(ratios) < 2 or min(ratios) <= target <= max(ratios))):
             return None
         return ratio <= target if self.unit in LESS_IS_BETTER else ratio >= target
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,8 @@ RAM, SHARED, DISK, REDIS = "lmkv ram", "lmkv shared memory", "lmkv disk", "lmkv 
 BELOW = (SHARED, DISK, REDIS)
 NAMES = (OWN, RAM, SHARED, DISK)
 BOUND = f"host memory, and {MARGIN} times a plain read"
-MEMORY = Path("/dev/shm")
+MEMORY, MEMORY_BYTES = Path("/dev/shm"), 1 << 30
+"""Where shared memory is, and the least that must be free there."""
 COMPUTED = "computed"
 RAM_TARGET, SHARED_TARGET = 1.05, 1.3
 """Times that host memory may take of vLLM's prefix cache, and shared memory of host memory."""
@@ -54,7 +56,10 @@ def measure_ttft(
     another prompt, which the same engine keeps in host memory, and `plain.MARGIN` times that of a plain read after
     each answer.
     """
-    names = (*NAMES, *([REDIS] if redis else []))
+    names = [*NAMES, *([REDIS] if redis else [])]
+    if not (MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= MEMORY_BYTES):
+        say(f"{MEMORY} has less than {MEMORY_BYTES:,} bytes free: no shared memory")
+        names.remove(SHARED)
     cold: dict[str, float] = {}
     seconds = defaultdict[str, list[float]](list)
     missed = set[str]()
@@ -93,25 +98,33 @@ def measure_ttft(
                 found = [{each: call() for each, call in timed[name].items()} for _ in range(ANSWERS)]
                 for each in timed[name]:
                     seconds[each].append(statistics.median(times[each] for times in found))
-    note = f"not all hits, or from another tier: {', '.join(sorted(missed))}" if missed else ""
-    yield from comparisons(f"First token, {tokens:,} tokens", cold[OWN], seconds, note)
+    yield from comparisons(f"First token, {tokens:,} tokens", cold[OWN], seconds, missed)
 
 
-def comparisons(title: str, computed: float, seconds: Mapping[str, Sequence[float]], note: str) -> Iterator[Comparison]:
-    """Tiers with each other, and each lower one with its bounds.
+def comparisons(
+    title: str, computed: float, seconds: Mapping[str, Sequence[float]], missed: Set[str]
+) -> Iterator[Comparison]:
+    """Tiers with each other, and each lower one with its bounds. None of a lower tier with answers that it `missed`.
 
     `seconds`: of each round, by name of a tier, or by that which `own_ram` or `plain_read_of` gives it.
     """
     tiers = {name: seconds[name] for name in (*NAMES, REDIS) if name in seconds}
-    found = Comparison.of_rounds(title, "s", tiers, OWN, {RAM: RAM_TARGET}, note=note)
+    note = f"not all hits, or from another tier: {', '.join(sorted(missed))}" if missed else ""
+    targets = {} if missed & {OWN, RAM} else {RAM: RAM_TARGET}
+    found = Comparison.of_rounds(title, "s", tiers, OWN, targets, note=note)
     yield evolve(found, bars={COMPUTED: computed, **found.bars}, log=True)
-    for name in (name for name in BELOW if plain_read_of(name) in seconds):
-        both = zip(seconds[own_ram(name)], seconds[plain_read_of(name)], strict=True)
-        beside = {BOUND: [own + MARGIN * read for own, read in both], name: seconds[name]}
-        yield Comparison.of_rounds(f"{title}, {name.removeprefix('lmkv ')}", "s", beside, BOUND, {name: 1.0})
-    beside = {name: seconds[name] for name in (own_ram(SHARED), SHARED)}
-    targets = {SHARED: SHARED_TARGET}
-    yield Comparison.of_rounds(f"{title}, shared memory beside host memory", "s", beside, own_ram(SHARED), targets)
+    for name in (name for name in BELOW if name in seconds):
+        own, read = own_ram(name), plain_read_of(name)
+        if missed & {name, own}:
+            continue
+        shown = {own: seconds[own], name: seconds[name]}
+        targets = {name: SHARED_TARGET} if name == SHARED else {}
+        of_tier = f"{title}, {name.removeprefix('lmkv ')}"
+        yield Comparison.of_rounds(f"{of_tier} beside host memory", "s", shown, own, targets)
+        if read in seconds:
+            both = zip(seconds[own], seconds[read], strict=True)
+            shown = {BOUND: [one + MARGIN * other for one, other in both], name: seconds[name], read: seconds[read]}
+            yield Comparison.of_rounds(of_tier, "s", shown, BOUND, {name: 1.0})
 
 
 def own_ram(name: str) -> str:

@@ -102,6 +102,8 @@ def test_all_that_was_opened_is_closed(backend: SharedMemoryBackend) -> None:
     for lengths in ([10], [10, 20]):
         assert backend.read_scattered([(key, pieces(lengths)) for key in KEYS])[0].status is ReadStatus.HIT
         assert files_open_in(os.getpid(), Path(backend.path)) == []
+    with file_of(backend, KEYS[0]).open("rb"):
+        assert len(files_open_in(os.getpid(), Path(backend.path))) == 1, "what is open is found"
 
 
 def test_no_folder_is_entered_by_a_link(backend: SharedMemoryBackend) -> None:
