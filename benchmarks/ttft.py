@@ -15,14 +15,14 @@ values of Redis by redis-py. The plain read, too, is timed after a pause, in a t
 the tier's second answer, while that engine's processes poll. Shared memory, where an engine that has ended stored the
 chunks, is shown beside host memory alone, too, and so is the least that this could be: a hit in host memory with the
 plain read in place of its copy. Lower tiers are always loaded from, however slow they are. With --within-vllm more
-engines are asked in turn. One has a request wait until one plain thread has read the disk, and takes the rest from
-vLLM's prefix cache; so does a third with Redis. Shown are the seconds to the end of such a read, and those by which the
-first token comes later than that of a prompt which does not wait: vLLM's steps until it goes on are in these. The other
-one's worker reads the files in memory into vLLM's blocks and computes their checksums, or copies as many bytes from its
-own memory, and does nothing else for a hit. `--only` names those that take part, since engines that wait for their turn
-disturb the others. With --lmcache, the interpreter of an environment that has vLLM, LMCache and what lmkv needs,
-LMCacheMPConnector takes its turns too, by its default route and by its fastest. With --json the last line is the
-result.
+engines are asked in turn. Those for the disk and for Redis have a request wait until one plain thread has read, and
+take the rest from vLLM's prefix cache. Shown are the seconds to the end of that read, and those by which the first
+token comes later than that of a prompt which does not wait: they include vLLM's steps until the request goes on. The
+worker of the one for shared memory reads the files into vLLM's blocks and computes their checksums, or copies as many
+bytes from its own memory, and does nothing else for a hit. `--only` names those that take part, since engines that wait
+for their turn disturb the others. With --lmcache, the interpreter of an environment that has vLLM, LMCache and what
+lmkv needs, LMCacheMPConnector takes its turns too, by its default route and by its fastest. With --json the last line
+is the result.
 """
 
 from __future__ import annotations

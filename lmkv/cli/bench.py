@@ -85,7 +85,7 @@ def measured(
     if engine and find_spec("vllm") is None:
         say("vLLM is not installed: no first tokens and no conversations")
     elif engine:
-        yield from measure_ttft(tokens, model, parent, host_gib, redis, say)
+        yield from measure_ttft(tokens, model, parent, host_gib, redis, say, quick=quick)
         yield from measure_load(quick=quick, say=say)
 
 

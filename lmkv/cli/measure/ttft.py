@@ -27,7 +27,7 @@ from lmkv.cli.measure.vllm_engines import (
     wait_until_written,
 )
 
-ROUNDS, ANSWERS = 9, 3
+ROUNDS, QUICK_ROUNDS, ANSWERS = 9, 3, 3
 PAUSE = 0.25
 """Seconds before each prompt."""
 SMALL_HOST_GIB = 1.0
@@ -46,7 +46,14 @@ OTHER_PROMPT, PROMPT = 1, 2
 
 
 def measure_ttft(
-    tokens: int, model: str | None, parent: Path, host_gib: float, redis: str | None, say: Callable[[str], None]
+    tokens: int,
+    model: str | None,
+    parent: Path,
+    host_gib: float,
+    redis: str | None,
+    say: Callable[[str], None],
+    *,
+    quick: bool,
 ) -> Iterator[Comparison]:
     """Ask engines in turn, each in processes of its own as vLLM runs by default, and compare answers within a round.
 
@@ -93,7 +100,7 @@ def measure_ttft(
                     timed[name][own_ram(name)] = partial(answered, engine, own_ram(name), OTHER_PROMPT)
                 if (read := _plain_read(name, folder, redis)) is not None:
                     timed[name][plain_read_of(name)] = partial(seconds_of, read)
-            for _, name in turns(group, ROUNDS):
+            for _, name in turns(group, QUICK_ROUNDS if quick else ROUNDS):
                 send(engines[name], tokens)
                 found = [{each: call() for each, call in timed[name].items()} for _ in range(ANSWERS)]
                 for each in timed[name]:
@@ -117,14 +124,15 @@ def comparisons(
         own, read = own_ram(name), plain_read_of(name)
         if missed & {name, own}:
             continue
-        shown = {own: seconds[own], name: seconds[name]}
-        targets = {name: SHARED_TARGET} if name == SHARED else {}
-        of_tier = f"{title}, {name.removeprefix('lmkv ')}"
-        yield Comparison.of_rounds(f"{of_tier} beside host memory", "s", shown, own, targets)
         if read in seconds:
             both = zip(seconds[own], seconds[read], strict=True)
-            shown = {BOUND: [one + MARGIN * other for one, other in both], name: seconds[name], read: seconds[read]}
-            yield Comparison.of_rounds(of_tier, "s", shown, BOUND, {name: 1.0})
+            bound = {BOUND: [one + MARGIN * other for one, other in both]}
+            shown = bound | {each: seconds[each] for each in (own, read, name)}
+            yield Comparison.of_rounds(f"{title}, {name.removeprefix('lmkv ')}", "s", shown, BOUND, {name: 1.0})
+        if name == SHARED:
+            shown = {each: seconds[each] for each in (own, name)}
+            of_both = f"{title}, shared memory beside host memory"
+            yield Comparison.of_rounds(of_both, "s", shown, own, {name: SHARED_TARGET})
 
 
 def own_ram(name: str) -> str:
