@@ -63,7 +63,7 @@ class ReadingConnector(IdleConnector):
         if request.prompt_token_ids == self._first:
             return 0, False
         if self._read is None:
-            url = self._settings.get("redis")
+            url = self._settings["redis"]
             self._read = values_of(url) if url else files_of(Path(self._settings["plain_folder"]), in_memory=False)
         if request.request_id not in self._reading:
             self._reading[request.request_id] = self._thread.submit(self._timed, self._read, time.perf_counter())

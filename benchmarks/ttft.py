@@ -35,7 +35,6 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 
@@ -46,6 +45,7 @@ from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
 from lmkv.cli.measure.plain import MARGIN, files_of, seconds_of, values_of, whole_database
 from lmkv.cli.measure.ttft import (
     DISK,
+    MEMORY,
     OTHER_PROMPT,
     OWN,
     PROMPT,
@@ -57,6 +57,7 @@ from lmkv.cli.measure.ttft import (
     hold,
     is_hit_in,
     own_ram,
+    send,
     store_and_end,
 )
 from lmkv.cli.measure.vllm_engines import (
@@ -72,8 +73,6 @@ BETWEEN_TARGET = 1.10
 WITHIN, BETWEEN = "lmkv ram, within the step", "lmkv ram, between steps"
 ALWAYS = (OWN, WITHIN, BETWEEN)
 HOST_GIB = 0.5
-GAP = 0.25
-"""Seconds before each request, for every engine the same."""
 PLAIN = {
     DISK: "a plain O_DIRECT read",
     SHARED: "a plain read of files in memory, and their checksums,",
@@ -130,7 +129,7 @@ def main() -> int:
             return folders[name] / "waits"
 
         folders = {name: root / str(number) for number, name in enumerate((*names, *READERS.values(), FILES, *ROUTES))}
-        memory = tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir="/dev/shm")
+        memory = tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir=MEMORY)
         folders[SHARED] = Path(stack.enter_context(memory))
         for name in names:
             specs = engine_specs(folders[name], tokens + 16, host_gib=HOST_GIB, remote_url=options.redis)
@@ -145,7 +144,7 @@ def main() -> int:
                 bounds.append((FILES, SHARED, "FilesConnector", specs["nothing"]))
             for name, tier, connector, spec in bounds:
                 settings = {"plain_folder": str(folders[tier]), "waits": str(waits_of(name))}
-                settings |= {"redis": options.redis} if tier == REDIS else {}
+                settings["redis"] = options.redis if tier == REDIS else None
                 spec = evolve(spec, connector=connector, connector_module="benchmarks._bound_connectors")
                 start(name, evolve(spec, settings=settings), env)
         if options.lmcache:
@@ -161,9 +160,8 @@ def main() -> int:
                 paused[name].append(seconds_of(plain[name]))
                 continue
             for when, times in ((PAUSED, paused), (USED, used)):
-                time.sleep(GAP)
                 engine, seed = asked[name]
-                answer = engines[engine].send(seed, tokens, 2)
+                answer = send(engines[engine], tokens, seed)
                 check(name, answer, tokens)
                 times[name].append(answer.ttft_s)
                 if name in read_within:

@@ -120,9 +120,9 @@ def comparisons(
     targets = {} if missed & {OWN, RAM} else {RAM: RAM_TARGET}
     found = Comparison.of_rounds(title, "s", tiers, OWN, targets, note=note)
     yield evolve(found, bars={COMPUTED: computed, **found.bars}, log=True)
-    for name in (name for name in BELOW if name in seconds):
+    for name in BELOW:
         own, read = own_ram(name), plain_read_of(name)
-        if missed & {name, own}:
+        if name not in seconds or missed & {name, own}:
             continue
         if read in seconds:
             both = zip(seconds[own], seconds[read], strict=True)
