@@ -18,16 +18,16 @@ by its fastest route. All engines run at once, each in processes of its own, and
 with new conversations in each round. Throughputs are compared within a round, times to first token over all rounds.
 In float32, so that answers should be equal: the last row of an engine says how many are.
 
-A second vLLM alone shows how far two equal engines are apart.
+A second vLLM alone shows how far two equal engines are apart. vLLM also takes part with a connector that only copies
+the blocks that are full into as much memory as lmkv has, and finds nothing: copies alone cost so much. Rows of
+", skipped" are of the same engine with requests that its connector neither stores nor loads.
 
-`--new`: no prompt begins like another one, so that nothing can hit, and lmkv evicts all the time. `--audits`: lmkv with
-and without audits of this share of the hits. An audit costs the same whatever the rate is, so a higher rate shows the
-cost of a lower one, less its noise.
-With `--new` vLLM takes part with two more connectors, bounds of all others: one does nothing, the other only copies
-what it would store. Two engines differ by more than a connector costs. Therefore `--pairs` compares engines with
-themselves: pairs of small batches of new prompts, one of which the connector stores and one that it skips, in random
-order right after each other. vLLM alone, where both are the same, shows what is left of noise. lmkv hashes and looks
-at requests that it skips, too: that cost is on both sides.
+`--new`: no prompt begins like another one, so that nothing can hit, and lmkv evicts all the time; another connector
+does nothing at all. `--audits`: lmkv with and without audits of this share of the hits. An audit costs the same
+whatever the rate is, so a higher rate shows the cost of a lower one, less its noise. Two engines differ by more than a
+connector costs. Therefore `--pairs` compares engines with themselves: pairs of small batches of new prompts, one of
+which the connector stores and one that it skips, in random order right after each other. vLLM alone, where both are the
+same, shows what is left of noise. lmkv hashes and looks at requests that it skips, too: that cost is on both sides.
 The picture needs matplotlib (`pip install "lmkv[plot]"`).
 """
 
@@ -51,11 +51,11 @@ from typing import Any
 from attrs import evolve
 
 from benchmarks._lmcache_server import ENVIRONMENT, Server
-from benchmarks._timing import REPOSITORY, Row, arguments_of, finish, interval, machine, percentile, turns
+from benchmarks._timing import REPOSITORY, Row, arguments_of, finish, interval, machine, percentile, sure_within, turns
 from lmkv.cli.measure.conversations import AT_ONCE, Engine, Load, Round, differing, host_gib, rounds_that_differ, spec
 from lmkv.cli.measure.load import NEW_TARGET
 from lmkv.cli.measure.process import LOG
-from lmkv.cli.measure.report import SURE, Comparison, draw
+from lmkv.cli.measure.report import Comparison, draw
 
 TITLE = "Conversations"
 ALONE, AGAIN, AUDITED = "vLLM alone", "vLLM alone, again", "lmkv, audited"
@@ -169,8 +169,10 @@ def rows(load: Load, found: Found) -> list[Row]:
         met = None if target is None else value >= target
         beside = "beside the same engine, whose requests neither store nor load"
         made += [
-            Row(f"{name}: throughput {beside}, {within(ratios)}", value, "x", skipped(name), value, target, met),
-            Row(f"{name}: CPU time {beside}, {within(cpu)}", median(cpu), "x"),
+            Row(
+                f"{name}: throughput {beside}, {sure_within(ratios, 4)}", value, "x", skipped(name), value, target, met
+            ),
+            Row(f"{name}: CPU time {beside}, {sure_within(cpu, 4)}", median(cpu), "x"),
         ]
     return made
 
@@ -180,7 +182,9 @@ def pair_rows(pairs: Pairs) -> Iterator[Row]:
     for name, seconds in pairs.items():
         ratios = [skip / stored for stored, skip in seconds]
         value, (least, _) = median(ratios), interval(ratios)
-        title = f"{name}: throughput beside batches that the connector skips, {len(ratios)} pairs, {within(ratios)}"
+        title = (
+            f"{name}: throughput beside batches that the connector skips, {len(ratios)} pairs, {sure_within(ratios, 4)}"
+        )
         target = NEW_TARGET if name.startswith("lmkv") else None
         yield Row(title, value, "x", "itself", value, target, None if target is None else least >= target)
 
@@ -221,9 +225,9 @@ def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> l
     if of:
         cpu = cpu_ratios(rounds, alone)
         made += [
-            row(f"throughput beside {of}, {within(ratios)}", median(ratios), "x"),
+            row(f"throughput beside {of}, {sure_within(ratios, 4)}", median(ratios), "x"),
             row(f"throughput beside {of}, worst round of {len(ratios)}", min(ratios), "x"),
-            row(f"CPU time beside {of}, {within(cpu)}", median(cpu), "x"),
+            row(f"CPU time beside {of}, {sure_within(cpu, 4)}", median(cpu), "x"),
         ]
         if not is_skipped(name):
             made.append(row(f"answers equal to those of {of}", 100 * equal_answers(rounds, alone), "%"))
@@ -237,11 +241,6 @@ def time_ratios(rounds: list[Round], others: list[Round]) -> list[float]:
 def cpu_ratios(rounds: list[Round], others: list[Round]) -> list[float]:
     """Other programs disturb CPU times less than throughput."""
     return [one.cpu / other.cpu for one, other in zip(rounds, others, strict=True)]
-
-
-def within(ratios: list[float]) -> str:
-    low, high = interval(ratios)
-    return f"{'95 % within' if len(ratios) >= SURE else 'rounds of'} {low:.4f} to {high:.4f}"
 
 
 def equal_answers(rounds: list[Round], others: list[Round]) -> float:
@@ -277,9 +276,9 @@ def audit_rows(load: Load, plain: list[Round], audited: list[Round]) -> list[Row
         Row("prompt tokens that hit", 100 * hits / all_tokens, "%"),
         Row("tokens of hits that audits computed again", 100 * again, "%"),
         Row("computed tokens that these are more", 100 * again * hits / (all_tokens - hits), "%"),
-        Row(f"time that these audits took, {within(ratios)} of that without", 100 * slower, "%"),
+        Row(f"time that these audits took, {sure_within(ratios, 4)} of that without", 100 * slower, "%"),
         Row(aim, 100 * cost, "%", "lmkv", cost, AUDIT_TARGET, (high - 1) * scale <= AUDIT_TARGET),
-        Row(f"CPU time with these audits, {within(cpu)}", median(cpu), "x"),
+        Row(f"CPU time with these audits, {sure_within(cpu, 4)}", median(cpu), "x"),
         Row("answers equal", 100 * equal_answers(audited, plain), "%"),
     ]
 
@@ -350,8 +349,10 @@ def main() -> int:
             engines.leave()
             return finish([*pair_rows(paired)], options.json)
         engines.add(AGAIN)
-        for name in BOUNDS if options.new else ():
-            engines.add_bound(name, levels[0])
+        for name in BOUNDS if options.new else (COPYING,):
+            engines.add_bound(name, max(levels))
+            if not options.new:
+                engines.add_skipped(name)
         for over in levels:
             memory = f"RAM for 1 in {over:g}"
             for policy in options.policies.split(","):

@@ -41,7 +41,7 @@ from contextlib import ExitStack, closing
 from attrs import evolve
 
 from benchmarks._lmcache_server import ENVIRONMENT, ROUTES, Server
-from benchmarks._timing import Row, arguments_of, finish, median_ratio, turns
+from benchmarks._timing import Row, arguments_of, finish, median_ratio, sure_within, turns
 from lmkv.cli.measure.plain import MARGIN, files_of, seconds_of, values_of, whole_database
 from lmkv.cli.measure.ttft import (
     DISK,
@@ -246,9 +246,10 @@ def least(answers: Sequence[Answer], times: Mapping[str, Sequence[float]], when:
 
 def beside(title: str, warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:
     """A lower tier beside its bound in the same rounds."""
-    ratio = statistics.median(one / other for one, other in zip(warm[name], bound, strict=True))
+    ratios = [one / other for one, other in zip(warm[name], bound, strict=True)]
+    ratio = statistics.median(ratios)
     seconds = statistics.median(one - own for one, own in zip(warm[name], warm[own_ram(name)], strict=True))
-    return Row(title, seconds, "s", of, ratio, target, ratio <= target)
+    return Row(f"{title}, {sure_within(ratios)} of it", seconds, "s", of, ratio, target, ratio <= target)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from lmkv.cli.measure.plain import whole_database
 from lmkv.cli.measure.report import Comparison, rounded
 from lmkv.cli.measure.scale import measure_scale
 from lmkv.cli.measure.scheduler import measure_scheduler
-from lmkv.cli.measure.timing import Row, interval, machine
+from lmkv.cli.measure.timing import Row, machine, within
 from lmkv.cli.measure.ttft import measure_ttft
 
 
@@ -109,13 +109,6 @@ def show(comparisons: Sequence[Comparison]) -> None:
     table.caption = "* of the ratios of rounds, or with fewer than six their range; empty for ratios without rounds"
     # A pipe has no width; a table that is wrapped at 80 columns could not be read.
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def within(ratios: Sequence[float]) -> str:
-    if len(ratios) < 2:
-        return ""
-    low, high = interval(ratios)
-    return f"{low:.2f} to {high:.2f}"
 
 
 def goal(row: Row, comparison: Comparison) -> str:

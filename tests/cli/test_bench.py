@@ -332,6 +332,17 @@ def test_host_memory_has_no_target_beside_a_prefix_cache_that_missed() -> None:
     assert all(row.met is None for row in first.rows())
 
 
+def test_engines_that_ran_one_after_the_other_are_not_compared_by_rounds() -> None:
+    seconds = {**FIRST_TOKENS, OWN: [1.0] * 6, RAM: [0.5, 3.0] * 3}
+    first, *others = comparisons("x", 9.0, seconds, set(), in_turn=False)
+    assert not first.ratios
+    assert "one after the other" in first.note
+    rows = {row.name: (row.ratio, row.met) for row in first.rows()}
+    assert rows[f"x: {RAM}"] == (1.75, None)
+    verdicts = [row.met for each in others for row in each.rows() if row.target is not None]
+    assert verdicts == [True, False, True], "a lower tier's bounds are of its own engine"
+
+
 def test_the_benchmark_of_scale_measures_one_size(tmp_path: Path) -> None:
     done = python(tmp_path, str(BENCHMARKS / "scale.py"), "--one", "3000")
     figures = json.loads(done.splitlines()[-1])

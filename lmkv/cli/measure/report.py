@@ -10,11 +10,9 @@ from typing import Any
 
 from attrs import field, frozen
 
-from lmkv.cli.measure.timing import Row
+from lmkv.cli.measure.timing import SURE, Row
 
 LESS_IS_BETTER = {"s", "ms", "us", "bytes"}
-SURE = 6
-"""Rounds that an interval of 95 % takes at least."""
 
 
 @frozen

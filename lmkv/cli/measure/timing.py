@@ -16,10 +16,10 @@ from attrs import asdict, frozen
 
 PAUSE = 1.5
 """Seconds: vLLM's processes go on polling for a second after a request, at the cost of the next engine."""
-
-
 WRITES_ENDED = 0.5
 """Seconds without a new chunk after which a tier counts as written."""
+SURE = 6
+"""Rounds that an interval of 95 % takes at least."""
 
 
 @frozen
@@ -100,6 +100,14 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         rank += 1
         beyond += math.comb(count, rank + 1)
     return values[rank], values[count - 1 - rank]
+
+
+def within(values: Sequence[float], digits: int = 2) -> str:
+    """The interval, with so many digits behind the point; empty for less than two values."""
+    if len(values) < 2:
+        return ""
+    low, high = interval(values)
+    return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
 def machine() -> str:

@@ -105,21 +105,26 @@ def measure_ttft(
                 found = [{each: call() for each, call in timed[name].items()} for _ in range(ANSWERS)]
                 for each in timed[name]:
                     seconds[each].append(statistics.median(times[each] for times in found))
-    yield from comparisons(f"First token, {tokens:,} tokens", cold[OWN], seconds, missed)
+    yield from comparisons(f"First token, {tokens:,} tokens", cold[OWN], seconds, missed, in_turn=not model)
 
 
 def comparisons(
-    title: str, computed: float, seconds: Mapping[str, Sequence[float]], missed: Set[str]
+    title: str, computed: float, seconds: Mapping[str, Sequence[float]], missed: Set[str], *, in_turn: bool = True
 ) -> Iterator[Comparison]:
     """Tiers with each other, and each lower one with its bounds. None of a lower tier with answers that it `missed`.
 
-    `seconds`: of each round, by name of a tier, or by that which `own_ram` or `plain_read_of` gives it.
+    `seconds`: of each round, by name of a tier, or by that which `own_ram` or `plain_read_of` gives it. `in_turn`:
+    whether all engines took part in each round. Rounds of engines that ran one after the other say nothing of each
+    other: their medians are divided, without a verdict.
     """
     tiers = {name: seconds[name] for name in (*NAMES, REDIS) if name in seconds}
-    note = f"not all hits, or from another tier: {', '.join(sorted(missed))}" if missed else ""
-    targets = {} if missed & {OWN, RAM} else {RAM: RAM_TARGET}
-    found = Comparison.of_rounds(title, "s", tiers, OWN, targets, note=note)
-    yield evolve(found, bars={COMPUTED: computed, **found.bars}, log=True)
+    notes = [f"not all hits, or from another tier: {', '.join(sorted(missed))}"] if missed else []
+    if not in_turn:
+        notes.append("the engines ran one after the other")
+    targets = {RAM: RAM_TARGET} if in_turn and not missed & {OWN, RAM} else {}
+    found = Comparison.of_rounds(title, "s", tiers, OWN, targets, note="; ".join(notes))
+    ratios = found.ratios if in_turn else {}
+    yield evolve(found, bars={COMPUTED: computed, **found.bars}, ratios=ratios, log=True)
     for name in BELOW:
         own, read = own_ram(name), plain_read_of(name)
         if name not in seconds or missed & {name, own}:
