@@ -52,7 +52,18 @@ from attrs import evolve
 
 from benchmarks._lmcache_server import ENVIRONMENT, Server
 from benchmarks._timing import REPOSITORY, Row, arguments_of, finish, interval, machine, percentile, sure_within, turns
-from lmkv.cli.measure.conversations import AT_ONCE, Engine, Load, Round, differing, host_gib, rounds_that_differ, spec
+from lmkv.cli.measure.conversations import (
+    AT_ONCE,
+    Engine,
+    Load,
+    Round,
+    differing,
+    host_gib,
+    is_skipped,
+    rounds_that_differ,
+    skipped,
+    spec,
+)
 from lmkv.cli.measure.load import NEW_TARGET
 from lmkv.cli.measure.process import LOG
 from lmkv.cli.measure.report import Comparison, draw
@@ -62,8 +73,6 @@ ALONE, AGAIN, AUDITED = "vLLM alone", "vLLM alone, again", "lmkv, audited"
 IDLE, COPYING = "vLLM, connector that does nothing", "vLLM, connector that only copies"
 BOUNDS = {IDLE: "IdleConnector", COPYING: "CopyingConnector"}
 ROUTE = "LMCache, shared memory"
-SUFFIX = ", skipped"
-"""Ends the name of an engine's rounds whose requests neither store nor load."""
 AUDIT_TARGET_RATE, AUDIT_TARGET = 0.01, 0.015
 """Share of the throughput that audits of so many hits may cost."""
 PAIRS = 20
@@ -187,14 +196,6 @@ def pair_rows(pairs: Pairs) -> Iterator[Row]:
         )
         target = NEW_TARGET if name.startswith("lmkv") else None
         yield Row(title, value, "x", "itself", value, target, None if target is None else least >= target)
-
-
-def skipped(name: str) -> str:
-    return name + SUFFIX
-
-
-def is_skipped(name: str) -> bool:
-    return name.endswith(SUFFIX)
 
 
 def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> list[Row]:

@@ -30,6 +30,7 @@ PACES = 4.0
 """How many times longer the slowest user thinks than the fastest."""
 SKIPPED = {"lmkv.skip_save": True, "lmkv.skip_load": True}
 """Parameters with which the connector neither stores nor loads a request."""
+_SKIPPED = ", skipped"
 
 
 @frozen(kw_only=True)
@@ -91,6 +92,15 @@ class Round:
     ttfts: list[float]
     cached: int
     answers: dict[str, list[int]] = field(repr=False)
+
+
+def skipped(name: str) -> str:
+    """The name of rounds of the engine `name` whose requests its connector neither stores nor loads."""
+    return name + _SKIPPED
+
+
+def is_skipped(name: str) -> bool:
+    return name.endswith(_SKIPPED)
 
 
 def differing(one: Round, other: Round) -> list[str]:

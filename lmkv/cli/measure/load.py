@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from attrs import evolve
 
-from lmkv.cli.measure.conversations import Engine, Load, Round, host_gib, rounds_that_differ, spec
+from lmkv.cli.measure.conversations import Engine, Load, Round, host_gib, rounds_that_differ, skipped, spec
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import percentile, turns
 
@@ -18,6 +18,7 @@ ROUNDS = 3
 ALONE, HALF, EIGHTH = "vLLM alone", "lmkv, RAM for half", "lmkv, RAM for an eighth"
 OVER = {HALF: 2, EIGHTH: 8}
 """How many times more memory all conversations take than lmkv has."""
+ITSELF = "the same engine, neither storing nor loading"
 NEW_TARGET = 0.995
 """Least share of vLLM's throughput where nothing is asked again."""
 Found = Mapping[str, list[Round]]
@@ -27,6 +28,8 @@ def measure_load(*, quick: bool, say: Callable[[str], None]) -> Iterator[Compari
     """Throughput, hits and times to first token of a small model, beside vLLM alone with its prefix cache.
 
     All engines run at once, each in processes of its own, and are asked in turn, with new conversations in each round.
+    Two equal engines may be a tenth apart: so those with lmkv are asked once more, with requests that lmkv neither
+    stores nor loads, and compared with themselves.
     """
     load, rounds, names = (QUICK, 1, (ALONE, HALF)) if quick else (LOAD, ROUNDS, (ALONE, HALF, EIGHTH))
     with ExitStack() as stack:
@@ -40,15 +43,21 @@ def measure_load(*, quick: bool, say: Callable[[str], None]) -> Iterator[Compari
                 engines[name] = stack.enter_context(closing(engine))
                 # Only the first long prompts allocate buffers and load kernels, and memory is full after them.
                 engine.run(load, -1)
-            talks = in_turn(engines, load, rounds)
-            new = in_turn({name: engines[name] for name in (ALONE, HALF)}, evolve(load, new=True), rounds)
+            itself = {skipped(name): (engines[name], evolve(load, skipped=True)) for name in names if name in OVER}
+            both = in_turn({**{name: (engines[name], load) for name in names}, **itself}, rounds)
+            new = in_turn({name: (engines[name], evolve(load, new=True)) for name in (ALONE, HALF)}, rounds)
         except BaseException:
             for engine in engines.values():
                 engine.kill()
             raise
         for engine in engines.values():
             engine.leave()
+    talks = {name: both[name] for name in names}
     yield throughput("Conversations", talks, 1.0)
+    for name in (name for name in names if name in OVER):
+        shown = {ITSELF: speeds(both[skipped(name)]), name: speeds(both[name])}
+        title = f"Conversations, {name.removeprefix('lmkv, ')}"
+        yield Comparison.of_rounds(title, "requests/s", shown, ITSELF, {name: 1.0})
     hits = {name: 100 * sum(one.cached for one in found) / rounds / load.prompt_tokens for name, found in talks.items()}
     yield Comparison("Conversations, prompt tokens not computed", "%", hits, ALONE)
     for share in (0.5, 0.9, 0.99):
@@ -58,18 +67,24 @@ def measure_load(*, quick: bool, say: Callable[[str], None]) -> Iterator[Compari
     yield throughput("Prompts that are all new", new, NEW_TARGET)
 
 
-def in_turn(engines: Mapping[str, Engine], load: Load, rounds: int) -> Found:
-    """The rounds of each engine."""
-    found: dict[str, list[Round]] = {name: [] for name in engines}
-    for number, name in turns(engines, rounds):
-        found[name].append(engines[name].run(load, number))
+def in_turn(asked: Mapping[str, tuple[Engine, Load]], rounds: int) -> Found:
+    """The rounds of each engine with its load, by name."""
+    found: dict[str, list[Round]] = {name: [] for name in asked}
+    for number, name in turns(asked, rounds):
+        engine, load = asked[name]
+        found[name].append(engine.run(load, number))
     return found
 
 
+def speeds(rounds: Sequence[Round]) -> list[float]:
+    """Requests per second of each round."""
+    return [len(one.answers) / one.seconds for one in rounds]
+
+
 def throughput(title: str, found: Found, target: float) -> Comparison:
-    speeds = {name: [len(one.answers) / one.seconds for one in each] for name, each in found.items()}
+    shown = {name: speeds(rounds) for name, rounds in found.items()}
     targets = {name: target for name in found if name in OVER}
-    return Comparison.of_rounds(title, "requests/s", speeds, ALONE, targets, note=answers(found))
+    return Comparison.of_rounds(title, "requests/s", shown, ALONE, targets, note=answers(found))
 
 
 def answers(found: Found) -> str:
