@@ -19,7 +19,8 @@ with new conversations in each round. Throughputs are compared within a round, t
 In float32, so that answers should be equal: the last row of an engine says how many are.
 
 A second vLLM alone shows how far two equal engines are apart. vLLM also takes part with a connector that only copies
-the blocks that are full into as much memory as lmkv has, and finds nothing: copies alone cost so much. Rows of
+the blocks that are full, and finds nothing, into as much memory as lmkv has where it has least: copies alone cost so
+much. Rows of
 ", skipped" are of the same engine with requests that its connector neither stores nor loads.
 
 `--new`: no prompt begins like another one, so that nothing can hit, and lmkv evicts all the time; another connector
@@ -58,6 +59,7 @@ from lmkv.cli.measure.conversations import (
     Load,
     Round,
     differing,
+    first_tokens,
     host_gib,
     is_skipped,
     rounds_that_differ,
@@ -145,9 +147,9 @@ class Engines:
         return found
 
     def _warm_up(self) -> None:
-        """Only the first long prompts allocate buffers and load kernels; memory is full after some conversations."""
+        """Only the first long prompts allocate buffers and load kernels. Memory for half of the talks is full then."""
         for engine in set(self._engines.values()):
-            engine.run(evolve(self._load, users=min(8, self._load.users)), -1)
+            engine.run(evolve(self._load, users=(self._load.users + 1) // 2), -1)
 
     def pairs(self, rounds: int) -> Pairs:
         """Batches of as many new prompts as are in flight at a time, of the load's average length."""
@@ -183,6 +185,9 @@ def rows(load: Load, found: Found) -> list[Row]:
             ),
             Row(f"{name}: CPU time {beside}, {sure_within(cpu, 4)}", median(cpu), "x"),
         ]
+        for title, share in SHARES.items():
+            mine, skips = (percentile(first_tokens(found[each]), share) for each in (name, skipped(name)))
+            made.append(Row(f"{name}: time to first token, {title}, {beside}", mine, "s", skipped(name), mine / skips))
     return made
 
 
@@ -219,7 +224,7 @@ def rows_of(load: Load, name: str, rounds: list[Round], alone: list[Round]) -> l
     met = (interval(ratios)[0] if load.new else median(ratios)) >= target
     made = [row("throughput", throughput, "requests/s", median(ratios), target, met)]
     for title, share in SHARES.items():
-        mine, theirs = (percentile([ttft for one in each for ttft in one.ttfts], share) for each in (rounds, alone))
+        mine, theirs = (percentile(first_tokens(each), share) for each in (rounds, alone))
         made.append(row(f"time to first token, {title}", mine, "s", mine / theirs))
     hit = sum(one.cached for one in rounds) / (len(rounds) * load.prompt_tokens)
     made.append(row("prompt tokens not computed", 100 * hit, "%"))

@@ -181,6 +181,8 @@ def main() -> int:
         found += [*rows(times, f"{when}, {how}"), *parts(answers[when], when)]
         if SHARED in below:
             found.append(least(answers[when][own_ram(SHARED)], times, when))
+        if FILES in asked:
+            found += beside_files(times, f"{when}, {how}")
     return finish(found, options.json)
 
 
@@ -242,6 +244,22 @@ def least(answers: Sequence[Answer], times: Mapping[str, Sequence[float]], when:
     ratio = statistics.median(one / each.ttft_s for one, each in zip(bound, answers, strict=True))
     own = own_ram(SHARED)
     return Row(f"{own}, {when}: with {read} in place of its copy", statistics.median(bound), "s", own, ratio)
+
+
+def beside_files(times: dict[str, list[float]], how: str) -> Iterator[Row]:
+    """The bound of shared memory: lmkv's host memory, and the seconds by which the connector's read is longer there.
+
+    The connector's own ratio would not do: its hit in host memory has nothing but a copy, so that the same seconds are
+    more of it.
+    """
+    own = own_ram(SHARED)
+    of_engine = zip(times[own], times[FILES], times[own_ram(FILES)], strict=True)
+    bound = [ram + read - copied for ram, read, copied in of_engine]
+    title = f"{own}, and the seconds by which the read of {FILES} is longer than its copy"
+    ratios = [one / other for one, other in zip(bound, times[own], strict=True)]
+    value, ratio = statistics.median(bound), statistics.median(ratios)
+    yield Row(f"{title}, {how}, {sure_within(ratios)} of host memory", value, "s", own, ratio)
+    yield beside(f"{SHARED}, {how}: longer than from host memory", times, SHARED, bound, title, 1.0)
 
 
 def beside(title: str, warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:

@@ -94,6 +94,11 @@ class Round:
     answers: dict[str, list[int]] = field(repr=False)
 
 
+def first_tokens(rounds: Sequence[Round]) -> list[float]:
+    """Seconds to the first token of all requests of all rounds."""
+    return [ttft for one in rounds for ttft in one.ttfts]
+
+
 def skipped(name: str) -> str:
     """The name of rounds of the engine `name` whose requests its connector neither stores nor loads."""
     return name + _SKIPPED

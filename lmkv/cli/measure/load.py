@@ -9,7 +9,17 @@ from pathlib import Path
 
 from attrs import evolve
 
-from lmkv.cli.measure.conversations import Engine, Load, Round, host_gib, rounds_that_differ, skipped, spec
+from lmkv.cli.measure.conversations import (
+    Engine,
+    Load,
+    Round,
+    first_tokens,
+    host_gib,
+    is_skipped,
+    rounds_that_differ,
+    skipped,
+    spec,
+)
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.timing import percentile, turns
 
@@ -43,32 +53,27 @@ def measure_load(*, quick: bool, say: Callable[[str], None]) -> Iterator[Compari
                 engines[name] = stack.enter_context(closing(engine))
                 # Only the first long prompts allocate buffers and load kernels, and memory is full after them.
                 engine.run(load, -1)
-            itself = {skipped(name): (engines[name], evolve(load, skipped=True)) for name in names if name in OVER}
-            both = in_turn({**{name: (engines[name], load) for name in names}, **itself}, rounds)
-            new = in_turn({name: (engines[name], evolve(load, new=True)) for name in (ALONE, HALF)}, rounds)
+            talks = in_turn(engines, load, rounds)
+            new = in_turn({name: engines[name] for name in (ALONE, HALF)}, evolve(load, new=True), rounds)
         except BaseException:
             for engine in engines.values():
                 engine.kill()
             raise
         for engine in engines.values():
             engine.leave()
-    talks = {name: both[name] for name in names}
-    yield throughput("Conversations", talks, 1.0)
-    for name in (name for name in names if name in OVER):
-        shown = {ITSELF: speeds(both[skipped(name)]), name: speeds(both[name])}
-        title = f"Conversations, {name.removeprefix('lmkv, ')}"
-        yield Comparison.of_rounds(title, "requests/s", shown, ITSELF, {name: 1.0})
+    yield from throughputs("Conversations", talks, 1.0)
     hits = {name: 100 * sum(one.cached for one in found) / rounds / load.prompt_tokens for name, found in talks.items()}
     yield Comparison("Conversations, prompt tokens not computed", "%", hits, ALONE)
     for share in (0.5, 0.9, 0.99):
-        bars = {name: percentile([ttft for one in found for ttft in one.ttfts], share) for name, found in talks.items()}
-        title = f"Conversations, first token, p{share * 100:.0f}"
-        yield Comparison(title, "s", bars, ALONE, targets=dict.fromkeys(OVER, 1.0))
-    yield throughput("Prompts that are all new", new, NEW_TARGET)
+        bars = {name: percentile(first_tokens(found), share) for name, found in talks.items()}
+        yield Comparison(f"Conversations, first token, p{share * 100:.0f}", "s", bars, ALONE)
+    yield from throughputs("Prompts that are all new", new, NEW_TARGET)
 
 
-def in_turn(asked: Mapping[str, tuple[Engine, Load]], rounds: int) -> Found:
-    """The rounds of each engine with its load, by name."""
+def in_turn(engines: Mapping[str, Engine], load: Load, rounds: int) -> Found:
+    """The rounds of each engine, by name, and of those with lmkv once more, with requests that it skips."""
+    asked = {name: (engine, load) for name, engine in engines.items()}
+    asked |= {skipped(name): (engines[name], evolve(load, skipped=True)) for name in engines if name in OVER}
     found: dict[str, list[Round]] = {name: [] for name in asked}
     for number, name in turns(asked, rounds):
         engine, load = asked[name]
@@ -81,10 +86,14 @@ def speeds(rounds: Sequence[Round]) -> list[float]:
     return [len(one.answers) / one.seconds for one in rounds]
 
 
-def throughput(title: str, found: Found, target: float) -> Comparison:
-    shown = {name: speeds(rounds) for name, rounds in found.items()}
-    targets = {name: target for name in found if name in OVER}
-    return Comparison.of_rounds(title, "requests/s", shown, ALONE, targets, note=answers(found))
+def throughputs(title: str, found: Found, target: float) -> Iterator[Comparison]:
+    """All engines beside vLLM alone, and each with lmkv beside itself, which is what has a target."""
+    unit, shown = "requests/s", {name: speeds(rounds) for name, rounds in found.items() if not is_skipped(name)}
+    yield Comparison.of_rounds(title, unit, shown, ALONE, {}, note=answers(found))
+    for name in (name for name in shown if name in OVER):
+        both = {ITSELF: speeds(found[skipped(name)]), name: shown[name]}
+        of_itself = f"{title}, {name.removeprefix('lmkv, ')}"
+        yield Comparison.of_rounds(of_itself, unit, both, ITSELF, {name: target})
 
 
 def answers(found: Found) -> str:
@@ -92,6 +101,7 @@ def answers(found: Found) -> str:
     wrong = [
         f"{name}, round {number}: {which}"
         for name, rounds in found.items()
+        if not is_skipped(name)
         for number, which in rounds_that_differ(rounds, found[ALONE])
     ]
     return "ANSWERS DIFFER (user-turn): " + "; ".join(wrong) if wrong else "all answers are equal"

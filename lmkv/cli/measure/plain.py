@@ -97,17 +97,25 @@ def whole_database(url: str | None) -> Iterator[None]:
             client.flushdb()
 
 
+def keep_freed_memory() -> None:
+    """Have this process keep the memory that it frees, from now on.
+
+    By default the kernel maps memory for each large value, which takes longer than to receive it.
+    """
+    with contextlib.suppress(AttributeError):  # not every C library has it
+        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            ctypes.CDLL(None).mallopt(parameter, 1 << 30)
+
+
 def values_of(url: str) -> Callable[[], None]:
     """Gets as many chunks' values as a prompt has, by the client of a Redis whose database has nothing else.
 
     Waits until an engine has written all of them. Raises LookupError without values. From now on this process keeps
-    the memory that it frees: else the kernel maps memory for each value, which takes longer than the value itself.
+    the memory that it frees.
     """
     from redis import Redis
 
-    with contextlib.suppress(AttributeError):  # not every C library has it
-        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            ctypes.CDLL(None).mallopt(parameter, 1 << 30)
+    keep_freed_memory()
     client = Redis.from_url(url)
     wait_until_settled(client.dbsize)
     names = _of_one_prompt({name: client.strlen(name) for name in client.scan_iter(count=1000)})

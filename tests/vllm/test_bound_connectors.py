@@ -1,0 +1,118 @@
+"""The connectors that bound all others do what the benchmarks say of them, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmkv.cli.measure.conversations import SKIPPED
+from tests.vllm.harness import BLOCK, CHUNK, Engine, engine, prompt
+
+PAGE = BLOCK * 4096
+"""Bytes of a block, of all layers."""
+HEADER = 64
+
+
+@contextmanager
+def engine_with(model: Path, connector: str, **settings: Any) -> Iterator[Engine]:
+    module = {"kv_connector_module_path": "benchmarks._bound_connectors"}
+    with engine(model, connector, extra=settings, transfer=module) as running:
+        yield running
+
+
+def parameters(params: dict[str, Any] | None = None) -> Any:
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": params} if params else None
+    return SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, extra_args=extra)
+
+
+def answer(running: Engine, ids: list[int], params: dict[str, Any] | None = None) -> list[int]:
+    [output] = running.llm.generate({"prompt_token_ids": ids}, parameters(params), use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def worker_side() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
+def rows(of: np.ndarray) -> set[bytes]:
+    return {row.tobytes() for row in of}
+
+
+def test_the_one_that_copies_has_copied_each_full_block_and_none_of_who_skips_it(model: Path) -> None:
+    first, second, third = prompt(400, 9 * BLOCK + 12), prompt(401, 3 * BLOCK), prompt(406, 3 * BLOCK)
+    with engine_with(model, "CopyingConnector", copied_tokens=10 * BLOCK) as running:
+        assert answer(running, first) == answer(running, first, SKIPPED), "vLLM's own cache answers this one"
+        copying = worker_side()
+        assert len(copying._layers) == 4
+        for pages, copies in copying._layers:
+            assert len(rows(copies[:9])) == 9
+            assert rows(copies[:9]) <= rows(pages)
+            assert (copies[9:] == 1).all()
+        answer(running, second, SKIPPED)
+        assert copying._at == 9
+        answer(running, third)
+        assert copying._at == 2, "it begins anew where its memory ends"
+
+
+def chunk_files(folder: Path, nbytes: int) -> list[bytes]:
+    """Two files of a tier, of which a prompt has one."""
+    folder.joinpath("kv").mkdir()
+    contents = [os.urandom(nbytes) for _ in range(2)]
+    for number, content in enumerate(contents):
+        folder.joinpath("kv", f"{number}.kv1").write_bytes(content)
+    return contents
+
+
+def test_the_one_that_reads_has_a_request_wait_until_all_is_read(model: Path, tmp_path: Path) -> None:
+    chunk_files(tmp_path, 8192)
+    at_once, waits = prompt(402, 100), prompt(403, 100)
+    settings = {"plain_folder": str(tmp_path), "waits": str(tmp_path / "waits"), "redis": None}
+    with engine_with(model, "ReadingConnector", **settings) as running:
+        answer(running, at_once)
+        answer(running, at_once)
+        assert not (tmp_path / "waits").exists()
+        expected = answer(running, waits)
+        assert len((tmp_path / "waits").read_text().split()) == 1
+
+        may_read, core = threading.Event(), running.llm.llm_engine
+        running.connector._read = may_read.wait
+        core.add_request("waits", {"prompt_token_ids": waits}, parameters())
+        for _ in range(20):
+            assert core.step() == []
+            assert not running.scheduler.running
+        may_read.set()
+        found: list[Any] = []
+        while not found:
+            found = [output for output in core.step() if output.finished]
+        assert list(found[0].outputs[0].token_ids) == expected
+        assert len((tmp_path / "waits").read_text().split()) == 2
+
+
+def test_the_one_for_files_fills_blocks_from_them_or_from_its_own_memory(model: Path, tmp_path: Path) -> None:
+    blocks = CHUNK // BLOCK
+    content = chunk_files(tmp_path, HEADER + blocks * PAGE)
+    with engine_with(model, "FilesConnector", plain_folder=str(tmp_path)) as running:
+        answer(running, prompt(404, CHUNK + 1))
+        layers = worker_side()._layers
+        assert len(layers) == 4
+        for layer in layers:
+            assert np.ones(layer.shape[1] // 8, np.uint64).tobytes() in rows(layer)
+        answer(running, prompt(405, CHUNK + 1))
+        each = blocks * PAGE // len(layers)
+        assert any(
+            all(
+                rows(np.frombuffer(file, np.uint8)[HEADER + at * each :][:each].reshape(blocks, -1)) <= rows(layer)
+                for at, layer in enumerate(layers)
+            )
+            for file in content
+        )
