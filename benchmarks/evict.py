@@ -21,29 +21,14 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks._timing import Row, arguments_of, finish, interleaved, median_ratio
-from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.cli.measure.calls import BATCH, EVICT_TARGET, new_keys, replacing, storing
+from lmkv.cli.measure.calls import BATCH, EVICT_TARGET, SLOT_BYTES, full_store, replacing, storing
 from lmkv.memory.slab import Slab
-from lmkv.policies import POLICIES, make_policy
-from lmkv.protocols import Tier
+from lmkv.policies import POLICIES
 from lmkv.store.tiered import TieredStore
 
 SLOTS, PINNED = 32_768, 4096
-SLOT_BYTES = 4096
 PIN_TARGET, SLOT_TARGET, NOISE = 2.5, 1.0, 1.2
 BARE = "a bare OrderedDict"
-
-
-def full_store(policy: str, pinned: int) -> tuple[TieredStore, list[bytes]]:
-    """A store whose slots are all taken and whose oldest chunks are pinned, and the keys of its chunks."""
-    host = CPUPinnedBackend(SLOTS * SLOT_BYTES, SLOT_BYTES, populate=False)
-    store = TieredStore(Tier(host, make_policy(policy)))
-    keys = new_keys(SLOTS)
-    for start in range(0, SLOTS, BATCH):
-        store.reserve(keys[start : start + BATCH]).commit()
-    assert store.slab.free_slots == 0
-    assert store.pin(keys[:pinned], 3600.0) == pinned
-    return store, keys
 
 
 def beside_bare(name: str, times: Mapping[str, Sequence[float]], case: str, count: int, target: float) -> Row:
@@ -54,7 +39,7 @@ def beside_bare(name: str, times: Mapping[str, Sequence[float]], case: str, coun
 
 def eviction(rounds: int) -> Iterator[Row]:
     for policy in POLICIES:
-        stores = {f"{pinned:,} pinned": full_store(policy, pinned)[0] for pinned in (0, PINNED)}
+        stores = {f"{pinned:,} pinned": full_store(policy, SLOTS, pinned)[0] for pinned in (0, PINNED)}
         cases = {name: storing(store) for name, store in stores.items()} | {BARE: replacing(SLOTS)}
         runs = {name: run for name, (run, _) in cases.items()}
         times = interleaved(runs, rounds, before=lambda name, cases=cases: cases[name][1]())
@@ -71,7 +56,7 @@ def eviction(rounds: int) -> Iterator[Row]:
 def pins(rounds: int) -> Iterator[Row]:
     bare, next_keys = replacing(SLOTS, 8 * BATCH)
     for policy in POLICIES:
-        store, keys = full_store(policy, 0)
+        store, keys = full_store(policy, SLOTS)
         batches = [keys[start : start + 8 * BATCH] for start in range(0, SLOTS, 8 * BATCH)]
         turn = itertools.cycle(batches)
         wanted = [next(turn)]

@@ -26,6 +26,7 @@ from lmkv.cli.measure.scale import measure_scale
 from lmkv.cli.measure.scheduler import measure_scheduler
 from lmkv.cli.measure.timing import Row, machine, within
 from lmkv.cli.measure.ttft import measure_ttft
+from lmkv.cli.measure.vllm_manager import measure_vllm_manager
 
 
 def bench(
@@ -78,6 +79,8 @@ def measured(
     yield from measure_calls(quick=quick)
     say("an index of many chunks")
     yield from measure_scale(quick=quick)
+    if engine and find_spec("vllm") is not None:
+        yield from measure_vllm_manager(quick=quick)
     say("calls of vLLM's scheduler while an index grows")
     yield from measure_scheduler(quick=quick)
     say(f"disk, in {parent}")

@@ -32,6 +32,18 @@ def new_keys(count: int) -> list[ChunkKey]:
     return [next(_numbers).to_bytes(32, "little") for _ in range(count)]
 
 
+def full_store(policy: str, slots: int, pinned: int = 0) -> tuple[TieredStore, list[ChunkKey]]:
+    """A store whose slots are all taken and whose oldest chunks are pinned, and the keys of its chunks."""
+    host = CPUPinnedBackend(slots * SLOT_BYTES, SLOT_BYTES, populate=False)
+    store = TieredStore(Tier(host, make_policy(policy)))
+    keys = new_keys(slots)
+    for start in range(0, slots, BATCH):
+        store.reserve(keys[start : start + BATCH]).commit()
+    assert store.slab.free_slots == 0
+    assert store.pin(keys[:pinned], 3600.0) == pinned
+    return store, keys
+
+
 def storing(store: TieredStore, batch: int = BATCH) -> Case:
     """Store a request's chunks, with the keys of another request each time."""
     ready = [new_keys(batch)]
