@@ -20,8 +20,7 @@ In float32, so that answers should be equal: the last row of an engine says how 
 
 A second vLLM alone shows how far two equal engines are apart. vLLM also takes part with a connector that only copies
 the blocks that are full, and finds nothing, into as much memory as lmkv has where it has least: copies alone cost so
-much. Rows of
-", skipped" are of the same engine with requests that its connector neither stores nor loads.
+much. Rows of ", neither storing nor loading" are of the same engine, whose connector skips all requests.
 
 `--new`: no prompt begins like another one, so that nothing can hit, and lmkv evicts all the time; another connector
 does nothing at all. `--audits`: lmkv with and without audits of this share of the hits. An audit costs the same

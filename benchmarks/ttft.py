@@ -258,7 +258,7 @@ def beside_files(times: dict[str, list[float]], how: str) -> Iterator[Row]:
     title = f"{own}, and the seconds by which the read of {FILES} is longer than its copy"
     ratios = [one / other for one, other in zip(bound, times[own], strict=True)]
     value, ratio = statistics.median(bound), statistics.median(ratios)
-    yield Row(f"{title}, {how}, {sure_within(ratios)} of host memory", value, "s", own, ratio)
+    yield Row(f"{title}, {how}; {sure_within(ratios)} of host memory", value, "s", own, ratio)
     yield beside(f"{SHARED}, {how}: longer than from host memory", times, SHARED, bound, title, 1.0)
 
 
@@ -267,7 +267,7 @@ def beside(title: str, warm: dict[str, list[float]], name: str, bound: list[floa
     ratios = [one / other for one, other in zip(warm[name], bound, strict=True)]
     ratio = statistics.median(ratios)
     seconds = statistics.median(one - own for one, own in zip(warm[name], warm[own_ram(name)], strict=True))
-    return Row(f"{title}, {sure_within(ratios)} of it", seconds, "s", of, ratio, target, ratio <= target)
+    return Row(f"{title}; {sure_within(ratios)} of the bound", seconds, "s", of, ratio, target, ratio <= target)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ def measured(
     say("an index of many chunks")
     yield from measure_scale(quick=quick)
     if engine and find_spec("vllm") is not None:
+        say("evictions beside vLLM's own manager of host memory")
         yield from measure_vllm_manager(quick=quick)
     say("calls of vLLM's scheduler while an index grows")
     yield from measure_scheduler(quick=quick)

