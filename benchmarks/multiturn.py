@@ -65,12 +65,12 @@ from lmkv.cli.measure.conversations import (
     skipped,
     spec,
 )
-from lmkv.cli.measure.load import NEW_TARGET
+from lmkv.cli.measure.load import ALONE, NEW_TARGET
 from lmkv.cli.measure.process import LOG
 from lmkv.cli.measure.report import Comparison, draw
 
 TITLE = "Conversations"
-ALONE, AGAIN, AUDITED = "vLLM alone", "vLLM alone, again", "lmkv, audited"
+AGAIN, AUDITED = "vLLM alone, again", "lmkv, audited"
 IDLE, COPYING = "vLLM, connector that does nothing", "vLLM, connector that only copies"
 BOUNDS = {IDLE: "IdleConnector", COPYING: "CopyingConnector"}
 ROUTE = "LMCache, shared memory"

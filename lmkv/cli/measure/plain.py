@@ -100,7 +100,7 @@ def whole_database(url: str | None) -> Iterator[None]:
 def keep_freed_memory() -> None:
     """Have this process keep the memory that it frees, from now on.
 
-    By default the kernel maps memory for each large value, which takes longer than to receive it.
+    By default the kernel maps memory anew for each large value: it takes longer to map it than to receive the value.
     """
     with contextlib.suppress(AttributeError):  # not every C library has it
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):

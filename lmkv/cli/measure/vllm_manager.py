@@ -21,12 +21,12 @@ TARGET = 0.6
 MANAGER = "vLLM's CPUOffloadingManager"
 
 
-def manager_storing(policy: str, slots: int = SLOTS) -> Case:
+def manager_storing(policy: str) -> Case:
     """Store a request's chunks in vLLM's manager, which is full, with the keys of another request each time."""
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-    manager = CPUOffloadingManager(slots, policy)
+    manager = CPUOffloadingManager(SLOTS, policy)
     numbers = itertools.count()
 
     def new() -> list[object]:
@@ -37,7 +37,7 @@ def manager_storing(policy: str, slots: int = SLOTS) -> Case:
 
     ready: list[object] = [new(), context()]
 
-    def run() -> None:
+    def store() -> None:
         keys, request = ready
         assert manager.prepare_store(keys, request) is not None
         manager.complete_store(keys, request)
@@ -45,10 +45,10 @@ def manager_storing(policy: str, slots: int = SLOTS) -> Case:
     def prepare() -> None:
         ready[:] = new(), context()
 
-    for _ in range(slots // BATCH + 1):
-        run()
+    for _ in range(SLOTS // BATCH + 1):
+        store()
         prepare()
-    return run, prepare
+    return store, prepare
 
 
 def measure_vllm_manager(*, quick: bool) -> Iterator[Comparison]:
