@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,10 +11,8 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
-from lmkv.cli.measure.plain import files_of, files_of_one_prompt, values_of
+from lmkv.cli.measure.plain import files_of, values_of
 from lmkv.memory.paged import block_rows
-from lmkv.vllm.block_reader import runs_of
 
 
 class IdleConnector(KVConnectorBase_V1):
@@ -76,69 +73,10 @@ class ReadingConnector(IdleConnector):
 
 
 class BlocksMetadata(KVConnectorMetadata):
-    """The blocks that this step fills or stores. `from_memory`: from the connector's own, not from files."""
+    """The blocks that this step stores."""
 
-    def __init__(self, blocks: list[int], from_memory: bool = False) -> None:
-        self.blocks, self.from_memory = blocks, from_memory
-
-
-class FilesConnector(IdleConnector):
-    """Fills the blocks of a prompt's whole chunks from as many files in memory below `plain_folder`. Hits all of it.
-
-    Nothing is hashed, looked up or verified, and the bytes are another prompt's: what is left is the price of reading
-    the files and of computing their checksums, in vLLM's worker. For the first prompt that it was ever asked about it
-    copies as many bytes from memory of its own instead, a layer of a chunk at a time.
-    """
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        settings = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._files = files_of_one_prompt(Path(settings["plain_folder"]))
-        self._order: tuple[list[int], bool] = [], False
-        self._first: list[int] | None = None
-        self._layers: list[np.ndarray] = []
-        self._copies: list[list[np.ndarray]] = []
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return request.num_tokens - 1 - num_computed_tokens, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens:
-            self._first = self._first or list(request.prompt_token_ids)
-            self._order = list(blocks.get_block_ids()[0]), self._first == request.prompt_token_ids
-
-    def build_connector_meta(self, scheduler_output: Any) -> BlocksMetadata:
-        order, self._order = self._order, ([], False)
-        return BlocksMetadata(*order)
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._layers = [block_rows(tensor, name).numpy() for name, tensor in kv_caches.items()]
-        page = sum(layer.shape[1] for layer in self._layers)
-        for size in self._files.values():
-            self._copies.append([np.ones((size // page, layer.shape[1] // 8), np.uint64) for layer in self._layers])
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, BlocksMetadata)
-        blocks, page = metadata.blocks, sum(layer.shape[1] for layer in self._layers)
-        for copy in self._copies if metadata.from_memory else ():
-            some, blocks = blocks[: len(copy[0])], blocks[len(copy[0]) :]
-            for layer, pages in zip(self._layers, copy, strict=True):
-                layer.view(np.uint64)[some] = pages
-        if metadata.from_memory:
-            return
-        for path, size in self._files.items() if blocks else ():
-            count = size // page
-            some, blocks = blocks[:count], blocks[count:]
-            parts = [part for layer in self._layers for part in runs_of(layer, some)]
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                if os.preadv(fd, parts, size - count * page) != count * page:
-                    raise RuntimeError(f"{path} was not read at once")
-            finally:
-                os.close(fd)
-            for part in parts:
-                segment_checksums(part, DEFAULT_SEGMENT_BYTES)
+    def __init__(self, blocks: list[int]) -> None:
+        self.blocks = blocks
 
 
 class CopyingConnector(IdleConnector):

@@ -12,14 +12,12 @@ is asked for both, each in a turn of its own: equal engines differ by more than 
 the sum of its engine's time from host memory and 1.1 times that of a plain read of as many bytes in the same round: of
 as many files of the tier by one thread, from a disk with O_DIRECT, from shared memory with their checksums; of as many
 values of Redis by redis-py. The plain read, too, is timed after a pause, in a turn of its own, and again right after
-the tier's second answer, while that engine's processes poll. Shared memory, where an engine that has ended stored the
-chunks, is shown beside host memory alone, too, and so is the least that this could be: a hit in host memory with the
-plain read in place of its copy. Lower tiers are always loaded from, however slow they are. With --within-vllm more
+the tier's second answer, while that engine's processes poll. In shared memory an engine that has ended has
+stored the chunks. Lower tiers are always loaded from, however slow they are. With --within-vllm more
 engines are asked in turn. Those for the disk and for Redis have a request wait until one plain thread has read, and
 take the rest from vLLM's prefix cache. Shown are the seconds to the end of that read, and those by which the first
-token comes later than that of a prompt which does not wait: they include vLLM's steps until the request goes on. The
-worker of the one for shared memory reads the files into vLLM's blocks and computes their checksums, or copies as many
-bytes from its own memory, and does nothing else for a hit. `--only` names those that take part, since engines that wait
+token comes later than that of a prompt which does not wait: they include vLLM's steps until the request goes on.
+`--only` names those that take part, since engines that wait
 for their turn disturb the others. With --lmcache, the interpreter of an environment that has vLLM, LMCache and what
 lmkv needs, LMCacheMPConnector takes its turns too, by its default route and by its fastest. With --json the last line
 is the result.
@@ -52,7 +50,6 @@ from lmkv.cli.measure.ttft import (
     RAM_TARGET,
     REDIS,
     SHARED,
-    SHARED_TARGET,
     first_time,
     hold,
     is_hit_in,
@@ -83,8 +80,6 @@ USED, PAUSED = "in use", "after a pause"
 POLLING, INSIDE, STEPS = " while the engine's processes poll", " within vLLM", " within vLLM, and its steps"
 READERS = {tier: f"vllm prefix cache, once a plain thread has read the {tier} tier" for tier in (DISK, REDIS)}
 """Engines whose connector has each request wait for that, but for a prompt that is served at once."""
-FILES = "a connector that only reads files in memory, and computes their checksums"
-"""An engine whose connector does no more for a hit, or copies as many bytes from its own memory instead."""
 
 
 def main() -> int:
@@ -119,7 +114,7 @@ def main() -> int:
             engines[name] = stack.enter_context(closing(engine))
             asked[name] = name, PROMPT
             print(f"{name}: at first {first_time(engine, folders[name], tokens).ttft_s:.3f} s", flush=True)
-            if name in (*PLAIN, FILES):
+            if name in PLAIN:
                 hold(engine, tokens)
                 asked[own_ram(name)] = name, OTHER_PROMPT
             if name in READERS.values():
@@ -128,7 +123,7 @@ def main() -> int:
         def waits_of(name: str) -> Path:
             return folders[name] / "waits"
 
-        folders = {name: root / str(number) for number, name in enumerate((*names, *READERS.values(), FILES, *ROUTES))}
+        folders = {name: root / str(number) for number, name in enumerate((*names, *READERS.values(), *ROUTES))}
         memory = tempfile.TemporaryDirectory(prefix="lmkv-ttft-", dir=MEMORY)
         folders[SHARED] = Path(stack.enter_context(memory))
         for name in names:
@@ -139,13 +134,12 @@ def main() -> int:
             plain[PLAIN[REDIS]] = values_of(options.redis)
         specs = engine_specs(root, tokens + 16)
         if options.within_vllm:
-            bounds = [(READERS[tier], tier, "ReadingConnector", specs[OWN]) for tier in READERS if tier in names]
-            if SHARED in below:
-                bounds.append((FILES, SHARED, "FilesConnector", specs["nothing"]))
-            for name, tier, connector, spec in bounds:
+            for tier in (tier for tier in READERS if tier in names):
+                name = READERS[tier]
                 settings = {"plain_folder": str(folders[tier]), "waits": str(waits_of(name))}
                 settings["redis"] = options.redis if tier == REDIS else None
-                spec = evolve(spec, connector=connector, connector_module="benchmarks._bound_connectors")
+                connector = {"connector": "ReadingConnector", "connector_module": "benchmarks._bound_connectors"}
+                spec = evolve(specs[OWN], **connector)
                 start(name, evolve(spec, settings=settings), env)
         if options.lmcache:
             server = stack.enter_context(closing(Server(options.lmcache, 2 * HOST_GIB, root / "server.log")))
@@ -179,10 +173,6 @@ def main() -> int:
             both = zip(times[name], times[at_once(name)], strict=True)
             times[read.removesuffix(INSIDE) + STEPS] = [waited - other for waited, other in both]
         found += [*rows(times, f"{when}, {how}"), *parts(answers[when], when)]
-        if SHARED in below:
-            found.append(least(answers[when][own_ram(SHARED)], times, when))
-        if FILES in asked:
-            found += beside_files(times, f"{when}, {how}")
     return finish(found, options.json)
 
 
@@ -211,8 +201,6 @@ def rows(warm: dict[str, list[float]], how: str) -> list[Row]:
         found.append(Row(f"warm TTFT, {name}, {how}", median, "s", OWN, ratio, target, met))
         own = own_ram(name)
         title = f"{name}, {how}: longer than from host memory"
-        if name in (SHARED, FILES):
-            found.append(beside(title, warm, name, warm[own], own, SHARED_TARGET))
         for read in (f"{PLAIN.get(name)}{when}" for when in ("", POLLING, INSIDE, STEPS)):
             if read in warm:
                 bound = [ram + MARGIN * each for ram, each in zip(warm[own], warm[read], strict=True)]
@@ -232,34 +220,6 @@ def parts(answers: Mapping[str, Sequence[Answer]], when: str) -> Iterator[Row]:
         }
         for part, seconds in of_name.items():
             yield Row(f"{name}, {when}: {part}", statistics.median(map(seconds, answers[name])), "s")
-
-
-def least(answers: Sequence[Answer], times: Mapping[str, Sequence[float]], when: str) -> Row:
-    """The least that a hit in shared memory takes: one in host memory, with a plain read in place of its copy.
-
-    `answers`: of the same engine, from host memory.
-    """
-    read = PLAIN[SHARED] + (POLLING if when == USED else "")
-    bound = [each.ttft_s - each.load_s + took for each, took in zip(answers, times[read], strict=True)]
-    ratio = statistics.median(one / each.ttft_s for one, each in zip(bound, answers, strict=True))
-    own = own_ram(SHARED)
-    return Row(f"{own}, {when}: with {read} in place of its copy", statistics.median(bound), "s", own, ratio)
-
-
-def beside_files(times: dict[str, list[float]], how: str) -> Iterator[Row]:
-    """The bound of shared memory: lmkv's host memory, and the seconds by which the connector's read is longer there.
-
-    The connector's own ratio would not do: its hit in host memory has nothing but a copy, so that the same seconds are
-    more of it.
-    """
-    own = own_ram(SHARED)
-    of_engine = zip(times[own], times[FILES], times[own_ram(FILES)], strict=True)
-    bound = [ram + read - copied for ram, read, copied in of_engine]
-    title = f"{own}, and the seconds by which the read of {FILES} is longer than its copy"
-    ratios = [one / other for one, other in zip(bound, times[own], strict=True)]
-    value, ratio = statistics.median(bound), statistics.median(ratios)
-    yield Row(f"{title}, {how}; {sure_within(ratios)} of host memory", value, "s", own, ratio)
-    yield beside(f"{SHARED}, {how}: longer than from host memory", times, SHARED, bound, title, 1.0)
 
 
 def beside(title: str, warm: dict[str, list[float]], name: str, bound: list[float], of: str, target: float) -> Row:

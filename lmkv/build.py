@@ -14,7 +14,6 @@ from lmkv import plugins
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.description import describe
-from lmkv.backends.disk.shared_memory import SharedMemoryBackend
 from lmkv.backends.remote.options import RemoteOptions
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import KVLayout
@@ -110,10 +109,18 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
 
 
 def _shared_memory_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None) -> Tier:
-    """A tier of files in memory."""
-    backend = SharedMemoryBackend(folder, namespace.digest, chunk_tokens=namespace.chunk_size, authentication_key=key)
+    """A tier of files in memory, which need neither O_DIRECT nor syncs."""
+    backend = LocalDiskBackend(
+        folder,
+        namespace.digest,
+        direct="off",
+        shared=True,
+        chunk_tokens=namespace.chunk_size,
+        authentication_key=key,
+        name="shared_memory",
+    )
     describe(folder, namespace)
-    backend.in_memory = check_in_memory(folder)
+    check_in_memory(folder)
     capacity = clamp_shared_memory(folder, config.max_shared_memory_bytes, used=backend.reserve_bytes(0))
     return Tier(backend, _policy(config), capacity_bytes=capacity)
 

@@ -148,24 +148,6 @@ class Shared(Protocol):
     def shared(self) -> bool: ...
 
 
-@frozen
-class Place:
-    """Where in memory chunks are: files of a namespace, its digest, below the folder `path`. It can be pickled."""
-
-    path: str
-    namespace: bytes = field(repr=bytes.hex)
-
-
-@runtime_checkable
-class InMemory(Protocol):
-    """A backend whose chunks are in memory, where other processes of this host can read them without a wait."""
-
-    @property
-    def place(self) -> Place | None:
-        """None when they cannot."""
-        ...
-
-
 @runtime_checkable
 class Policy(Protocol):
     """An eviction order over keys and sizes in bytes: pure, no clock, no I/O, no values.

@@ -69,30 +69,30 @@ ALLOWED: dict[str, frozenset[str]] = {
 BUDGET = {
     "errors": 59,
     "outcomes": 40,
-    "protocols": 113,
-    "chunks": 550,
+    "protocols": 104,
+    "chunks": 543,
     "plugins": 33,
     "policies": 1062,
     "simulation": 359,
     "config": 705,
-    "memory": 1212,
-    "store.tiers": 1365,
-    "store": 1302,
+    "memory": 1208,
+    "store.tiers": 1362,
+    "store": 1193,
     "backends": 366,
-    "backends.disk": 1100,
+    "backends.disk": 989,
     "backends.remote": 1347,
-    "build": 106,
+    "build": 111,
     "engine": 490,
     "": 60,
     "agent": 929,
-    "vllm": 2037,
-    "vllm.requests": 301,
+    "vllm": 1899,
+    "vllm.requests": 300,
     "vllm.observe": 785,
-    "vllm.scheduler": 1525,
+    "vllm.scheduler": 1493,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15842
+WHOLE = 15438
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -8,7 +8,6 @@ real size, so that hostile bytes cost a `FormatError` and nothing else.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from functools import lru_cache
 from hmac import compare_digest
 
@@ -187,20 +186,8 @@ def verify_segments(
         return
     sums = segment_checksums(payload, header.segment_bytes)
     for index, found in enumerate(sums, first):
-        verify_checksum(header, index, found)
-
-
-def checksum_of(pieces: Iterable[memoryview], before: int = 0) -> int:
-    """CRC-32 of the pieces, one after the other; `before`: of those that came before them."""
-    for piece in pieces:
-        before = crc32(piece, before)
-    return before
-
-
-def verify_checksum(header: Header, segment: int, checksum: int) -> None:
-    """Verify the checksum of a segment, as it was computed. Raises `FormatError`."""
-    if checksum != header.checksums[segment]:
-        raise FormatError(f"segment {segment} does not match its checksum")
+        if found != header.checksums[index]:
+            raise FormatError(f"segment {index} does not match its checksum")
 
 
 def _authenticate_segments(header: Header, payload: memoryview, first: int, authenticator: Authenticator) -> None:

@@ -81,8 +81,8 @@ def file_system_of(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> 
     return ""
 
 
-def check_in_memory(folder: str) -> bool:
-    """Whether the folder is in memory; warns when it is not. Raises ConfigError when files in it cannot be written."""
+def check_in_memory(folder: str) -> None:
+    """Warn when the folder is not in memory. Raises ConfigError when files in it cannot be written."""
     kind = file_system_of(folder)
     if kind == "hugetlbfs":
         raise ConfigError(
@@ -96,7 +96,6 @@ def check_in_memory(folder: str) -> bool:
             folder,
             kind or "an unknown file system",
         )
-    return kind in _IN_MEMORY
 
 
 def clamp_shared_memory(folder: str, wanted: int, used: int) -> int:

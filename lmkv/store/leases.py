@@ -11,30 +11,16 @@ from contextlib import AbstractContextManager
 
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiers.entry import Entry
-from lmkv.store.tiers.index import TierIndex
 from lmkv.store.tiers.primary import PrimaryTier
-
-IN_PLACE = -1
-"""In the place of a slot: the chunk is in none, and is read where it is (`InPlace`)."""
 
 
 class Lease(AbstractContextManager["Lease"]):
-    """Read references to the leading chunks of a request: their slots keep their bytes until `release`.
+    """Read references to the leading chunks of a request: their slots keep their bytes until `release`."""
 
-    `chunks`: entries of host memory, and keys of chunks that are read in place, which this process's `index` keeps.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[Entry | ChunkKey],
-        lock: threading.Lock,
-        primary: PrimaryTier,
-        index: TierIndex | None = None,
-    ) -> None:
+    def __init__(self, chunks: Sequence[Entry], lock: threading.Lock, primary: PrimaryTier) -> None:
         self._chunks = chunks
         self._lock = lock
         self._primary = primary
-        self._index = index
         self._released = False
 
     def __repr__(self) -> str:
@@ -45,17 +31,11 @@ class Lease(AbstractContextManager["Lease"]):
 
     @property
     def slots(self) -> list[int]:
-        """The slot of each chunk, or IN_PLACE."""
-        return [chunk.slot if isinstance(chunk, Entry) else IN_PLACE for chunk in self._chunks]
+        return [chunk.slot for chunk in self._chunks]
 
     @property
     def keys(self) -> list[ChunkKey]:
-        return [chunk.key if isinstance(chunk, Entry) else chunk for chunk in self._chunks]
-
-    @property
-    def in_place(self) -> list[ChunkKey]:
-        """The keys of the chunks that are in no slot."""
-        return [chunk for chunk in self._chunks if not isinstance(chunk, Entry)]
+        return [chunk.key for chunk in self._chunks]
 
     def release(self) -> None:
         """Give the references back. Idempotent. Takes the store's lock."""
@@ -63,10 +43,7 @@ class Lease(AbstractContextManager["Lease"]):
             self._released = True
             with self._lock:
                 for chunk in reversed(self._chunks):
-                    if isinstance(chunk, Entry):
-                        self._primary.unref(chunk)
-                    elif self._index is not None:
-                        self._index.end_read(chunk)
+                    self._primary.unref(chunk)
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -24,7 +24,6 @@ from lmkv.store.catalog import Catalog
 from lmkv.store.flusher import Flusher
 from lmkv.store.forks import close_after_fork
 from lmkv.store.hints import Hints
-from lmkv.store.in_place import InPlace
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.pins import Pins
 from lmkv.store.promoter import Promoter
@@ -75,8 +74,7 @@ class TieredStore:
     -----
     Thread-safe: one lock for all metadata, never held during I/O or copies. The store owns its tiers'
     backends and closes them. Closed, it stores nothing and finds nothing. In a forked child it is closed from the
-    start: threads do not cross a fork. `catalog` answers further questions about where chunks are; `in_place` leases
-    chunks in shared memory, too.
+    start: threads do not cross a fork. `catalog` answers further questions about where chunks are.
 
     Examples
     --------
@@ -131,7 +129,6 @@ class TieredStore:
         parts = self._lock, self._primary, self._tiers
         self._promoter = Promoter(*parts, self._allocator, self._pool, prefetched, clock)
         self._reserver = Reserver(*parts, self._allocator, self._promoter, self._flusher, self._pool)
-        self.in_place = InPlace(*parts, self._pool)
         self.catalog = Catalog(*parts, self._promoter, self._observers)
         self._closed = self.forked = False
         close_after_fork(self)

@@ -72,11 +72,6 @@ def make_scheduler(
         load_or_recompute=config.load_or_recompute,
         load_mode=_load_mode(vllm_config, config),
         concurrent_copies=has_device,
-        # Another engine may evict a file just before it is read. Two ranks would each read and check all of it.
-        in_place=not has_device
-        and not layerwise
-        and model.ranks.total == 1
-        and transfer.kv_load_failure_policy == "recompute",
         prefetch_deadline=config.prefetch_deadline,
         lookahead=compat.draft_lookahead(vllm_config),
         state_interval=config.state_interval,

@@ -210,8 +210,6 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _bind_scheduler(self, ours: Scheduler, theirs: Any | None) -> None:
         self._vllm_scheduler = theirs
-        # Within a MultiConnector this connector's own policy does not count.
-        ours.loading.wait.in_place &= getattr(theirs, "recompute_kv_load_failures", True)
         if theirs is not None and self._model is not None and not self._model.block_map.one_full_table:
             ours.on_failed_load(functools.partial(compat.recompute, theirs))
 

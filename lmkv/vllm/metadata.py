@@ -9,8 +9,6 @@ from attrs import define, field, frozen
 from lmkv.memory.comparison import Difference
 from lmkv.memory.copier import ChunkCopy
 from lmkv.memory.slab import SlabRef
-from lmkv.protocols import ChunkKey, Place
-from lmkv.store.in_place import FilesRead
 
 
 @frozen
@@ -19,8 +17,7 @@ class CopyOrder:
 
     `failed_blocks`: blocks that nothing will fill, to be reported as failed. `between_steps`: no computation
     of this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this order.
-    `compares`: slots to compare with those that the copies have filled, one for each. `files`: the chunks at `place` to
-    read for the copies that have no slot (IN_PLACE), in their order.
+    `compares`: slots to compare with those that the copies have filled, one for each.
     """
 
     job: int
@@ -30,8 +27,6 @@ class CopyOrder:
     between_steps: bool = False
     finishes: str | None = None
     compares: list[int] = field(factory=list)
-    files: list[ChunkKey] = field(factory=list)
-    place: Place | None = None
 
 
 @frozen
@@ -51,7 +46,7 @@ class StepPlan:
 class JobReport:
     """How a job ended on the `ranks` that have answered. `seconds`: those of the slowest rank.
 
-    `differences`: of an order that `compares`. `files`: of one that has files.
+    `differences`: of an order that `compares`.
     """
 
     ranks: int
@@ -59,7 +54,6 @@ class JobReport:
     nbytes: int = 0
     seconds: float = 0.0
     differences: list[Difference] = field(factory=list)
-    files: FilesRead | None = None
 
     def merge(self, other: JobReport) -> JobReport:
         return JobReport(
@@ -68,7 +62,6 @@ class JobReport:
             self.nbytes + other.nbytes,
             max(self.seconds, other.seconds),
             self.differences + other.differences,
-            self.files or other.files,
         )
 
 
@@ -109,13 +102,9 @@ class StepPlanBuilder:
         *,
         between_steps: bool = False,
         finishes: str | None = None,
-        files: Sequence[ChunkKey] = (),
-        place: Place | None = None,
     ) -> CopyOrder:
         """Add a load to the plan."""
-        order = CopyOrder(
-            self._new_job(), copies, False, failed_blocks, between_steps, finishes, files=list(files), place=place
-        )
+        order = CopyOrder(self._new_job(), copies, False, failed_blocks, between_steps, finishes)
         self._loads.append(order)
         return order
 

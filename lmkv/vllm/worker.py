@@ -24,9 +24,6 @@ from lmkv.memory.device import STAGING_BYTES, Staging
 from lmkv.memory.device_copier import LoadEvent
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
-from lmkv.store.in_place import FilesRead
-from lmkv.store.leases import IN_PLACE
-from lmkv.vllm.block_reader import BlockReader, UnreadError
 from lmkv.vllm.comparer import Comparer, Comparing
 from lmkv.vllm.layerwise import LayerwiseTransfer, NotReadyError
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
@@ -86,8 +83,6 @@ class Worker:
         self._slab: SlabMap | None = None
         self._slab_ref: SlabRef | None = None
         self._copier: Copier | None = None
-        self._reader: BlockReader | None = None
-        self._files: dict[int, FilesRead] = {}
         self._refusal = ""
         self._failed_attaches = 0
         self._suspended = False
@@ -122,7 +117,7 @@ class Worker:
             if self._copier is not None:
                 # Unpin the slab: the next copier pins it again.
                 self._copier.close()
-            self._copier = self._reader = None
+            self._copier = None
             self._staging = make_staging(memory, self._staging_bytes)
             self._memory, self._comparer.parts = memory, parts
             self._page_bytes.clear()
@@ -226,15 +221,7 @@ class Worker:
 
     def _load(self, copier: Copier, order: CopyOrder) -> Event:
         after = self._launched if order.between_steps else None
-        copies = order.copies
-        if order.files and self._memory is not None and self._layout is not None:
-            if self._reader is None:
-                self._reader = BlockReader(self._memory, self._layout)
-            read = self._files[order.job] = self._reader.read(order)
-            if read.failed or read.blind:
-                raise UnreadError
-            copies = [copy for copy in copies if copy.slot != IN_PLACE]
-        return copier.load(copies, overlap=order.between_steps, after=after)
+        return copier.load(order.copies, overlap=order.between_steps, after=after)
 
     def wait_for_layer(self, layer: int) -> None:
         """The model is about to read this layer: wait until it is loaded."""
@@ -270,8 +257,6 @@ class Worker:
                 logger.log(logging.DEBUG if self._warned else logging.WARNING, "lmkv: copies fail: %s", error)
                 self._warned = True
                 self._finish(order, 0.0, ok=False)
-            except UnreadError:
-                self._finish(order, time.monotonic() - started, ok=False)
             except Exception:
                 logger.exception("lmkv: a copy of %d chunks failed", len(order.copies))
                 self._finish(order, time.monotonic() - started, ok=False)
@@ -326,7 +311,7 @@ class Worker:
         nbytes = sum(
             len(run.blocks) * self._page_bytes[group] for copy in order.copies for group, run in enumerate(copy.runs)
         )
-        self._report.jobs[order.job] = JobReport(1, ok, nbytes, seconds, files=self._files.pop(order.job, None))
+        self._report.jobs[order.job] = JobReport(1, ok, nbytes, seconds)
         self._report.refusal = self._refusal
         if self._slab is not None:
             self._report.mapped = {self._rank * self._share[1] + self._share[0]}
@@ -393,8 +378,6 @@ class Worker:
             for item in running:
                 item.event.wait()
         self._comparer.close()
-        if self._reader is not None:
-            self._reader.close()
         try:
             if process_ends and self._copier is not None:
                 self._copier.close(process_ends=True)

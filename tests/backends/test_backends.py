@@ -19,7 +19,6 @@ from lmkv.backends.aio import AsyncAdapter
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.disk.shared_memory import SharedMemoryBackend
 from lmkv.backends.files import AsyncFileBackend
 from lmkv.backends.null import NullBackend
 from lmkv.backends.wrapper import WrapperBackend
@@ -66,7 +65,7 @@ class TestDiskPageCache(BackendSuite):
 
 class TestSharedMemory(BackendSuite):
     def make(self, folder: Path) -> Backend:
-        return SharedMemoryBackend(folder, NAMESPACE, segment_bytes=8192)
+        return LocalDiskBackend(folder, NAMESPACE, segment_bytes=8192, direct="off", shared=True, name="shared_memory")
 
 
 class TestDiskInPieces(BackendSuite):

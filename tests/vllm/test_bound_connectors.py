@@ -12,11 +12,7 @@ from typing import Any
 import numpy as np
 
 from lmkv.cli.measure.conversations import SKIPPED
-from tests.vllm.harness import BLOCK, CHUNK, Engine, engine, prompt
-
-PAGE = BLOCK * 4096
-"""Bytes of a block, of all layers."""
-HEADER = 64
+from tests.vllm.harness import BLOCK, Engine, engine, prompt
 
 
 @contextmanager
@@ -99,23 +95,3 @@ def test_the_one_that_reads_has_a_request_wait_until_all_is_read(model: Path, tm
             found = [output for output in core.step() if output.finished]
         assert list(found[0].outputs[0].token_ids) == expected
         assert len((tmp_path / "waits").read_text().split()) == 2
-
-
-def test_the_one_for_files_fills_blocks_from_them_or_from_its_own_memory(model: Path, tmp_path: Path) -> None:
-    blocks = CHUNK // BLOCK
-    content = chunk_files(tmp_path, HEADER + blocks * PAGE)
-    with engine_with(model, "FilesConnector", plain_folder=str(tmp_path)) as running:
-        answer(running, prompt(404, CHUNK + 1))
-        layers = worker_side()._layers
-        assert len(layers) == 4
-        for layer in layers:
-            assert np.ones(layer.shape[1] // 8, np.uint64).tobytes() in rows(layer)
-        answer(running, prompt(405, CHUNK + 1))
-        each = blocks * PAGE // len(layers)
-        assert any(
-            all(
-                rows(np.frombuffer(file, np.uint8)[HEADER + at * each :][:each].reshape(blocks, -1)) <= rows(layer)
-                for at, layer in enumerate(layers)
-            )
-            for file in content
-        )

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.block_reader import BlockReader
 from tests.kit import LIMIT, eventually
-from tests.vllm.harness import CHUNK, TELLS_SOURCES, Engine, engine, prompt
+from tests.vllm.harness import TELLS_SOURCES, Engine, engine, prompt
 from tests.vllm.server import SERVED_NAME, Server, serving_together
 
 LENGTH = 1500
@@ -68,27 +67,10 @@ def hits(output: Any) -> dict[str, int]:
     return dict(output.kv_transfer_params["lmkv"]["sources"])
 
 
-def test_a_hit_is_read_into_the_blocks_and_takes_no_slot(model: Path, memory_path: Path) -> None:
-    ids = prompt(102, LENGTH)
-    with over_memory(model, memory_path) as first:
-        cold = first.run([ids])[0]
-        assert first.store.drain(LIMIT)
-    with over_memory(model, memory_path) as second:
-        for in_host_memory in (0, LENGTH % CHUNK - 1):
-            warm = second.run([ids])[0]
-            assert hits(warm) == {"cpu": in_host_memory, "shared_memory": LENGTH - 1 - in_host_memory}
-            assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
-            second.forget_local()
-        host, shared = second.store.stats().tiers
-        assert (host.hits, shared.hits, shared.lost) == (1, 11, 0), "host memory has the tail with the answer behind it"
-        assert shared.read_bytes > 10 * CHUNK * 4096
-        second.assert_nothing_leaked()
-
-
-@pytest.mark.parametrize("options", [{"extra": {"load_mode": "async"}}, {"kv_load_failure_policy": "fail"}], ids=str)
-def test_where_vllm_would_not_compute_what_is_lost_host_memory_gets_a_copy(
-    model: Path, memory_path: Path, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"extra": {"load_mode": "async"}}, {"kv_load_failure_policy": "fail"}], ids=str
+)
+def test_a_hit_passes_through_host_memory(model: Path, memory_path: Path, options: dict[str, Any]) -> None:
     ids = prompt(103, LENGTH)
     with over_memory(model, memory_path) as first:
         cold = first.run([ids])[0]
@@ -102,17 +84,13 @@ def test_where_vllm_would_not_compute_what_is_lost_host_memory_gets_a_copy(
 
 
 @pytest.mark.parametrize("how", ["lost", "damaged"])
-def test_what_cannot_be_read_after_the_promise_is_computed(
-    model: Path, memory_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_computed_and_stored_again(model: Path, memory_path: Path, how: str) -> None:
     ids = prompt(104, LENGTH)
     with over_memory(model, memory_path) as first:
         cold = first.run([ids])[0]
         assert first.store.drain(LIMIT)
-    read = BlockReader.read
-
-    def breaks(self: BlockReader, order: Any) -> Any:
-        monkeypatch.setattr(BlockReader, "read", read)
+    with over_memory(model, memory_path) as second:
+        assert second.store.drain(LIMIT)
         for path in sorted(memory_path.rglob("*.kv1"))[::2]:
             if how == "lost":
                 path.unlink()
@@ -120,15 +98,13 @@ def test_what_cannot_be_read_after_the_promise_is_computed(
                 data = bytearray(path.read_bytes())
                 data[len(data) // 2] ^= 1
                 path.write_bytes(data)
-        return read(self, order)
-
-    with over_memory(model, memory_path) as second:
-        monkeypatch.setattr(BlockReader, "read", breaks)
-        for number in range(3):
+        found = []
+        for _ in range(2):
             warm = second.run([ids])[0]
             assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
-            assert warm.kv_transfer_params["lmkv"]["hit_tokens"] == (LENGTH - 1 if number == 2 else 0) or number == 1
+            found.append(sum(hits(warm).values()))
             assert second.store.drain(LIMIT)
             second.forget_local()
-        assert second.store.stats().tiers[1].lost >= 1
+        assert found[0] < LENGTH - 1 == found[1]
         second.assert_nothing_leaked()
+    assert len(list(memory_path.rglob("*.kv1"))) >= 6

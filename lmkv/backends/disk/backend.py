@@ -8,9 +8,8 @@ import os
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from errno import EDQUOT, EFBIG, ENOSPC, EROFS
-from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Literal
@@ -170,15 +169,9 @@ class LocalDiskBackend:
     def read(self, key: ChunkKey, into: memoryview) -> Read:
         """Read one chunk. A failure becomes a value, and a damaged file is set aside."""
         self._check_keys([key])
-        return self._tried(key, partial(self._read, key, into.cast("B")))
-
-    def _read(self, key: ChunkKey, into: memoryview) -> Read:
-        with self._folder.place_of(key) as (folder, name):
-            return self._read_in(folder, name, key, lambda: self._files.read(folder, name, key, into))
-
-    def _tried(self, key: ChunkKey, read: Callable[[], Read]) -> Read:
         try:
-            return read()
+            with self._folder.place_of(key) as (folder, name):
+                return self._read_in(folder, name, key, into.cast("B"))
         except (FileNotFoundError, NotADirectoryError):
             return MISS
         except OSError as error:
@@ -285,9 +278,9 @@ class LocalDiskBackend:
             yield found
         self._usage.set(used, reserved)
 
-    def _read_in(self, folder: Folder, name: str, key: ChunkKey, fill: Callable[[], None]) -> Read:
+    def _read_in(self, folder: Folder, name: str, key: ChunkKey, into: memoryview) -> Read:
         try:
-            fill()
+            self._files.read(folder, name, key, into)
         except WrongLengthError as error:
             return Read.failed(BackendError(self.name, "read", key.hex(), str(error)))
         except (FormatError, ShortReadError, OSError) as error:

@@ -6,8 +6,7 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 
 import numpy as np
 from attrs import define, field
@@ -16,10 +15,8 @@ from lmkv.backends.disk.fileio import (
     HUGE,
     O_DIRECT,
     Folder,
-    OpenFiles,
     Scratch,
     address_of,
-    cut,
     has_huge_pages,
     publish,
     read_fully,
@@ -37,9 +34,6 @@ TOUCH_EVERY = 60.0
 
 PIECE = 2 << 20
 """Bytes per system call: efficient for a disk, and small enough that checksums overlap with other I/O."""
-
-CACHED = 256 << 10
-"""Bytes that fit a processor's own caches."""
 
 SMALL = 2 * PIECE
 """Payloads up to this size are written by one system call, header included."""
@@ -117,33 +111,6 @@ class ChunkFiles:
                 self._fill(fd, header.header_bytes + at, piece)
                 self.format.verify(header, piece, at // header.segment_bytes)
                 _copy(piece, part)
-
-    def opened(
-        self, folder: Folder, name: str, key: ChunkKey, into: Sequence[memoryview], files: OpenFiles
-    ) -> Callable[[], None]:
-        """Open the file of a chunk; the result reads it into pieces of memory, together as long as its payload.
-
-        Both raise like `read`. Does not authenticate.
-        """
-        fd = files.open(name, os.O_RDONLY, folder.fd, name)
-        status = _regular(fd)
-        header = self._header_of(fd, status.st_size, key)
-        if header.payload_bytes != (nbytes := sum(map(len, into))):
-            raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the memory {nbytes}")
-        return partial(self._read_scattered, fd, status, header, into)
-
-    @staticmethod
-    def _read_scattered(fd: int, status: os.stat_result, header: Header, into: Sequence[memoryview]) -> None:
-        """Read the payload, and compute the checksum of each piece while the processor has it in its caches."""
-        size, checksum = (header.segment_bytes if header.segment_bytes % CACHED else CACHED), 0
-        for at, piece in zip(range(0, header.payload_bytes, size), cut(into, size), strict=True):
-            read_fully(fd, piece, header.header_bytes + at)
-            checksum = codec.checksum_of(piece, checksum)
-            end = min(at + size, header.payload_bytes)
-            if end % header.segment_bytes == 0 or end == header.payload_bytes:
-                codec.verify_checksum(header, at // header.segment_bytes, checksum)
-                checksum = 0
-        _note_use(fd, status)
 
     def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
         """The header, and how many bytes of `into` were read with it and are verified.

@@ -14,9 +14,8 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Self
 
 import numpy as np
 from attrs import define, field, frozen
@@ -29,8 +28,6 @@ TEMPORARY_SUFFIX = ".tmp"
 HUGE = 2 << 20
 """Bytes of a huge page on most processors."""
 _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_MAX_VIEWS = 1024
-"""Most pieces of memory that Linux fills with one call."""
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
@@ -90,20 +87,6 @@ def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
     return []
 
 
-def cut(views: Iterable[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
-    """Consecutive pieces of `nbytes`, each as the views that it consists of; the last may be shorter."""
-    piece, room = list[memoryview](), nbytes
-    for view in views:
-        while len(view) >= room:
-            yield [*piece, view[:room]]
-            view, piece, room = view[room:], [], nbytes
-        if len(view):
-            piece.append(view)
-            room -= len(view)
-    if piece:
-        yield piece
-
-
 def write_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
     """Write all of `views` from `offset` on, in as many calls as the kernel needs."""
     left = [view for view in views if len(view)]
@@ -119,7 +102,7 @@ def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
     """Fill all of `views` from `offset` on. Raises `ShortReadError` when the file ends before."""
     left = [view for view in views if len(view)]
     while left:
-        done = os.preadv(fd, left[:_MAX_VIEWS], offset)
+        done = os.preadv(fd, left, offset)
         if done == 0:
             raise ShortReadError(f"the file ends at byte {offset}")
         offset += done
@@ -146,34 +129,6 @@ def _close_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited)
-
-
-class OpenFiles:
-    """Files and folders that are open until the end of one block, where a block for each would take longer.
-
-    Not thread-safe. A forked child closes them, as with `closed_in_children`.
-    """
-
-    def __init__(self) -> None:
-        self._names = list[str]()
-        self._fds = list[int]()
-
-    def __enter__(self) -> Self:
-        _open[self] = self._names
-        return self
-
-    def open(self, name: str, flags: int, folder_fd: int, known_as: str) -> int:
-        """Open an entry of a folder, as `Folder.opened` does. `known_as`: the path of a folder, the name of a file."""
-        self._names.append(known_as)
-        fd = os.open(name, flags | _CAREFULLY, dir_fd=folder_fd)
-        self._fds.append(fd)
-        return fd
-
-    def __exit__(self, *error: object) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(_open.pop, self, None)
-            for fd in self._fds:
-                stack.callback(os.close, fd)
 
 
 @contextlib.contextmanager

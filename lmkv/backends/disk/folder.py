@@ -16,7 +16,7 @@ from functools import cache
 
 from attrs import evolve, field, frozen
 
-from lmkv.backends.disk.fileio import TEMPORARY_SUFFIX, Folder, OpenFiles, is_abandoned
+from lmkv.backends.disk.fileio import TEMPORARY_SUFFIX, Folder, is_abandoned
 from lmkv.backends.disk.root import Root
 from lmkv.chunks import codec
 from lmkv.chunks.hashing import KEY_BYTES
@@ -63,11 +63,6 @@ class ChunkFolder:
         *folders, name = self._names_of(key)
         with self.root.entered(*folders) as folder:
             yield folder, name
-
-    def place_in(self, namespace: Folder, key: ChunkKey, files: OpenFiles) -> tuple[Folder, str]:
-        """`place_of` in the folder of this namespace, which is entered already, open as long as the `files`."""
-        _, inner, name = self._names_of(key)
-        return self.root.below(namespace, inner, files), name
 
     @contextlib.contextmanager
     def entered(self, *below: str) -> Iterator[Folder]:

@@ -18,7 +18,7 @@ from typing import Self
 
 from attrs import define, field
 
-from lmkv.backends.disk.fileio import Folder, OpenFiles, closed_in_children, temporary
+from lmkv.backends.disk.fileio import Folder, closed_in_children, temporary
 
 logger = logging.getLogger(__name__)
 
@@ -156,12 +156,6 @@ class Root:
                 yield folder
             finally:
                 os.close(fd)
-
-    def below(self, above: Folder, name: str, files: OpenFiles) -> Folder:
-        """The folder `name` in an entered one, open as long as the `files`. Raises as `entered` does."""
-        path = f"{above.path}/{name}"
-        fd = files.open(name, _FOLDER, above.fd, self._real + path.removeprefix(self.path))
-        return self._checked(Folder(fd, path, os.fstat(fd)), above.status)
 
     def _check_way(self, opened: os.stat_result) -> None:
         if not os.path.samestat(found := self._walk(), opened):

@@ -40,7 +40,7 @@ BOUND = f"host memory, and {MARGIN} times a plain read"
 MEMORY, MEMORY_BYTES = Path("/dev/shm"), 1 << 30
 """Where shared memory is, and the least that must be free there."""
 COMPUTED = "computed"
-RAM_TARGET, SHARED_TARGET = 1.05, 1.3
+RAM_TARGET = 1.05
 """Times that host memory may take of vLLM's prefix cache, and shared memory of host memory."""
 OTHER_PROMPT, PROMPT = 1, 2
 
@@ -134,10 +134,6 @@ def comparisons(
             bound = {BOUND: [one + MARGIN * other for one, other in both]}
             shown = bound | {each: seconds[each] for each in (own, read, name)}
             yield Comparison.of_rounds(f"{title}, {name.removeprefix('lmkv ')}", "s", shown, BOUND, {name: 1.0})
-        if name == SHARED:
-            shown = {each: seconds[each] for each in (own, name)}
-            of_both = f"{title}, shared memory beside host memory"
-            yield Comparison.of_rounds(of_both, "s", shown, own, {name: SHARED_TARGET})
 
 
 def own_ram(name: str) -> str:

@@ -16,7 +16,7 @@ import attrs
 
 from lmkv.errors import BackendUnavailable, CorruptChunkError, safe_repr
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
-from lmkv.protocols import Admission, Chunk, ChunkKey, Clock, InMemory, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
+from lmkv.protocols import Admission, Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
 from lmkv.store.tiers.answers import as_backend_error, checked, is_full, tier_answers
 from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.breaker import Breaker
@@ -37,8 +37,7 @@ class LowerTier:
     """A lower tier of a store. `payload_bytes`: size of a chunk, by its key. `lock`, `observers`: the store's.
 
     `times`: seconds of the latest reads and writes that succeeded, until they are drained. `shared`: other processes
-    write to the medium, too, so that it may have chunks that the index does not know. `in_memory`: the backend, if its
-    chunks can be read in place.
+    write to the medium, too, so that it may have chunks that the index does not know.
     """
 
     def __init__(
@@ -50,8 +49,6 @@ class LowerTier:
         observers: Sequence[StoreObserver] = (),
     ) -> None:
         self.backend = backend = tier.backend
-        # Asked once: `isinstance` of a protocol takes longer than to look up some chunks.
-        self.in_memory = backend if isinstance(backend, InMemory) else None
         self.shared = isinstance(backend, Shared) and backend.shared
         self.name = tier.name
         self.write_mode = tier.write

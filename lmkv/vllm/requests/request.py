@@ -84,8 +84,6 @@ class RequestState:
     promoted: dict[str, int] = field(factory=dict, repr=False)
     """Chunks that were brought up for this request, by the tier that they came from."""
     pays: float | None = None
-    looked: float = -math.inf
-    """When the files of its chunks were last looked for."""
     between_steps: bool = False
     async_loads: int = 0
     logged: tuple[int, int] | None = field(default=None, repr=False)

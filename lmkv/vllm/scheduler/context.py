@@ -32,8 +32,3 @@ class PlanContext:
     def loads_within_step(self) -> bool:
         """Whether a step may load what it reads: vLLM must be able to go on without it."""
         return self.block_map.one_full_table and self.options.load_mode != "async"
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether the worker reads chunks in shared memory itself. Audits compare with slots."""
-        return self.options.in_place and self.loads_within_step and not self.options.audit_rate

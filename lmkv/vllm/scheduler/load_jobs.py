@@ -111,8 +111,7 @@ class LoadJobs:
         if not covered:
             self.fail(state, tables, end, lease)
             return
-        place = self._store.in_place.place if lease.in_place else None
-        order = self._builder.load(copies, [], files=lease.in_place, place=place)
+        order = self._builder.load(copies, [])
         self._follow(order.job, state, lease, tables, end)
 
     def fail(self, state: RequestState, tables: BlockTables, end: int, lease: Lease | None = None) -> None:
@@ -220,9 +219,7 @@ class LoadJobs:
         if job.load is not None:
             job.load.copied(report.ok)
         if not report.ok:
-            self._failed(job, keys if report.files is None else ())
-        if report.files is not None:
-            self._wait.read_in_place(report.files)
+            self._failed(job, keys)
         if counts:
             self._telemetry.loaded(job.tokens, report)
         if report.ok:
@@ -231,7 +228,7 @@ class LoadJobs:
             self.mode.observe(report.nbytes, report.seconds)
 
     def _failed(self, job: _LoadJob, keys: Sequence[ChunkKey]) -> None:
-        """`keys`: of chunks that may be wrong. Where a file could not be read, the slots are right."""
+        """`keys`: of chunks that may be wrong."""
         state = job.state
         if job.load is None or not job.load.abandoned:
             logger.warning("lmkv: a load for request %s failed; it is recomputed", state.request_id)

@@ -196,11 +196,10 @@ class LoadPlanner:
         """Lease what is loaded within the step; False if some of it has just gone."""
         total = self._boundaries.chunks(len(keys)) - first
         if between_steps:
-            below: Sequence[ChunkKey] = keys[max(first, self._store.count_prefix(keys)[0]) :]
+            below = keys[max(first, self._store.count_prefix(keys)[0]) :]
         else:
             # Leased before the promotion is released: in between the chunks could be evicted.
-            state.lease = self.wait.lease(state, keys[first:])
-            below = state.lease.in_place
+            state.lease, below = self._store.lease(keys[first:]), []
             if len(state.lease) < len(keys) - first:
                 state.drop_lease()
                 return False

@@ -21,7 +21,6 @@ class SchedulerOptions:
     `min_retrieve_tokens`: smaller hits are computed. `load_or_recompute`: compute chunks that are measured
     to load more slowly. `load_mode`: within the step that reads the KV ("sync"), between steps ("async"), or whichever
     delays others less ("auto"). `concurrent_copies`: the device copies while it computes.
-    `in_place`: the worker reads chunks in shared memory into its blocks itself, within the step.
     `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `lookahead`: how many
     tokens after a position its KV depends on, so that the end of a key's tokens cannot be served.
     `state_interval`: chunks from one kept state of a long prompt to the next; 0: so many that states take as much room
@@ -39,7 +38,6 @@ class SchedulerOptions:
     load_or_recompute: bool = True
     load_mode: Literal["auto", "sync", "async"] = "auto"
     concurrent_copies: bool = False
-    in_place: bool = False
     prefetch_deadline: float = 30.0
     lookahead: int = 0
     state_interval: int = 0

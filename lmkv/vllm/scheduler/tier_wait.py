@@ -10,8 +10,6 @@ from functools import partial
 
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey
-from lmkv.store.in_place import FilesRead
-from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
 from lmkv.store.shared_lookup import SharedLookup
 from lmkv.vllm.requests.patience import Patience
@@ -21,8 +19,6 @@ from lmkv.vllm.scheduler.load_policy import LoadCost
 
 logger = logging.getLogger("lmkv.vllm")
 
-_LOOK_EVERY = 0.1
-"""Seconds after which a waiting request has the files of its chunks looked for again."""
 _YIELD, _YIELD_EVERY = 5e-5, 0.01
 """Seconds for which the scheduling thread lets I/O threads have the interpreter, and least seconds between two."""
 _SHARED = "?"
@@ -43,8 +39,6 @@ class TierWait:
         self._telemetry = context.observer.telemetry
         self._chunk_size = context.chunk_size
         self.cost = LoadCost(enabled=context.options.load_or_recompute)
-        self.in_place = context.reads_in_place
-        """Whether chunks in shared memory are loaded from there within the step."""
         self._yielded = -math.inf
         self.max_promoted = max(1, context.store.slab.num_slots // 2)
         """Chunks of one request that may be promoted at once."""
@@ -53,39 +47,12 @@ class TierWait:
         """The patience of a request that has not waited yet."""
         return Patience(self._options.prefetch_deadline)
 
-    def match(self, state: RequestState, keys: Sequence[ChunkKey], *, arrives: bool = False) -> tuple[int, int]:
+    def match(self, state: RequestState, keys: Sequence[ChunkKey]) -> tuple[int, int]:
         """`(ready, found)`: leading chunks that can be leased, and leading chunks anywhere that are worth loading."""
-        here = self._count_in_place(state, keys, look=not arrives)
         ready, found = self._store.count_prefix(keys)
         if found > max(ready, state.computed // self._chunk_size):
             found = max(ready, min(found, self._paying(state, keys, ready, found)))
-        return max(ready, min(here, found)), found
-
-    def _count_in_place(self, state: RequestState, keys: Sequence[ChunkKey], *, look: bool) -> int:
-        if not self._reads_in_place(state):
-            return 0
-        now = self._clock()
-        look = look and not 0 <= now - state.looked < _LOOK_EVERY
-        if look:
-            state.looked = now
-        return self._store.in_place.count(keys, look=look)
-
-    def _reads_in_place(self, state: RequestState) -> bool:
-        # Only a chunk in host memory can be pinned there.
-        return self.in_place and not state.options.pin_seconds
-
-    def lease(self, state: RequestState, keys: Sequence[ChunkKey]) -> Lease:
-        """Refer to the leading chunks that a load within the step can take."""
-        return self._store.in_place.lease(keys) if self._reads_in_place(state) else self._store.lease(keys)
-
-    def read_in_place(self, files: FilesRead) -> None:
-        """The worker has read chunks in place, or could not."""
-        reason = self._store.in_place.ended(files)
-        if files.count:
-            self.cost.observe_load(self._store.in_place.name, files.nbytes, files.seconds)
-        if reason and self.in_place:
-            self.in_place = False
-            logger.warning("lmkv: shared memory is copied into host memory from now on: %s", reason)
+        return ready, found
 
     def _paying(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> int:
         """The number of leading chunks before the first tier from which loading takes longer than computing.
@@ -119,7 +86,7 @@ class TierWait:
             return
         state.shared_lookup = self._store.look_up_shared(keys, self._boundaries.states)
         keys = self._boundaries.wanted(keys)
-        ready, found = self.match(state, keys, arrives=True)
+        ready, found = self.match(state, keys)
         if ready < found <= self.max_promoted:
             state.promotion = self.promote(keys[:found], prefetch=True)
             self._yield(state.promotion)

@@ -15,7 +15,6 @@ import pytest
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.fileio import Scratch
 from lmkv.backends.disk.root import Root
-from lmkv.backends.disk.shared_memory import SharedMemoryBackend
 from lmkv.backends.disk.usage import Usage
 from lmkv.outcomes import WriteStatus
 from lmkv.protocols import Chunk
@@ -91,21 +90,6 @@ def fork_while_writing(tell: Tell, folder: str, threads: int) -> None:
     signal.pause()
 
 
-def fork_while_reading(tell: Tell, folder: str, call: str, passing: int) -> None:
-    """Fork while files are opened and read at once, in a call of the system after so many; wait to be killed."""
-    backend = SharedMemoryBackend(folder, NAMESPACE)
-    chunks = [chunk_of(100_000) for _ in range(3)]
-    for chunk in chunks:
-        backend.write(chunk)
-    wanted = [(chunk.key, [memoryview(bytearray(100_000))]) for chunk in chunks]
-    stopped = Stopped(call, passing)
-    threading.Thread(target=backend.read_scattered, args=(wanted,), daemon=True).start()
-    stopped.wait_until_reached()
-    tell(len(files_open_in(os.getpid(), Path(folder))))
-    tell(fork())
-    signal.pause()
-
-
 def fork_again_and_again(tell: Tell, folder: str, forks: int) -> None:
     """Fork at no particular moment while four threads write and delete."""
     backend = LocalDiskBackend(folder, NAMESPACE)
@@ -172,18 +156,6 @@ def test_temporaries_of_a_dead_writer_are_swept_though_its_child_lives(tmp_path:
     assert listed(reader) == {}
     assert temporaries(tmp_path) == []
     assert files_open_in(pid, tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("call", "passing", "least"), [("open", 0, 1), ("open", 2, 2), ("open", 5, 4), ("preadv", 3, 6)]
-)
-def test_a_child_has_none_of_the_files_open_that_are_read_at_once(
-    memory_path: Path, forked: Forked, call: str, passing: int, least: int
-) -> None:
-    """Neither once the headers of three files are read, nor just after one was opened: its number is not known yet."""
-    with Child(fork_while_reading, str(memory_path), call, passing) as parent:
-        assert parent.heard() >= least
-        assert files_open_in(forked.heard(parent), memory_path) == []
 
 
 def test_forked_children_have_nothing_open_and_others_go_on(tmp_path: Path, forked: Forked) -> None:

@@ -17,7 +17,6 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +25,6 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.disk.shared_memory import SharedMemoryBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
 from lmkv.memory.comparison import Part
@@ -187,8 +185,7 @@ class SimulatedVLLM:
     draft model, whose KV depends on so many tokens after its own. `describe`: have events recorded.
     `load_or_recompute`: wait for loads by what they save, where a step takes 0.01 simulated seconds; otherwise 0.8
     for any. `context`: over so many ranks the tokens of a block are spread, one after the other. `block_map`: of a
-    model with scratch blocks, some of the `groups`. `audit_rate`, `audit_action`: of the options. `shared_memory`:
-    the folder of a lower tier whose chunks the worker reads in place, as it can with one rank.
+    model with scratch blocks, some of the `groups`. `audit_rate`, `audit_action`: of the options.
     """
 
     def __init__(
@@ -222,7 +219,6 @@ class SimulatedVLLM:
         block_map: BlockMap | None = None,
         audit_rate: float = 0.0,
         audit_action: Literal["drop", "disable"] = "drop",
-        shared_memory: Path | None = None,
     ) -> None:
         self.rng = rng
         self.io_moves = io_moves
@@ -264,16 +260,11 @@ class SimulatedVLLM:
         lower = []
         if lower_chunks:
             size = layout.slot_bytes * lower_chunks
-            if shared_memory is not None:
-                medium = SharedMemoryBackend(shared_memory, bytes(32))
             if medium is None:
                 medium = CPUPinnedBackend(size, layout.slot_bytes, populate=False)
                 medium.name = "lower"
             self.disks = [FaultyBackend(medium, sleep=self._sleep)]
-            below = Pausing(self.disks[0])
-            if isinstance(medium, SharedMemoryBackend):
-                vars(below)["place"] = medium.place
-            lower = [Tier(below, policy(), size, admission)]
+            lower = [Tier(Pausing(self.disks[0]), policy(), size, admission)]
         host = CPUPinnedBackend(layout.slot_bytes * ram_chunks, layout.slot_bytes, shared=True, populate=False)
         with stepped():
             self.store = TieredStore(
@@ -295,7 +286,6 @@ class SimulatedVLLM:
                 prefetch_deadline=30.0 if load_or_recompute else 0.8,
                 audit_rate=audit_rate,
                 audit_action=audit_action,
-                in_place=ranks == 1 and not layerwise and not device,
                 clock=lambda: self.now,
             ),
             EventRecorder(self.store, block_map, describe) if describe is not None else None,
