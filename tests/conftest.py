@@ -1,4 +1,4 @@
-"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (default), ci, nightly; and when long tests run."""
+"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (default), quick, ci, nightly; and which tests run when."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.servers import skipped_as_missing
 
+pytest_plugins = ["tests.changed", "tests.durations"]
+
 # Read when lmkv is imported: methods marked @locked check that their lock is held.
 os.environ["LMKV_CHECK_LOCKS"] = "1"
 
@@ -20,6 +22,7 @@ os.environ["LMKV_CHECK_LOCKS"] = "1"
 settings.register_profile(
     "dev", deadline=None, max_examples=50, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("quick", settings.get_profile("dev"), max_examples=15, derandomize=True)
 settings.register_profile("ci", settings.get_profile("dev"), max_examples=100, stateful_step_count=50, derandomize=True)
 settings.register_profile(
     "nightly", settings.get_profile("dev"), max_examples=3000, stateful_step_count=100, print_blob=True
@@ -27,14 +30,28 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+LONGEST = tuple((Path(__file__).parent / "longest.txt").read_text().split())
+"""Files of tests, the longest first: `--dist loadfile` hands them out in the order of their collection."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help="only the nightly tests of this part")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that are marked `nightly`, unless NIGHTLY=1 or `-m` names the mark."""
-    if os.environ.get("NIGHTLY") == "1" or "nightly" in config.option.markexpr:
-        return
-    long = [item for item in items if item.get_closest_marker("nightly")]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+    """Leave out tests that are marked `nightly`, unless `-m` names the mark, and begin with the longest files."""
+    part, chosen = config.getoption("part"), "nightly" in config.option.markexpr
+
+    def runs(item: pytest.Item) -> bool:
+        mark = item.get_closest_marker("nightly")
+        return mark is None or (chosen and part in (None, *mark.args))
+
+    left_out = [item for item in items if not runs(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = filter(runs, items)
+    rank = {config.rootpath / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

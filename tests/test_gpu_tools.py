@@ -60,6 +60,7 @@ def test_a_part_of_the_probe_that_fails_ends_no_other(monkeypatch: pytest.Monkey
     assert found["borders: inside one, failed of 20"] == 0
 
 
+@pytest.mark.nightly("tools")
 def test_the_first_run(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     done = first_run(out)
@@ -208,6 +209,7 @@ def on_vllm(*options: str) -> dict[str, Any]:
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly("tools")
 def test_the_part_on_vllm() -> None:
     # So little host memory that the disk is needed.
     settings = {**gpu_first_run.DISK, "max_local_cpu_size": 0.0005, "chunk_size": 32}
@@ -225,6 +227,7 @@ def test_the_part_on_vllm() -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly("tools")
 def test_the_benchmark_of_requests_on_vllm(tmp_path: Path) -> None:
     options = ["--small", "--tokens", "512", "--rounds", "1", "--only", "vLLM alone,lmkv with a disk"]
     command = [sys.executable, "benchmarks/gpu_requests.py", *options, "--disk", str(tmp_path), "--json"]

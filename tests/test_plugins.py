@@ -178,6 +178,7 @@ def test_a_store_that_cannot_be_made_is_named_and_its_password_is_not(scheme: st
     assert caught.value.__cause__ is None or "secret" not in str(caught.value.__cause__)
 
 
+@pytest.mark.slow("lmkv doctor imports vLLM")
 def test_doctor_lists_them_and_says_which_cannot_be_loaded() -> None:
     printed = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).output
     assert "sqlite://" in printed

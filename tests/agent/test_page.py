@@ -54,7 +54,7 @@ def rendered(browser: str, service: CacheService, token: str | None, tmp_path: P
     return shown.partition("<script>")[0]
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("fleet")
 class TestInABrowser:
     def test_it_shows_tiers_and_why_requests_missed(self, browser: str, tmp_path: Path) -> None:
         engine = engine_of(ram_chunks=6, policy=lambda: Quotas(LRU, {"<i>a</i>": 0.3}))

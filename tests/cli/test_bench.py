@@ -210,6 +210,7 @@ def test_a_plain_read_gets_as_many_values_as_a_prompt_has(tmp_path: Path) -> Non
             read()
 
 
+@pytest.mark.nightly("tools")
 def test_quick_without_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["bench", "--quick", "--no-engine", "--json", "--disk", str(tmp_path)])

@@ -451,7 +451,7 @@ def test_the_histories_test_something() -> None:
     assert min(seen["read_failures"], seen["write_failures"], seen["opened"]) > 5
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("histories")
 @pytest.mark.parametrize("seed", range(1000, 1200))
 def test_longer_histories(seed: int) -> None:
     drive(seed, 2000)

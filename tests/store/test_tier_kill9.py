@@ -51,7 +51,9 @@ def check_store(folder: Path) -> None:
     assert files(folder, "*.tmp") == 0
 
 
-@pytest.mark.parametrize("cycles", [25, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "cycles", [25, pytest.param(1000, marks=[pytest.mark.nightly("kills"), pytest.mark.timeout(1800)])]
+)
 def test_killed_again_and_again(tmp_path: Path, cycles: int) -> None:
     """No wrong byte, never more than the capacity, no key that cannot be stored again."""
     moments = random.Random(cycles)

@@ -12,9 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from lmkv.memory.copier_factory import make_copier
 from lmkv.testing.faults import FaultyCopier
 from lmkv.vllm.connector import LMKVConnector
-
-SWITCH = "TEST_BREAKS_COPIES"
-"""Environment: path of a file with a rank and "store" or "load", while that rank's copies are to fail."""
+from tests.vllm.harness import BREAKS_COPIES
 
 
 class BreakableConnector(LMKVConnector):
@@ -36,6 +34,6 @@ class _BreakableCopier:
         self._broken = FaultyCopier(copier, error_rate=1.0)
 
     def __getattr__(self, name: str) -> Any:
-        switch = Path(os.environ[SWITCH])
+        switch = Path(os.environ[BREAKS_COPIES])
         broken = switch.exists() and switch.read_text() == f"{self._rank} {name}"
         return getattr(self._broken if broken else self._copier, name)

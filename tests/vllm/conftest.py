@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm import triton_cpu
+from tests.vllm.alone import Alone
 from tests.vllm.harness import Engine, engine, prompt
 
 HERE = Path(__file__).parent
@@ -29,7 +30,11 @@ def pytest_report_header() -> str:
     return f"vllm: {vllm_version() if find_spec('vllm') else 'not installed'}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    only_on_v2 = [item for item in items if (mark := item.get_closest_marker("runner_v2")) and mark.kwargs.get("only")]
+    if only_on_v2 and not triton_cpu.is_wanted():
+        config.hook.pytest_deselected(items=only_on_v2)
+        items[:] = [item for item in items if item not in only_on_v2]
     missing = find_spec("vllm") is None
     # Every conftest sees the items of the whole run.
     for item in items:
@@ -37,8 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             # Engines start slowly on a busy machine.
             item.add_marker(pytest.mark.timeout(900))
-            if missing:
-                item.add_marker(pytest.mark.skip(reason="no vllm: see docs/vllm.md"))
+        if missing and item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.skip(reason="no vllm: see docs/vllm.md"))
+
+
+@pytest.fixture(scope="session")
+def alone(request: pytest.FixtureRequest) -> Alone:
+    return Alone(Path(request.config.cache.mkdir("vllm-alone")))
 
 
 @pytest.fixture(scope="session")
@@ -65,9 +75,10 @@ def shared(model: Path, expected: dict[int, list[int]]) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def expected(model: Path) -> dict[int, list[int]]:
+def expected(model: Path, alone: Alone) -> dict[int, list[int]]:
     """Answers of an engine without a connector to `prompt(seed, 1500)`, by seed."""
-    with engine(model, connector=None, max_num_batched_tokens=480) as plain:
-        seeds = range(8)
-        answers = plain.ids([prompt(seed, 1500) for seed in seeds])
-        return dict(zip(seeds, answers, strict=True))
+    seeds = range(8)
+    answers = alone(
+        model, {"max_num_batched_tokens": 480}, lambda plain: plain.ids([prompt(seed, 1500) for seed in seeds])
+    )
+    return dict(zip(seeds, answers, strict=True))

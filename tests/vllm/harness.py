@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
 }
 
+BREAKS_COPIES = "TEST_BREAKS_COPIES"
+"""Environment: path of a file with a rank and "store" or "load", while that rank's copies are to fail (`breakable`)."""
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 TELLS_SOURCES = not vllm_version().startswith(("0.29", "0.30", "0.31")) if find_spec("vllm") else False
 """Whether vLLM counts the tokens that were not computed by the tier that they came from."""
@@ -59,6 +61,7 @@ def engine(
     """
     os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     replace_kernels_once()
+    inspect_models_here()
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -107,6 +110,17 @@ def replace_kernels_once() -> None:
     replace = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
     if replace is not None:
         CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(replace))
+
+
+@functools.cache
+def inspect_models_here() -> None:
+    """Have vLLM look at the class of a model in this process, which is about to import it.
+
+    vLLM starts a process for each class that it has not seen before, which takes 9 seconds to import vLLM.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
 
 
 @functools.cache

@@ -71,7 +71,7 @@ def test_a_prompt_is_prefetched_from_disk_before_its_request(
         client.stats()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("fleet")
 def test_one_address_answers_for_both_engines_of_a_server(model: Path, tmp_path: Path) -> None:
     path = f"/tmp/lmkv-{os.getpid()}-engines.sock"
     options = {"local_disk": str(tmp_path / "kv"), "max_local_cpu_size": 0.125, "disk_min_free": 0.0}

@@ -22,7 +22,7 @@ TURN = re.compile(r"^turn \d +(with|without): TTFT \d+\.\d{3} s, tokens loaded: 
 SEARCH = {"type": "function", "function": {"description": "Searches.", "name": "search"}}
 
 
-@pytest.fixture(params=["disk", "redis"])
+@pytest.fixture(params=["disk", pytest.param("redis", marks=pytest.mark.nightly("fleet"))])
 def below(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The name of a tier, and its settings."""
     if request.param == "disk":

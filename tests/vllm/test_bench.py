@@ -16,6 +16,7 @@ def test_evictions_are_timed_beside_vllms_manager() -> None:
     assert len(found.ratios["lmkv"]) == 50
 
 
+@pytest.mark.nightly("tools")
 @pytest.mark.timeout(900)
 def test_conversations_are_answered_alike_and_hit_more() -> None:
     said: list[str] = []

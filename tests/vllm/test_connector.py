@@ -12,7 +12,7 @@ from lmkv.vllm.metadata import CopyOrder
 from lmkv.vllm.worker import _Running
 from tests.vllm.harness import CHUNK, Engine, external_hits, prompt
 
-pytestmark = pytest.mark.runner_v2
+pytestmark = [pytest.mark.runner_v2, pytest.mark.quick]
 
 
 @pytest.mark.parametrize("length", [2, 31, 255, 256, 257, 511, 512, 513, 1000, 1500])

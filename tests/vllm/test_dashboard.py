@@ -73,7 +73,7 @@ def asked(url: str, query: str) -> list[Any]:
     return series
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("fleet")
 def test_every_query_of_the_dashboard_has_an_answer(model: Path, tmp_path: Path) -> None:
     ids = prompt(80, LENGTH)
     served = Server(model, tmp_path / "server.log", small_tiers(tmp_path / "kv"), VLLM_SERVER_DEV_MODE="1")

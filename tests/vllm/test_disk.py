@@ -13,6 +13,8 @@ from lmkv.testing.clocks import ManualClock
 from tests.kit import LIMIT, NEVER, listing_every
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 
+pytestmark = pytest.mark.quick
+
 CHUNK_BYTES = 256 * 4096
 """Bytes of a chunk of the test model: 256 tokens, 4 layers, 2 KV heads of 64, keys and values, float32."""
 

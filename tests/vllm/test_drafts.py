@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from attrs import frozen
 
 from tests.vllm import drafts
+from tests.vllm.alone import Alone
 from tests.vllm.drafts import DRAFTS, Drafts
 from tests.vllm.harness import Engine, engine, external_hits
 
@@ -27,7 +28,7 @@ OPTIONS: dict[str, Any] = {
     "disable_log_stats": False,
 }
 
-MARKS = {"EAGLE": pytest.mark.runner_v2, "MTP": pytest.mark.runner_v2}
+MARKS = {"MTP": pytest.mark.runner_v2}
 
 
 def prompts() -> list[list[int]]:
@@ -67,29 +68,11 @@ class Answers:
     accepted: int
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Drafts], list[list[int]]]:
-    """A model's answers without drafts."""
-    known: dict[Any, list[list[int]]] = {}
-
-    def ask(kind: Drafts) -> list[list[int]]:
-        if kind.target not in known:
-            model = kind.target(tmp_path_factory.mktemp("target"))
-            with engine(model, connector=None, **OPTIONS, **kind.options) as plain:
-                known[kind.target] = plain.ids(prompts(), max_tokens=ANSWER)
-        return known[kind.target]
-
-    return ask
-
-
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in DRAFTS])
-def case(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    answers: Callable[[Drafts], list[list[int]]],
-) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> Iterator[Case]:
     kind = DRAFTS[request.param]
-    expected = answers(kind)
+    target = kind.target(tmp_path_factory.mktemp("target"))
+    expected = alone(target, OPTIONS | kind.options, lambda plain: plain.ids(prompts(), max_tokens=ANSWER))
     model, config = kind.write(tmp_path_factory.mktemp("drafts"), TOKENS)
     options = {**OPTIONS, **kind.options, "speculative_config": config, "extra": {"chunk_size": CHUNK}}
     with engine(model, **options) as running:

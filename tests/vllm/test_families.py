@@ -15,6 +15,7 @@ from attrs import frozen
 
 from lmkv.cli.sizing import KVDtype, kv_size
 from lmkv.vllm.compat import vllm_version
+from tests.vllm.alone import Alone
 from tests.vllm.families import FAMILIES, Family
 from tests.vllm.harness import CHUNK, Engine, engine, external_hits, prompt
 
@@ -62,26 +63,32 @@ def refuse_what_vllm_cannot(error: Exception) -> None:
     pytest.skip(f"vLLM does not run it here: {reason}")
 
 
-ON_V2 = ("MQA", "window everywhere, smaller than a chunk")
-"""In every run: they take the least time there."""
+def answers_and_ram(plain: Engine) -> tuple[dict[str, list[list[int]]], int]:
+    """Answers without a connector, and bytes of host memory that are soon full."""
+    answers = {
+        "repeated": plain.ids(repeated()),
+        "continued": plain.ids(continued()),
+        "crowd": plain.ids(crowd(), max_tokens=TURN),
+    }
+    return answers, CHUNKS_IN_RAM * chunk_bytes(plain)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.runner_v2] if name in ON_V2 else []) for name in FAMILIES],
-)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+FRESH = "GQA, Qwen3"
+"""The family whose answers are computed in every run, and compared with those that were kept."""
+MARKS = {
+    # test_connector has full attention there.
+    "window everywhere, smaller than a chunk": pytest.mark.runner_v2,
+    "hybrid, window larger than a chunk": pytest.mark.quick,
+}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in FAMILIES])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> Iterator[Case]:
     family = FAMILIES[request.param]
     folder = family.write(tmp_path_factory.mktemp("family"))
     options = {**TIGHT, "num_gpu_blocks_override": family.blocks, **family.options}
     try:
-        with engine(folder, connector=None, **options) as plain:
-            answers = {
-                "repeated": plain.ids(repeated()),
-                "continued": plain.ids(continued()),
-                "crowd": plain.ids(crowd(), max_tokens=TURN),
-            }
-            ram = CHUNKS_IN_RAM * chunk_bytes(plain)
+        answers, ram = alone(folder, options, answers_and_ram, request.param, anew=request.param == FRESH)
     except NotImplementedError as error:
         refuse_what_vllm_cannot(error)
     except ValueError as error:

@@ -143,7 +143,7 @@ def test_offline_engines_have_them_too(model: Path) -> None:
     )
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("ranks")
 def test_bytes_of_two_ranks_add_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)

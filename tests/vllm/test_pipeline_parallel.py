@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from lmkv.cli.checkpoint import SmallModel
-from tests.vllm.breakable import SWITCH
-from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.harness import BREAKS_COPIES, Engine, engine, external_hits, prompt
 
 PROMPTS = [prompt(90, 700), prompt(91, 900)]
 HITS = [699, 899]
@@ -39,7 +38,7 @@ def stages(model: Path, faults: Faults, **options: Any) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(["0", "1"] * options.get("tensor_parallel_size", 1)))
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setenv(SWITCH, str(faults.switch))
+        patch.setenv(BREAKS_COPIES, str(faults.switch))
         # Without a compiler's warm-up vLLM 0.32's CPU worker has no tensors to receive from the stage before.
         compiled = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
         ranks = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -86,7 +85,7 @@ def test_two_stages(model: Path, tmp_path: Path) -> None:
         check(running, faults, expected)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("ranks")
 @pytest.mark.parametrize("partition", ["3,2", "2,3"])
 def test_stages_of_different_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: str) -> None:
     small = SmallModel(layers=5, hidden=256, max_position=8192)
@@ -99,7 +98,7 @@ def test_stages_of_different_length(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         check(running, faults, expected)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("ranks")
 def test_two_stages_of_two_ranks(model: Path, tmp_path: Path) -> None:
     with engine(model, connector=None, max_num_batched_tokens=480) as plain:
         expected = plain.ids(PROMPTS)

@@ -12,6 +12,7 @@ import pytest
 
 from lmkv.memory.copier import ChunkCopy, Event
 from lmkv.memory.cpu_copier import CPUCopier
+from tests.vllm.alone import Alone
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 from tests.vllm.kv_oracle import KVOracle
 
@@ -28,9 +29,8 @@ def _prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def without(model: Path) -> list[list[int]]:
-    with engine(model, connector=None, **TIGHT) as plain:
-        return plain.ids(_prompts(), max_tokens=24)
+def without(model: Path, alone: Alone) -> list[list[int]]:
+    return alone(model, TIGHT, lambda plain: plain.ids(_prompts(), max_tokens=24))
 
 
 @pytest.fixture(scope="module", params=["roomy", "evicting"])

@@ -67,7 +67,7 @@ def cached(answer: Any) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("ray")
 @pytest.mark.parametrize("example", ["offloading.py", "offloading.yaml"])
 def test_a_repeated_prompt_comes_from_host_memory(example: str, model: Path, tmp_path: Path) -> None:
     needs_package("ray", HOW)
@@ -79,7 +79,7 @@ def test_a_repeated_prompt_comes_from_host_memory(example: str, model: Path, tmp
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("ray")
 @pytest.mark.parametrize("example", ["prefill_decode.py", "prefill_decode.yaml"])
 def test_prefill_and_decode_apart(example: str, model: Path, tmp_path: Path) -> None:
     for package in ("ray", "nixl"):

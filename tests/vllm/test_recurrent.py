@@ -17,7 +17,8 @@ from lmkv.chunks.hashing import StateKey, state_keys
 from lmkv.cli.sizing import KVDtype, kv_size
 from lmkv.vllm.scheduler.async_load import AsyncLoad
 from lmkv.vllm.scheduler.load_jobs import LoadJobs
-from tests.vllm.families import RECURRENT, Family
+from tests.vllm.alone import Alone
+from tests.vllm.families import RECURRENT, Family, nemotron_h
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 from tests.vllm.test_families import TIGHT, TURN, count_preemptions, crowd
 
@@ -116,27 +117,32 @@ def slot_bytes(running: Engine) -> int:
     return describe(running.scheduler.vllm_config, running.scheduler.kv_cache_config, 1).layout.slot_bytes
 
 
-@pytest.fixture(scope="module", params=RECURRENT)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+QUICK = {"Mamba-2, Nemotron-H": pytest.mark.quick}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=QUICK.get(name, ())) for name in RECURRENT])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> Iterator[Case]:
     family = RECURRENT[request.param]
     folder = family.write(tmp_path_factory.mktemp("recurrent"))
     options = {**TIGHT, "num_gpu_blocks_override": family.blocks, **family.options}
-    with family.vllm():
-        with engine(folder, connector=None, **options) as plain:
-            turn = ask(plain, [prompt(600, 600)], max_tokens=3 * TURN)
-            continued = second_turn(turn[0].outputs[0].token_ids)
-            asked = {
-                "repeated": [ask(plain, [ids])[0] for ids in repeated()],
-                "siblings": [ask(plain, [ids])[0] for ids in siblings()],
-                "first turn": turn,
-                "second turn": ask(plain, [continued]),
-                "crowd": ask(plain, gathered(family), max_tokens=TURN),
-            }
-            answers = {name: answers_of(outputs) for name, outputs in asked.items()}
-            ram = SLOTS * slot_bytes(plain)
-        extra = {"max_local_cpu_size": ram / 2**30, "prefetch_deadline": 60.0}
-        with engine(folder, extra=extra, **options) as running:
-            yield Case(family, folder, options, running, answers)
+
+    def answers_and_ram(plain: Engine) -> tuple[dict[str, Answers], int]:
+        turn = ask(plain, [prompt(600, 600)], max_tokens=3 * TURN)
+        continued = second_turn(turn[0].outputs[0].token_ids)
+        asked = {
+            "repeated": [ask(plain, [ids])[0] for ids in repeated()],
+            "siblings": [ask(plain, [ids])[0] for ids in siblings()],
+            "first turn": turn,
+            "second turn": ask(plain, [continued]),
+            "crowd": ask(plain, gathered(family), max_tokens=TURN),
+        }
+        return {name: answers_of(outputs) for name, outputs in asked.items()}, SLOTS * slot_bytes(plain)
+
+    fresh = family.make is nemotron_h
+    answers, ram = alone(folder, options, answers_and_ram, request.param, vllm=family.vllm, anew=fresh)
+    extra = {"max_local_cpu_size": ram / 2**30, "prefetch_deadline": 60.0}
+    with family.vllm(), engine(folder, extra=extra, **options) as running:
+        yield Case(family, folder, options, running, answers)
 
 
 def test_vllm_makes_of_it_what_is_expected(case: Case) -> None:

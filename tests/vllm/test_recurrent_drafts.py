@@ -32,11 +32,13 @@ class Kind:
     family: Family
     config: dict[str, Any] = field(factory=lambda: KNOWN)
     write: Callable[[Path], Path] | None = None
-    prompts: tuple[int, ...] = tuple(range(80, 180, 13))
-    answer: int = 170
+    prompts: tuple[int, ...] = (80, 119, 158)
+    answer: int = 100
     drops: bool = False
 
 
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+MANY: dict[str, Any] = {"prompts": tuple(range(80, 180, 13)), "answer": 170}
 KINDS = {
     "known answers, Nemotron-H": Kind(NEMOTRON),
     "known answers, Qwen3-Next": Kind(QWEN, prompts=(500, 541), answer=60),
@@ -48,10 +50,11 @@ KINDS = {
         answer=40,
         drops=True,
     ),
-    "n-grams, Nemotron-H": Kind(
-        NEMOTRON, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    ),
+    "n-grams, Nemotron-H": Kind(NEMOTRON, NGRAMS),
+    "known answers, Nemotron-H, more and longer": Kind(NEMOTRON, **MANY),
+    "n-grams, Nemotron-H, more and longer": Kind(NEMOTRON, NGRAMS, **MANY),
 }
+LONG = {name: pytest.mark.nightly("sizes") for name in KINDS if name.endswith("longer")}
 
 
 @frozen
@@ -70,7 +73,7 @@ class Case:
         return [ask(self.running, [ids], max_tokens=max_tokens)[0] for ids in prompts]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=LONG.get(name, ())) for name in KINDS])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     kind = KINDS[request.param]
     folder = (kind.write or kind.family.write)(tmp_path_factory.mktemp("drafts") / "model")

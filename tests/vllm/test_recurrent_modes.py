@@ -13,15 +13,15 @@ import pytest
 from attrs import field, frozen
 
 from tests.vllm import mamba_cpu
+from tests.vllm.alone import Alone
 from tests.vllm.drafts import KNOWN, Known
 from tests.vllm.families import RECURRENT, Family, nemotron_h
-from tests.vllm.harness import engine, external_hits, pipelining, prompt
+from tests.vllm.harness import Engine, engine, external_hits, pipelining, prompt
 from tests.vllm.test_families import count_preemptions
 from tests.vllm.test_recurrent import answers_of, ask, distance, slot_bytes
 
 UNIT = 64
 TIGHT = {"max_model_len": 1600, "max_num_batched_tokens": 333, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20}
-BUDGET = "a state at each boundary, by a step of its own"
 
 
 @contextlib.contextmanager
@@ -32,31 +32,41 @@ def pipelined() -> Iterator[None]:
 
 @frozen
 class Mode:
-    """`options`: of the engine. `vllm`: around it. `extra`: lmkv's settings."""
+    """`options`: of the engine. `vllm`: around it. `extra`: lmkv's settings. `nightly`: its code runs with another one.
+
+    `behind`: whether a hit of lmkv's may be behind one of vLLM's own.
+    """
 
     options: dict[str, Any] = field(factory=dict)
     vllm: Callable[[], AbstractContextManager[Any]] = mamba_cpu.exported
     extra: dict[str, Any] = field(factory=dict)
+    nightly: bool = False
+    behind: bool = True
 
 
 MODES = {
     "asynchronous scheduling": Mode(vllm=pipelined),
     "steps that end at boundaries": Mode(vllm=mamba_cpu.split),
-    BUDGET: Mode({"max_num_batched_tokens": UNIT, "max_num_seqs": 4}, vllm=contextlib.nullcontext),
+    "a state at each boundary, by a step of its own": Mode(
+        {"max_num_batched_tokens": UNIT, "max_num_seqs": 4}, vllm=contextlib.nullcontext, behind=False
+    ),
     "hits within a block": Mode({"prefix_match_unit": 32}, vllm=mamba_cpu.split),
     "hits within a block, exported": Mode({"prefix_match_unit": 32}),
     "vLLM keeps every state": Mode({"prefix_cache_retention_interval": None}),
-    "vLLM keeps every fourth state": Mode({"prefix_cache_retention_interval": 4 * UNIT}),
+    "vLLM keeps every fourth state": Mode({"prefix_cache_retention_interval": 4 * UNIT}, nightly=True),
     "lmkv keeps every state": Mode(extra={"state_interval": 1}),
-    "lmkv keeps ends alone": Mode(extra={"state_interval": 10_000}),
-    "prompts alone": Mode(extra={"save_decode_cache": False}),
+    "lmkv keeps ends alone": Mode(extra={"state_interval": 10_000}, nightly=True),
+    "prompts alone": Mode(extra={"save_decode_cache": False}, nightly=True),
 }
+ANSWER = 40
+"""Tokens: an answer goes past a boundary of a state more often than not."""
+OPTIONS = {**TIGHT, "num_gpu_blocks_override": 60}
 
 
-def prompts(rng: random.Random) -> list[list[int]]:
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
     """Of few beginnings, cut anywhere, with few endings, so that all of it comes again."""
     found = []
-    for _ in range(24):
+    for _ in range(count):
         beginning = prompt(rng.randrange(4), 900)[: rng.choice((64, 128, 200, 300, 511, 640, 900))]
         found.append(beginning + prompt(100 + rng.randrange(5), rng.choice((1, 3, 31, 33, 64, 100, 200))))
     return found
@@ -67,37 +77,65 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Family(nemotron_h).write(tmp_path_factory.mktemp("nemotron"))
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_random_prompts(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some find a part in vLLM's own cache and more behind it, some are preempted; host memory is soon full."""
-    mode, rng = MODES[name], random.Random(5)
-    asked = prompts(rng)
-    options = {**TIGHT, "num_gpu_blocks_override": 60, **mode.options}
-    with mode.vllm():
-        with engine(folder, connector=None, **options) as plain:
-            expected = [answers_of(ask(plain, [ids], max_tokens=70))[0] for ids in asked]
-            ram = 70 * slot_bytes(plain) / 2**30
-        extra = {"max_local_cpu_size": ram, "prefetch_deadline": 60.0, **mode.extra}
-        hits = behind = 0
-        with engine(folder, extra=extra, **options) as running:
-            for turn in range(4):
-                order = rng.sample(range(len(asked)), len(asked))
-                for first in range(0, len(order), 6):
-                    if rng.random() < 0.6:
-                        running.forget_local()
-                    these = order[first : first + 6]
-                    outputs = ask(running, [asked[index] for index in these], max_tokens=70)
-                    assert distance(answers_of(outputs), [expected[index] for index in these]) < 1e-3, (turn, these)
-                    hits += sum(map(external_hits, outputs))
-                    behind += sum(0 < external_hits(each) < (each.num_cached_tokens or 0) for each in outputs)
-            ask(running, [prompt(1, 5)])
-            running.assert_nothing_leaked()
-            stats = running.store.stats().primary
+@frozen
+class Expected:
+    """Prompts, what an engine without a connector answers to them, and the bytes of a slot of lmkv's."""
+
+    asked: list[list[int]]
+    answers: list[Any]
+    slot_bytes: int
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, alone: Alone) -> Expected:
+    """A mode changes when a token is computed, not which one it is, so all modes have the same answers."""
+    asked = prompts(random.Random(5), 24)
+
+    def answers(plain: Engine) -> tuple[list[Any], int]:
+        return [answers_of(ask(plain, [ids], max_tokens=ANSWER))[0] for ids in asked], slot_bytes(plain)
+
+    return Expected(asked, *alone(folder, OPTIONS, answers, vllm=mamba_cpu.exported))
+
+
+def drive(mode: Mode, folder: Path, expected: Expected, turns: int) -> None:
+    """Ask in another order in each turn.
+
+    Some find a part in vLLM's own cache and more behind it, some are preempted.
+    """
+    rng = random.Random(6)
+    extra = {"max_local_cpu_size": 70 * expected.slot_bytes / 2**30, "prefetch_deadline": 60.0, **mode.extra}
+    hits = behind = 0
+    with mode.vllm(), engine(folder, extra=extra, **{**OPTIONS, **mode.options}) as running:
+        for turn in range(turns):
+            order = rng.sample(range(len(expected.asked)), len(expected.asked))
+            for first in range(0, len(order), 6):
+                if rng.random() < 0.6:
+                    running.forget_local()
+                these = order[first : first + 6]
+                outputs = ask(running, [expected.asked[index] for index in these], max_tokens=ANSWER)
+                wanted = [expected.answers[index] for index in these]
+                assert distance(answers_of(outputs), wanted) < 1e-3, (turn, these)
+                hits += sum(map(external_hits, outputs))
+                behind += sum(0 < external_hits(each) < (each.num_cached_tokens or 0) for each in outputs)
+        ask(running, [prompt(1, 5)])
+        running.assert_nothing_leaked()
+        stats = running.store.stats().primary
     assert hits > 1000
-    assert stats.evictions
+    assert stats.evictions, "host memory was not small enough to evict"
     assert stats.states <= 70 * 2 // 3
-    if name != BUDGET:
+    if mode.behind:
         assert behind, "no hit of lmkv's was behind one of vLLM's own"
+
+
+@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if not mode.nightly])
+def test_random_prompts(name: str, folder: Path, expected: Expected) -> None:
+    drive(MODES[name], folder, expected, turns=2)
+
+
+@pytest.mark.nightly("sizes")
+@pytest.mark.parametrize("name", MODES)
+def test_more_random_prompts(name: str, folder: Path, expected: Expected) -> None:
+    drive(MODES[name], folder, expected, turns=6)
 
 
 def test_a_block_that_takes_several_steps(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.vllm.harness import BLOCK, Engine
 from tests.vllm.test_disk import drain
 from tests.vllm.test_kv_events import DISK, RAM, Subscriber, block_hashes, more_than_fits, one_more_step, subscriber
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.nightly("fleet")
 
 
 class Router:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import ModelConfig
 
 from lmkv.errors import UsageError
 from lmkv.vllm.tokenizer import tokenizer
@@ -17,6 +16,8 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def tokenize(model: Path) -> Any:
+    from vllm.config import ModelConfig
+
     config: Any = SimpleNamespace(model_config=ModelConfig(model=str(model)))
     return tokenizer(config)
 

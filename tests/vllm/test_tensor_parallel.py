@@ -10,7 +10,7 @@ from tests.vllm.families import Family, nemotron_h
 from tests.vllm.harness import engine, external_hits, prompt
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("ranks")
 def test_two_ranks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
@@ -25,7 +25,7 @@ def test_two_ranks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         running.assert_nothing_leaked()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("ranks")
 def test_two_ranks_of_recurrent_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a half of the KV and of each state."""
     for name, value in {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "GLOO_SOCKET_IFNAME": "lo"}.items():

@@ -7,15 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.nightly)])
-def test_a_short_torture(runner: str) -> None:
+def test_a_short_torture() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.torture", "--runner", runner, "--requests", "300", "--seed", "7", "--json"],
+        [sys.executable, "-m", "tests.torture", "--requests", "300", "--seed", "7", "--json"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -44,7 +44,7 @@ def test_a_seeded_bug_is_found_and_its_schedule_becomes_smaller(tmp_path: Path) 
     assert len(smallest.operations) < 20
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("fleet")
 def test_a_pair_of_engines_with_nixl_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_package("nixl", "pip install --no-deps nixl nixl-cu13")
     monkeypatch.setenv("UCX_TLS", "tcp,self")

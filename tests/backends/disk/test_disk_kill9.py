@@ -50,7 +50,7 @@ def check_store(folder: Path) -> int:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("cycles", [24, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("cycles", [24, pytest.param(1000, marks=pytest.mark.nightly("kills"))])
 def test_killed_at_any_moment(tmp_path: Path, direct: str, cycles: int) -> None:
     """In turn by itself, in the middle of a write, and by another process at any time."""
     chooser = random.Random(cycles)

@@ -49,6 +49,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     return found
 
 
+@pytest.mark.slow("its fixture has each system call fail, in a process for each error")
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_disk_that_was_in_trouble_has_all_its_chunks(outcomes: dict[str, list[Outcome]], error: str) -> None:
     assert len(outcomes[error]) == 2 * len(CALLS)

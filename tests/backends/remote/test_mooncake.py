@@ -48,6 +48,7 @@ class TestMooncakeSuite(SubprocessSuite):
         assert read_back(other, chunk) == chunk.payload
         other.close()
 
+    @pytest.mark.slow("several of Mooncake's clients start")
     def test_a_segment_of_an_engine_is_its_stores_until_it_ends(self, mooncake: Mooncake) -> None:
         mooncake.memory.kill()
         chunk = chunk_of(1 << 20)

@@ -270,7 +270,7 @@ def test_the_index_keeps_account_of_the_medium(seeds: range, alone: bool) -> Non
     assert min(seen[name] for name in expected) > 50, seen
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("histories")
 @pytest.mark.parametrize("seed", range(1000, 1100))
 def test_the_index_keeps_account_for_long(seed: int) -> None:
     for alone in (True, False):

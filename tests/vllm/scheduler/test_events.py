@@ -202,7 +202,7 @@ def test_replayed_they_say_what_each_tier_has(kind: str, seed: int, options: dic
         driver.life(number)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("histories")
 @pytest.mark.parametrize("kind", GROUPS)
 @pytest.mark.parametrize("seed", range(1000, 1050))
 def test_longer_histories(kind: str, seed: int) -> None:

@@ -13,6 +13,8 @@ from lmkv.vllm.model import describe
 from lmkv.vllm.ranks import Ranks
 from tests.vllm.scheduler.test_scratch import BLOCK, CHUNK, kv_cache_config, latent, vllm_config, window
 
+pytestmark = pytest.mark.vllm
+
 
 @pytest.mark.parametrize(("tensor", "decode", "prefill", "shards", "replicas"), [(4, 2, 1, 4, 1), (2, 1, 2, 2, 2)])
 def test_blocks_that_are_spread_over_context_ranks(

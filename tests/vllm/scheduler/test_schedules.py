@@ -94,6 +94,7 @@ def _drive(rng: random.Random, groups: list[Table], options: dict[str, Any]) -> 
         return Counter(engine.counts)
 
 
+@pytest.mark.slow("random schedules find the most, and need many examples")
 @pytest.mark.parametrize("kind", GROUPS)
 @given(seed=st.integers(0, 2**32), options=engines)
 def test_any_schedule(kind: str, seed: int, options: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ from lmkv.vllm.model import describe
 from tests.vllm.harness import ENVIRONMENT
 from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedRequest, SimulatedVLLM
 
+pytestmark = pytest.mark.vllm
+
 BLOCK, CHUNK = 4, 8
 
 

@@ -140,6 +140,7 @@ def attempts(root: Path) -> list[Callable[[], object]]:
     ]
 
 
+@pytest.mark.slow("random trees of files need many examples")
 @given(st.lists(entries, max_size=8), st.sampled_from([0o700, 0o777, 0o1777, 0o2770, 0o3777]), st.booleans())
 @settings(max_examples=300)
 def test_any_folder(tree: list[Entry], mode: int, commands: bool) -> None:

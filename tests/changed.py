@@ -1,0 +1,207 @@
+"""`--changed`: the tests that import what was changed, as a pytest plugin; those that are nearest to it come first.
+
+A test file depends on a file that it, or a file that it depends on, imports anywhere, names as a module ("lmkv.errors",
+"tests.torture") or as a path ("examples/offline.py"). Imports within functions and under TYPE_CHECKING count, except
+for those of a package's `__init__`, which say where its names are; names in a `conftest.py` do not. What is neither
+Python nor a page concerns all tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("lmkv", "tests", "benchmarks", "examples")
+NAMED = {
+    "LMKVConnector": "lmkv/vllm/connector.py",
+    "BLOCKS": "lmkv/cli/app.py",
+    "redis_server": "lmkv/backends/remote/redis.py",
+    "RedisServer": "lmkv/backends/remote/redis.py",
+    "object_server": "lmkv/backends/remote/objects.py",
+    "mooncake_servers": "lmkv/backends/remote/mooncake.py",
+    "infinistore_server": "lmkv/backends/remote/infinistore.py",
+}
+"""What tests use by another name than a file's: the connector, the command in pages, and a backend by its server."""
+_COMMAND = "lmkv/cli/app.py"
+_READ_ALL_OF_LMKV = ("tests/test_architecture.py", "tests/test_doctests.py")
+_MODULE = re.compile(r"(?:lmkv|tests|benchmarks)(?:\.\w+)+")
+_PATH = re.compile(r"(?:lmkv|tests|benchmarks|examples|docs)/[\w./-]+|\w[\w-]*\.(?:py|md)")
+_PAGES = (".md", ".svg", ".png")
+_UNTESTED = ("dev.py", "LICENSE", ".gitignore")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--changed", nargs="?", const="HEAD", metavar="COMMIT", help="only tests of what has changed since COMMIT"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    commit = config.getoption("changed")
+    if commit:
+        config.pluginmanager.register(Changed(distances(changed_since(commit))), "changed")
+
+
+class Changed:
+    """Selects test files by their `distance` from what was changed."""
+
+    def __init__(self, distance: dict[str, int] | None) -> None:
+        self._distance = distance
+
+    def pytest_report_header(self) -> str:
+        if self._distance is None:
+            return "changed: something that concerns all tests"
+        return f"changed: concerns {sum(map(is_test, self._distance))} files of tests"
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        if self._distance is None or not is_test(collection_path.name):
+            return None
+        return True if name_of(collection_path) not in self._distance else None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self._distance is not None:
+            distance = self._distance
+            items.sort(key=lambda item: distance.get(name_of(item.path), 99))
+
+
+def name_of(path: Path) -> str:
+    """The path of a file from the root of the checkout."""
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
+
+
+def is_test(name: str) -> bool:
+    return Path(name).name.startswith("test_") and name.endswith(".py")
+
+
+def changed_since(commit: str) -> set[str]:
+    """Paths of the files that differ from a commit, new ones included."""
+    commands = (["git", "diff", "--name-only", commit], ["git", "ls-files", "--others", "--exclude-standard"])
+    found = (subprocess.run(each, cwd=ROOT, check=True, capture_output=True, text=True).stdout for each in commands)
+    return {line for printed in found for line in printed.splitlines()}
+
+
+def distances(changed: Iterable[str]) -> dict[str, int] | None:
+    """How many steps of imports each file is away from one that was changed; None if that concerns all."""
+    concerned = {name for name in changed if name not in _UNTESTED}
+    if any(not name.endswith((".py", *_PAGES)) or name == "tests/conftest.py" for name in concerned):
+        return None
+    users: dict[str, set[str]] = {}
+    for path in python_files():
+        user = path.relative_to(ROOT).as_posix()
+        for used in dependencies(path):
+            users.setdefault(used, set()).add(user)
+    found = dict.fromkeys(concerned, 0)
+    if any(name.startswith("lmkv/") for name in concerned):
+        found |= dict.fromkeys(_READ_ALL_OF_LMKV, 1)
+    if any(name.endswith(_PAGES) for name in concerned):
+        users.setdefault("pages", set()).update(users.get("tests/pages.py", ()))
+        found["pages"] = 0
+    queue = deque(found)
+    while queue:
+        name = queue.popleft()
+        for user in users.get(name, ()):
+            if user not in found:
+                found[user] = found[name] + 1
+                queue.append(user)
+    return found
+
+
+@cache
+def python_files() -> tuple[Path, ...]:
+    return tuple(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))
+
+
+def dependencies(path: Path) -> set[str]:
+    """Paths of all files that this one imports or names."""
+    tree = ast.parse(path.read_text())
+    is_package = path.name == "__init__.py"
+    module = path.relative_to(ROOT).with_suffix("").parts
+    package = module[:-1]
+    found = set[str]()
+    for node in nodes(tree, at_import=is_package):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found.update(files_of(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            for alias in node.names:
+                found.update(files_of(f"{base if node.level else node.module}.{alias.name}"))
+                found.update(NAMED[name] for name in (alias.name,) if name in NAMED)
+        elif path.name == "conftest.py":
+            continue
+        elif isinstance(node, ast.Call | ast.List) and names_the_command(node):
+            found.add(_COMMAND)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.update(files_named_in(node.value))
+    # A folder's own `conftest.py` is in the hands of each of its tests.
+    if is_test(path.name):
+        above = [parent / "conftest.py" for parent in path.parents if parent.is_relative_to(ROOT)]
+        found.update(each.relative_to(ROOT).as_posix() for each in above if each.exists())
+    return found - {path.relative_to(ROOT).as_posix()}
+
+
+def nodes(tree: ast.AST, *, at_import: bool) -> Iterator[ast.AST]:
+    """All nodes but docstrings, or those that run when the module is imported."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            continue
+        for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if at_import and (for_types or isinstance(child, ast.FunctionDef)):
+            continue
+        yield child
+        yield from nodes(child, at_import=at_import)
+
+
+def names_the_command(node: ast.Call | ast.List) -> bool:
+    """Whether this is `["lmkv", ...]` or `somewhere.with_name("lmkv")`."""
+    first = (node.elts if isinstance(node, ast.List) else node.args)[:1]
+    called = isinstance(node, ast.List) or (isinstance(node.func, ast.Attribute) and node.func.attr == "with_name")
+    return called and any(isinstance(each, ast.Constant) and each.value == "lmkv" for each in first)
+
+
+def files_named_in(text: str) -> Iterator[str]:
+    if text in NAMED:
+        yield NAMED[text]
+    if len(text) < 500:
+        for name in _MODULE.findall(text):
+            yield from files_of(name)
+            main = ROOT.joinpath(*name.split("."), "__main__.py")
+            if main.exists():
+                yield main.relative_to(ROOT).as_posix()
+        for name in _PATH.findall(text):
+            for folder in ("", "examples/", "benchmarks/", "docs/"):
+                if (ROOT / folder / name).is_file():
+                    yield folder + name
+
+
+@cache
+def files_of(name: str) -> tuple[str, ...]:
+    """The files behind a module, or a name in one: also its packages' `__init__`."""
+    parts = name.split(".")
+    if parts[0] not in FOLDERS:
+        return ()
+    folders = [ROOT.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+    paths = [path for folder in folders for path in (folder / "__init__.py", folder.with_suffix(".py"))]
+    found = [path.relative_to(ROOT).as_posix() for path in paths if path.is_file()]
+    home = _homes(found[-1]).get(parts[-1]) if found and found[-1].endswith("__init__.py") else None
+    return (*found, *(files_of(home) if home else ()))
+
+
+@cache
+def _homes(package: str) -> dict[str, str]:
+    """Where the names of a package are that its `__init__` imports lazily."""
+    found = {}
+    for node in ast.walk(ast.parse((ROOT / package).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return found
