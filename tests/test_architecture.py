@@ -75,7 +75,7 @@ BUDGET = {
     "policies": 1062,
     "simulation": 359,
     "config": 705,
-    "memory": 1208,
+    "memory": 1250,
     "store.tiers": 1362,
     "store": 1193,
     "backends": 366,
@@ -85,14 +85,14 @@ BUDGET = {
     "engine": 490,
     "": 60,
     "agent": 929,
-    "vllm": 1899,
-    "vllm.requests": 300,
+    "vllm": 2015,
+    "vllm.requests": 315,
     "vllm.observe": 785,
-    "vllm.scheduler": 1493,
+    "vllm.scheduler": 1496,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15438
+WHOLE = 15614
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -30,12 +30,18 @@ from lmkv.cli.measure.probe import try_folder
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.config import GIB, Config
 from lmkv.errors import ConfigError, LmkvError
-from lmkv.memory.machine import available_ram, check_in_memory, clamp_capacity, clamp_shared_memory, file_system_of
+from lmkv.memory.machine import (
+    available_ram,
+    check_in_memory,
+    clamp_capacity,
+    clamp_shared_memory,
+    file_system_of,
+    memory_limit,
+)
 from lmkv.vllm import compat, plugin
 
 IMPORT_TIMEOUT = 300.0
 PROCESSES = Path("/proc")
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @frozen
@@ -140,7 +146,8 @@ def examine_secrets(config: Config) -> Iterator[Finding]:
 def examine_memory(config: Config) -> Iterator[Finding]:
     """The limits of this machine, and the size of host memory within them."""
     yield Finding("memory", "available", gibibytes(available_ram()))
-    yield Finding("memory", "control group's limit", control_group_limit())
+    limit = memory_limit()
+    yield Finding("memory", "control group's limit", "none" if limit is None else gibibytes(limit))
     wanted = config.max_local_cpu_bytes
     try:
         given = clamp_capacity(wanted, ALIGNMENT)
@@ -168,14 +175,6 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
         return
     note = f"of {gibibytes(wanted)} in {folder}, on {kind or 'an unknown file system'}"
     yield Finding("memory", "shared memory", gibibytes(given), note=note)
-
-
-def control_group_limit() -> str:
-    try:
-        text = CGROUP_LIMIT.read_text().strip()
-    except OSError:
-        return "none"
-    return gibibytes(int(text)) if text.isdigit() else "none"
 
 
 def examine_disk(config: Config) -> Iterator[Finding]:

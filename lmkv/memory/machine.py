@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
+
+from attrs import frozen
 
 from lmkv.errors import ConfigError
 from lmkv.memory import slab_files
@@ -14,21 +18,79 @@ logger = logging.getLogger(__name__)
 
 RAM_SHARE = 0.8
 """Largest share of the available memory for all slabs of this host together."""
+CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 60
+"""Bytes. Version 1 shows a larger number where there is no limit."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _FILE_SYSTEM_SHARE = 0.9
 """Largest share of the free file system for chunks: vLLM has queues of its own in /dev/shm."""
 
 
-def available_ram(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory that are available: MemAvailable, or less where a control group limits them."""
+@frozen
+class ControlGroup:
+    """Files of a control group with a memory limit, in version 1 or 2 of the kernel's interface."""
+
+    limit: Path
+    used: Path
+    stat: Path
+    cache: tuple[str, str]
+
+    @classmethod
+    def v1(cls, folder: Path) -> Self:
+        files = folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes", folder / "memory.stat"
+        return cls(*files, ("total_inactive_file", "total_active_file"))
+
+    @classmethod
+    def v2(cls, folder: Path) -> Self:
+        files = folder / "memory.max", folder / "memory.current", folder / "memory.stat"
+        return cls(*files, ("inactive_file", "active_file"))
+
+    def limit_bytes(self) -> int:
+        """Raises ValueError without a limit, and OSError without such a group."""
+        return int(self.limit.read_text())
+
+    def free_bytes(self) -> int:
+        """What it may still take. Its page cache counts as used, but the kernel frees it when memory is needed."""
+        stat = _numbers(self.stat)
+        return self.limit_bytes() - int(self.used.read_text()) + sum(stat[name] for name in self.cache)
+
+
+def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
+    """The groups that limit this process: its own and all above it, as far as `root` shows them.
+
+    In a container `root` usually begins at the container's own group, whatever the path in `own` says.
+    """
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    for number, controllers, path in (line for line in lines if len(line) == 3):
+        if number == "0" or "memory" in controllers.split(","):
+            make, top = (ControlGroup.v2, root) if number == "0" else (ControlGroup.v1, root / "memory")
+            folder = top / path.lstrip("/")
+            yield make(folder)
+            yield from (make(above) for above in folder.parents if above.is_relative_to(top))
+
+
+def memory_limit(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The least limit of the groups that this process is in, in bytes; None without one."""
+    limits = []
+    for group in control_groups(root, own):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(group.limit_bytes())
+    least = min(limits, default=_NO_LIMIT)
+    return least if least < _NO_LIMIT else None
+
+
+def available_ram(
+    meminfo: Path = Path("/proc/meminfo"), root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Bytes of memory that are available: MemAvailable, or less where a control group or one above it has a limit."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError, KeyError):
         free = 1024 * _numbers(meminfo)["MemAvailable:"]
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        limit, used = int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())
-        # The group's page cache counts as used, but the kernel frees it when memory is needed.
-        cache = _numbers(cgroup / "memory.stat")
-        free = min(free, limit - used + cache["inactive_file"] + cache["active_file"])
+    for group in control_groups(root, own):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            free = min(free, group.free_bytes())
     return max(free, 0)
 
 

@@ -28,6 +28,11 @@ def check_model(vllm_config: Any) -> None:
         raise ValueError(f"vLLM computes each prompt of a model of type {model.attn_type!r}{pooling} whole")
     if getattr(model, "rswa_window", None) is not None:
         raise ValueError("the KV of a generated token depends on where the prompt ended (rswa_window)")
+    if returns_routed_experts(vllm_config):
+        raise ValueError(
+            "vLLM returns the routed experts of tokens that it computes (--enable-return-routed-experts), and has none "
+            "of a token whose KV is loaded"
+        )
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     named = getattr(backend, "name", None)
     if envs.VLLM_BATCH_INVARIANT and (named in _NOT_BATCH_INVARIANT or (named is None and model.use_mla)):
@@ -36,6 +41,12 @@ def check_model(vllm_config: Any) -> None:
         )
     if platform.machine().startswith("riscv") and not cache.enable_prefix_caching:
         raise ValueError("vLLM caches no prefix on RISC-V")
+
+
+def returns_routed_experts(vllm_config: Any) -> bool:
+    """Whether answers have an output of each token of the prompt that a hit lacks: which experts it was given to."""
+    places = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
 
 def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -235,11 +235,6 @@ def yield_gil() -> None:
         time.sleep(0.001)
 
 
-def is_pausing() -> bool:
-    """Whether vLLM's pause, sleep or release of memory calls: it resets a connector as a user's reset does."""
-    return any(frame.function == "_reset_caches" for frame in inspect.stack(0))
-
-
 def draft_lookahead(vllm_config: Any) -> int:
     """How many tokens after a position the KV of draft layers there depends on: 1 with EAGLE, or one module of MTP.
 

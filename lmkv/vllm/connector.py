@@ -12,6 +12,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -69,6 +70,12 @@ class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
         assert isinstance(other, LMKVWorkerMetadata)
         return LMKVWorkerMetadata(self.report.merge(other.report))
 
+
+_CONNECTORS: WeakValueDictionary[tuple[KVConnectorRole, int], LMKVConnector] = WeakValueDictionary()
+"""The connector of each role and model's configuration in this process.
+
+In a MultiConnector a second one of the same engine would answer a request's `lmkv.report`, too, which ends vLLM.
+"""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -133,6 +140,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._vllm_scheduler: Any | None = None
         self._describe_blocks: kv_events.BlockDescriber | None = None
         try:
+            self._place = role, id(vllm_config.model_config)
+            if _CONNECTORS.setdefault(self._place, self) is not self:
+                raise ValueError("another LMKVConnector of the same engine caches it; leave one of them out")
             check_device(vllm_config.device_config.device_type)
             pipelined = role is KVConnectorRole.WORKER and vllm_config.parallel_config.pipeline_parallel_size > 1
             stage = compat.worker_ranks()[0] if pipelined else 0
@@ -291,8 +301,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     @_never_raises(lambda: False)
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
-            # A pause may precede other weights, or none. Other processes may share the files on the disk: keep them.
-            self._scheduler.reset(delete=not compat.is_pausing())
+            self._scheduler.reset()
         return True
 
     @_never_raises(list)
@@ -375,6 +384,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         logger.debug("lmkv: shutting down in process %d", os.getpid())
+        if _CONNECTORS.get(self._place) is self:
+            del _CONNECTORS[self._place]
         if self._agent is not None:
             self._agent.close()
         if self._scheduler is not None:

@@ -1,70 +1,112 @@
-"""Everything besides tokens that decides KV: salt, LoRA adapter, tags, images, weights."""
+"""Everything besides tokens that decides KV: salt, LoRA adapter, tags, weights. Images are in `media`."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lmkv.chunks.namespace import Namespace, canonical
+from attrs import define, field
+from cachetools import LRUCache
+
+from lmkv.chunks.namespace import Namespace
+
+logger = logging.getLogger("lmkv.vllm")
 
 
-def request_root(namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]], epoch: str = "") -> bytes:
-    """The root of a request's keys: namespace, cache salt, LoRA adapter, tags and epoch, each in its own field."""
-    lora = getattr(request, "lora_request", None)
-    return tagged_root(namespace, tags, epoch, getattr(request, "cache_salt", None), lora)
-
-
-def tagged_root(
-    namespace: Namespace, tags: Iterable[tuple[str, str]], epoch: str, cache_salt: str | None, lora: Any = None
+def request_root(
+    namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]], epoch: str = "", adapter: str = ""
 ) -> bytes:
-    """The same without a request: the root of a prompt's keys. `lora`: vLLM's `LoRARequest`, or None."""
+    """The root of a request's keys: namespace, cache salt, LoRA adapter, tags and epoch, each in its own field.
+
+    `adapter`: the identity of its adapter (see `Adapters`).
+    """
+    lora = getattr(request, "lora_request", None)
+    extra = {"lora": adapter} if lora is not None else {}
+    named = (str(lora.lora_name), str(lora.lora_path)) if lora is not None else None
+    extra |= {f"tag.{name}": value for name, value in tags} | ({"epoch": epoch} if epoch else {})
+    return namespace.root(cache_salt=getattr(request, "cache_salt", None), lora=named, extra=extra)
+
+
+def tagged_root(namespace: Namespace, tags: Iterable[tuple[str, str]], epoch: str, cache_salt: str | None) -> bytes:
+    """The same without a request, and so without an adapter: the root of a prompt's keys."""
     extra = {f"tag.{name}": value for name, value in tags} | ({"epoch": epoch} if epoch else {})
-    if lora is not None:
-        extra["lora"] = _adapter_weights(lora)
-    adapter = (str(lora.lora_name), str(lora.lora_path)) if lora is not None else None
-    return namespace.root(cache_salt=cache_salt, lora=adapter, extra=extra)
+    return namespace.root(cache_salt=cache_salt, lora=None, extra=extra)
 
 
-def _adapter_weights(lora: Any) -> str:
-    """Fingerprint of the adapter's weights: a retrained adapter at the same path is another one.
+@define(eq=False)
+class Adapters:
+    """Identities of the LoRA adapters that one engine serves. Called on the scheduling thread only.
 
-    Taken when vLLM reads the adapter: once per adapter number, or with each request if loaded in place.
+    vLLM reads an adapter's files when it first needs it, and again after it has dropped it, which nobody tells. So an
+    adapter whose files have changed since they were first seen has no identity, until it gets another number.
     """
-    path = str(lora.lora_path)
-    if getattr(lora, "load_inplace", False):
-        return _fingerprint(path)
-    return _known_fingerprint(path, int(getattr(lora, "lora_int_id", 0)))
+
+    _known: LRUCache[tuple[str, int], tuple[str, Stamps]] = field(factory=lambda: LRUCache(1024), init=False)
+
+    def identity(self, lora: Any) -> str:
+        """Of its weights and its configuration; "" where it cannot be told, with one warning."""
+        path, number = str(lora.lora_path), int(getattr(lora, "lora_int_id", 0))
+        folder = _adapter_folder(path)
+        stamps = _stamps(folder)
+        if getattr(lora, "load_inplace", False):
+            return _adapter_fingerprint(path, folder)
+        if (path, number) not in self._known:
+            self._known[path, number] = _adapter_fingerprint(path, folder), stamps
+        found, before = self._known[path, number]
+        if found and stamps != before:
+            logger.warning(
+                "lmkv: the files of the adapter %s have changed, and vLLM does not tell when it reads them: requests "
+                "with it are not cached until it is loaded under another number",
+                path,
+            )
+            self._known[path, number] = "", stamps
+            return ""
+        return found
 
 
-@lru_cache(maxsize=1024)
-def _known_fingerprint(path: str, number: int) -> str:
-    return _fingerprint(path)
+Stamps = tuple[tuple[str, int, int, int], ...]
 
 
-def _fingerprint(path: str) -> str:
+def _stamps(folder: Path) -> Stamps:
+    """What tells that files were written: their names, inodes, sizes and times."""
+    with suppress(OSError):
+        files = [(path.name, path.stat()) for path in [*_files(folder), folder / "adapter_config.json"]]
+        return tuple((name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in files)
+    return ()
+
+
+def _adapter_fingerprint(path: str, folder: Path) -> str:
+    """Of its weights, and of its configuration, which scales them."""
     try:
-        return fingerprint(Path(path))
-    except OSError:
+        weights = fingerprint(folder)
+        config = hashlib.sha256((folder / "adapter_config.json").read_bytes()).hexdigest()
+    except OSError as error:
+        logger.warning("lmkv: the adapter %s cannot be identified, and its requests are not cached: %s", path, error)
         return ""
+    if not weights:
+        logger.warning("lmkv: the adapter %s has no weights in %s; its requests are not cached", path, folder)
+        return ""
+    return f"{weights} {config}"
 
 
-def content_extras(request: Any, chunk_size: int) -> Mapping[int, bytes]:
-    """Digests of the multimodal items that overlap each chunk: their placeholder tokens are all alike.
+def _adapter_folder(path: str) -> Path:
+    """Where vLLM finds an adapter: a path, with or without `~`, or what the Hub's cache has of that name."""
+    folder = Path(path).expanduser()
+    if folder.exists() or folder.is_absolute():
+        return folder
+    with suppress(ImportError, ValueError):
+        from huggingface_hub import try_to_load_from_cache
 
-    An item counts with its identifier and its position relative to the chunk.
-    """
-    parts: dict[int, list[tuple[int, int, str]]] = {}
-    for feature in getattr(request, "mm_features", None) or ():
-        offset, length = feature.mm_position.offset, feature.mm_position.length
-        for chunk in range(offset // chunk_size, -(-(offset + length) // chunk_size)):
-            place = offset - chunk * chunk_size
-            parts.setdefault(chunk, []).append((place, length, str(feature.identifier)))
-    return {chunk: hashlib.sha256(canonical(tuple(sorted(found)))).digest() for chunk, found in parts.items()}
+        file = try_to_load_from_cache(path, "adapter_config.json")
+        if isinstance(file, str):
+            return Path(file).parent
+    return folder
 
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -91,7 +133,10 @@ def fingerprint(path: Path) -> str:
 def _files(path: Path) -> Iterable[Path]:
     if path.is_file():
         return [path]
-    return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else []
+    if not path.is_dir():
+        return []
+    # Not a broken link, a folder or a pipe of such a name.
+    return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
 
 
 def _sampled(path: Path) -> bytes:

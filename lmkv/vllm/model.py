@@ -199,11 +199,18 @@ def _config_digest(model_config: Any) -> str:
     described = model_config.hf_config.to_dict()
     # The same model in another folder has the same KV.
     described.pop("_name_or_path", None)
-    text = json.dumps(described, sort_keys=True, default=str)
+    text = json.dumps(described, sort_keys=True, default=_plain)
     if "longrope" in text:
         # vLLM chooses one of two sets of factors by the longest context that it is started for.
         text += str(model_config.max_model_len)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """A part of a configuration that JSON has no form for, without the addresses that its own text may have."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    return vars(value) if hasattr(value, "__dict__") else str(value)
 
 
 def _weights(model_config: Any, load_config: Any) -> str:
@@ -235,7 +242,14 @@ def _commit(model_config: Any) -> str:
 def _code(model_config: Any) -> str:
     """Which implementation computes the model, where vLLM has several."""
     names = ("model_impl", "trust_remote_code", "code_revision", "model_class_overrides")
-    return " ".join(f"{name}={getattr(model_config, name, None)}" for name in names)
+    flags = " ".join(f"{name}={getattr(model_config, name, None)}" for name in names)
+    folder = Path(_source(model_config))
+    if not model_config.trust_remote_code or not folder.is_dir():
+        return flags
+    sources = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*.py") if path.is_file()):
+        sources.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"{flags} {sources.hexdigest()}"
 
 
 def _inputs(model_config: Any) -> str:

@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.errors import ConfigError, UsageError
 from lmkv.memory import slab_files
-from lmkv.memory.machine import available_ram, clamp_capacity
+from lmkv.memory.machine import clamp_capacity
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name, wait_for_slab
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, eventually
@@ -195,31 +194,6 @@ def test_closing_ends_the_populating(monkeypatch: pytest.MonkeyPatch) -> None:
     slab.close()
     assert stop.pauses == 1
     assert not any(thread.name.startswith("lmkv-populate") for thread in threading.enumerate())
-
-
-def _files(folder: Path, available: int, limit: str = "max", current: int = 0, cache: int = 0) -> dict[str, Path]:
-    folder.mkdir(exist_ok=True)
-    (folder / "meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable: {available // 1024} kB\n")
-    (folder / "memory.max").write_text(limit + "\n")
-    (folder / "memory.current").write_text(f"{current}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache // 2}\nactive_file {cache // 2}\n")
-    return {"meminfo": folder / "meminfo", "cgroup": folder}
-
-
-def test_available_memory_is_the_least_of_what_the_limits_leave(tmp_path: Path) -> None:
-    assert available_ram(**_files(tmp_path, 64 * MIB)) == 64 * MIB
-    assert available_ram(**_files(tmp_path, 64 * MIB, str(100 * MIB), 90 * MIB)) == 10 * MIB
-    assert available_ram(**_files(tmp_path, 64 * MIB, str(100 * MIB), 10 * MIB)) == 64 * MIB
-    assert available_ram(**_files(tmp_path, 64 * MIB, str(100 * MIB), 101 * MIB)) == 0
-
-
-def test_page_cache_is_not_in_the_way(tmp_path: Path) -> None:
-    """A model's weights that were read from disk fill a container's limit, and make room at once."""
-    assert available_ram(**_files(tmp_path, 64 * MIB, str(100 * MIB), 99 * MIB, 50 * MIB)) == 51 * MIB
-
-
-def test_without_any_of_the_files_there_is_an_answer(tmp_path: Path) -> None:
-    assert available_ram(tmp_path / "none", tmp_path) > 0
 
 
 def test_capacity_is_cut_to_the_machine_with_one_line(

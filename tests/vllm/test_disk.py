@@ -157,32 +157,27 @@ def test_a_running_server_prefetches_what_a_request_names(model: Path, tmp_path:
         assert sources(second.run([coming])[0]) == {"cpu": 999}
 
 
-def test_reset_empties_the_disk_too(model: Path, tmp_path: Path) -> None:
-    ids = prompt(37, 600)
-    with over_disk(model, tmp_path) as running:
-        running.run([ids])
-        drain(running)
-        assert running.llm.llm_engine.engine_core.reset_prefix_cache(reset_connector=True)
-        drain(running)
-        assert not list(tmp_path.rglob("*.kv1"))
-        assert external_hits(running.run([ids])[0]) == 0
-
-
-def test_a_pause_keeps_the_disk_for_others_and_serves_nothing_of_it(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["reset", "pause"])
+def test_a_reset_keeps_the_disk_for_others_and_serves_nothing_of_it(model: Path, tmp_path: Path, how: str) -> None:
     ids = prompt(38, 600)
     with over_disk(model, tmp_path) as running:
         running.run([ids])
         drain(running)
         files = sorted(tmp_path.rglob("*.kv1"))
         core = running.llm.llm_engine.engine_core.engine_core
-        core.pause_scheduler("abort", clear_cache=True)
-        core.resume_scheduler()
+        if how == "reset":
+            assert core.reset_prefix_cache(reset_connector=True)
+        else:
+            core.pause_scheduler("abort", clear_cache=True)
+            core.resume_scheduler()
         drain(running)
         assert len(files) == 3
         assert sorted(tmp_path.rglob("*.kv1")) == files
         assert external_hits(running.run([ids])[0]) == 0
         running.forget_local()
         assert external_hits(running.run([ids])[0]) == 599, "what is stored after it is found"
+    with over_disk(model, tmp_path) as restarted:
+        assert external_hits(restarted.run([ids])[0]) == 599, "and what was stored before it, after a restart"
     with over_disk(model, tmp_path) as another:
         assert another.store.wait_indexed(LIMIT)
         assert sources(another.run([ids])[0]) == {"cpu": 0, "disk": 599}

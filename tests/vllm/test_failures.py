@@ -207,7 +207,8 @@ def test_a_disk_that_fails_opens_its_breaker_and_comes_back(model: Path, tmp_pat
 
 
 def test_weights_that_changed_in_place_leave_no_hit_in_any_tier(model: Path, tmp_path: Path) -> None:
-    ids = prompt(63, 600)
+    """Nor is what they compute found by an engine that starts with the checkpoint's: the disk is shared."""
+    ids, later = prompt(63, 600), prompt(64, 600)
     with over_faulty_disk(model, tmp_path) as (running, _, _):
         before = running.ids([ids])[0]
         assert running.store.drain(LIMIT)
@@ -220,6 +221,12 @@ def test_weights_that_changed_in_place_leave_no_hit_in_any_tier(model: Path, tmp
         again = running.run([ids])[0]
         assert external_hits(again) == 599
         assert again.outputs[0].token_ids == changed.outputs[0].token_ids
+        running.run([later])
+        assert running.store.drain(LIMIT)
+    with over_faulty_disk(model, tmp_path) as (restarted, _, _):
+        found, unknown = restarted.run([ids])[0], restarted.run([later])[0]
+        assert (external_hits(found), external_hits(unknown)) == (599, 0)
+        assert list(found.outputs[0].token_ids) == before
 
 
 def _change(network: Any) -> None:

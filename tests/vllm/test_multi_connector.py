@@ -76,6 +76,20 @@ def answer(output: Any) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+def test_a_second_one_of_lmkv_caches_nothing_and_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Both would answer a request that asks for its report, and vLLM ends where two connectors do."""
+    ids = prompt(169, LENGTH)
+    with caplog.at_level("WARNING", "lmkv"), several(model, lmkv(), lmkv(chunk_size=64)) as running:
+        cold = running.run([ids])[0]
+        running.forget_local()
+        warm = running.run([ids])[0]
+        assert (external_hits(cold), external_hits(warm)) == (0, LENGTH - 1)
+        assert answer(warm) == answer(cold)
+        running.assert_nothing_leaked()
+    said = [record.getMessage() for record in caplog.records if "another LMKVConnector" in record.getMessage()]
+    assert len(said) == 2, "the scheduler's side and the worker's"
+
+
 @pytest.mark.runner_v2
 @pytest.mark.parametrize("first", ["lmkv", "example"])
 def test_a_repeated_prompt_is_loaded_by_the_first_connector(

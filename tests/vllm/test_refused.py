@@ -169,6 +169,55 @@ def test_a_request_that_needs_an_output_of_each_prompt_token(model: Path) -> Non
     assert torch.allclose(torch.tensor(values[0]), torch.tensor(values[1]), atol=1e-4)
 
 
+def test_outputs_of_each_token_that_a_hit_lacks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which experts a token was given to, vLLM knows of tokens that it has computed itself: a hit ended the engine."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from lmkv.vllm.model import describe
+
+    vllm_config = EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
+    config = KVCacheConfig(100, [], [KVCacheGroupSpec(["attention"], FullAttentionSpec(**FORM))])
+    assert describe(vllm_config, config, 256).ranks.total == 1
+    place = getattr(vllm_config, "aux_output_config", vllm_config.model_config)
+    monkeypatch.setattr(place, "enable_return_routed_experts", True)
+    with pytest.raises(ValueError, match="--enable-return-routed-experts"):
+        describe(vllm_config, config, 256)
+
+
+KNOWN_REFUSALS = {
+    "kv_transfer.py": {"__post_init__", "hisparse_host_pool_gib"},
+    "ec_transfer.py": {"__post_init__"},
+    "vllm.py": {
+        "__post_init__",
+        "_verify_aux_output_compatibility",
+        "_verify_kv_transfer_compat",
+        "validate_mamba_cached_kernel",
+    },
+}
+"""Functions of vLLM's configuration that raise because of a KV connector, by file: each was read for `cacheable`."""
+
+
+def test_what_vllm_refuses_beside_connectors_is_known() -> None:
+    """What a new one refuses beside others, lmkv may have to refuse by itself: read it, and name it above."""
+    import ast
+    import inspect
+
+    import vllm.config
+
+    found: dict[str, set[str]] = {}
+    for path in sorted(Path(inspect.getfile(vllm.config)).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(isinstance(each, ast.Raise) for each in ast.walk(node)):
+                words = ast.unparse(node)
+                if "connector" in words or "kv_transfer" in words:
+                    found.setdefault(path.name, set()).add(node.name)
+    assert {name: functions - KNOWN_REFUSALS.get(name, set()) for name, functions in found.items()} == {
+        name: set() for name in found
+    }
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_ranks_on_another_machine(model: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They cannot map the memory that the scheduler's process has."""

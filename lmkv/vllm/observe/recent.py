@@ -42,7 +42,7 @@ class RecentRequests:
             self._reports[name] = report if known is None else report | {"time": known["time"]}
             if known is None:
                 self._hit_tokens += state.hit_tokens
-                self._lookup_tokens += state.hit_tokens + (0 if state.miss is None else state.miss.tokens)
+                self._lookup_tokens += state.hit_tokens + (0 if state.miss is None else state.miss.looked_up)
             if len(self._reports) > self._size:
                 del self._reports[next(iter(self._reports))]
 

@@ -69,9 +69,9 @@ class Telemetry:
         for tier, count in chunks.items():
             add("lmkv_hit_chunks", count, tier)
         if miss is not None:
-            add("lmkv_missed_tokens", miss.tokens, miss.reason)
+            add("lmkv_missed_tokens", miss.looked_up, miss.reason)
             add("lmkv_missed_requests", 1, miss.reason)
-        add("lmkv_lookup_tokens", sum(tokens.values()) + (miss.tokens if miss is not None else 0))
+        add("lmkv_lookup_tokens", sum(tokens.values()) + (miss.looked_up if miss is not None else 0))
 
     def lookup_took(self, seconds: float) -> None:
         self._samples.observe("vllm:kv_offload_lookup_sync_delay_seconds", seconds)

@@ -17,6 +17,11 @@ class Miss:
     tier: str | None = None
     seconds_ago: float | None = None
 
+    @property
+    def looked_up(self) -> int:
+        """The tokens that were looked up, and missed: none of a request that wants no load."""
+        return 0 if self.reason == "skip_load" else self.tokens
+
     def __str__(self) -> str:
         where = "" if self.tier is None else f" from {self.tier}" if self.reason == "evicted" else f" in {self.tier}"
         when = "" if self.seconds_ago is None else f" {self.seconds_ago:.0f} s ago"

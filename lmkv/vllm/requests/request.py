@@ -14,7 +14,8 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
 from lmkv.store.shared_lookup import SharedLookup
-from lmkv.vllm.identity import content_extras, request_root
+from lmkv.vllm.identity import Adapters, request_root
+from lmkv.vllm.media import Media, UnnamedMediaError
 from lmkv.vllm.requests.audit import Audit
 from lmkv.vllm.requests.miss import Miss
 from lmkv.vllm.requests.options import RequestOptions
@@ -67,6 +68,7 @@ class RequestState:
     patience: Patience = field(repr=False)
     chunk_size: int = field(repr=False)
     save_tails: bool = field(repr=False)
+    media: Media = field(repr=False)
     chain: KeyChain = field(init=False, repr=lambda chain: f"<{len(chain.keys)} keys>")
     prompt_tokens: int = -1
     """Length of the prompt that `chain` and `tail` belong to; the prompt of a session grows with each input."""
@@ -126,17 +128,24 @@ class RequestState:
         chunk_size: int,
         patience: Patience,
         *,
+        media: Media,
+        adapters: Adapters,
         save_tails: bool,
         states: int = 0,
     ) -> Self:
         """The state of a new request, with the keys of its prompt.
 
-        `epoch`: "" until a reset gives all later requests other keys. `save_tails`: its tail gets a key, too. `states`:
-        entries of each boundary.
+        `epoch`: "" until a reset gives all later requests other keys. `media`, `adapters`: of the engine. `save_tails`:
+        its tail gets a key, too. `states`: entries of each boundary.
         """
         options = RequestOptions.of(request)
-        root = request_root(namespace, request, options.tags, epoch)
-        state = cls(request, root, options, patience, chunk_size, save_tails, states=states)
+        lora, adapter = getattr(request, "lora_request", None), ""
+        if lora is not None:
+            adapter = adapters.identity(lora)
+            options.skip_save |= not adapter
+            options.skip_load |= not adapter
+        root = request_root(namespace, request, options.tags, epoch, adapter)
+        state = cls(request, root, options, patience, chunk_size, save_tails, media, states=states)
         state.follow()
         return state
 
@@ -149,7 +158,10 @@ class RequestState:
         if prompt_tokens == self.prompt_tokens:
             return
         self.prompt_tokens = prompt_tokens
-        extras = content_extras(self.request, self.chunk_size)
+        try:
+            extras = self.media.extras(self.request, self.chunk_size)
+        except UnnamedMediaError:
+            extras, self.options.skip_save, self.options.skip_load = {}, True, True
         tokens, tail = self.known_tokens, self.save_tails
         self.chain, self.tail = hash_prompt(tokens, self.root, self.chunk_size, extras, tail=tail)
         self.tail_chunk, self.tail_due = len(self.chain.keys), True

@@ -20,7 +20,8 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.boundaries import Boundaries
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.block_map import BlockMap
-from lmkv.vllm.identity import tagged_root
+from lmkv.vllm.identity import Adapters, tagged_root
+from lmkv.vllm.media import Media
 from lmkv.vllm.metadata import JobReport, StepPlan, StepPlanBuilder, WorkerReport
 from lmkv.vllm.observe.events import Event, EventRecorder
 from lmkv.vllm.observe.metrics import Values
@@ -87,6 +88,7 @@ class Scheduler:
         self._mapped: set[int] = set()
         self._refused = False
         self._epoch = ""
+        self._media, self._adapters = Media(), Adapters()
 
     def __repr__(self) -> str:
         return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"
@@ -142,7 +144,9 @@ class Scheduler:
             self._forget(request.request_id)
             patience, tails = self.loading.wait.new_patience(), self._options.save_unfull_chunk
             start = request, self._namespace, self._epoch, self._chunk_size, patience
-            state = RequestState.of(*start, save_tails=tails, states=self.boundaries.states)
+            state = RequestState.of(
+                *start, media=self._media, adapters=self._adapters, save_tails=tails, states=self.boundaries.states
+            )
             self._requests[request.request_id] = state
         state.follow()
         return state
@@ -377,15 +381,14 @@ class Scheduler:
         """Whether copies have been ordered whose end has not been reported."""
         return self.loading.jobs.busy or self.storing.busy or self._states.busy or self.audit.busy
 
-    def reset(self, *, delete: bool = True) -> None:
-        """Serve no earlier chunk any more, and delete them all from every tier.
+    def reset(self) -> None:
+        """Serve no earlier chunk any more: from now on this process has other keys, and host memory is empty.
 
-        Without `delete` lower tiers keep them, for other processes and for the next start: from now on this one
-        has other keys.
+        Lower tiers keep their chunks for other processes and for the next start. Whatever the weights are from now on,
+        nothing is stored under the names of what was computed before.
         """
-        if not delete:
-            self._epoch = secrets.token_hex(16)
-        self._store.clear(lower=delete)
+        self._epoch = secrets.token_hex(16)
+        self._store.clear(lower=False)
         # Copies under way may be of requests that have ended.
         self._taint_all()
         self._observer.reset()

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from lmkv.build import build_store
 from lmkv.chunks.hashing import KeyChain
 from lmkv.chunks.layout import KVLayout, LayerPages
@@ -22,7 +24,8 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.identity import content_extras, request_root
+from lmkv.vllm.identity import request_root
+from lmkv.vllm.media import Media
 from lmkv.vllm.requests.options import RequestOptions
 from tests.kit import LIMIT
 
@@ -36,8 +39,14 @@ def request(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(**{"cache_salt": None, "lora_request": None, "mm_features": [], **fields})
 
 
-def image(identifier: str, offset: int, length: int = 8) -> SimpleNamespace:
-    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+def image(picture: str, offset: int, length: int = 8, identifier: str | None = None) -> SimpleNamespace:
+    """A picture that vLLM names by its content, or by an `identifier`."""
+    return SimpleNamespace(
+        identifier=picture if identifier is None else identifier,
+        modality="image",
+        data={"pixel_values": torch.tensor(list(picture.encode()), dtype=torch.uint8)},
+        mm_position=SimpleNamespace(offset=offset, length=length),
+    )
 
 
 def adapter(name: str, path: str) -> SimpleNamespace:
@@ -74,7 +83,7 @@ REQUESTS = {
 def last_key(one: SimpleNamespace) -> ChunkKey:
     """The key of the request's second chunk: what marks the first one marks it too."""
     root = request_root(NAMESPACE, one, RequestOptions.of(one).tags)
-    chain = KeyChain(root, CHUNK, content_extras(one, CHUNK))
+    chain = KeyChain(root, CHUNK, Media().extras(one, CHUNK))
     chain.extend(TOKENS)
     return chain.keys[-1]
 

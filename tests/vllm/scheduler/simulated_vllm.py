@@ -95,6 +95,7 @@ class SimulatedRequest:
     cache_salt: str
     kv_transfer_params: dict[str, Any] | None = None
     mm_features: list[Any] = field(factory=list)
+    lora_request: Any = None
     blocks: list[list[int]] = field(factory=list)
     computed: int = 0
     shareable: int = 0
@@ -669,7 +670,9 @@ class SimulatedVLLM:
             elif not asynchronous:
                 self._share(request, start + count)
             self.scheduler.update_state_after_alloc(request, request.blocks, external)
-            self.looked_up += 0 if request.admitted else request.num_tokens - 1 - local
+            # After a reset, too.
+            wants_none = self.scheduler._state_of(request).options.skip_load
+            self.looked_up += 0 if request.admitted or wants_none else request.num_tokens - 1 - local
             request.admitted = True
             self.waiting.remove(request)
             request.computed = request.loaded = start

@@ -256,8 +256,9 @@ def large() -> closing[SimulatedVLLM]:
 def test_what_was_computed_before_a_reset_is_not_compared_with_what_is_stored_after_it() -> None:
     """The weights may be others now: the later chunk differs though it is right."""
     with large() as running:
-        slow, last = begun(running), keys(running, LONG)[-1]
+        slow = begun(running)
         running.scheduler.reset()
+        last = keys(running, LONG)[-1]
         running.add(SimulatedRequest("stores anew", list(LONG), len(LONG), 1, "a"))
         while where(running, [last]) != [Presence.READY]:
             running.step()

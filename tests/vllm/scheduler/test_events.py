@@ -178,14 +178,14 @@ class Driver:
                 index.replay(engine.events)
                 engine.events.clear()
                 if rng.random() < 0.04:
-                    engine.scheduler.reset(delete=rng.random() < 0.5)
+                    engine.scheduler.reset()
                     states.clear()
             engine.finish()
             engine.step()
             index.replay([*engine.events, *engine.scheduler.take_events()])
             assert index.places == found(engine, states)
             self.seen += index.seen + Counter(hits=engine.counts["hits"])
-            engine.scheduler.reset(delete=False)
+            engine.scheduler.reset()
             index.replay(engine.scheduler.take_events())
             assert index.places == {}
             recorder = engine.scheduler.observer.events
@@ -319,12 +319,11 @@ def test_a_block_in_two_tiers_of_one_place_is_there_until_both_have_lost_it() ->
         assert told(recorder.take()) == [("-", RAM, hashes(tokens, 0, 8))]
 
 
-@pytest.mark.parametrize("delete", [True, False])
-def test_after_a_reset_nothing_is_said_to_be_anywhere(delete: bool) -> None:
+def test_after_a_reset_nothing_is_said_to_be_anywhere() -> None:
     tokens = list(range(24))
     with small_engine(save_unfull_chunk=False, lower_chunks=40) as engine:
         serve(engine, "first", tokens)
-        engine.scheduler.reset(delete=delete)
+        engine.scheduler.reset()
         gone = told(engine.scheduler.take_events())
         assert sorted(gone) == [("-", RAM, hashes(tokens, 0, 24)), ("-", BELOW, hashes(tokens, 0, 24))]
         assert told(serve(engine, "again", tokens))[0] == ("+", RAM, hashes(tokens, 0, 8))
@@ -354,7 +353,7 @@ def test_a_copy_that_ends_after_a_reset_and_its_request_tells_nothing() -> None:
         while not (engine.scheduler.storing.busy and len(engine.store._tiers[0].index)):
             engine.step()
         engine.abort(request)
-        engine.scheduler.reset(delete=False)
+        engine.scheduler.reset()
         engine.finish()
         engine.step()
         index.replay([*engine.events, *engine.scheduler.take_events()])

@@ -18,7 +18,7 @@ from lmkv.memory.paged import PagedMemory, block_rows
 from lmkv.memory.slab import Slab, SlabRef
 from lmkv.vllm import compat
 from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.identity import content_extras, request_root
+from lmkv.vllm.identity import request_root
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel
 from lmkv.vllm.ranks import Ranks
@@ -172,17 +172,6 @@ class TestIdentity:
         roots = [request_root(NAMESPACE, request, RequestOptions.of(request).tags) for request in requests]
         assert len(set(roots)) == len(roots)
         assert roots[0] == NAMESPACE.digest
-
-    def test_images_mark_the_chunks_they_overlap(self) -> None:
-        def image(identifier: str, offset: int, length: int) -> SimpleNamespace:
-            place = SimpleNamespace(offset=offset, length=length)
-            return SimpleNamespace(identifier=identifier, mm_position=place)
-
-        one = content_extras(_request(mm_features=[image("x", 250, 10)]), 256)
-        assert set(one) == {0, 1}
-        assert one != content_extras(_request(mm_features=[image("y", 250, 10)]), 256)
-        assert one != content_extras(_request(mm_features=[image("x", 251, 10)]), 256)
-        assert content_extras(_request(mm_features=[]), 256) == {}
 
 
 class TestCompat:

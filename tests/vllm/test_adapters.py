@@ -1,0 +1,71 @@
+"""LoRA adapters that change under one name: what another configuration scales is another adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.testing.clocks import ManualClock
+from tests.kit import LIMIT
+from tests.vllm.families import Family, llama, write_adapter
+from tests.vllm.harness import Engine, engine, external_hits, prompt
+
+LENGTH = 600
+IDS = prompt(120, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Family(llama).write(tmp_path_factory.mktemp("base"))
+
+
+@contextmanager
+def over_disk(base: Path, folder: Path, **options: Any) -> Iterator[Engine]:
+    disk = {"local_disk": str(folder), "max_local_disk_size": 1.0, "disk_min_free": 0.0}
+    loras = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    with engine(base, clock=ManualClock(), extra=disk, **loras, **options) as running:
+        yield running
+        assert running.store.drain(LIMIT)
+
+
+def ask(running: Engine, adapter: Path, number: int = 1) -> tuple[list[int], int]:
+    """The answer with an adapter, and the tokens that were loaded for it."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, detokenize=False,
+        extra_args={"kv_transfer_params": {"lmkv.report": True}},
+    )  # fmt: skip
+    request = LoRARequest("a", number, str(adapter))
+    [output] = running.llm.generate([{"prompt_token_ids": IDS}], params, lora_request=request, use_tqdm=False)
+    return list(output.outputs[0].token_ids), external_hits(output)
+
+
+def scale(adapter: Path, alpha: int) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": alpha}))
+
+
+def test_another_scale_is_another_adapter(base: Path, tmp_path: Path) -> None:
+    """After a restart, and under another number in the same process."""
+    adapter = write_adapter(tmp_path / "adapter", seed=1)
+    with over_disk(base, tmp_path / "kv") as first:
+        before, _ = ask(first, adapter)
+    scale(adapter, 64)
+    with over_disk(base, tmp_path / "kv") as second:
+        after, hit = ask(second, adapter)
+        assert hit == 0
+        assert after != before
+        second.forget_local()
+        assert ask(second, adapter) == (after, LENGTH - 1)
+        second.forget_local()
+        scale(adapter, 8)
+        again, hit = ask(second, adapter, number=2)
+        assert (again, hit) == (before, LENGTH - 1), "what the first engine has stored"
+        second.assert_nothing_leaked()
