@@ -50,6 +50,8 @@ from lmkv.cli.measure.scheduler import (
 from lmkv.outcomes import STORED
 from lmkv.protocols import Chunk, ChunkKey, Listed
 from lmkv.store.tiered import TieredStore
+from lmkv.vllm.identity import Adapters
+from lmkv.vllm.media import Media
 from lmkv.vllm.observe.explain import Explainer
 from lmkv.vllm.observe.telemetry import Telemetry
 from lmkv.vllm.requests.miss import Miss
@@ -102,7 +104,8 @@ def explaining(explainer: Explainer, store: TieredStore) -> float:
         raise RuntimeError("no eviction is remembered")
     namespace = Namespace(model="scale", dtype="bfloat16", chunk_size=TOKENS, block_size=16)
     prompts = [Request(str(number), list(range(CHAIN * TOKENS))) for number in gone]
-    states = [RequestState.of(prompt, namespace, "", TOKENS, Patience(1.0), save_tails=False) for prompt in prompts]
+    engine = {"media": Media(), "adapters": Adapters(), "save_tails": False}
+    states = [RequestState.of(prompt, namespace, "", TOKENS, Patience(1.0), **engine) for prompt in prompts]
     chains = [[key_of(number), *(key_of(number + more << 40) for more in range(1, CHAIN))] for number in gone]
 
     def explain() -> list[Miss | None]:
