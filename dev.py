@@ -200,22 +200,26 @@ def pytest(*args: str, **variables: str) -> int:
 
 
 class Times:
-    """What each part of a run took, on the clock and of processors, to be said at its end."""
+    """The seconds of each part of a run, on the clock and of processors, to be said at its end.
 
-    def __init__(self) -> None:
+    `may_be_empty`: a part without a test has not failed.
+    """
+
+    def __init__(self, *, may_be_empty: bool = False) -> None:
         self.lines: list[str] = []
         self.failed = False
+        self._may_be_empty = may_be_empty
 
     def part(self, name: str, work: Callable[[], int]) -> None:
         say(f"== {name}")
         clock, processor = time.monotonic(), _processor_seconds()
         code = work()
-        failed = code not in (0, NO_TESTS)
+        failed = code not in (0, NO_TESTS if self._may_be_empty else 0)
         self.failed |= failed
         self._line(name, time.monotonic() - clock, _processor_seconds() - processor, "FAILED" if failed else "")
 
     def tests(self, name: str, *selection: str, **variables: str) -> None:
-        """A part that is a run of pytest, with what it spent on collection and on tests of servers."""
+        """A part that is a run of pytest, with the seconds of its collection and of its tests of remote stores."""
         file = DURATIONS / f"{name}.json"
         file.unlink(missing_ok=True)
         self.part(name, lambda: pytest(*selection, f"--durations-to={file}", **variables))
@@ -247,11 +251,20 @@ def _processor_seconds() -> float:
 
 
 def complete(times: Times, *more: str) -> Times:
-    times.tests("unit", *UNIT, *UNIT_IN_PARALLEL, *more)
-    times.tests("vllm", *ON_VLLM, *VLLM_IN_PARALLEL, *more)
-    times.tests("v2", *ON_V2, *VLLM_IN_PARALLEL, *more, **V2)
+    """All parts, one after the other; with `-x` up to the first that fails."""
+    parts: dict[str, tuple[Command, dict[str, str]]] = {
+        "unit": ([*UNIT, *UNIT_IN_PARALLEL], {}),
+        "vllm": ([*ON_VLLM, *VLLM_IN_PARALLEL], {}),
+    }
+    if any(VENV.glob("lib/python*/site-packages/triton")):
+        parts["v2"] = [*ON_V2, *VLLM_IN_PARALLEL], V2
+    else:
+        say("== no Triton, so nothing runs on vLLM's Model Runner V2")
     if has_nvidia_gpu():
-        times.tests("gpu", *ON_GPU, *more)
+        parts["gpu"] = ON_GPU, {}
+    for name, (selection, variables) in parts.items():
+        if not (times.failed and "-x" in more):
+            times.tests(name, *selection, *more, **variables)
     return times
 
 
@@ -266,7 +279,7 @@ def test(args: list[str]) -> int:
             return times.said()
         case ["--changed", *rest]:
             commit = [rest.pop(0)] if rest and not rest[0].startswith("-") else ["HEAD"]
-            return complete(Times(), "--changed", *commit, *rest).said()
+            return complete(Times(may_be_empty=True), "--changed", *commit, *rest).said()
         case ["--nightly", *names]:
             return nightly(names)
         case _:
@@ -312,6 +325,8 @@ def oldest(args: list[str]) -> int:
 
 
 def newest(args: list[str]) -> int:
+    """The suite, and the part of it that runs on Model Runner V2."""
+
     def compiled_for_cpus(folder: Path) -> None:
         for library in folder.rglob("*.so"):
             library.unlink()
@@ -320,7 +335,11 @@ def newest(args: list[str]) -> int:
             shutil.copy(library, folder / "vllm")
 
     folder = beside("vllm", NEWEST_VLLM, compiled_for_cpus)
-    return pytest(*(args or [*ON_VLLM, *VLLM_IN_PARALLEL]), PYTHONPATH=str(folder), VLLM_TARGET_DEVICE="cpu")
+    here = {"PYTHONPATH": str(folder), "VLLM_TARGET_DEVICE": "cpu"}
+    if args:
+        return pytest(*args, **here)
+    codes = [pytest(*ON_VLLM, *VLLM_IN_PARALLEL, **here), pytest(*ON_V2, *VLLM_IN_PARALLEL, **here, **V2)]
+    return max(codes)
 
 
 def lint(args: list[str]) -> int:
@@ -348,7 +367,7 @@ NIGHTLY: dict[str, Callable[[], int]] = {
     "oldest": lambda: oldest([]),
     "newest": lambda: newest([]),
     "sizes": marked("sizes", *VLLM_IN_PARALLEL),
-    "sizes-v2": marked("sizes", "tests/vllm", *VLLM_IN_PARALLEL, **V2),
+    "sizes-v2": marked("sizes", "-m", "nightly and runner_v2", "tests/vllm", *VLLM_IN_PARALLEL, **V2),
     "ranks": marked("ranks"),
     "tools": marked("tools"),
     "fleet": marked("fleet"),

@@ -2,8 +2,8 @@
 
 A test file depends on a file that it, or a file that it depends on, imports anywhere, names as a module ("lmkv.errors",
 "tests.torture") or as a path ("examples/offline.py"). Imports within functions and under TYPE_CHECKING count, except
-for those of a package's `__init__`, which say where its names are; names in a `conftest.py` do not. What is neither
-Python nor a page concerns all tests.
+for those of a package's `__init__`, which say where its names are; names in a `conftest.py` do not. A file that is
+gone, one that no test depends on, and one that is neither Python nor a page concern all tests.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("lmkv", "tests", "benchmarks", "examples")
 NAMED = {
-    "LMKVConnector": "lmkv/vllm/connector.py",
-    "BLOCKS": "lmkv/cli/app.py",
-    "redis_server": "lmkv/backends/remote/redis.py",
-    "RedisServer": "lmkv/backends/remote/redis.py",
-    "object_server": "lmkv/backends/remote/objects.py",
-    "mooncake_servers": "lmkv/backends/remote/mooncake.py",
-    "infinistore_server": "lmkv/backends/remote/infinistore.py",
+    "LMKVConnector": ("lmkv/vllm/connector.py", "lmkv/vllm/plugin.py"),
+    "BLOCKS": ("lmkv/cli/app.py",),
+    "redis_server": ("lmkv/backends/remote/redis.py",),
+    "RedisServer": ("lmkv/backends/remote/redis.py",),
+    "object_server": ("lmkv/backends/remote/objects.py",),
+    "mooncake_servers": ("lmkv/backends/remote/mooncake.py",),
+    "infinistore_server": ("lmkv/backends/remote/infinistore.py",),
 }
 """What tests use by another name than a file's: the connector, the command in pages, and a backend by its server."""
 _COMMAND = "lmkv/cli/app.py"
 _READ_ALL_OF_LMKV = ("tests/test_architecture.py", "tests/test_doctests.py")
 _MODULE = re.compile(r"(?:lmkv|tests|benchmarks)(?:\.\w+)+")
 _PATH = re.compile(r"(?:lmkv|tests|benchmarks|examples|docs)/[\w./-]+|\w[\w-]*\.(?:py|md)")
+_CAPITALS = re.compile(r"[A-Z]\w+")
 _PAGES = (".md", ".svg", ".png")
-_UNTESTED = ("dev.py", "LICENSE", ".gitignore")
+_UNTESTED = ("LICENSE", ".gitignore")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,7 +85,10 @@ def is_test(name: str) -> bool:
 
 def changed_since(commit: str) -> set[str]:
     """Paths of the files that differ from a commit, new ones included."""
-    commands = (["git", "diff", "--name-only", commit], ["git", "ls-files", "--others", "--exclude-standard"])
+    commands = (
+        ["git", "diff", "--no-renames", "--name-only", commit],
+        ["git", "ls-files", "--others", "--exclude-standard"],
+    )
     found = (subprocess.run(each, cwd=ROOT, check=True, capture_output=True, text=True).stdout for each in commands)
     return {line for printed in found for line in printed.splitlines()}
 
@@ -94,17 +98,14 @@ def distances(changed: Iterable[str]) -> dict[str, int] | None:
     concerned = {name for name in changed if name not in _UNTESTED}
     if any(not name.endswith((".py", *_PAGES)) or name == "tests/conftest.py" for name in concerned):
         return None
-    users: dict[str, set[str]] = {}
-    for path in python_files():
-        user = path.relative_to(ROOT).as_posix()
-        for used in dependencies(path):
-            users.setdefault(used, set()).add(user)
+    if not all((ROOT / name).exists() for name in concerned):
+        return None
+    users = all_users()
     found = dict.fromkeys(concerned, 0)
     if any(name.startswith("lmkv/") for name in concerned):
         found |= dict.fromkeys(_READ_ALL_OF_LMKV, 1)
     if any(name.endswith(_PAGES) for name in concerned):
-        users.setdefault("pages", set()).update(users.get("tests/pages.py", ()))
-        found["pages"] = 0
+        found |= dict.fromkeys(users.get("tests/pages.py", ()), 1)
     queue = deque(found)
     while queue:
         name = queue.popleft()
@@ -112,6 +113,29 @@ def distances(changed: Iterable[str]) -> dict[str, int] | None:
             if user not in found:
                 found[user] = found[name] + 1
                 queue.append(user)
+    for name in concerned:
+        if name.endswith(".py") and not is_test(name) and not any(map(is_test, _users_of(name, users))):
+            return None
+    return found
+
+
+@cache
+def all_users() -> dict[str, set[str]]:
+    """For each file those that depend on it in one step."""
+    users: dict[str, set[str]] = {}
+    for path in python_files():
+        for used in dependencies(path):
+            users.setdefault(used, set()).add(path.relative_to(ROOT).as_posix())
+    return users
+
+
+def _users_of(name: str, users: dict[str, set[str]]) -> set[str]:
+    """Files that depend on this one, over any number of steps."""
+    found, queue = set[str](), deque([name])
+    while queue:
+        new = users.get(queue.popleft(), set()) - found
+        found |= new
+        queue.extend(new)
     return found
 
 
@@ -135,9 +159,11 @@ def dependencies(path: Path) -> set[str]:
             base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
             for alias in node.names:
                 found.update(files_of(f"{base if node.level else node.module}.{alias.name}"))
-                found.update(NAMED[name] for name in (alias.name,) if name in NAMED)
+                found.update(NAMED.get(alias.name, ()))
         elif path.name == "conftest.py":
             continue
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "lmkv":
+            found.update(files_of(f"lmkv.{node.attr}"))
         elif isinstance(node, ast.Call | ast.List) and names_the_command(node):
             found.add(_COMMAND)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -169,18 +195,26 @@ def names_the_command(node: ast.Call | ast.List) -> bool:
 
 
 def files_named_in(text: str) -> Iterator[str]:
-    if text in NAMED:
-        yield NAMED[text]
     if len(text) < 500:
+        for name in _CAPITALS.findall(text):
+            yield from NAMED.get(name, ())
         for name in _MODULE.findall(text):
             yield from files_of(name)
             main = ROOT.joinpath(*name.split("."), "__main__.py")
             if main.exists():
                 yield main.relative_to(ROOT).as_posix()
         for name in _PATH.findall(text):
-            for folder in ("", "examples/", "benchmarks/", "docs/"):
-                if (ROOT / folder / name).is_file():
-                    yield folder + name
+            yield from places_of(name)
+
+
+@cache
+def places_of(name: str) -> tuple[str, ...]:
+    """The files that a path in a text may mean: from the root, or of that name in any folder."""
+    if (ROOT / name).is_file():
+        return (name,)
+    known = python_files() if name.endswith(".py") else (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+    found = (path.relative_to(ROOT).as_posix() for path in known if path.name == Path(name).name)
+    return tuple(path for path in found if path.endswith(name))
 
 
 @cache
@@ -193,7 +227,9 @@ def files_of(name: str) -> tuple[str, ...]:
     paths = [path for folder in folders for path in (folder / "__init__.py", folder.with_suffix(".py"))]
     found = [path.relative_to(ROOT).as_posix() for path in paths if path.is_file()]
     home = _homes(found[-1]).get(parts[-1]) if found and found[-1].endswith("__init__.py") else None
-    return (*found, *(files_of(home) if home else ()))
+    # A name whose module is gone would lead here again.
+    leads_on = home is not None and ROOT.joinpath(*home.split(".")[:-1]).with_suffix(".py").is_file()
+    return (*found, *(files_of(home) if home and leads_on else ()))
 
 
 @cache

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 import pytest
 
 BUDGET = 5.0
-"""Seconds of processor time of a test that needs no vLLM, unless it is marked `slow` and says why."""
+"""Seconds of processor time of a test that needs no vLLM, unless it is marked `slow` and says why.
+
+A slow machine takes nearly twice as long: a run fails only beyond twice the budget, and names each test beyond it.
+"""
 _SHOWN, _LEAST = 12, 1.0
 _PHASES = ("setup", "call", "teardown")
 
@@ -123,8 +126,10 @@ class Durations:
         if hasattr(session.config, "workerinput"):
             return
         took = {name: self.total(name).processor for name in self._with_budget}
-        self.over = {name: seconds for name, seconds in took.items() if seconds > BUDGET}
-        if self.over and session.exitstatus == pytest.ExitCode.OK:
+        # More examples take longer.
+        nightly = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+        self.over = {name: seconds for name, seconds in took.items() if seconds > BUDGET and not nightly}
+        if session.exitstatus == pytest.ExitCode.OK and any(seconds > 2 * BUDGET for seconds in self.over.values()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if (file := self._config.getoption("durations_to")) is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -144,3 +149,18 @@ class Durations:
                 terminalreporter.section(f"slowest {title}: on the clock, of processors")
                 for line in shown:
                     terminalreporter.line(line)
+
+
+def main() -> None:
+    """Write the names of the longest files of the last complete run, for conftest: python -m tests.durations."""
+    root = Path(__file__).parents[1]
+    took: dict[str, float] = defaultdict(float)
+    for part in ("unit", "vllm", "v2"):
+        for name, phases in json.loads((root / "build" / "durations" / f"{part}.json").read_text())["tests"].items():
+            took[name.partition("::")[0]] += sum(clock for clock, _ in phases.values())
+    longest = sorted((name for name, seconds in took.items() if seconds > 10), key=lambda name: -took[name])
+    (root / "tests" / "longest.txt").write_text("\n".join([*longest, ""]))
+
+
+if __name__ == "__main__":
+    main()

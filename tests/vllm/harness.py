@@ -120,6 +120,7 @@ def inspect_models_here() -> None:
     """
     from vllm.model_executor.models import registry
 
+    assert hasattr(registry, "_run_in_subprocess"), "this vLLM inspects models otherwise"
     registry._run_in_subprocess = lambda look: look()
 
 

@@ -54,10 +54,11 @@ def test_from_disk_after_a_kill(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_from_a_server_that_another_engine_has_filled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", [1500, pytest.param(8000, marks=pytest.mark.nightly("fleet"))])
+def test_from_a_server_that_another_engine_has_filled(tmp_path: Path, tokens: int) -> None:
     with redis_server("valkey", tmp_path) as server:
-        shown = last_line(demo("--json", "--tier", "valkey", "--url", server.url))
-    assert (shown["prompt_tokens"], shown["hit_tokens"], shown["outputs_equal"]) == (1500, 1499, True)
+        shown = last_line(demo("--json", "--tier", "valkey", "--url", server.url, "--tokens", str(tokens)))
+    assert (shown["prompt_tokens"], shown["hit_tokens"], shown["outputs_equal"]) == (tokens, tokens - 1, True)
     assert shown["hit_tier"] == "redis"
     assert shown["remote_ttft_s"] > 0
 

@@ -32,7 +32,7 @@ def pipelined() -> Iterator[None]:
 
 @frozen
 class Mode:
-    """`options`: of the engine. `vllm`: around it. `extra`: lmkv's settings. `nightly`: its code runs with another one.
+    """`options`: of the engine. `vllm`: around it. `extra`: lmkv's settings. `nightly`: left out of the daily run.
 
     `behind`: whether a hit of lmkv's may be behind one of vLLM's own.
     """
@@ -97,7 +97,7 @@ def expected(folder: Path, alone: Alone) -> Expected:
     return Expected(asked, *alone(folder, OPTIONS, answers, vllm=mamba_cpu.exported))
 
 
-def drive(mode: Mode, folder: Path, expected: Expected, turns: int) -> None:
+def drive(mode: Mode, folder: Path, expected: Expected, turns: int, answer: int = ANSWER) -> None:
     """Ask in another order in each turn.
 
     Some find a part in vLLM's own cache and more behind it, some are preempted.
@@ -112,7 +112,7 @@ def drive(mode: Mode, folder: Path, expected: Expected, turns: int) -> None:
                 if rng.random() < 0.6:
                     running.forget_local()
                 these = order[first : first + 6]
-                outputs = ask(running, [expected.asked[index] for index in these], max_tokens=ANSWER)
+                outputs = ask(running, [expected.asked[index] for index in these], max_tokens=answer)
                 wanted = [expected.answers[index] for index in these]
                 assert distance(answers_of(outputs), wanted) < 1e-3, (turn, these)
                 hits += sum(map(external_hits, outputs))
@@ -134,8 +134,13 @@ def test_random_prompts(name: str, folder: Path, expected: Expected) -> None:
 
 @pytest.mark.nightly("sizes")
 @pytest.mark.parametrize("name", MODES)
-def test_more_random_prompts(name: str, folder: Path, expected: Expected) -> None:
-    drive(MODES[name], folder, expected, turns=6)
+def test_more_random_prompts(name: str, folder: Path) -> None:
+    """Beside an engine without a connector in the same mode, with longer answers."""
+    mode, asked = MODES[name], prompts(random.Random(5), 24)
+    with mode.vllm(), engine(folder, connector=None, **{**OPTIONS, **mode.options}) as plain:
+        answers = [answers_of(ask(plain, [ids], max_tokens=70))[0] for ids in asked]
+        expected = Expected(asked, answers, slot_bytes(plain))
+    drive(mode, folder, expected, turns=4, answer=70)
 
 
 def test_a_block_that_takes_several_steps(tmp_path: Path) -> None:

@@ -54,8 +54,10 @@ def test_states_are_loaded_and_a_load_that_fails_is_recomputed(
     assert left_out > family.noise
 
 
-@pytest.mark.parametrize("places", [(1, 3), pytest.param(range(1, 7), marks=pytest.mark.nightly("sizes"))], ids=str)
-def test_a_preempted_request_goes_on_from_the_right_state(places: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("places", "answer"), [((1, 3), 25), pytest.param(range(1, 7), 40, marks=pytest.mark.nightly("sizes"))], ids=str
+)
+def test_a_preempted_request_goes_on_from_the_right_state(places: tuple[int, ...], answer: int, tmp_path: Path) -> None:
     """Where the V1 runner does not: see `test_vllm_alone_goes_on_from_a_wrong_state`."""
     family, ids = RECURRENT["Mamba-2 in each layer, Falcon-H1"], prompt(1, 180)
     model = family.write(tmp_path / "model")
@@ -64,7 +66,7 @@ def test_a_preempted_request_goes_on_from_the_right_state(places: tuple[int, ...
     options = {"kv_cache_memory_bytes": 64 << 20, **family.options}
     with family.vllm(), mamba_cpu.drafted():
         with engine(model, connector=None, **options) as plain:
-            said = plain.ids([ids], max_tokens=25)[0]
+            said = plain.ids([ids], max_tokens=answer)[0]
         with engine(model, connector=None, speculative_config=N_GRAMS, **options) as drafting:
             assert all(preempted(drafting, ids, len(said), tokens) == said for tokens in at)
         with engine(model, speculative_config=N_GRAMS, **options) as drafting:
@@ -74,6 +76,7 @@ def test_a_preempted_request_goes_on_from_the_right_state(places: tuple[int, ...
     assert stored >= 192, "no state within the answer was stored"
 
 
+@pytest.mark.parametrize("answer", [35, pytest.param(60, marks=pytest.mark.nightly("sizes"))])
 @pytest.mark.parametrize(
     ("name", "write", "config", "length"),
     [
@@ -87,6 +90,7 @@ def test_drafts_with_asynchronous_scheduling(
     write: Callable[[Path], Path],
     config: dict[str, Any],
     length: int,
+    answer: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,7 +107,7 @@ def test_drafts_with_asynchronous_scheduling(
 
     with family.vllm(), mamba_cpu.drafted(), pipelining():
         with engine(model, connector=None, **options) as plain:
-            first = ask(plain, asked, max_tokens=35)
+            first = ask(plain, asked, max_tokens=answer)
             turns = [
                 ids + list(each.outputs[0].token_ids) + prompt(9, 40) for ids, each in zip(asked, first, strict=True)
             ]
@@ -111,7 +115,7 @@ def test_drafts_with_asynchronous_scheduling(
             second = answers_of(ask(plain, turns, max_tokens=4))
         with engine(model, **options) as running:
             assert type(running.scheduler).__name__ == "AsyncScheduler"
-            found = ask(running, asked, max_tokens=35)
+            found = ask(running, asked, max_tokens=answer)
             assert running.accepted_drafts > 0
             forget(running)
             turned = ask(running, turns, max_tokens=4)

@@ -209,7 +209,7 @@ def _regular(fd: int) -> os.stat_result:
 
 
 def _copy(piece: memoryview, part: memoryview) -> None:
-    """Copy what was not read in place. Releases the GIL, unlike an assignment to a memoryview."""
+    """Copy a piece that was read into scratch memory. Releases the GIL, unlike an assignment to a memoryview."""
     if piece is not part:
         np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(piece, np.uint8))
 
