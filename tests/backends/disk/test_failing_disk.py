@@ -28,6 +28,9 @@ HERE = Path(__file__).parent
 Outcome = dict[str, Any]
 
 
+FAILS_EACH_CALL = pytest.mark.slow("its fixture has each system call fail, in a process for each error")
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
     """By error: of a process whose C library fails, so that Python and lmkv are as they always are."""
@@ -49,7 +52,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     return found
 
 
-@pytest.mark.slow("its fixture has each system call fail, in a process for each error")
+@FAILS_EACH_CALL
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_disk_that_was_in_trouble_has_all_its_chunks(outcomes: dict[str, list[Outcome]], error: str) -> None:
     assert len(outcomes[error]) == 2 * len(CALLS)
@@ -58,6 +61,7 @@ def test_a_disk_that_was_in_trouble_has_all_its_chunks(outcomes: dict[str, list[
         assert (outcome["files"], outcome["served"], outcome["lost"]) == (CHUNKS, CHUNKS, 0), outcome
 
 
+@FAILS_EACH_CALL
 @pytest.mark.parametrize("error", ERRORS)
 def test_the_breaker_reacts_to_every_error_of_the_moment(outcomes: dict[str, list[Outcome]], error: str) -> None:
     """Where every call fails. A listing, and folders that are there already, are none of its business."""
