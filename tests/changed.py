@@ -29,7 +29,7 @@ NAMED = {
     "mooncake_servers": ("lmkv/backends/remote/mooncake.py",),
     "infinistore_server": ("lmkv/backends/remote/infinistore.py",),
 }
-"""What tests use by another name than a file's: the connector, the command in pages, and a backend by its server."""
+"""Files that tests use under another name: the connector, the command in pages, and a backend by its server."""
 _COMMAND = "lmkv/cli/app.py"
 _READ_ALL_OF_LMKV = ("tests/test_architecture.py", "tests/test_doctests.py")
 _MODULE = re.compile(r"(?:lmkv|tests|benchmarks)(?:\.\w+)+")

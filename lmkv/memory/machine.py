@@ -50,7 +50,7 @@ class ControlGroup:
         return int(self.limit.read_text())
 
     def free_bytes(self) -> int:
-        """What it may still take. Its page cache counts as used, but the kernel frees it when memory is needed."""
+        """Bytes that it may still take. Its page cache counts as free: the kernel drops it when memory is needed."""
         stat = _numbers(self.stat)
         return self.limit_bytes() - int(self.used.read_text()) + sum(stat[name] for name in self.cache)
 

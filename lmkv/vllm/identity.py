@@ -50,7 +50,7 @@ class Adapters:
     _known: LRUCache[tuple[str, int], tuple[str, Stamps]] = field(factory=lambda: LRUCache(1024), init=False)
 
     def identity(self, lora: Any) -> str:
-        """Of its weights and its configuration; "" where it cannot be told, with one warning."""
+        """A digest of its weights and configuration. Returns "", and warns, if they are missing or changed."""
         path, number = str(lora.lora_path), int(getattr(lora, "lora_int_id", 0))
         folder = _adapter_folder(path)
         stamps = _stamps(folder)
@@ -74,7 +74,7 @@ Stamps = tuple[tuple[str, int, int, int], ...]
 
 
 def _stamps(folder: Path) -> Stamps:
-    """What tells that files were written: their names, inodes, sizes and times."""
+    """Names, inodes, sizes and times of the adapter's files: they change when a file is written."""
     with suppress(OSError):
         files = [(path.name, path.stat()) for path in [*_files(folder), folder / "adapter_config.json"]]
         return tuple((name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in files)
@@ -82,7 +82,7 @@ def _stamps(folder: Path) -> Stamps:
 
 
 def _adapter_fingerprint(path: str, folder: Path) -> str:
-    """Of its weights, and of its configuration, which scales them."""
+    """A digest of the adapter's weights, and of its configuration, which scales them."""
     try:
         weights = fingerprint(folder)
         config = hashlib.sha256((folder / "adapter_config.json").read_bytes()).hexdigest()

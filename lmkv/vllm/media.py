@@ -1,4 +1,4 @@
-"""What the images, sounds and videos of a request are: digests of the tensors that vLLM's processor made of them.
+"""Digests of the images, sounds and videos of a request: of the tensors that vLLM's processor made of them.
 
 vLLM names an item by `identifier`: a hash of its content, a name that its client gave it, or a counter of its process.
 Nothing tells these apart, so a name proves nothing. The tensors are what the model sees.

@@ -45,9 +45,9 @@ class Alone:
         `anew`: compute it in any case, and fail if another result was kept.
         """
         place = self._folder / self._key(model, options, ask, name)
-        known = pickle.loads(place.read_bytes()) if place.exists() else None
+        known: tuple[T] | None = pickle.loads(place.read_bytes()) if place.exists() else None
         if known is not None and not anew:
-            return known[0]  # type: ignore[no-any-return]
+            return known[0]
         with vllm(), engine(model, connector=None, **options) as plain:
             found = ask(plain)
         changed = f"vLLM alone answers otherwise than before: {name or ask.__qualname__}; --cache-clear forgets it"

@@ -68,7 +68,7 @@ STARTS = [
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What each start has printed."""
+    """The output of each start."""
     folder = tmp_path_factory.mktemp("starts")
     transfer, size = f"kv-transfer-config: '{TRANSFER}'\n", "kv_offloading_size: 4\n"
     for name, text in {"both": transfer + size, "transfer": transfer, "size": size}.items():

@@ -200,7 +200,7 @@ KNOWN_REFUSALS = {
 
 
 def test_what_vllm_refuses_beside_connectors_is_known() -> None:
-    """What a new one refuses beside others, lmkv may have to refuse by itself: read it, and name it above."""
+    """vLLM refuses these features beside connectors. For a new one decide whether lmkv refuses it, and list it."""
     import ast
     import inspect
 

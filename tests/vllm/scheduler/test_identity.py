@@ -1,4 +1,4 @@
-"""What tells weights, adapters and code apart, without an engine."""
+"""Weights, adapters and code have identities of their own. These tests need no engine."""
 
 from __future__ import annotations
 
