@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lmkv.config import Config, Setting
 from lmkv.config.lmcache import table
+from lmkv.vllm.fields import DRAFT_KEY, ENVIRONMENT, KEY
 
 HERE = Path(__file__).parent
 BEGIN = "<!-- From here to the end mark: python docs/tables.py -->\n"
@@ -41,6 +42,20 @@ def in_words(value: object) -> str:
 
 def unit(setting: Setting) -> str:
     return f" {setting.unit}" if setting.unit.isalpha() else ""
+
+
+# -- what a key is made of -----------------------------------------------------------------------------
+
+
+def fields() -> Iterator[str]:
+    yield from ("| configuration | fields |", "|---|---|")
+    for path, names in {**KEY, "speculative_config": DRAFT_KEY}.items():
+        yield f"| {f'`{path}`' if path else 'the whole'} | {named(names)} |"
+    yield f"| environment | {named(ENVIRONMENT)} |"
+
+
+def named(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 # -- LMCache's settings --------------------------------------------------------------------------------
@@ -103,6 +118,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "command-options.md": commands,
     "configuration.md": settings,
     "moving-from-lmcache.md": lmcache,
+    "vllm.md": fields,
 }
 
 

@@ -73,6 +73,30 @@ def _same_log_level() -> Iterator[None]:
     logger.setLevel(level)
 
 
+class _Guards(logging.Handler):
+    """Exceptions that lmkv has kept from vLLM, and that no test has injected."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.kept: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        within = record.pathname.endswith(("vllm/connector.py", "scheduler/scheduler.py"))
+        if error is not None and within and str(error) != "injected":
+            self.kept.append(f"{record.getMessage()}: {error!r}")
+
+
+@pytest.fixture(autouse=True)
+def _no_error_kept_from_vllm() -> Iterator[None]:
+    """Fail where lmkv goes on after an error of its own: vLLM then misses a hit, and nothing else shows it."""
+    guards, logger = _Guards(), logging.getLogger("lmkv.vllm")
+    logger.addHandler(guards)
+    yield
+    logger.removeHandler(guards)
+    assert guards.kept == []
+
+
 @pytest.fixture(autouse=True)
 def _memory_of_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
     """Slabs of other programs on this host, such as another run of the suite, take nothing from a test's small ones.

@@ -85,14 +85,14 @@ BUDGET = {
     "engine": 490,
     "": 60,
     "agent": 929,
-    "vllm": 2015,
-    "vllm.requests": 315,
+    "vllm": 2225,
+    "vllm.requests": 318,
     "vllm.observe": 785,
-    "vllm.scheduler": 1496,
+    "vllm.scheduler": 1540,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15614
+WHOLE = 15870
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

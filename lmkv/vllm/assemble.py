@@ -9,6 +9,7 @@ from lmkv.build import build_store
 from lmkv.config import Config
 from lmkv.memory.slab import slab_name
 from lmkv.vllm import compat, kv_events
+from lmkv.vllm.loaded import Loaded
 from lmkv.vllm.model import ServedModel
 from lmkv.vllm.observe.events import EventRecorder
 from lmkv.vllm.scheduler.options import SchedulerOptions
@@ -83,7 +84,9 @@ def make_scheduler(
     name = slab_name(str(transfer.engine_id), model.layout)
     store = build_store(config, model.namespace, model.layout, engine=name, engines=engines)
     events = None if describe_blocks is None else EventRecorder(store, model.block_map, describe_blocks)
-    scheduler = Scheduler(store, model.namespace, model.block_map, options, events)
+    loaded = Loaded(compat.calling_core())
+    scheduler = Scheduler(store, model.namespace, model.block_map, options, events, loaded)
+    loaded.on_change(scheduler.suspect)
     scheduler.loading.stop_at = compat.stop_at
     return scheduler
 

@@ -39,6 +39,15 @@ def check_model(vllm_config: Any) -> None:
         raise ValueError(
             f"vLLM caches no prefix with VLLM_BATCH_INVARIANT and the attention backend {named or 'of MLA models'}"
         )
+    if getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""):
+        raise ValueError("VLLM_MOE_ROUTING_SIMULATION_STRATEGY routes tokens to experts at random")
+    if getattr(model, "is_diffusion", False):
+        raise ValueError("vLLM computes the tokens of a diffusion model several times")
+    if getattr(model, "is_mm_prefix_lm", False) and not vllm_config.scheduler_config.disable_chunked_mm_input:
+        raise ValueError("the tokens of an image attend to each other: set --disable-chunked-mm-input")
+    encoders = getattr(vllm_config, "ec_transfer_config", None)
+    if encoders is not None and encoders.is_ec_consumer:
+        raise ValueError("embeddings come from another engine (--ec-transfer-config), whose weights are unknown")
     if platform.machine().startswith("riscv") and not cache.enable_prefix_caching:
         raise ValueError("vLLM caches no prefix on RISC-V")
 

@@ -134,7 +134,10 @@ def _block_size(spec: Any, context: int) -> int:
     return int(spec.block_size) * (context if getattr(spec, "dcp_sharded", False) else 1)
 
 
-_PAGE_FORMAT = ("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "tokens_per_state")
+_PAGE_FORMAT = (
+    *("num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "tokens_per_state", "num_head_slots"),
+    *("state_content_bytes", "cache_dtype_str", "model_version", "cache_role"),
+)
 _STATE_FORMAT = ("shapes", "dtypes", "mamba_type", "num_heads", "tp_replicated")
 
 
@@ -308,6 +311,12 @@ def calling_scheduler() -> Any | None:
         if hasattr(caller, "failed_recving_kv_req_ids"):
             return caller
     raise UnsupportedVLLMError("lmkv: vLLM 0.29's scheduler is not among the callers; use vLLM 0.30 or later")
+
+
+def calling_core() -> Any | None:
+    """vLLM's engine core, which is making the scheduler side; None if another program makes it."""
+    callers = (frame.frame.f_locals.get("self") for frame in inspect.stack(0))
+    return next((each for each in callers if hasattr(each, "model_executor")), None)
 
 
 def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str], Sequence[list[int]] | None]:

@@ -20,22 +20,22 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 def request_root(
-    namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]], epoch: str = "", adapter: str = ""
+    namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]], loaded: str = "", adapter: str = ""
 ) -> bytes:
-    """The root of a request's keys: namespace, cache salt, LoRA adapter, tags and epoch, each in its own field.
+    """The root of a request's keys: namespace, cache salt, LoRA adapter, tags and weights, each in its own field.
 
-    `adapter`: the identity of its adapter (see `Adapters`).
+    `loaded`: the identity of what the workers have loaded. `adapter`: that of its adapter (see `Adapters`).
     """
     lora = getattr(request, "lora_request", None)
     extra = {"lora": adapter} if lora is not None else {}
     named = (str(lora.lora_name), str(lora.lora_path)) if lora is not None else None
-    extra |= {f"tag.{name}": value for name, value in tags} | ({"epoch": epoch} if epoch else {})
+    extra |= {f"tag.{name}": value for name, value in tags} | ({"loaded": loaded} if loaded else {})
     return namespace.root(cache_salt=getattr(request, "cache_salt", None), lora=named, extra=extra)
 
 
-def tagged_root(namespace: Namespace, tags: Iterable[tuple[str, str]], epoch: str, cache_salt: str | None) -> bytes:
+def tagged_root(namespace: Namespace, tags: Iterable[tuple[str, str]], loaded: str, cache_salt: str | None) -> bytes:
     """The same without a request, and so without an adapter: the root of a prompt's keys."""
-    extra = {f"tag.{name}": value for name, value in tags} | ({"epoch": epoch} if epoch else {})
+    extra = {f"tag.{name}": value for name, value in tags} | ({"loaded": loaded} if loaded else {})
     return namespace.root(cache_salt=cache_salt, lora=None, extra=extra)
 
 
@@ -52,31 +52,32 @@ class Adapters:
     def identity(self, lora: Any) -> str:
         """A digest of its weights and configuration. Returns "", and warns, if they are missing or changed."""
         path, number = str(lora.lora_path), int(getattr(lora, "lora_int_id", 0))
-        folder = _adapter_folder(path)
-        stamps = _stamps(folder)
+        folder = folder_of(path, _CONFIG)
+        current = stamps(folder)
         if getattr(lora, "load_inplace", False):
             return _adapter_fingerprint(path, folder)
         if (path, number) not in self._known:
-            self._known[path, number] = _adapter_fingerprint(path, folder), stamps
+            self._known[path, number] = _adapter_fingerprint(path, folder), current
         found, before = self._known[path, number]
-        if found and stamps != before:
+        if found and current != before:
             logger.warning(
                 "lmkv: the files of the adapter %s have changed, and vLLM does not tell when it reads them: requests "
                 "with it are not cached until it is loaded under another number",
                 path,
             )
-            self._known[path, number] = "", stamps
+            self._known[path, number] = "", current
             return ""
         return found
 
 
+_CONFIG = "adapter_config.json"
 Stamps = tuple[tuple[str, int, int, int], ...]
 
 
-def _stamps(folder: Path) -> Stamps:
-    """Names, inodes, sizes and times of the adapter's files: they change when a file is written."""
+def stamps(folder: Path) -> Stamps:
+    """Names, inodes, sizes and times of the weights and the configuration: they change when a file is written."""
     with suppress(OSError):
-        files = [(path.name, path.stat()) for path in [*_files(folder), folder / "adapter_config.json"]]
+        files = [(path.name, path.stat()) for path in [*_files(folder), *folder.glob("*config.json")]]
         return tuple((name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in files)
     return ()
 
@@ -85,7 +86,7 @@ def _adapter_fingerprint(path: str, folder: Path) -> str:
     """A digest of the adapter's weights, and of its configuration, which scales them."""
     try:
         weights = fingerprint(folder)
-        config = hashlib.sha256((folder / "adapter_config.json").read_bytes()).hexdigest()
+        config = hashlib.sha256((folder / _CONFIG).read_bytes()).hexdigest()
     except OSError as error:
         logger.warning("lmkv: the adapter %s cannot be identified, and its requests are not cached: %s", path, error)
         return ""
@@ -95,17 +96,17 @@ def _adapter_fingerprint(path: str, folder: Path) -> str:
     return f"{weights} {config}"
 
 
-def _adapter_folder(path: str) -> Path:
-    """Where vLLM finds an adapter: a path, with or without `~`, or what the Hub's cache has of that name."""
+def folder_of(path: str, file: str) -> Path:
+    """Where vLLM finds `path`: a folder, with or without `~`, or what the Hub's cache has of that name with `file`."""
     folder = Path(path).expanduser()
     if folder.exists() or folder.is_absolute():
         return folder
     with suppress(ImportError, ValueError):
         from huggingface_hub import try_to_load_from_cache
 
-        file = try_to_load_from_cache(path, "adapter_config.json")
-        if isinstance(file, str):
-            return Path(file).parent
+        found = try_to_load_from_cache(path, file)
+        if isinstance(found, str):
+            return Path(found).parent
     return folder
 
 

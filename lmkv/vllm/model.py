@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import math
 import platform
 from collections.abc import Callable, Sequence
@@ -19,15 +17,13 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.memory.comparison import Part
 from lmkv.memory.paged import PagedMemory, padded
 from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.cacheable import check_model, check_states, is_replayed
+from lmkv.vllm.cacheable import check_model, check_states, has_draft_layers, is_replayed
 from lmkv.vllm.compat import KVGroup, block_sizes, draft_modules, kv_groups, numbers, vllm_version
-from lmkv.vllm.identity import fingerprint
+from lmkv.vllm.fields import as_json, described
 from lmkv.vllm.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger("lmkv.vllm")
 
 
 # Without slots, because cached_property keeps its value in the instance's __dict__.
@@ -51,7 +47,7 @@ class ServedModel:
 
     @cached_property
     def namespace(self) -> Namespace:
-        """The namespace of its KV, made on first use: it samples the weights, which workers need not do."""
+        """The namespace of its KV, made on first use: workers need none."""
         return self._make_namespace()
 
     def paged_memory(self, rows: Sequence[torch.Tensor]) -> PagedMemory:
@@ -159,7 +155,7 @@ def _namespace(
 ) -> Namespace:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return Namespace(
-        model=_source(model),
+        model=source_of(model),
         revision=str(model.revision or ""),
         dtype=str(model.dtype),
         kv_cache_dtype=str(cache.cache_dtype),
@@ -170,13 +166,10 @@ def _namespace(
         extra={
             "vllm": ".".join(vllm_version().split(".")[:2]),
             "groups": repr(groups),
-            "config": _config_digest(model),
-            "weights": _weights(model, vllm_config.load_config),
-            "draft": _draft(vllm_config),
-            "quantization": f"{model.quantization} {getattr(model, 'quantization_config', None)}",
+            "config": config_digest(model),
+            "fields": described(vllm_config, drafts=_has_draft_layers(vllm_config)),
             "code": _code(model),
-            "inputs": _inputs(model),
-            "page_format": _page_format(vllm_config),
+            "device": _device(vllm_config),
             **({"draft_modules": modules} if (modules := draft_modules(vllm_config)) else {}),
             **({"states": _state_format(vllm_config)} if any(group.recurrent for group in groups) else {}),
         },
@@ -189,98 +182,45 @@ def _layout_name(vllm_config: Any, kv_cache_config: Any) -> str:
     return str(chosen or getattr(vllm_config.cache_config, "kv_cache_layout", None) or "")
 
 
-def _source(model_config: Any) -> str:
+def source_of(model_config: Any) -> str:
     """Where the weights come from; `model` is a temporary folder when vLLM reads them from object storage."""
     return str(getattr(model_config, "model_weights", None) or model_config.model)
 
 
-def _config_digest(model_config: Any) -> str:
+def config_digest(model_config: Any) -> str:
     """Digest of the model's configuration with all overrides: rope scaling, heads, layers, windows..."""
     described = model_config.hf_config.to_dict()
     # The same model in another folder has the same KV.
     described.pop("_name_or_path", None)
-    text = json.dumps(described, sort_keys=True, default=_plain)
-    if "longrope" in text:
-        # vLLM chooses one of two sets of factors by the longest context that it is started for.
-        text += str(model_config.max_model_len)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(as_json(described).encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    """A part of a configuration that JSON has no form for, without the addresses that its own text may have."""
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
-    return vars(value) if hasattr(value, "__dict__") else str(value)
-
-
-def _weights(model_config: Any, load_config: Any) -> str:
-    """Identity of the checkpoint: another fine-tune is another model."""
-    load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
-    if load_format == "dummy":
-        return f"dummy {model_config.seed}"
-    found = fingerprint(Path(_source(model_config))) or _commit(model_config)
-    if not found and not model_config.revision:
-        logger.warning(
-            "lmkv: the weights of %s cannot be identified, so that KV of other weights of that name would be "
-            "served; start vLLM with a revision",
-            _source(model_config),
-        )
-    return f"{load_format} {found}"
-
-
-def _commit(model_config: Any) -> str:
-    """The Hub commit that the model's name resolved to when it was loaded; "" when that is not known."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        file = try_to_load_from_cache(_source(model_config), "config.json", revision=model_config.revision)
-    except (ImportError, ValueError):
-        return ""
-    return Path(file).parent.name if isinstance(file, str) else ""
+def _has_draft_layers(vllm_config: Any) -> bool:
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and has_draft_layers(speculative)
 
 
 def _code(model_config: Any) -> str:
-    """Which implementation computes the model, where vLLM has several."""
-    names = ("model_impl", "trust_remote_code", "code_revision", "model_class_overrides")
-    flags = " ".join(f"{name}={getattr(model_config, name, None)}" for name in names)
-    folder = Path(_source(model_config))
+    """Digest of the code in the model's folder, where vLLM runs it."""
+    folder = Path(source_of(model_config))
     if not model_config.trust_remote_code or not folder.is_dir():
-        return flags
+        return ""
     sources = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*.py") if path.is_file()):
         sources.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"{flags} {sources.hexdigest()}"
+    return sources.hexdigest()
 
 
-def _inputs(model_config: Any) -> str:
-    """How images and sounds are preprocessed; vLLM's identifiers of them do not depend on it."""
-    multimodal = getattr(model_config, "multimodal_config", None)
-    names = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
-    return " ".join(f"{name}={getattr(multimodal, name, None)}" for name in names) if multimodal else ""
+def _device(vllm_config: Any) -> str:
+    """The kind of device and its numbers: of two devices with numbers of 8 bits each may read them otherwise."""
+    from vllm.platforms import current_platform
 
-
-def _draft(vllm_config: Any) -> str:
-    """Identity of a draft model with weights of its own, whose KV may be cached with the model's."""
-    speculative = getattr(vllm_config, "speculative_config", None)
-    draft = getattr(speculative, "draft_model_config", None)
-    if draft is None or _source(draft) == _source(vllm_config.model_config):
-        return ""
-    return f"{_source(draft)}@{draft.revision} {_weights(draft, vllm_config.load_config)}"
-
-
-def _page_format(vllm_config: Any) -> str:
-    """Everything that decides the bytes inside a page: device, attention backend if chosen, and on CPUs the ISA."""
     device = str(getattr(vllm_config.device_config, "device_type", ""))
-    attention = getattr(vllm_config, "attention_config", None)
-    chosen = [str(getattr(attention, name, None)) for name in ("backend", "backend_per_kind", "indexer_kv_dtype")]
-    skipped = sorted(getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", ()))
-    backend = " ".join((*chosen, *skipped))
-    isa = ""
-    if device == "cpu":
-        import torch
+    if device != "cpu":
+        return f"{device} {'fnuz' if current_platform.is_fp8_fnuz() else ''}"
+    import torch
 
-        isa = f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{_amx()}"
-    return f"{device}/{backend}/{isa}"
+    return f"{device} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_amx()}"
 
 
 def _state_format(vllm_config: Any) -> str:

@@ -26,6 +26,9 @@ def register() -> None:
         # vLLM refuses a name that is registered already.
         if NAME not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+        from lmkv.vllm.loaded import watch_packing
+
+        watch_packing()
         if _is_replaced():
             logging.getLogger("lmkv.vllm").warning(
                 "lmkv: --kv-offloading-size has vLLM use a connector of its own instead of %s; leave it out", NAME

@@ -158,7 +158,7 @@ def test_a_running_server_prefetches_what_a_request_names(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("how", ["reset", "pause"])
-def test_a_reset_keeps_the_disk_for_others_and_serves_nothing_of_it(model: Path, tmp_path: Path, how: str) -> None:
+def test_a_reset_keeps_the_disk_which_is_hit_under_equal_weights(model: Path, tmp_path: Path, how: str) -> None:
     ids = prompt(38, 600)
     with over_disk(model, tmp_path) as running:
         running.run([ids])
@@ -173,11 +173,4 @@ def test_a_reset_keeps_the_disk_for_others_and_serves_nothing_of_it(model: Path,
         drain(running)
         assert len(files) == 3
         assert sorted(tmp_path.rglob("*.kv1")) == files
-        assert external_hits(running.run([ids])[0]) == 0
-        running.forget_local()
-        assert external_hits(running.run([ids])[0]) == 599, "what is stored after it is found"
-    with over_disk(model, tmp_path) as restarted:
-        assert external_hits(restarted.run([ids])[0]) == 599, "and what was stored before it, after a restart"
-    with over_disk(model, tmp_path) as another:
-        assert another.store.wait_indexed(LIMIT)
-        assert sources(another.run([ids])[0]) == {"cpu": 0, "disk": 599}
+        assert sources(running.run([ids])[0]) == {"cpu": 0, "disk": 599}

@@ -25,7 +25,6 @@ class Engine:
     """Arguments of vLLM's engine, and what is changed in the configurations that it makes of them."""
 
     model: Callable[[], Any] = families.qwen3
-    seed: int = 0
     options: dict[str, Any] = field(factory=dict)
     change: Callable[[Any, Any], None] = lambda vllm_config, kv_cache_config: None
     chunk_size: int = 256
@@ -37,7 +36,7 @@ def namespace_of(engine: Engine, folder: Path) -> bytes:
     from vllm.engine.arg_utils import EngineArgs
 
     if not folder.exists():
-        families.Family(engine.model).write(folder, seed=engine.seed)
+        families.Family(engine.model).write(folder)
     options = {"dtype": "float32", "block_size": BLOCK, "max_model_len": 2048, **engine.options}
     vllm_config = EngineArgs(model=str(folder), skip_tokenizer_init=True, **options).create_engine_config()
     kv_cache_config = kv_cache_of(vllm_config)
@@ -116,7 +115,6 @@ HIT = {
     "pages in more blocks": Engine(change=lambda _, kv_cache: setattr(kv_cache, "num_blocks", 7)),
 }
 MISS = {
-    "weights": Engine(seed=1),
     "revision": Engine(options={"revision": "other"}),
     "code revision": Engine(options={"code_revision": "other"}),
     "implementation": Engine(change=on_model(model_impl="transformers")),
@@ -139,7 +137,6 @@ MISS = {
     "chunk size": Engine(chunk_size=512),
     "sliding window": Engine(shaped(sliding_window=96, use_sliding_window=True, max_window_layers=0)),
     "tensor parallel split": Engine(change=on_parallel(tensor_parallel_size=2)),
-    "random weights of vLLM's own": Engine(options={"load_format": "dummy"}),
 }
 
 
@@ -155,17 +152,10 @@ def plain(checkpoints: Path) -> bytes:
 
 def in_its_place(engine: Engine, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     """Under the path of the plain engine's checkpoint, so that the path alone separates nothing."""
-    if (engine.model, engine.seed) == (Engine().model, 0):
+    if engine.model == Engine().model:
         return namespace_of(engine, checkpoints / "model")
-    monkeypatch.setattr("lmkv.vllm.model._source", lambda model_config: str(checkpoints / "model"))
-    monkeypatch.setattr("lmkv.vllm.model.fingerprint", _fingerprint_of(tmp_path / "model"))
+    monkeypatch.setattr("lmkv.vllm.model.source_of", lambda model_config: str(checkpoints / "model"))
     return namespace_of(engine, tmp_path / "model")
-
-
-def _fingerprint_of(folder: Path) -> Callable[[Path], str]:
-    from lmkv.vllm.identity import fingerprint
-
-    return lambda path: fingerprint(folder)
 
 
 @pytest.mark.parametrize("name", HIT)

@@ -131,9 +131,8 @@ def test_the_scheduler_side_then_promises_what_others_do(configured: Callable[..
     for size in (0, 2):
         config = configured()
         config.parallel_config.ubatch_size = size
-        connector = LMKVConnector(
-            config, KVConnectorRole.SCHEDULER, KVCacheConfig(100, [], [KVCacheGroupSpec(LAYERS, spec)])
-        )
+        kv_cache = KVCacheConfig(100, [], [KVCacheGroupSpec(LAYERS, spec)])
+        connector = LMKVConnector(config, KVConnectorRole.SCHEDULER, kv_cache)
         assert connector._scheduler is not None
         options = connector._scheduler._options
         promised.append((options.whole_blocks, options.load_mode))

@@ -237,6 +237,20 @@ def test_ranks_on_another_machine(model: Path, nodes: int, monkeypatch: pytest.M
             describe(vllm_config, config, 256)
 
 
+class Core:
+    """As vLLM's engine core: it makes the scheduler side, and passes calls on to its workers."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.model_executor = self
+        self.scheduler = make()
+
+    def collective_rpc(self, call: Callable[[Any], str]) -> list[str]:
+        return ["what the worker has loaded"]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
 def test_what_only_the_worker_refuses_is_answered_and_ends_the_orders(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -267,7 +281,8 @@ def test_what_only_the_worker_refuses_is_answered_and_ends_the_orders(
     group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs))
     config = KVCacheConfig(100, [], [group])
     theirs = generate_scheduler_kv_cache_config([config])
-    scheduler = LMKVConnector(vllm_config, KVConnectorRole.SCHEDULER, theirs)
+    core = Core(lambda: LMKVConnector(vllm_config, KVConnectorRole.SCHEDULER, theirs))
+    scheduler = core.scheduler
     worker = LMKVConnector(vllm_config, KVConnectorRole.WORKER, config)
     request: Any = SimpleNamespace(
         request_id="r", num_tokens=600, all_token_ids=list(range(600)), num_prompt_tokens=600

@@ -124,7 +124,7 @@ class RequestState:
         cls,
         request: Request,
         namespace: Namespace,
-        epoch: str,
+        identity: str | None,
         chunk_size: int,
         patience: Patience,
         *,
@@ -135,8 +135,8 @@ class RequestState:
     ) -> Self:
         """The state of a new request, with the keys of its prompt.
 
-        `epoch`: "" until a reset gives all later requests other keys. `media`, `adapters`: of the engine. `save_tails`:
-        its tail gets a key, too. `states`: entries of each boundary.
+        `identity`: of what the workers have loaded; None: unknown, the request is not cached. `media`, `adapters`: of
+        the engine. `save_tails`: its tail gets a key, too. `states`: entries of each boundary.
         """
         options = RequestOptions.of(request)
         lora, adapter = getattr(request, "lora_request", None), ""
@@ -144,7 +144,9 @@ class RequestState:
             adapter = adapters.identity(lora)
             options.skip_save |= not adapter
             options.skip_load |= not adapter
-        root = request_root(namespace, request, options.tags, epoch, adapter)
+        if identity is None:
+            options.skip_save = options.skip_load = True
+        root = request_root(namespace, request, options.tags, identity or "", adapter)
         state = cls(request, root, options, patience, chunk_size, save_tails, media, states=states)
         state.follow()
         return state

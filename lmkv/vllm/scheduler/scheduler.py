@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -38,12 +39,21 @@ from lmkv.vllm.scheduler.store_planner import StorePlanner
 logger = logging.getLogger("lmkv.vllm")
 
 
+def _identities() -> Iterator[str]:
+    """For engines that nobody can ask: another one after each call of `Scheduler.suspect`."""
+    yield ""
+    while True:
+        yield secrets.token_hex(16)
+
+
 class Scheduler:
     """Tracks requests and their chunks; `LoadPlanner` and `StorePlanner` decide for each direction.
 
     `namespace`: root of every chunk key. `block_map`: how block tables map to chunks. All calls come from
     vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`,
-    `take_plan`, and later `on_report` with the workers' answers. `events`: None publishes none.
+    `take_plan`, and later `on_report` with the workers' answers. `events`: None publishes none. `identify()`: the
+    identity of what the workers have loaded, or None, without which nothing is cached; asked now, and again after
+    each call of `suspect`.
     """
 
     def __init__(
@@ -53,6 +63,7 @@ class Scheduler:
         block_map: BlockMap,
         options: SchedulerOptions | None = None,
         events: EventRecorder | None = None,
+        identify: Callable[[], str | None] | None = None,
     ) -> None:
         self._store = store
         self._namespace = namespace
@@ -87,7 +98,14 @@ class Scheduler:
         self._reports: dict[int, JobReport] = {}
         self._mapped: set[int] = set()
         self._refused = False
-        self._epoch = ""
+        self._ask_workers = identify or partial(next, _identities())
+        self._identity = self._ask_workers()
+        self._suspicions = 0
+        """Calls of `suspect` since the workers were asked."""
+        self._put_off: set[str] = set()
+        """Requests that have come since then."""
+        self._across: set[str] = set()
+        """Requests with KV from before a change of weights. vLLM keeps their blocks for others."""
         self._media, self._adapters = Media(), Adapters()
 
     def __repr__(self) -> str:
@@ -103,8 +121,14 @@ class Scheduler:
         return self._store
 
     def keys_of(self, tokens: Sequence[int], cache_salt: str | None, tags: Mapping[str, str]) -> list[ChunkKey]:
-        """The keys of a prompt without images and adapters. Thread-safe."""
-        return self._keys(tagged_root(self._namespace, tags.items(), self._epoch, cache_salt), tokens)
+        """The keys of a prompt without images and adapters; none while it is unknown which weights are served.
+
+        Thread-safe.
+        """
+        identity = self._identity
+        if identity is None or self._suspicions:
+            return []
+        return self._keys(tagged_root(self._namespace, tags.items(), identity, cache_salt), tokens)
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None], count: int = 0) -> None:
         """Take over vLLM's `free()`, how many of `count` blocks are left, and `evict(blocks)` from its prefix cache."""
@@ -119,7 +143,14 @@ class Scheduler:
     # -- requests -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Hash the request's prompt, once, and promote its chunks before it is scheduled."""
+        """Hash the request's prompt, once, and promote its chunks before it is scheduled.
+
+        While it is unknown which weights are served, that waits for the first lookup: until then the engine may sleep.
+        """
+        if self._suspicions:
+            self._put_off.add(request.request_id)
+            return
+        self._put_off.discard(request.request_id)
         state = self._state_of(request)
         keys = state.keys_with_tail(request.num_tokens // self._chunk_size)
         self._store.hints.label(keys, state.tenants)
@@ -143,7 +174,8 @@ class Scheduler:
         if state is None or state.request is not request:
             self._forget(request.request_id)
             patience, tails = self.loading.wait.new_patience(), self._options.save_unfull_chunk
-            start = request, self._namespace, self._epoch, self._chunk_size, patience
+            self._identify()
+            start = request, self._namespace, self._identity, self._chunk_size, patience
             state = RequestState.of(
                 *start, media=self._media, adapters=self._adapters, save_tails=tails, states=self.boundaries.states
             )
@@ -151,15 +183,35 @@ class Scheduler:
         state.follow()
         return state
 
+    def _identify(self) -> bool:
+        """Ask the workers for the identity of their weights, if these may have changed. False if they have changed."""
+        if not self._suspicions:
+            return True
+        before, self._identity = self._identity, self._ask_workers()
+        # With several changes the weights may have been others in between, and requests have gone on.
+        unchanged = self._identity is not None and (before, self._suspicions) == (self._identity, 1)
+        self._suspicions = 0
+        if unchanged:
+            self._across.clear()
+        else:
+            # vLLM may have been told to keep its own prefix cache: KV that is computed on top of it has no name.
+            self._evict_all()
+        return unchanged
+
     def _may_load(self, state: RequestState) -> bool:
         switched_on = self._options.loads and not self._refused and not self.audit.loads_off
         return switched_on and not state.disabled and not state.options.skip_load
 
     def _forget(self, request_id: str) -> RequestState | None:
         state = self._requests.pop(request_id, None)
+        self._put_off.discard(request_id)
         if state is not None:
             self.loading.forget(state)
             self._end_deferral(state)
+        if request_id in self._across:
+            self._across.discard(request_id)
+            if not self._across:
+                self._evict_all()
         return state
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
@@ -206,7 +258,16 @@ class Scheduler:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`(tokens, asynchronous)` that can be loaded beyond those computed; see `LoadPlanner.match`."""
         started = self._clock()
+        if not self._identify() and num_computed_tokens:
+            # vLLM asks again, and has no hit of its own by then.
+            return None, False
+        if request.request_id in self._put_off:
+            self.on_new_request(request)
         state = self._state_of(request)
+        if self._across and num_computed_tokens:
+            # vLLM's own hit may be KV of earlier weights.
+            state.options.skip_save = True
+            self._across.add(request.request_id)
         answer = self._match(state, num_computed_tokens)
         self._observer.telemetry.lookup_took(self._clock() - started)
         if answer[0] is not None:
@@ -382,21 +443,24 @@ class Scheduler:
         return self.loading.jobs.busy or self.storing.busy or self._states.busy or self.audit.busy
 
     def reset(self) -> None:
-        """Serve no earlier chunk any more: from now on this process has other keys, and host memory is empty.
-
-        Lower tiers keep their chunks for other processes and for the next start. Whatever the weights are from now on,
-        nothing is stored under the names of what was computed before.
-        """
-        self._epoch = secrets.token_hex(16)
+        """Empty host memory. Lower tiers keep their chunks, which are found again if the weights are still the same."""
+        self.suspect()
         self._store.clear(lower=False)
+        self._observer.reset()
+
+    def suspect(self) -> None:
+        """Weights may have changed: ask for their identity before the next lookup.
+
+        Requests that run were computed with earlier weights, at least in part: they store and load nothing any more.
+        """
+        self._suspicions += 1
         # Copies under way may be of requests that have ended.
         self._taint_all()
-        self._observer.reset()
         for state in self._requests.values():
             state.drop_lease()
-            # Running requests were computed before the reset, perhaps with other weights.
             state.options.skip_save = state.options.skip_load = True
             self.audit.end(state)
+        self._across |= self._requests.keys()
 
     def forget_evictions(self, keys: Sequence[ChunkKey] | None = None) -> None:
         """Note that a caller has deleted these chunks, or all: they were not evicted. On any thread."""

@@ -258,8 +258,9 @@ def test_what_was_computed_before_a_reset_is_not_compared_with_what_is_stored_af
     with large() as running:
         slow = begun(running)
         running.scheduler.reset()
-        last = keys(running, LONG)[-1]
         running.add(SimulatedRequest("stores anew", list(LONG), len(LONG), 1, "a"))
+        running.step()
+        last = keys(running, LONG)[-1]
         while where(running, [last]) != [Presence.READY]:
             running.step()
         assert slow.computed < len(LONG) - 2 * CHUNK

@@ -171,8 +171,9 @@ class Driver:
             assert engine.store.wait_indexed(LIMIT)
             states: list[RequestState] = []
             for name in range(rng.randint(2, 10)):
-                engine.add(request_of(rng, f"{number} {name}"))
-                states.append(engine.scheduler._requests[f"{number} {name}"])
+                request = request_of(rng, f"{number} {name}")
+                engine.add(request)
+                states.append(engine.scheduler._state_of(request))
                 for _ in range(rng.randint(0, 9)):
                     engine.step()
                 index.replay(engine.events)

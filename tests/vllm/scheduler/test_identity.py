@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lmkv.vllm.identity import Adapters, fingerprint
-from lmkv.vllm.model import _code, _config_digest
+from lmkv.vllm.model import _code, config_digest
 from tests.vllm.families import write_adapter
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
 from tests.vllm.scheduler.test_explain import engine_of
@@ -119,7 +119,7 @@ class Foreign:
 def test_parts_of_a_configuration_count_by_what_they_are_and_not_where() -> None:
     def digest(value: int) -> str:
         config = SimpleNamespace(to_dict=lambda: {"part": Foreign(value), "kinds": [Foreign(value)]})
-        return _config_digest(SimpleNamespace(hf_config=config, max_model_len=1))
+        return config_digest(SimpleNamespace(hf_config=config, max_model_len=1))
 
     assert digest(1) == digest(1) != digest(2)
 

@@ -1,0 +1,253 @@
+"""The identity of what the workers have loaded: weights, constants of layers, configuration and code of the model.
+
+vLLM's engine core asks its workers, and tells of calls that may have changed their answer. Files on disk are not read:
+they may have changed since vLLM has read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+from lmkv.vllm.identity import folder_of, stamps
+from lmkv.vllm.model import config_digest, source_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+logger = logging.getLogger("lmkv.vllm")
+
+Emptied = WeakKeyDictionary["nn.Module", dict[str, str]]
+
+_emptied: Emptied = WeakKeyDictionary()
+"""Digests of the parameters that vLLM has packed into an opaque object, and left empty, by layer and name."""
+
+KEEPS_WEIGHTS = frozenset({
+    *("check_health", "compute_weight_checksums", "get_model_inspection", "get_kv_cache_spec", "list_loras"),
+    *("profile", "save_sharded_state", "save_tensorized_model", "synchronize_device", "reset_mm_cache"),
+    *("reset_encoder_cache", "get_node_and_gpu_ids", "determine_available_memory", "execute_dummy_batch"),
+})  # fmt: skip
+"""Methods of vLLM's workers that leave weights as they are, however often a client has them called."""
+
+
+# -- in a worker ------------------------------------------------------------------------------------------------------
+
+
+def watch_packing() -> None:
+    """Have the digest of a parameter taken when it is replaced by an empty one, in any module made from now on.
+
+    vLLM's CPU build does so when it hands the weights of a linear layer to oneDNN. Idempotent.
+    """
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    if not getattr(watch_packing, "done", False):
+        register_module_parameter_registration_hook(_registered)
+        watch_packing.done = True  # type: ignore[attr-defined]
+
+
+def _registered(module: nn.Module, name: str, new: Any) -> None:
+    old = module._parameters.get(name)
+    if new is None or new.numel():
+        return
+    if old is None:
+        # It has been empty from the beginning.
+        _emptied.setdefault(module, {}).setdefault(name, "")
+    elif old.numel() and not old.is_meta:
+        _emptied.setdefault(module, {})[name] = _digest(old)
+
+
+def identity(worker: Any) -> str:
+    """The identity of what a worker of vLLM's has loaded; "" with a warning if it cannot be told. Never raises."""
+    try:
+        runner = worker.model_runner
+        return _identity(worker.vllm_config, {"model": runner.get_model(), "draft": draft_model(runner)})
+    except Exception as error:
+        logger.warning("lmkv: the weights of a worker cannot be identified: %r", error)
+        return ""
+
+
+def draft_model(runner: Any) -> Any | None:
+    """The model of a draft with layers of its own; vLLM 0.32 has a method for it."""
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    model = getattr(drafter, "model", None)
+    return getattr(model, "unwrap", lambda: model)()
+
+
+def _identity(vllm_config: Any, models: Mapping[str, Any]) -> str:
+    scattered = experts_are_scattered(vllm_config)
+    files = stamps(folder_of(source_of(vllm_config.model_config), "config.json")) if scattered else ()
+    if scattered and not files:
+        raise ValueError("each data parallel engine has some of the experts, and no file tells of the others")
+    digest, seen, sources = hashlib.sha256(config_digest(vllm_config.model_config).encode()), dict[Any, str](), set()
+    for name, model in models.items():
+        if not hasattr(model, "named_modules"):
+            continue
+        for place, module in model.named_modules():
+            if scattered and "FusedMoE" in {kind.__name__ for kind in type(module).__mro__}:
+                continue
+            sources.add(type(module).__module__)
+            parts = [f"{name}.{place}", type(module).__qualname__, *_constants(module), *_tensors(module, seen)]
+            digest.update(json.dumps(parts).encode())
+    for source in sorted(sources):
+        digest.update(_source(source))
+    digest.update(repr(files).encode())
+    return digest.hexdigest()
+
+
+def experts_are_scattered(vllm_config: Any) -> bool:
+    """Whether other engines have a part of this one's experts: no engine then knows what all of them have."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    return parallel.data_parallel_size > 1 and bool(getattr(model, "is_moe", True))
+
+
+_ADDRESSES = 1 << 40
+"""Larger numbers are addresses of memory, which are others in each process."""
+
+
+_HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer")
+"""Attributes that say how a layer is computed, and how far it has been compiled, which changes while it runs."""
+
+
+def _constants(module: nn.Module) -> Iterator[str]:
+    """Numbers and names that a layer computes with, and that are in no tensor: scales, windows, limits, backends."""
+    for owner in (module, getattr(module, "impl", None), getattr(module, "quant_method", None)):
+        if owner is None:
+            continue
+        yield type(owner).__qualname__
+        for name, value in sorted(vars(owner).items(), key=str):
+            if _is_constant(value) and not _HOW.search(name):
+                yield f"{name}={value!r}"
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, str):
+        return "/" not in value
+    return isinstance(value, (int, float)) and abs(value) < _ADDRESSES
+
+
+def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
+    """A line for each of a layer's own parameters and buffers. `seen`: digests of tensors that several layers share."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is None:
+            continue
+        if not tensor.numel():
+            emptied = _emptied.get(module, {})
+            if name in module._parameters and name not in emptied:
+                raise ValueError(f"{type(module).__name__}.{name} is empty, and nobody has seen what was in it")
+            yield f"{name} {emptied.get(name, '')}"
+            continue
+        place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if place not in seen:
+            seen[place] = _digest(tensor)
+        yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {seen[place]}"
+
+
+def _source(name: str) -> bytes:
+    """A digest of a module's source, where neither vLLM's version nor PyTorch's stands for it."""
+    if name.partition(".")[0] in ("vllm", "torch"):
+        return b""
+    try:
+        path = inspect.getsourcefile(sys.modules[name])
+        return hashlib.sha256(Path(path).read_bytes() if path else b"").digest()
+    except (OSError, TypeError, KeyError):
+        return name.encode()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().flatten()
+    if tensor.device.type == "cpu":
+        import torch
+
+        return hashlib.sha256(data.view(torch.uint8).numpy().data).hexdigest()
+    return digest_on_device(data)
+
+
+_BLOCK = 1 << 20
+"""Words that are summed together: 4 MiB, for which 16 MiB are needed."""
+
+
+def digest_on_device(data: torch.Tensor) -> str:
+    """Digest of a flat tensor, computed where it is.
+
+    Each word of 32 bits is multiplied by a factor of its place, an odd number of 64 bits, and these are added up,
+    modulo 2**64. Two different tensors have equal sums with a probability of about 2**-32 for each of two rows of
+    factors; SHA-256 puts the sums of all blocks together.
+    """
+    import torch
+
+    octets = data.view(torch.uint8)
+    whole = octets[: octets.numel() // 4 * 4].view(torch.int32)
+    rest = octets[whole.numel() * 4 :].to(torch.int64)
+    rows = [_factors(row, min(_BLOCK, whole.numel()), data.device) for row in (1, 2)]
+    sums = [(block.to(torch.int64) * row[: block.numel()]).sum() for row in rows for block in whole.split(_BLOCK)]
+    found = torch.cat([torch.stack(sums) if sums else rest[:0], rest]).cpu().numpy()
+    return hashlib.sha256(b"%d " % octets.numel() + found.tobytes()).hexdigest()
+
+
+def _factors(row: int, count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers that have nothing to do with each other (the mixing step of SplitMix64)."""
+    import torch
+
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131 * (2 * row + 1)
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return mixed | 1
+
+
+# -- on the scheduler's side ------------------------------------------------------------------------------------------
+
+
+class Loaded:
+    """Asks the workers of one engine what they have loaded. On the scheduling thread only.
+
+    `core`: vLLM's engine core, which has the workers; None if there is none.
+    """
+
+    def __init__(self, core: Any | None) -> None:
+        self._core = ref(core) if core is not None else lambda: None
+        self._asked = False
+
+    def __call__(self) -> str | None:
+        """The identity of what all workers have loaded, None if one cannot tell it. Waits for what they compute."""
+        core, again, self._asked = self._core(), self._asked, True
+        try:
+            found = [] if core is None else core.model_executor.collective_rpc(identity)
+        except Exception as error:
+            logger.warning("lmkv: the workers do not tell what they have loaded: %r", error)
+            found = []
+        if core is None or not found or not all(found):
+            logger.warning("lmkv: nothing is cached, because it is unknown what the workers have loaded")
+            return None
+        if again and experts_are_scattered(core.vllm_config):
+            found.append(secrets.token_hex(16))
+        return hashlib.sha256(" ".join(found).encode()).hexdigest()
+
+    def on_change(self, call: Callable[[], None]) -> None:
+        """Have `call()` called whenever the engine was told to do something after which its weights may be others."""
+        core = self._core()
+        if core is None:
+            return
+        original, reset = core.collective_rpc, core.reset_prefix_cache
+
+        def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(method, *args, **kwargs)
+            finally:
+                if not (isinstance(method, str) and method in KEEPS_WEIGHTS):
+                    call()
+
+        def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+            call()
+            return reset(*args, **kwargs)
+
+        core.collective_rpc, core.reset_prefix_cache = collective_rpc, reset_prefix_cache
