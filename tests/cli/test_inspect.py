@@ -21,11 +21,14 @@ from lmkv.backends.disk import usage
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.description import NAME, describe, description
 from lmkv.backends.disk.root import Root
+from lmkv.build import build_store
 from lmkv.chunks.hashing import token_bytes
+from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.app import app
 from lmkv.cli.disk_content import Content, Totals, contents, least_recently_used
 from lmkv.cli.inspect import show
+from lmkv.config import Config
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk, Listed
 
@@ -87,6 +90,14 @@ def test_namespaces_are_described_and_added_up(tmp_path: Path, fill: Fill) -> No
     assert small["described"]["extra"] == {"weights": "1"}
     assert 3600 <= small["oldest_use_seconds"] < 3700
     assert 3480 <= small["latest_use_seconds"] < 3580
+
+
+@pytest.mark.parametrize("kind", ["local_disk", "shared_memory"])
+def test_a_tier_describes_its_folder(tmp_path: Path, kind: str) -> None:
+    sizes = {"local_disk": {"max_local_disk_size": 0.1}, "shared_memory": {"max_shared_memory_size": 0.1}}[kind]
+    config = Config(max_local_cpu_size=0.01, disk_min_free=0.0, **{kind: f"file://{tmp_path}"}, **sizes)
+    build_store(config, SMALL, KVLayout(16, [LayerPages(4096, 1)])).close()
+    assert description(str(tmp_path / SMALL.digest.hex())) == SMALL
 
 
 def test_the_table_fits_a_terminal_of_80_columns(tmp_path: Path, fill: Fill) -> None:

@@ -673,6 +673,20 @@ def test_a_miss_below_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
+def test_a_chain_gives_up_its_own_end_for_its_beginning() -> None:
+    """Where host memory has room for nothing else, and the end is in no other tier."""
+    below = Failing(memory(10, "low"))
+    store = small_store(1, lower(below, 10))
+    keys = chain("a", 2)
+    put_below(store, keys[:1])
+    below.failing.add("write")
+    assert put(store, keys[1:]) == 1
+    assert store.drain(LIMIT)
+    assert get(store, keys) == [0]
+    assert kept(store, keys) == [True, False]
+    assert_idle(store)
+
+
 def test_a_promotion_whose_time_is_over_before_it_has_begun_leaks_nothing() -> None:
     store = small_store(4, lower(memory(10, "low")))
     keys = chain("a", 3)

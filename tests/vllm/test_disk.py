@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmkv.testing.clocks import ManualClock
+from lmkv.vllm.compat import yield_gil
 from tests.kit import LIMIT, NEVER, listing_every
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 
@@ -174,3 +176,13 @@ def test_a_reset_keeps_the_disk_which_is_hit_under_equal_weights(model: Path, tm
         assert len(files) == 3
         assert sorted(tmp_path.rglob("*.kv1")) == files
         assert sources(running.run([ids])[0]) == {"cpu": 0, "disk": 599}
+
+
+def test_an_engine_in_the_callers_process_lets_the_disks_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that computes nothing would keep the interpreter from them; an engine's own process pauses by itself."""
+    slept: list[float] = []
+    monkeypatch.setattr("lmkv.vllm.compat.time", SimpleNamespace(sleep=slept.append))
+    for processes in ("0", "1"):
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", processes)
+        yield_gil()
+        assert slept == [0.001]

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from lmkv.backends.disk import fileio
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.fileio import Scratch
 from lmkv.backends.disk.root import Root
 from lmkv.backends.disk.usage import Usage
-from lmkv.outcomes import WriteStatus
+from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, listed, statuses
 from tests.forked import Child, Tell, files_open_in
@@ -200,3 +201,15 @@ def write_after_fork(tell: Tell, folder: str) -> None:
 def test_a_child_can_use_the_backend_itself(tmp_path: Path) -> None:
     with Child(write_after_fork, str(tmp_path)) as child:
         assert child.heard() == 0
+
+
+def test_what_was_closed_is_nobodys_in_a_child(tmp_path: Path) -> None:
+    """A child closes what its parent's threads have open by name, and what has such a name later is another's."""
+    backend = LocalDiskBackend(tmp_path, NAMESPACE)
+    chunk = chunk_of(5000)
+    backend.reserve_bytes(backend.stored_bytes(len(chunk.payload)))
+    assert backend.write(chunk).status is WriteStatus.STORED
+    assert backend.contains([chunk.key]) == [True]
+    assert backend.read(chunk.key, memoryview(bytearray(len(chunk.payload)))).status is ReadStatus.HIT
+    backend.close()
+    assert fileio._open == {}
