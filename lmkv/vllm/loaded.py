@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
-from lmkv.vllm.identity import folder_of, stamps
+from lmkv.vllm.identity import Adapter, folder_of, stamps
 from lmkv.vllm.model import config_digest, source_of
 
 if TYPE_CHECKING:
@@ -70,10 +70,58 @@ def identity(worker: Any) -> str:
     """The identity of what a worker of vLLM's has loaded; "" with a warning if it cannot be told. Never raises."""
     try:
         runner = worker.model_runner
+        if getattr(runner, "lora_manager", None) is not None:
+            _watch_adapters(runner.lora_manager)
         return _identity(worker.vllm_config, {"model": runner.get_model(), "draft": draft_model(runner)})
     except Exception as error:
         logger.warning("lmkv: the weights of a worker cannot be identified: %r", error)
         return ""
+
+
+def adapter(worker: Any, lora: Any) -> Adapter | None:
+    """What a worker has loaded of an adapter, which it loads if it has not; None if it cannot tell. Never raises.
+
+    Its digest is taken when vLLM has read the files, and before it merges weights and scales.
+    """
+    try:
+        manager = worker.model_runner.lora_manager
+        if not hasattr(manager, "lmkv_adapters"):
+            return None
+        worker.add_lora(lora)
+        found: Adapter | None = manager.lmkv_adapters.get(lora.lora_int_id)
+        return found
+    except Exception as error:
+        logger.warning("lmkv: a worker does not tell what it has loaded of the adapter %s: %r", lora.lora_path, error)
+        return None
+
+
+def _watch_adapters(manager: Any) -> None:
+    """Note what vLLM loads from now on, as adapters are loaded after its start. Idempotent."""
+    if hasattr(manager, "lmkv_adapters"):
+        return
+    load, manager.lmkv_adapters = manager._load_adapter, {}
+
+    def load_adapter(lora: Any) -> Any:
+        before = stamps(folder_of(str(lora.lora_path)))
+        manager.lmkv_adapters.pop(lora.lora_int_id, None)
+        found = load(lora)
+        manager.lmkv_adapters[lora.lora_int_id] = _adapter_digest(found), before
+        return found
+
+    manager._load_adapter = load_adapter
+
+
+def _adapter_digest(found: Any) -> str:
+    digest = hashlib.sha256(str(getattr(found, "is_3d_lora_weight", "")).encode())
+    for name, weights in sorted(found.loras.items()):
+        parts = [name, type(weights).__qualname__]
+        for field, value in sorted(vars(weights).items()):
+            tensors = value if isinstance(value, (list, tuple)) else [value]
+            parts += [
+                f"{field} {_digest(each) if hasattr(each, 'untyped_storage') else repr(each)}" for each in tensors
+            ]
+        digest.update(json.dumps(parts).encode())
+    return digest.hexdigest()
 
 
 def draft_model(runner: Any) -> Any | None:
@@ -231,6 +279,15 @@ class Loaded:
         if again and experts_are_scattered(core.vllm_config):
             found.append(secrets.token_hex(16))
         return hashlib.sha256(" ".join(found).encode()).hexdigest()
+
+    def adapter(self, lora: Any) -> Adapter | None:
+        """What all workers have loaded of an adapter, None if one cannot tell it."""
+        core = self._core()
+        found = [] if core is None else core.model_executor.collective_rpc(adapter, args=(lora,))
+        known = [each for each in found if each is not None]
+        if not known or len(known) < len(found) or {files for _, files in known} != {known[0][1]}:
+            return None
+        return " ".join(sorted({digest for digest, _ in known})), known[0][1]
 
     def on_change(self, call: Callable[[], None]) -> None:
         """Have `call()` called whenever the engine was told to do something after which its weights may be others."""

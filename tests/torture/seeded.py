@@ -125,8 +125,8 @@ def killed() -> Iterator[None]:
 @contextlib.contextmanager
 def kv_of_other_weights() -> Iterator[None]:
     """All weights look alike. For several `--weights`."""
-    from lmkv.vllm import model
+    from lmkv.vllm.loaded import Loaded
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "fingerprint", lambda path: "the same")
+        patch.setattr(Loaded, "__call__", lambda self: "the same")
         yield

@@ -69,3 +69,52 @@ def test_another_scale_is_another_adapter(base: Path, tmp_path: Path) -> None:
         again, hit = ask(second, adapter, number=2)
         assert (again, hit) == (before, LENGTH - 1), "what the first engine has stored"
         second.assert_nothing_leaked()
+
+
+def test_an_adapter_that_is_replaced_after_vllm_has_loaded_it(base: Path, tmp_path: Path) -> None:
+    """Before its first request: what vLLM computes is neither the old files' nor the new ones'."""
+    adapter, trained = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "trained", seed=2)
+    with over_disk(base, tmp_path / "kv") as first:
+        preload(first, adapter)
+        for file in trained.iterdir():
+            file.rename(adapter / file.name)
+        old, hit = ask(first, adapter)
+        first.forget_local()
+        assert ask(first, adapter) == (old, 0), "vLLM may drop it, and read the new files"
+    with over_disk(base, tmp_path / "kv") as restarted:
+        new, hit = ask(restarted, adapter)
+        assert hit == 0
+        assert new != old
+
+
+def preload(running: Engine, adapter: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    assert running.llm.llm_engine.add_lora(LoRARequest("a", 1, str(adapter)))
+
+
+def test_an_adapter_that_was_loaded_before_its_first_request_hits(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", seed=1)
+    with over_disk(base, tmp_path / "kv") as first:
+        before, _ = ask(first, adapter)
+    with over_disk(base, tmp_path / "kv") as second:
+        preload(second, adapter)
+        assert ask(second, adapter) == (before, LENGTH - 1)
+        second.assert_nothing_leaked()
+
+
+def test_an_adapter_that_vllm_has_dropped_and_read_again(base: Path, tmp_path: Path) -> None:
+    """Other files by then: requests for it are computed, by whichever vLLM has."""
+    adapter, other = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "other", seed=3)
+    trained = write_adapter(tmp_path / "trained", seed=2)
+    with over_disk(base, tmp_path / "kv", max_cpu_loras=1) as running:
+        old, _ = ask(running, adapter)
+        running.forget_local()
+        assert ask(running, adapter) == (old, LENGTH - 1)
+        for file in trained.iterdir():
+            file.rename(adapter / file.name)
+        ask(running, other, number=2)
+        running.forget_local()
+        new, hit = ask(running, adapter)
+        assert hit == 0
+        assert new != old

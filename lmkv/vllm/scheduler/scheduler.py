@@ -21,7 +21,7 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.boundaries import Boundaries
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.block_map import BlockMap
-from lmkv.vllm.identity import Adapters, tagged_root
+from lmkv.vllm.identity import Adapter, Adapters, tagged_root
 from lmkv.vllm.media import Media
 from lmkv.vllm.metadata import JobReport, StepPlan, StepPlanBuilder, WorkerReport
 from lmkv.vllm.observe.events import Event, EventRecorder
@@ -53,7 +53,7 @@ class Scheduler:
     vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`,
     `take_plan`, and later `on_report` with the workers' answers. `events`: None publishes none. `identify()`: the
     identity of what the workers have loaded, or None, without which nothing is cached; asked now, and again after
-    each call of `suspect`.
+    each call of `suspect`. `load_adapter(lora)`: what they have loaded of an adapter.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Scheduler:
         options: SchedulerOptions | None = None,
         events: EventRecorder | None = None,
         identify: Callable[[], str | None] | None = None,
+        load_adapter: Callable[[Any], Adapter | None] = lambda lora: None,
     ) -> None:
         self._store = store
         self._namespace = namespace
@@ -106,7 +107,7 @@ class Scheduler:
         """Requests that have come since then."""
         self._across: set[str] = set()
         """Requests with KV from before a change of weights. vLLM keeps their blocks for others."""
-        self._media, self._adapters = Media(), Adapters()
+        self._media, self._adapters = Media(), Adapters(load_adapter)
 
     def __repr__(self) -> str:
         return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.identity import Adapters, fingerprint
+from lmkv.vllm.identity import Adapters, Stamps, folder_of, stamps
 from lmkv.vllm.model import _code, config_digest
 from tests.vllm.families import write_adapter
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
@@ -23,9 +24,17 @@ def adapter(path: object, number: int = 1, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(lora_name="a", lora_path=str(path), lora_int_id=number, **more)
 
 
+def load(lora: Any) -> tuple[str, Stamps]:
+    """As vLLM's workers do, which fail without one of the files."""
+    folder = folder_of(lora.lora_path)
+    before = stamps(folder)
+    files = [(folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")]
+    return hashlib.sha256(b"".join(files)).hexdigest(), before
+
+
 def identity(path: object) -> str:
     """As an engine sees it that has just started."""
-    return Adapters().identity(adapter(path))
+    return Adapters(load).identity(adapter(path))
 
 
 def configure(folder: Path, **changes: Any) -> None:
@@ -45,16 +54,27 @@ def test_an_adapter_is_its_weights_and_its_configuration(tmp_path: Path) -> None
 
 def test_files_that_change_under_an_adapter_that_vllm_may_have_read(tmp_path: Path) -> None:
     """Which of them vLLM computes with is not known: it has no identity, until it is loaded under another number."""
-    folder, adapters = write_adapter(tmp_path / "a", seed=1), Adapters()
+    folder, adapters = write_adapter(tmp_path / "a", seed=1), Adapters(load)
     known = adapters.identity(adapter(folder))
     assert adapters.identity(adapter(folder)) == known
     configure(folder, lora_alpha=64)
     assert [adapters.identity(adapter(folder)) for _ in range(2)] == ["", ""]
-    changed = adapters.identity(adapter(folder, number=2))
-    assert changed not in ("", known)
-    assert adapters.identity(adapter(folder, number=3, load_inplace=True)) == changed
+    assert adapters.identity(adapter(folder, number=2)) not in ("", known)
     configure(folder, lora_alpha=8)
-    assert adapters.identity(adapter(folder, number=3, load_inplace=True)) == identity(folder) != changed
+    assert adapters.identity(adapter(folder, number=2)) == ""
+
+
+def test_files_that_have_changed_since_vllm_read_them(tmp_path: Path) -> None:
+    """It may read them again: an adapter that was loaded at the start, and asked for later."""
+    folder = write_adapter(tmp_path / "a", seed=1)
+    loaded = load(adapter(folder))
+    configure(folder, lora_alpha=64)
+    assert Adapters(lambda lora: loaded).identity(adapter(folder)) == ""
+
+
+def test_an_adapter_that_is_read_in_every_step_is_not_cached(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", seed=1)
+    assert Adapters(load).identity(adapter(folder, load_inplace=True)) == ""
 
 
 def test_a_path_with_a_tilde_is_where_vllm_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,16 +94,14 @@ def test_an_adapter_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     assert identity("some/adapter") == identity(repository / "snapshots" / "abc") != ""
 
 
-@pytest.mark.parametrize("lacks", ["folder", "adapter_model.safetensors", "adapter_config.json"])
+@pytest.mark.parametrize("found", [None, ("", ()), ("digest", ())])
 def test_an_adapter_without_an_identity_is_not_cached(
-    tmp_path: Path, lacks: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, found: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "a"
-    if lacks != "folder":
-        write_adapter(folder, seed=1)
-        (folder / lacks).unlink()
+    folder = write_adapter(tmp_path / "a", seed=1)
     tokens = list(range(40))
     with closing(engine_of()) as engine, caplog.at_level("WARNING", "lmkv"):
+        engine.scheduler._adapters = Adapters(lambda lora: found)
         request = SimulatedRequest("r", tokens, len(tokens), 1, "a")
         request.lora_request = adapter(folder)
         engine.scheduler.on_new_request(request)
@@ -104,9 +122,9 @@ def test_an_adapter_without_an_identity_is_not_cached(
 )
 def test_what_is_no_file_beside_the_weights_is_no_part_of_them(tmp_path: Path, stray: Callable[[Path], None]) -> None:
     (tmp_path / "model.safetensors").write_bytes(os.urandom(10_000))
-    known = fingerprint(tmp_path)
+    known = stamps(tmp_path)
     stray(tmp_path / "stray")
-    assert fingerprint(tmp_path) == known
+    assert stamps(tmp_path) == known != ()
 
 
 class Foreign:
