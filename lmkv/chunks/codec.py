@@ -7,12 +7,14 @@ real size, so that hostile bytes cost a `FormatError` and nothing else.
 
 from __future__ import annotations
 
+import re
 import struct
 from functools import lru_cache
 from hmac import compare_digest
 
 from attrs import field, frozen
 
+from lmkv import __version__
 from lmkv.chunks.authentication import HEADER_TAG_BYTES, SALT_BYTES, TAG_BYTES, Authenticator
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.chunks.layout import align_up
@@ -37,6 +39,11 @@ MAX_SEGMENT_BYTES = 16 << 20
 
 _FIXED = struct.Struct("<8sHHIQIII32s32s32s")
 _CHECKSUM = struct.Struct("<I")
+_WRITER = struct.Struct("<4H")
+Version = tuple[int, int, int]
+THIS_WRITER: Version = tuple(map(int, re.findall(r"\d+", __version__)[:3]))  # type: ignore[assignment]
+REFUSED_WRITERS: frozenset[Version] = frozenset()
+"""Versions of lmkv that have stored KV under a wrong name, as the changelog says: their chunks are not read."""
 _HAS_PARENT = 1
 _AUTHENTICATED = 2
 _NO_PARENT = bytes(KEY_BYTES)
@@ -52,7 +59,8 @@ class Header:
 
     `tokens`: little-endian uint32 ids, empty when not recorded. `parent`: empty for a chain's first chunk.
     `checksums`: CRC-32 of each `segment_bytes` of payload; the last segment may be shorter. `header_bytes`: the offset
-    of the payload. `salt` and `tags` (joined): empty unless the file is authenticated.
+    of the payload. `salt` and `tags` (joined): empty unless the file is authenticated. `writer`: the version of lmkv
+    that wrote it, zeros before 0.1.0.
     """
 
     namespace: bytes = field(repr=bytes.hex)
@@ -65,6 +73,7 @@ class Header:
     tokens: bytes = field(default=b"", repr=False)
     salt: bytes = field(default=b"", repr=False)
     tags: bytes = field(default=b"", repr=False)
+    writer: Version = THIS_WRITER
 
     @property
     def file_bytes(self) -> int:
@@ -76,7 +85,7 @@ def header_bytes(payload_bytes: int, segment_bytes: int, max_tokens: int, *, aut
     """Size of the header for a payload of that size, with room for `max_tokens` token ids."""
     segments = -(-payload_bytes // segment_bytes)
     tags = SALT_BYTES + segments * TAG_BYTES + HEADER_TAG_BYTES if authenticated else 0
-    needed = _FIXED.size + 4 * (segments + max_tokens) + tags + _CHECKSUM.size
+    needed = _FIXED.size + 4 * (segments + max_tokens) + tags + _WRITER.size + _CHECKSUM.size
     return align_up(needed, PAGE)
 
 
@@ -106,14 +115,16 @@ def pack_header(header: Header, into: memoryview, authenticator: Authenticator |
     into[at_tokens:at_tags] = header.tokens
     into[at_tags:body] = header.salt + header.tags
     into[body:end] = bytes(end - body)
+    _WRITER.pack_into(into, end, *header.writer, 0)
+    end += _WRITER.size
     if authenticator:
         into[end : end + HEADER_TAG_BYTES] = authenticator.of_header(into[:end])
     _CHECKSUM.pack_into(into, header.header_bytes - 4, crc32(into[: header.header_bytes - 4]))
 
 
 def _end_of_body(nbytes: int, *, authenticated: bool) -> int:
-    """Where the header's own tag, if any, and its checksum begin."""
-    return nbytes - _CHECKSUM.size - (HEADER_TAG_BYTES if authenticated else 0)
+    """Where the version of the writer begins, before the header's own tag, if any, and its checksum."""
+    return nbytes - _CHECKSUM.size - (HEADER_TAG_BYTES if authenticated else 0) - _WRITER.size
 
 
 def peek_header_bytes(start: memoryview) -> int:
@@ -142,7 +153,7 @@ def parse_header(data: memoryview, authenticator: Authenticator | None = None) -
     if crc32(data[: nbytes - 4]) != checksum:
         raise FormatError("the header does not match its checksum")
     if authenticator:
-        end = _end_of_body(nbytes, authenticated=True)
+        end = _end_of_body(nbytes, authenticated=True) + _WRITER.size
         if not compare_digest(authenticator.of_header(data[:end]), data[end : end + HEADER_TAG_BYTES]):
             raise FormatError("the header was not written with this authentication key")
     return _decode(data, nbytes)
@@ -161,8 +172,12 @@ def _decode(data: memoryview, nbytes: int) -> Header:
     at_salt = at_tokens + 4 * tokens
     at_tags = at_salt + (SALT_BYTES if authenticated else 0)
     body = at_tags + (TAG_BYTES * sums if authenticated else 0)
-    if body > _end_of_body(nbytes, authenticated=authenticated):
+    end = _end_of_body(nbytes, authenticated=authenticated)
+    if body > end:
         raise FormatError(f"its {tokens} tokens do not fit the header")
+    writer = _WRITER.unpack_from(data, end)[:3]
+    if writer in REFUSED_WRITERS:
+        raise FormatError(f"it was written by lmkv {'.'.join(map(str, writer))}, whose chunks may be another prompt's")
     return Header(
         namespace=namespace,
         key=key,
@@ -174,6 +189,7 @@ def _decode(data: memoryview, nbytes: int) -> Header:
         tokens=bytes(data[at_tokens:at_salt]),
         salt=bytes(data[at_salt:at_tags]),
         tags=bytes(data[at_tags:body]),
+        writer=writer,
     )
 
 

@@ -29,6 +29,8 @@ logger = logging.getLogger("lmkv.vllm")
 
 Emptied = WeakKeyDictionary["nn.Module", dict[str, str]]
 
+_constants_of: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+"""The constants of each layer before its first step: some have others afterwards, and count calls."""
 _emptied: Emptied = WeakKeyDictionary()
 """Digests of the parameters that vLLM has packed into an opaque object, and left empty, by layer and name."""
 
@@ -144,7 +146,9 @@ def _identity(vllm_config: Any, models: Mapping[str, Any]) -> str:
             if scattered and "FusedMoE" in {kind.__name__ for kind in type(module).__mro__}:
                 continue
             sources.add(type(module).__module__)
-            parts = [f"{name}.{place}", type(module).__qualname__, *_constants(module), *_tensors(module, seen)]
+            if module not in _constants_of:
+                _constants_of[module] = list(_constants(module))
+            parts = [f"{name}.{place}", type(module).__qualname__, *_constants_of[module], *_tensors(module, seen)]
             digest.update(json.dumps(parts).encode())
     for source in sorted(sources):
         digest.update(_source(source))
@@ -163,7 +167,7 @@ _ADDRESSES = 1 << 40
 
 
 _HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer")
-"""Attributes that say how a layer is computed, and how far it has been compiled, which changes while it runs."""
+"""Attributes that say how a layer is computed, and differ between engines that compile it and those that do not."""
 
 
 def _constants(module: nn.Module) -> Iterator[str]:

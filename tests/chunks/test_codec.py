@@ -12,6 +12,7 @@ import pytest
 from attrs import evolve
 from hypothesis import example, given, strategies as st
 
+from lmkv import __version__
 from lmkv.chunks import codec
 from lmkv.chunks.codec import PAGE, FormatError, Header
 from lmkv.protocols import Chunk
@@ -70,9 +71,22 @@ def test_golden_bytes() -> None:
     payload = bytes(range(256)) * 40
     assert struct.unpack_from("<3I", data, 132) == tuple(zlib.crc32(payload[at : at + 4096]) for at in (0, 4096, 8192))
     assert data[144:176] == bytes(range(32))
-    assert data[176:4092] == bytes(4092 - 176)
+    assert data[176:4084] == bytes(4084 - 176)
+    assert struct.unpack_from("<4H", data, 4084) == (*codec.THIS_WRITER, 0)
+    assert __version__.startswith(".".join(map(str, codec.THIS_WRITER)))
     assert struct.unpack_from("<I", data, 4092) == (zlib.crc32(data[:4092]),)
     assert SMALL.file_bytes == 4096 + 12288
+
+
+def test_a_chunk_of_a_writer_that_is_known_to_be_wrong_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = memoryview(packed(evolve(SMALL, writer=(0, 0, 9))))
+    unknown = memoryview(packed(evolve(SMALL, writer=(0, 0, 0))))
+    assert codec.parse_header(older).writer == (0, 0, 9)
+    monkeypatch.setattr(codec, "REFUSED_WRITERS", {(0, 0, 9)})
+    with pytest.raises(FormatError, match=r"written by lmkv 0\.0\.9"):
+        codec.parse_header(older)
+    assert codec.parse_header(unknown).writer == (0, 0, 0)
+    assert codec.parse_header(memoryview(packed(SMALL))) == SMALL
 
 
 def test_every_flipped_bit_of_a_header_is_noticed() -> None:

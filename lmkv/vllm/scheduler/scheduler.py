@@ -122,12 +122,12 @@ class Scheduler:
         return self._store
 
     def keys_of(self, tokens: Sequence[int], cache_salt: str | None, tags: Mapping[str, str]) -> list[ChunkKey]:
-        """The keys of a prompt without images and adapters; none while it is unknown which weights are served.
+        """The keys of a prompt without images and adapters, as of the last lookup; none if the weights are unknown.
 
         Thread-safe.
         """
         identity = self._identity
-        if identity is None or self._suspicions:
+        if identity is None:
             return []
         return self._keys(tagged_root(self._namespace, tags.items(), identity, cache_salt), tokens)
 
