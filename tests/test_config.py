@@ -61,6 +61,7 @@ DEFAULTS: dict[str, object] = {
     "pin_ttl": 300.0,
     "audit_rate": 0.0,
     "audit_action": "drop",
+    "media_by_name": False,
     "agent_listen": None,
     "agent_token": None,
     "agent_token_file": None,

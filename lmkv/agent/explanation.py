@@ -21,6 +21,7 @@ ADVICE = {
     "failed": "A load for this request failed before: see the log.",
     "audited": "It was found, and computed all the same to compare both: see audit_rate.",
     "switched_off": "An audit has found a wrong chunk, and audit_action ends all loads: see the log, then restart.",
+    "unidentified": "It is unknown which weights, adapter or image it is computed with: see the log.",
 }
 """Reason of a miss -> its meaning and advice."""
 

@@ -224,6 +224,12 @@ class Config:
     audit_action: Literal["drop", "disable"] = _option(
         "drop", one_of("drop", "disable"), "What a wrong hit leads to: drop: its chunks go; disable: all loads end, too"
     )
+    media_by_name: bool = _option(
+        False,
+        boolean,
+        "Trust the names of images, sounds and videos: two contents of one name are then one. Only where no client "
+        "names them, or each name is a hash",
+    )
     agent_listen: str | None = _option(
         None, optional_text, "Where the agent API listens: 127.0.0.1:8377, or unix:/path; nowhere unless it is set"
     )

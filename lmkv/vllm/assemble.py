@@ -79,6 +79,7 @@ def make_scheduler(
         pin_ttl=config.pin_ttl,
         audit_rate=config.audit_rate,
         audit_action=config.audit_action,
+        media_by_name=config.media_by_name,
     )
     engines = vllm_config.parallel_config.data_parallel_size_local
     name = slab_name(str(transfer.engine_id), model.layout)

@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -216,12 +216,25 @@ def _source(name: str) -> bytes:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().contiguous().flatten()
-    if tensor.device.type == "cpu":
-        import torch
+    found = [_digest_of_part(part.contiguous().flatten()) for part in _parts(tensor.detach())]
+    return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
 
-        return hashlib.sha256(data.view(torch.uint8).numpy().data).hexdigest()
-    return digest_on_device(data)
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A tensor whose numbers do not lie in their order is copied piece by piece: a device has no memory left by now."""
+    if tensor.is_contiguous():
+        return [tensor]
+    row = max(1, tensor[0].numel() * tensor.element_size())
+    parts: Sequence[torch.Tensor] = tensor.split(max(1, 4 * _BLOCK // row))
+    return parts
+
+
+def _digest_of_part(data: torch.Tensor) -> str:
+    if data.device.type != "cpu":
+        return digest_on_device(data)
+    import torch
+
+    return hashlib.sha256(data.view(torch.uint8).numpy().data).hexdigest()
 
 
 _BLOCK = 1 << 20

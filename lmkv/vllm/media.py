@@ -31,9 +31,11 @@ class Media:
     """Digests of the items of one engine's requests. Called on the scheduling thread only.
 
     vLLM's caches know an item by its identifier alone: of two contents with one identifier it may compute either. So
-    the first digest of an identifier is remembered, and another one is no identity.
+    the first digest of an identifier is remembered, and another one is no identity. `by_name`: the operator vouches
+    for all names, and they are digests enough.
     """
 
+    by_name: bool = False
     _first: LRUCache[str, bytes] = field(factory=lambda: LRUCache(_REMEMBERED), init=False, repr=False)
     _warned: set[str] = field(factory=set, init=False, repr=False)
 
@@ -52,6 +54,8 @@ class Media:
         return {chunk: hashlib.sha256(canonical(tuple(sorted(found)))).digest() for chunk, found in parts.items()}
 
     def _digest(self, feature: Any) -> bytes:
+        if self.by_name:
+            return canonical(("name", str(feature.identifier)))
         data = getattr(feature, "data", None)
         if not data or any(getattr(element, "data", element) is None for element in data.values()):
             raise self._unnamed(

@@ -275,3 +275,14 @@ def test_the_digest_on_a_device_sees_each_bit_and_place(dtype: torch.dtype, size
         loaded.digest_on_device(torch.cat([data, data[:0], torch.zeros(dtype.itemsize, dtype=torch.uint8)]).view(dtype))
     )
     assert len(digests) == 1 + changed + 1 + (not torch.equal(swapped, data))
+
+
+def test_numbers_that_do_not_lie_in_their_order_are_digested_in_it() -> None:
+    """As weights that a kernel wants transposed, or padded."""
+    whole = torch.arange(3000 * 1100, dtype=torch.float32).reshape(3000, 1100)
+    padded = torch.zeros(3000, 1200)[:, :1100].copy_(whole)
+    assert (
+        loaded._digest(padded)
+        == loaded._digest(whole.t().contiguous().t())
+        != loaded._digest(whole.flip(0).t().contiguous().t())
+    )

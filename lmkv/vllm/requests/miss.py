@@ -19,8 +19,8 @@ class Miss:
 
     @property
     def looked_up(self) -> int:
-        """The tokens that were looked up, and missed: none of a request that wants no load."""
-        return 0 if self.reason == "skip_load" else self.tokens
+        """The tokens that were looked up, and missed: none of a request that wants no load, or may have none."""
+        return 0 if self.reason in ("skip_load", "unidentified") else self.tokens
 
     def __str__(self) -> str:
         where = "" if self.tier is None else f" from {self.tier}" if self.reason == "evicted" else f" in {self.tier}"

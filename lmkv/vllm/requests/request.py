@@ -116,6 +116,8 @@ class RequestState:
     """Whether it was decided if its hit is audited."""
     audit: Audit | None = field(default=None, repr=False)
     """The hit that it computes all the same."""
+    unidentified: bool = False
+    """What it is computed with has no identity, or had another one when it began."""
     disabled: bool = False
     """A load of this request failed: it computes the rest, and no further load is offered."""
 
@@ -142,12 +144,10 @@ class RequestState:
         lora, adapter = getattr(request, "lora_request", None), ""
         if lora is not None:
             adapter = adapters.identity(lora)
-            options.skip_save |= not adapter
-            options.skip_load |= not adapter
-        if identity is None:
-            options.skip_save = options.skip_load = True
         root = request_root(namespace, request, options.tags, identity or "", adapter)
         state = cls(request, root, options, patience, chunk_size, save_tails, media, states=states)
+        if identity is None or (lora is not None and not adapter):
+            state.leave_out()
         state.follow()
         return state
 
@@ -163,10 +163,15 @@ class RequestState:
         try:
             extras = self.media.extras(self.request, self.chunk_size)
         except UnnamedMediaError:
-            extras, self.options.skip_save, self.options.skip_load = {}, True, True
+            extras = {}
+            self.leave_out()
         tokens, tail = self.known_tokens, self.save_tails
         self.chain, self.tail = hash_prompt(tokens, self.root, self.chunk_size, extras, tail=tail)
         self.tail_chunk, self.tail_due = len(self.chain.keys), True
+
+    def leave_out(self) -> None:
+        """Store and load nothing: it is unknown what the request is computed with, in part at least."""
+        self.unidentified = self.options.skip_save = self.options.skip_load = True
 
     @property
     def tenants(self) -> list[str]:

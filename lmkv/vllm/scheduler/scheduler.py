@@ -107,7 +107,7 @@ class Scheduler:
         """Requests that have come since then."""
         self._across: set[str] = set()
         """Requests with KV from before a change of weights. vLLM keeps their blocks for others."""
-        self._media, self._adapters = Media(), Adapters(load_adapter)
+        self._media, self._adapters = Media(self._options.media_by_name), Adapters(load_adapter)
 
     def __repr__(self) -> str:
         return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"
@@ -292,10 +292,14 @@ class Scheduler:
             return None, False
         if not self._may_load(state):
             if self._options.loads:
-                reason = "failed" if state.disabled else "switched_off" if self.audit.loads_off else "skip_load"
-                self.loading.refuse(state, num_computed_tokens, reason)
+                self.loading.refuse(state, num_computed_tokens, self._why_not(state))
             return 0, False
         return self.loading.match(state, num_computed_tokens)
+
+    def _why_not(self, state: RequestState) -> str:
+        if state.disabled:
+            return "failed"
+        return "unidentified" if state.unidentified else "switched_off" if self.audit.loads_off else "skip_load"
 
     def update_state_after_alloc(self, request: Request, block_ids: BlockTables, num_external_tokens: int) -> None:
         """Blocks are allocated: order the load that was promised, or release its lease."""
@@ -459,7 +463,7 @@ class Scheduler:
         self._taint_all()
         for state in self._requests.values():
             state.drop_lease()
-            state.options.skip_save = state.options.skip_load = True
+            state.leave_out()
             self.audit.end(state)
         self._across |= self._requests.keys()
 
