@@ -450,6 +450,8 @@ class Scheduler:
     def reset(self) -> None:
         """Empty host memory. Lower tiers keep their chunks, which are found again if the weights are still the same."""
         self.suspect()
+        # Copies under way may be of requests that have ended.
+        self._taint_all()
         self._store.clear(lower=False)
         self._observer.reset()
 
@@ -457,10 +459,9 @@ class Scheduler:
         """Weights may have changed: ask for their identity before the next lookup.
 
         Requests that run were computed with earlier weights, at least in part: they store and load nothing any more.
+        Stores under way were computed with the earlier ones, and keep their name.
         """
         self._suspicions += 1
-        # Copies under way may be of requests that have ended.
-        self._taint_all()
         for state in self._requests.values():
             state.drop_lease()
             state.leave_out()
