@@ -343,7 +343,7 @@ def newest(args: list[str]) -> int:
 
 
 def lint(args: list[str]) -> int:
-    checks = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "--strict", "lmkv"])
+    checks = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "--strict", "lmkv"], ["mypy", "benchmarks"])
     codes = [run(*check, cwd=ROOT) for check in checks]
     return max(*codes, docs([]))
 

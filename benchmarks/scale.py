@@ -104,7 +104,7 @@ def explaining(explainer: Explainer, store: TieredStore) -> float:
         raise RuntimeError("no eviction is remembered")
     namespace = Namespace(model="scale", dtype="bfloat16", chunk_size=TOKENS, block_size=16)
     prompts = [Request(str(number), list(range(CHAIN * TOKENS))) for number in gone]
-    engine = {"media": Media(), "adapters": Adapters(), "save_tails": False}
+    engine = {"media": Media(), "adapters": Adapters(lambda lora: None), "save_tails": False}
     states = [RequestState.of(prompt, namespace, "", TOKENS, Patience(1.0), **engine) for prompt in prompts]
     chains = [[key_of(number), *(key_of(number + more << 40) for more in range(1, CHAIN))] for number in gone]
 

@@ -163,8 +163,8 @@ def main() -> int:
                 answers[when][name].append(answer)
             if name in PLAIN:
                 used[f"{PLAIN[name]}{POLLING}"].append(seconds_of(plain[PLAIN[name]]))
-        for engine in engines.values():
-            engine.leave()
+        for process in engines.values():
+            process.leave()
     hits = {name: min(each.hit_tokens for given in answers.values() for each in given[name]) for name in asked}
     found = [Row(f"least hit of {tokens:,} tokens, {name}, {how}", hit, "tokens") for name, hit in hits.items()]
     used |= {name: paused[name] for name in plain}
