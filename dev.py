@@ -343,7 +343,12 @@ def newest(args: list[str]) -> int:
 
 
 def lint(args: list[str]) -> int:
-    checks = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "--strict", "lmkv"], ["mypy", "benchmarks"])
+    checks = (
+        ["ruff", "check", "."],
+        ["ruff", "format", "--check", "."],
+        ["mypy", "--strict", "lmkv"],
+        ["mypy", "benchmarks"],
+    )
     codes = [run(*check, cwd=ROOT) for check in checks]
     return max(*codes, docs([]))
 

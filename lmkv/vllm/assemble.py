@@ -87,7 +87,7 @@ def make_scheduler(
     events = None if describe_blocks is None else EventRecorder(store, model.block_map, describe_blocks)
     loaded = Loaded(compat.calling_core())
     scheduler = Scheduler(store, model.namespace, model.block_map, options, events, loaded, loaded.adapter)
-    loaded.on_change(scheduler.suspect)
+    loaded.watch(scheduler)
     scheduler.loading.stop_at = compat.stop_at
     return scheduler
 

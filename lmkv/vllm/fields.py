@@ -73,7 +73,13 @@ def described(vllm_config: Any, *, drafts: bool) -> str:
 
 def as_json(value: Any) -> str:
     """The same text for the same value in every process."""
-    return json.dumps(value, sort_keys=True, default=_plain)
+    return json.dumps(_with_text_keys(value), sort_keys=True, default=lambda part: _with_text_keys(_plain(part)))
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(part) for key, part in value.items()}
+    return [_with_text_keys(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _plain(value: Any) -> Any:

@@ -79,24 +79,34 @@ class Adapters:
     """
 
     _load: Callable[[Any], Adapter | None]
-    _known: LRUCache[tuple[str, int], Adapter] = field(factory=lambda: LRUCache(1024), init=False)
+    _known: LRUCache[int, tuple[str, Adapter]] = field(factory=lambda: LRUCache(1024), init=False)
+    """By number, the path of what was loaded under it, and its digest."""
 
     def identity(self, lora: Any) -> str:
         """A digest of its weights and scales. Returns "", and warns, if it is unknown."""
         path, number = str(lora.lora_path), int(getattr(lora, "lora_int_id", 0))
         if getattr(lora, "load_inplace", False):
             return self._unknown(path, number, "it is read again in every step (load_inplace)")
-        if (path, number) not in self._known:
+        if number not in self._known or self._known[number][0] != path:
             found = self._load(lora)
             if found is None or not all(found):
                 return self._unknown(path, number, "no worker tells what it has loaded")
-            self._known[path, number] = found
-        digest, before = self._known[path, number]
+            self._known[number] = path, found
+        digest, before = self._known[number][1]
         if digest and stamps(folder_of(path)) != before:
             return self._unknown(path, number, "its files have changed since; load it under another number")
         return digest
 
+    def loaded(self, number: int, digest: str) -> None:
+        """A worker has loaded this under the number. What was known of it holds if it is the same."""
+        if number in self._known and self._known[number][1][0] != digest:
+            self.forget(number)
+
+    def forget(self, number: int) -> None:
+        """Ask the workers again for the adapter of this number."""
+        self._known.pop(number, None)
+
     def _unknown(self, path: str, number: int, why: str) -> str:
         logger.warning("lmkv: requests with the adapter %s are not cached: %s", path, why)
-        self._known[path, number] = "", ()
+        self._known[number] = path, ("", ())
         return ""

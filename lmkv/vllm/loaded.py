@@ -6,7 +6,9 @@ they may have changed since vLLM has read them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import logging
@@ -14,8 +16,9 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 from lmkv.vllm.identity import Adapter, folder_of, stamps
@@ -58,14 +61,18 @@ def watch_packing() -> None:
 
 
 def _registered(module: nn.Module, name: str, new: Any) -> None:
-    old = module._parameters.get(name)
-    if new is None or new.numel():
-        return
-    if old is None:
-        # It has been empty from the beginning.
-        _emptied.setdefault(module, {}).setdefault(name, "")
-    elif old.numel() and not old.is_meta:
-        _emptied.setdefault(module, {})[name] = _digest(old)
+    """Never raises: it is called for the modules of every program in this process."""
+    with suppress(Exception):
+        # Parameters without a size yet raise here.
+        if new is None or new.numel():
+            return
+        old = module._parameters.get(name)
+        if old is None:
+            # It has been empty from the beginning.
+            _emptied.setdefault(module, {}).setdefault(name, "")
+        elif old.numel() and not old.is_meta:
+            _emptied.setdefault(module, {}).pop(name, None)
+            _emptied[module][name] = _digest(old)
 
 
 def identity(worker: Any) -> str:
@@ -81,33 +88,48 @@ def identity(worker: Any) -> str:
 
 
 def adapter(worker: Any, lora: Any) -> Adapter | None:
-    """What a worker has loaded of an adapter, which it loads if it has not; None if it cannot tell. Never raises.
+    """What a worker has loaded of an adapter, or would load now; None if it cannot tell. Never raises.
 
-    Its digest is taken when vLLM has read the files, and before it merges weights and scales.
+    It loads nothing into vLLM, which would drop the adapter of a running request for it.
     """
     try:
         manager = worker.model_runner.lora_manager
-        if not hasattr(manager, "lmkv_adapters"):
-            return None
-        worker.add_lora(lora)
-        found: Adapter | None = manager.lmkv_adapters.get(lora.lora_int_id)
-        return found
+        if lora.lora_int_id in manager.list_adapters():
+            path, found = manager.lmkv_adapters.get(lora.lora_int_id, ("", None))
+            return found if path == str(lora.lora_path) else None
+        before = stamps(folder_of(str(lora.lora_path)))
+        return _adapter_digest(manager.lmkv_load(lora)), before
     except Exception as error:
         logger.warning("lmkv: a worker does not tell what it has loaded of the adapter %s: %r", lora.lora_path, error)
         return None
 
 
+_loads: set[tuple[int, str]] = set()
+
+
+def take_loads() -> set[tuple[int, str]]:
+    """The adapters that vLLM has loaded in this process since the last call: number and digest, "" if unknown."""
+    taken = set(_loads)
+    _loads.difference_update(taken)
+    return taken
+
+
 def _watch_adapters(manager: Any) -> None:
-    """Note what vLLM loads from now on, as adapters are loaded after its start. Idempotent."""
+    """Note what vLLM loads from now on; it loads adapters after its start. Idempotent."""
     if hasattr(manager, "lmkv_adapters"):
         return
-    load, manager.lmkv_adapters = manager._load_adapter, {}
+    _loads.clear()
+    load = manager.lmkv_load = manager._load_adapter
+    manager.lmkv_adapters = {}
 
     def load_adapter(lora: Any) -> Any:
         before = stamps(folder_of(str(lora.lora_path)))
-        manager.lmkv_adapters.pop(lora.lora_int_id, None)
-        found = load(lora)
-        manager.lmkv_adapters[lora.lora_int_id] = _adapter_digest(found), before
+        found, digest = load(lora), ""
+        with suppress(Exception):
+            # Before vLLM merges weights and scales.
+            digest = _adapter_digest(found)
+        manager.lmkv_adapters[lora.lora_int_id] = str(lora.lora_path), (digest, before)
+        _loads.add((lora.lora_int_id, digest))
         return found
 
     manager._load_adapter = load_adapter
@@ -138,22 +160,25 @@ def _identity(vllm_config: Any, models: Mapping[str, Any]) -> str:
     files = stamps(folder_of(source_of(vllm_config.model_config), "config.json")) if scattered else ()
     if scattered and not files:
         raise ValueError("each data parallel engine has some of the experts, and no file tells of the others")
-    digest, seen, sources = hashlib.sha256(config_digest(vllm_config.model_config).encode()), dict[Any, str](), set()
+    digest = hashlib.sha256(config_digest(vllm_config.model_config).encode())
+    seen, packages = dict[Any, str](), set[str]()
     for name, model in models.items():
         if not hasattr(model, "named_modules"):
             continue
         for place, module in model.named_modules():
-            if scattered and "FusedMoE" in {kind.__name__ for kind in type(module).__mro__}:
+            if scattered and _EXPERTS & {kind.__name__ for kind in type(module).__mro__}:
                 continue
-            sources.add(type(module).__module__)
+            packages.update(kind.__module__.partition(".")[0] for kind in type(module).__mro__)
             if module not in _constants_of:
                 _constants_of[module] = list(_constants(module))
             parts = [f"{name}.{place}", type(module).__qualname__, *_constants_of[module], *_tensors(module, seen)]
             digest.update(json.dumps(parts).encode())
-    for source in sorted(sources):
-        digest.update(_source(source))
-    digest.update(repr(files).encode())
+    digest.update(repr((files, [_source(package) for package in sorted(packages)])).encode())
     return digest.hexdigest()
+
+
+_EXPERTS = {"FusedMoE", "RoutedExperts"}
+"""vLLM's classes of layers with the weights of experts, by version."""
 
 
 def experts_are_scattered(vllm_config: Any) -> bool:
@@ -172,13 +197,15 @@ _HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer")
 
 def _constants(module: nn.Module) -> Iterator[str]:
     """Numbers and names that a layer computes with, and that are in no tensor: scales, windows, limits, backends."""
-    for owner in (module, getattr(module, "impl", None), getattr(module, "quant_method", None)):
+    for owner in (module, *(getattr(module, name, None) for name in ("impl", "quant_method", "scheme"))):
         if owner is None:
             continue
         yield type(owner).__qualname__
-        for name, value in sorted(vars(owner).items(), key=str):
+        for name, value in sorted(getattr(owner, "__dict__", {}).items(), key=str):
             if _is_constant(value) and not _HOW.search(name):
                 yield f"{name}={value!r}"
+            elif hasattr(value, "untyped_storage") and "scale" in name:
+                yield f"{name} {_digest(value)}"
 
 
 def _is_constant(value: Any) -> bool:
@@ -204,15 +231,21 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
         yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {seen[place]}"
 
 
-def _source(name: str) -> bytes:
-    """A digest of a module's source, where neither vLLM's version nor PyTorch's stands for it."""
-    if name.partition(".")[0] in ("vllm", "torch"):
-        return b""
-    try:
-        path = inspect.getsourcefile(sys.modules[name])
-        return hashlib.sha256(Path(path).read_bytes() if path else b"").digest()
-    except (OSError, TypeError, KeyError):
-        return name.encode()
+@functools.cache
+def _source(package: str) -> str:
+    """A digest of the code of a package, as far as it is loaded at first; vLLM's and PyTorch's versions are known."""
+    if package in ("vllm", "torch", "builtins", "abc"):
+        return ""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        if package == "transformers":
+            return importlib.metadata.version(package)
+    digest = hashlib.sha256(package.encode())
+    for name, module in sorted(sys.modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            with suppress(OSError, TypeError):
+                path = inspect.getsourcefile(module)
+                digest.update(name.encode() + (Path(path).read_bytes() if path else b""))
+    return digest.hexdigest()
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -251,6 +284,8 @@ def digest_on_device(data: torch.Tensor) -> str:
     import torch
 
     octets = data.view(torch.uint8)
+    if octets.storage_offset() % 4:
+        octets = octets.clone()
     whole = octets[: octets.numel() // 4 * 4].view(torch.int32)
     rest = octets[whole.numel() * 4 :].to(torch.int64)
     rows = [_factors(row, min(_BLOCK, whole.numel()), data.device) for row in (1, 2)]
@@ -306,22 +341,48 @@ class Loaded:
             return None
         return " ".join(sorted({digest for digest, _ in known})), known[0][1]
 
-    def on_change(self, call: Callable[[], None]) -> None:
-        """Have `call()` called whenever the engine was told to do something after which its weights may be others."""
+    def watch(self, scheduler: Watcher) -> None:
+        """Have the scheduler side told whenever the engine is asked for something that may change what it computes."""
         core = self._core()
         if core is None:
             return
-        original, reset = core.collective_rpc, core.reset_prefix_cache
 
-        def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(method, *args, **kwargs)
-            finally:
-                if not (isinstance(method, str) and method in KEEPS_WEIGHTS):
-                    call()
+        def around(name: str, after: Callable[..., None]) -> None:
+            original = getattr(core, name, None)
+            if original is None:
+                return
 
-        def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
-            call()
-            return reset(*args, **kwargs)
+            # vLLM reads the signature of what clients call.
+            @functools.wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    after(*args, **kwargs)
 
-        core.collective_rpc, core.reset_prefix_cache = collective_rpc, reset_prefix_cache
+            setattr(core, name, call)
+
+        def after_rpc(method: Any = None, *_: Any, **__: Any) -> None:
+            if not (isinstance(method, str) and method in KEEPS_WEIGHTS):
+                scheduler.suspect()
+
+        def after_reset(running: bool = False, connector: bool = False, **given: Any) -> None:
+            # The connector is told of its own.
+            if not given.get("reset_connector", connector):
+                scheduler.suspect()
+
+        around("collective_rpc", after_rpc)
+        around("reset_prefix_cache", after_reset)
+        around("reset_encoder_cache", scheduler.forget_media)
+        around("add_lora", lambda lora_request: scheduler.forget_adapter(lora_request.lora_int_id))
+        around("remove_lora", scheduler.forget_adapter)
+
+
+class Watcher(Protocol):
+    """The scheduler side, as far as it is told of changes."""
+
+    def suspect(self) -> None: ...
+
+    def forget_media(self) -> None: ...
+
+    def forget_adapter(self, number: int) -> None: ...

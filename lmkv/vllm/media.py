@@ -36,35 +36,50 @@ class Media:
     """
 
     by_name: bool = False
-    _first: LRUCache[str, bytes] = field(factory=lambda: LRUCache(_REMEMBERED), init=False, repr=False)
+    _first: LRUCache[str, tuple[bytes, tuple[str, str]]] = field(
+        factory=lambda: LRUCache(_REMEMBERED), init=False, repr=False
+    )
     _warned: set[str] = field(factory=set, init=False, repr=False)
 
-    def extras(self, request: Any, chunk_size: int) -> Mapping[int, bytes]:
+    def extras(self, request: Any, chunk_size: int, weights: str = "", adapter: str = "") -> Mapping[int, bytes]:
         """Digests of the items that overlap each chunk, by its number: their placeholder tokens are all alike.
 
-        An item counts with its kind, its digest and its position relative to the chunk. Raises UnnamedMediaError.
+        An item counts with its kind, its digest and its position relative to the chunk. `weights`,
+        `adapter`: identities of what vLLM encodes them with. Raises UnnamedMediaError.
         """
         parts: dict[int, list[tuple[int, int, str, bytes]]] = {}
-        for feature in getattr(request, "mm_features", None) or ():
-            digest = self._digest(feature)
+        features = getattr(request, "mm_features", None) or ()
+        # All of them, as vLLM encodes those behind one without a name, too.
+        name = getattr(getattr(request, "lora_request", None), "lora_name", None)
+        # An adapter of the encoder is part of an item's identifier.
+        with_adapter = {False: (weights, ""), True: (weights, adapter)}
+        digests = [self._digest(each, with_adapter[str(each.identifier).startswith(f"{name}:")]) for each in features]
+        for feature, digest in zip(features, digests, strict=True):
+            if isinstance(digest, UnnamedMediaError):
+                raise digest
             offset, length = feature.mm_position.offset, feature.mm_position.length
             for chunk in range(offset // chunk_size, -(-(offset + length) // chunk_size)):
                 place = offset - chunk * chunk_size
                 parts.setdefault(chunk, []).append((place, length, str(feature.modality), digest))
         return {chunk: hashlib.sha256(canonical(tuple(sorted(found)))).digest() for chunk, found in parts.items()}
 
-    def _digest(self, feature: Any) -> bytes:
-        if self.by_name:
-            return canonical(("name", str(feature.identifier)))
-        data = getattr(feature, "data", None)
-        if not data or any(getattr(element, "data", element) is None for element in data.values()):
-            raise self._unnamed(
+    def clear(self) -> None:
+        """vLLM has forgotten all items that it had encoded."""
+        self._first.clear()
+
+    def _digest(self, feature: Any, encoded_with: tuple[str, str]) -> bytes | UnnamedMediaError:
+        digest = canonical(("name", str(feature.identifier))) if self.by_name else _of_tensors(feature)
+        if digest is None:
+            return self._unnamed(
                 "an item's tensors are not in the scheduler's process (--mm-processor-cache-type shm, or embeddings "
                 "that another engine has made)"
             )
-        digest = digest_of(data)
-        if self._first.setdefault(str(feature.identifier), digest) != digest:
-            raise self._unnamed("an item has the identifier of another one, of which vLLM may use what it has cached")
+        mine = digest, encoded_with
+        if self._first.setdefault(str(feature.identifier), mine) != mine:
+            return self._unnamed(
+                "an item has the identifier of another one, or of one that was encoded with other weights, of which "
+                "vLLM may use what it has cached, until its encoder cache is reset"
+            )
         return digest
 
     def _unnamed(self, why: str) -> UnnamedMediaError:
@@ -72,6 +87,13 @@ class Media:
             self._warned.add(why)
             logger.warning("lmkv: requests with such images, sounds or videos are not cached: %s", why)
         return UnnamedMediaError(why)
+
+
+def _of_tensors(feature: Any) -> bytes | None:
+    data = getattr(feature, "data", None)
+    if not data or any(getattr(element, "data", element) is None for element in data.values()):
+        return None
+    return digest_of(data)
 
 
 def digest_of(data: Mapping[str, Any]) -> bytes:

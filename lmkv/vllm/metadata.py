@@ -70,12 +70,14 @@ class WorkerReport:
     """The jobs, and the timed steps, that have ended since the last report.
 
     `mapped`: ranks that have the slab. `refusal`: why a rank fails every order from now on, "" if none does.
+    `adapters`: number and digest of each adapter that was loaded.
     """
 
     jobs: dict[int, JobReport] = field(factory=dict)
     steps: set[int] = field(factory=set)
     mapped: set[int] = field(factory=set)
     refusal: str = ""
+    adapters: set[tuple[int, str]] = field(factory=set)
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Both reports in one; the order does not matter, because ranks answer in any order."""
@@ -83,7 +85,8 @@ class WorkerReport:
         for job, report in other.jobs.items():
             merged[job] = merged[job].merge(report) if job in merged else report
         refusal = max(self.refusal, other.refusal)
-        return WorkerReport(merged, self.steps | other.steps, self.mapped | other.mapped, refusal)
+        adapters = self.adapters | other.adapters
+        return WorkerReport(merged, self.steps | other.steps, self.mapped | other.mapped, refusal, adapters)
 
 
 class StepPlanBuilder:

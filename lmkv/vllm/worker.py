@@ -26,6 +26,7 @@ from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
 from lmkv.vllm.comparer import Comparer, Comparing
 from lmkv.vllm.layerwise import LayerwiseTransfer, NotReadyError
+from lmkv.vllm.loaded import take_loads
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.observe.metrics import Samples, Values
 
@@ -352,9 +353,10 @@ class Worker:
             self._follow(item.order, item.event, item.started)
 
     def take_report(self) -> WorkerReport | None:
-        """The copies that ended since the last call, or None."""
+        """The copies that ended since the last call, and the adapters that were loaded, or None."""
         report, self._report = self._report, WorkerReport()
-        return report if report.jobs or report.steps else None
+        report.adapters = take_loads()
+        return report if report.jobs or report.steps or report.adapters else None
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that loads have failed to fill since the last call."""

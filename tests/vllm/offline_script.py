@@ -52,6 +52,10 @@ def main(model: str, result: str, stay: bool) -> None:
         return {"ids": list(output.outputs[0].token_ids), "hit": report["hit_tokens"]}
 
     answers = {"cold": ask(70), "others": [ask(71), ask(72), ask(73)], "warm": ask(70), "main": os.getpid()}
+    # vLLM reads the signatures of what it calls for a client.
+    answers["workers"] = llm.collective_rpc("check_health")
+    answers["reset"] = llm.reset_prefix_cache(reset_connector=True)
+    answers["emptied"] = ask(70)
     unfinished = Path(f"{result}.tmp")
     unfinished.write_text(json.dumps(answers))
     unfinished.rename(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def over_disk(base: Path, folder: Path, **options: Any) -> Iterator[Engine]:
         assert running.store.drain(LIMIT)
 
 
-def ask(running: Engine, adapter: Path, number: int = 1) -> tuple[list[int], int]:
+def ask(running: Engine, adapter: Path, number: int = 1, ids: list[int] = IDS) -> tuple[list[int], int]:
     """The answer with an adapter, and the tokens that were loaded for it."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -43,7 +43,7 @@ def ask(running: Engine, adapter: Path, number: int = 1) -> tuple[list[int], int
         extra_args={"kv_transfer_params": {"lmkv.report": True}},
     )  # fmt: skip
     request = LoRARequest("a", number, str(adapter))
-    [output] = running.llm.generate([{"prompt_token_ids": IDS}], params, lora_request=request, use_tqdm=False)
+    [output] = running.llm.generate([{"prompt_token_ids": ids}], params, lora_request=request, use_tqdm=False)
     return list(output.outputs[0].token_ids), external_hits(output)
 
 
@@ -118,3 +118,71 @@ def test_an_adapter_that_vllm_has_dropped_and_read_again(base: Path, tmp_path: P
         new, hit = ask(running, adapter)
         assert hit == 0
         assert new != old
+
+
+def begun(running: Engine, name: str, adapter: Path, number: int, tokens: int) -> Callable[[], list[int]]:
+    """A request that runs on while others come: each call makes a step, and returns its answer up to now."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    engine, found = running.llm.llm_engine, list[int]()
+    ANSWERS[name] = found
+    engine.add_request(name, {"prompt_token_ids": IDS}, params, lora_request=LoRARequest("a", number, str(adapter)))
+
+    def step() -> list[int]:
+        for output in engine.step():
+            ANSWERS[output.request_id][:] = output.outputs[0].token_ids
+        return found
+
+    return step
+
+
+ANSWERS: dict[str, list[int]] = {}
+
+
+def has(request: Callable[[], list[int]], tokens: int) -> None:
+    while len(request()) < tokens:
+        pass
+
+
+def test_a_request_with_another_adapter_leaves_a_running_ones_where_it_is(base: Path, tmp_path: Path) -> None:
+    """vLLM has room for one adapter: it would read the first one again, whose files are gone."""
+    adapter, other = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "other", seed=2)
+    with over_disk(base, tmp_path / "kv", max_cpu_loras=1) as running:
+        first = begun(running, "first", adapter, 1, 30)
+        has(first, 2)
+        adapter.rename(tmp_path / "gone")
+        second = begun(running, "second", other, 2, 8)
+        has(first, 30)
+        has(second, 8)
+
+
+def test_what_runs_while_its_adapter_is_replaced_stores_nothing_more(base: Path, tmp_path: Path) -> None:
+    """In place, as `load_lora_adapter` has it: chunks of both would be stored as those of the first one."""
+    from vllm.lora.request import LoRARequest
+
+    adapter, other = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "other", seed=2)
+    with over_disk(base, tmp_path / "kv") as running:
+        across = begun(running, "across", adapter, 1, 600)
+        has(across, 1)
+        request = LoRARequest("a", 1, str(other), load_inplace=True)
+        assert running.llm.llm_engine.add_lora(request)
+        has(across, 600)
+        follow = [*IDS, *across()]
+    with over_disk(base, tmp_path / "kv") as restarted:
+        assert 0 < ask(restarted, adapter, ids=follow)[1] < LENGTH
+
+
+def test_a_number_that_means_another_adapter_now(base: Path, tmp_path: Path) -> None:
+    adapter, other = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "other", seed=2)
+    third = write_adapter(tmp_path / "third", seed=3)
+    with over_disk(base, tmp_path / "kv", max_cpu_loras=1) as running:
+        ask(running, adapter, number=1)
+        ask(running, third, number=2)
+        has_other, _ = ask(running, other, number=1)
+        running.forget_local()
+        # vLLM goes by the number, and computes with the other one.
+        assert ask(running, adapter, number=1) == (has_other, 0)
+        running.forget_local()
+        assert ask(running, other, number=1) == (has_other, LENGTH - 1)

@@ -200,8 +200,7 @@ def test_blocks_of_a_request_that_runs_across_a_change_get_no_name(model: Path, 
         has(across, 400)
         running.forget_local()
         (found,) = running.run([follow], logprobs=1)
-    # What ran meanwhile is in no tier; what came afterwards was computed anew.
-    assert external_hits(found) == (len(follow) - 1 if ended else 800)
+    assert external_hits(found) == len(follow) - 1
     with engine(model, connector=None) as plain:
         plain.llm.apply_model(change)
         (right,) = plain.run([follow], logprobs=1)
@@ -251,6 +250,19 @@ def test_a_call_that_leaves_weights_alone_is_no_change(model: Path, tmp_path: Pa
         assert answer(running, [*IDS, *across()])[0] > LENGTH, "it stores what it has decoded"
 
 
+def test_others_of_the_same_prompt_are_stored_while_a_request_runs_across_a_change(model: Path, tmp_path: Path) -> None:
+    with over_disk(model, tmp_path) as running:
+        across = begun(running, IDS, 400)
+        has(across, 1)
+        running.llm.apply_model(change)
+        for number in range(3):
+            has(begun(running, [*IDS, 7 + number], 1), 1)
+        assert running.llm.llm_engine.has_unfinished_requests()
+        has(across, 400)
+        running.forget_local()
+        assert answer(running, [*IDS, 9])[0] == LENGTH
+
+
 # -- the digest on a device ---------------------------------------------------------------------------------
 
 
@@ -286,3 +298,15 @@ def test_numbers_that_do_not_lie_in_their_order_are_digested_in_it() -> None:
         == loaded._digest(whole.t().contiguous().t())
         != loaded._digest(whole.flip(0).t().contiguous().t())
     )
+
+
+def test_a_view_that_begins_between_words_has_a_digest() -> None:
+    data = torch.arange(1000, dtype=torch.int16)
+    assert loaded.digest_on_device(data[1:]) == loaded.digest_on_device(data[1:].clone())
+
+
+def test_layers_without_a_size_yet_are_made_as_ever() -> None:
+    loaded.watch_packing()
+    layer = torch.nn.LazyLinear(3)
+    layer(torch.zeros(1, 2))
+    assert layer.weight.shape == (3, 2)

@@ -176,3 +176,30 @@ def test_names_that_the_operator_vouches_for_are_enough(blip2: Path, tmp_path: P
     assert external_hits(cold) == 0
     assert external_hits(warm) == len(warm.prompt_token_ids) - 1
     assert answer(warm) == answer(cold)
+
+
+def test_an_image_that_was_encoded_with_earlier_weights_is_not_cached(
+    blip2: Path, tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    """vLLM keeps what it has encoded until it is told to reset that, too."""
+
+    def change(network: Any) -> None:
+        network.language_projection.weight.data.mul_(-1)
+
+    with over_disk(blip2, tmp_path) as running:
+        assert answer(asks(running, "red")) == expected["red"]
+        running.llm.apply_model(change)
+        assert running.llm.reset_prefix_cache()
+        stale = asks(running, "red")
+        assert external_hits(stale) == 0
+        core = running.llm.llm_engine.engine_core.engine_core
+        core.reset_encoder_cache()
+        assert running.llm.reset_prefix_cache()
+        fresh = asks(running, "red")
+        assert external_hits(fresh) < 64, "no chunk that has the image"
+        assert answer(fresh) != expected["red"]
+    with over_disk(blip2, tmp_path) as restarted:
+        restarted.llm.apply_model(change)
+        again = asks(restarted, "red")
+        assert answer(again) == answer(fresh)
+        assert external_hits(again) == len(again.prompt_token_ids) - 1

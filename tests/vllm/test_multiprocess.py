@@ -80,6 +80,7 @@ def test_hits_equal_outputs_and_a_clean_exit(model: Path, tmp_path: Path, tempor
     assert [answers["cold"]["hit"], *(other["hit"] for other in answers["others"])] == [0] * 4
     assert answers["warm"]["hit"] == LENGTH - 1
     assert answers["warm"]["ids"] == answers["cold"]["ids"]
+    assert (answers["workers"], answers["reset"], answers["emptied"]["hit"]) == ([None], True, 0)
     assert "Traceback" not in log_of(tmp_path)
     assert left_in(temporary) == []
 

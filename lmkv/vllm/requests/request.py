@@ -69,6 +69,10 @@ class RequestState:
     chunk_size: int = field(repr=False)
     save_tails: bool = field(repr=False)
     media: Media = field(repr=False)
+    weights: str = field(default="", repr=False)
+    """Their identity."""
+    adapter: tuple[int, str] = (0, "")
+    """Its number, 0 without one, and its identity."""
     chain: KeyChain = field(init=False, repr=lambda chain: f"<{len(chain.keys)} keys>")
     prompt_tokens: int = -1
     """Length of the prompt that `chain` and `tail` belong to; the prompt of a session grows with each input."""
@@ -145,7 +149,9 @@ class RequestState:
         if lora is not None:
             adapter = adapters.identity(lora)
         root = request_root(namespace, request, options.tags, identity or "", adapter)
-        state = cls(request, root, options, patience, chunk_size, save_tails, media, states=states)
+        number = int(getattr(lora, "lora_int_id", 0))
+        made = request, root, options, patience, chunk_size, save_tails, media, identity or "", (number, adapter)
+        state = cls(*made, states=states)
         if identity is None or (lora is not None and not adapter):
             state.leave_out()
         state.follow()
@@ -161,7 +167,7 @@ class RequestState:
             return
         self.prompt_tokens = prompt_tokens
         try:
-            extras = self.media.extras(self.request, self.chunk_size)
+            extras = self.media.extras(self.request, self.chunk_size, self.weights, self.adapter[1])
         except UnnamedMediaError:
             extras = {}
             self.leave_out()

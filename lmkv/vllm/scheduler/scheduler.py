@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -105,8 +105,8 @@ class Scheduler:
         """Calls of `suspect` since the workers were asked."""
         self._put_off: set[str] = set()
         """Requests that have come since then."""
-        self._across: set[str] = set()
-        """Requests with KV from before a change of weights. vLLM keeps their blocks for others."""
+        self._across: dict[str, set[int]] = {}
+        """Requests with KV from before a change of weights, and their blocks, of which others may get none."""
         self._media, self._adapters = Media(self._options.media_by_name), Adapters(load_adapter)
 
     def __repr__(self) -> str:
@@ -210,9 +210,7 @@ class Scheduler:
             self.loading.forget(state)
             self._end_deferral(state)
         if request_id in self._across:
-            self._across.discard(request_id)
-            if not self._across:
-                self._evict_all()
+            self.loading.jobs.evict_blocks(self._across.pop(request_id))
         return state
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
@@ -265,10 +263,6 @@ class Scheduler:
         if request.request_id in self._put_off:
             self.on_new_request(request)
         state = self._state_of(request)
-        if self._across and num_computed_tokens:
-            # vLLM's own hit may be KV of earlier weights.
-            state.options.skip_save = True
-            self._across.add(request.request_id)
         answer = self._match(state, num_computed_tokens)
         self._observer.telemetry.lookup_took(self._clock() - started)
         if answer[0] is not None:
@@ -338,10 +332,23 @@ class Scheduler:
         states that vLLM hands over, by request.
         """
         self.loading.end_step(scheduled_tokens, len(progress))
+        if self._across:
+            self._keep_apart(progress, blocks_of)
         if (self._options.stores or self.audit.on) and not self._refused:
             for request_id, computed in progress.items():
                 self._store_completed(request_id, computed, blocks_of, offers.get(request_id, ()))
         self._observer.step()
+
+    def _keep_apart(self, progress: Iterable[str], blocks_of: Callable[[str], BlockTables | None]) -> None:
+        """Keep the blocks of requests that run across a change from others, and others that have some from storing."""
+        tables = {name: {block for table in blocks_of(name) or () for block in table} for name in progress}
+        self._across |= {request_id: blocks for request_id, blocks in tables.items() if request_id in self._across}
+        earlier = set().union(*self._across.values()) - {0}
+        for request_id, blocks in tables.items():
+            if request_id not in self._across and blocks & earlier and request_id in self._requests:
+                self._requests[request_id].leave_out()
+                self._across[request_id] = blocks
+        self.loading.jobs.evict_blocks(earlier)
 
     def take_plan(self) -> StepPlan:
         """The orders since the last call, for every worker."""
@@ -397,6 +404,9 @@ class Scheduler:
             logger.error("lmkv: nothing is cached from now on: %s", report.refusal)
         for step in report.steps:
             self.loading.jobs.step_ended(step)
+        for number, digest in report.adapters:
+            self._adapters.loaded(number, digest)
+            self._leave_out_adapter(number, digest)
         # Before any store is published, and without waiting for the other ranks' answers: a store that is
         # reported together with a failed load may contain KV that was computed from unfilled blocks.
         if any(not part.ok and self.loading.jobs.may_have_been_read(job) for job, part in report.jobs.items()):
@@ -466,7 +476,26 @@ class Scheduler:
             state.drop_lease()
             state.leave_out()
             self.audit.end(state)
-        self._across |= self._requests.keys()
+            self._across.setdefault(state.request_id, set())
+
+    def forget_adapter(self, number: int) -> None:
+        """The adapter of this number may be another one from now on."""
+        self._adapters.forget(number)
+        self._leave_out_adapter(number)
+
+    def _leave_out_adapter(self, number: int, loaded: str = "") -> None:
+        """Requests with the adapter of this number, unless it is the one that was loaded, store and load no more."""
+        for state in self._requests.values():
+            if state.adapter[0] == number and state.adapter[1] != loaded and not state.unidentified:
+                state.drop_lease()
+                state.leave_out()
+                self.audit.end(state)
+                # Also what the step has stored that the adapter was loaded for.
+                self._taint_all()
+
+    def forget_media(self) -> None:
+        """vLLM has forgotten the images, sounds and videos that it had encoded."""
+        self._media.clear()
 
     def forget_evictions(self, keys: Sequence[ChunkKey] | None = None) -> None:
         """Note that a caller has deleted these chunks, or all: they were not evicted. On any thread."""
