@@ -60,6 +60,7 @@ VLLM_IN_PARALLEL = ["-n", "2", *BY_FILE]
 CALLS_OF_THE_CONNECTOR = [
     "tests/vllm/test_connector.py",
     "tests/vllm/test_failures.py",
+    "tests/vllm/test_fields.py",
     "tests/vllm/test_families.py::test_a_failed_load_is_recomputed[hybrid, window larger than a chunk]",
 ]
 PROPERTIES = ["-m", "hypothesis and not vllm and not gpu and not nightly"]

@@ -24,9 +24,11 @@ KEY: dict[str, tuple[str, ...]] = {
     "attention_config": (
         *("backend", "backend_per_kind", "indexer_kv_dtype", "indexer_sparse_logits", "use_trtllm_attention"),
         *("disable_flashinfer_q_quantization", "use_prefill_query_quantization"),
+        # Before vLLM 0.30, and from 0.33 on.
+        *("use_fp4_indexer_cache", "trtllm_ragged_backend"),
     ),
     "kernel_config": ("moe_backend", "linear_backend", "linear_backend_per_quant"),
-    "parallel_config": ("dcp_kv_cache_interleave_size", "all2all_backend", "worker_cls"),
+    "parallel_config": ("dcp_kv_cache_interleave_size", "all2all_backend", "worker_cls", "sd_worker_cls"),
     "lora_config": (
         *("lora_dtype", "target_modules", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
         "enable_tower_connector_lora",
@@ -53,6 +55,7 @@ ENVIRONMENT = (
     *("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_MEDIA_CONNECTOR"),
     *("VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16", "VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB"),
     *("VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB"),
+    *("VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE"),
     *("VLLM_KIMI_K3_AUX_ATTN_RES_STREAM", "VLLM_VIDEO_LOADER_BACKEND", "NVIDIA_TF32_OVERRIDE"),
     *("INKLING_SPLIT_KV", "INKLING_GFX950_GLUON", "FORCE_NUM_KV_SPLITS", "AITER_BF16_FP8_MOE_BOUND", "USE_FLAGOS"),
     "XHS_VIDEO_JPEG_QUALITY",
