@@ -41,6 +41,7 @@ KEEPS_WEIGHTS = frozenset({
     *("check_health", "compute_weight_checksums", "get_model_inspection", "get_kv_cache_spec", "list_loras"),
     *("profile", "save_sharded_state", "save_tensorized_model", "synchronize_device", "reset_mm_cache"),
     *("reset_encoder_cache", "get_node_and_gpu_ids", "determine_available_memory", "execute_dummy_batch"),
+    *("get_encoder_timing_stats", "shutdown_weight_transfer_engine"),
 })  # fmt: skip
 """Methods of vLLM's workers that leave weights as they are, however often a client has them called."""
 
@@ -334,8 +335,9 @@ class Loaded:
 
     def adapter(self, lora: Any) -> Adapter | None:
         """What all workers have loaded of an adapter, None if one cannot tell it."""
-        core = self._core()
-        found = [] if core is None else core.model_executor.collective_rpc(adapter, args=(lora,))
+        core, found = self._core(), list[Adapter | None]()
+        with suppress(Exception):
+            found = [] if core is None else core.model_executor.collective_rpc(adapter, args=(lora,))
         known = [each for each in found if each is not None]
         if not known or len(known) < len(found) or {files for _, files in known} != {known[0][1]}:
             return None
@@ -358,7 +360,11 @@ class Loaded:
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    after(*args, **kwargs)
+                    try:
+                        after(*args, **kwargs)
+                    except Exception:
+                        logger.exception("lmkv: %s was called in a way that is not known", name)
+                        scheduler.suspect()
 
             setattr(core, name, call)
 
