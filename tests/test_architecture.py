@@ -85,14 +85,14 @@ BUDGET = {
     "engine": 490,
     "": 60,
     "agent": 930,
-    "vllm": 2296,
+    "vllm": 2312,
     "vllm.requests": 323,
     "vllm.observe": 786,
     "vllm.scheduler": 1566,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 16005
+WHOLE = 16020
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

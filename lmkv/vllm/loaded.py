@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
+from lmkv.vllm.fields import as_json
 from lmkv.vllm.identity import Adapter, folder_of, stamps
 from lmkv.vllm.model import config_digest, source_of
 
@@ -218,7 +219,8 @@ def _is_constant(value: Any) -> bool:
 def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
     """A line for each of a layer's own parameters and buffers. `seen`: digests of tensors that several layers share."""
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is None:
+        if tensor is None or tensor.is_meta:
+            # Of a layer that another rank has.
             continue
         if not tensor.numel():
             emptied = _emptied.get(module, {})
@@ -226,10 +228,19 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
                 raise ValueError(f"{type(module).__name__}.{name} is empty, and nobody has seen what was in it")
             yield f"{name} {emptied.get(name, '')}"
             continue
-        place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-        if place not in seen:
-            seen[place] = _digest(tensor)
-        yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {seen[place]}"
+        yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {_digest_once(tensor, seen)}"
+
+
+def _digest_once(tensor: torch.Tensor, seen: dict[Any, str]) -> str:
+    if hasattr(tensor, "__tensor_flatten__"):
+        # Made of other tensors, as quantized ones of torchao are, and has no memory of its own.
+        names, context = tensor.__tensor_flatten__()
+        parts = [as_json(context), *(f"{name} {_digest_once(getattr(tensor, name), seen)}" for name in names)]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+    place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    if place not in seen:
+        seen[place] = _digest(tensor)
+    return seen[place]
 
 
 @functools.cache

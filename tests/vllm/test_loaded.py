@@ -310,3 +310,22 @@ def test_layers_without_a_size_yet_are_made_as_ever() -> None:
     layer = torch.nn.LazyLinear(3)
     layer(torch.zeros(1, 2))
     assert layer.weight.shape == (3, 2)
+
+
+def test_a_tensor_that_is_made_of_others_counts_by_them() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def lines(*values: float) -> list[str]:
+        module = torch.nn.Module()
+        for number, value in enumerate(values):
+            parts = torch.ones(2), torch.tensor([1.0, value])
+            module.register_parameter(f"weight{number}", torch.nn.Parameter(TwoTensor(*parts), requires_grad=False))
+        module.register_parameter("elsewhere", torch.nn.Parameter(torch.empty(2, device="meta"), requires_grad=False))
+        return [line.partition(" ")[2] for line in loaded._tensors(module, {})]
+
+    assert hasattr(
+        torch.nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)), requires_grad=False), "__tensor_flatten__"
+    )
+    first, second, third = lines(2.0, 3.0, 2.0)
+    assert first == third != second
+    assert lines(2.0) == [first]
