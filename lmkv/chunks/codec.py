@@ -40,8 +40,8 @@ MAX_SEGMENT_BYTES = 16 << 20
 _FIXED = struct.Struct("<8sHHIQIII32s32s32s")
 _CHECKSUM = struct.Struct("<I")
 _WRITER = struct.Struct("<4H")
-Version = tuple[int, int, int]
-THIS_WRITER: Version = tuple(map(int, re.findall(r"\d+", __version__)[:3]))  # type: ignore[assignment]
+Version = tuple[int, ...]
+THIS_WRITER: Version = tuple(map(int, re.findall(r"\d+", __version__)[:3]))
 REFUSED_WRITERS: frozenset[Version] = frozenset()
 """Versions of lmkv that have stored KV under a wrong name, as the changelog says: their chunks are not read."""
 _HAS_PARENT = 1

@@ -1,6 +1,6 @@
 """The fields of vLLM's configuration, and the environment variables, that decide the bytes of KV and are in no layer.
 
-What a built model has in its layers is in `loaded`. A test knows every other field of vLLM's, and why it is not here.
+`loaded` reads the values that layers were built with. A test lists every other field of vLLM's, with a reason.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ KEY: dict[str, tuple[str, ...]] = {
     "compilation_config": ("inductor_passes",),
     "ec_manager_config": ("encoder_cache_manager_cls", "manager_config"),
 }
-"""By configuration, as a path from vLLM's `VllmConfig`, the fields whose values are part of every key."""
+"""The fields whose values are part of every key, by the path of their configuration from vLLM's `VllmConfig`."""
 
 DRAFT_KEY = (
     *("method", "draft_tensor_parallel_size", "quantization", "moe_backend", "attention_backend", "kv_cache_dtype"),
     *("code_revision", "disable_eagle_block_drop", "use_heterogeneous_vocab", "parallel_drafting", "max_model_len"),
 )
-"""Those of `speculative_config`, where drafts have layers with KV of their own."""
+"""The fields of `speculative_config` that count where drafts have layers with KV of their own."""
 
 ENVIRONMENT = (
     *("VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_PLUGINS", "VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE"),

@@ -80,7 +80,7 @@ class Adapters:
 
     _load: Callable[[Any], Adapter | None]
     _known: LRUCache[int, tuple[str, Adapter]] = field(factory=lambda: LRUCache(1024), init=False)
-    """By number, the path of what was loaded under it, and its digest."""
+    """The path, digest and files of the adapter that was last loaded, by its number."""
 
     def identity(self, lora: Any) -> str:
         """A digest of its weights and scales. Returns "", and warns, if it is unknown."""

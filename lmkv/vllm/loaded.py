@@ -50,6 +50,7 @@ KEEPS_WEIGHTS = frozenset({
 # -- in a worker ------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def watch_packing() -> None:
     """Have the digest of a parameter taken when it is replaced by an empty one, in any module made from now on.
 
@@ -57,9 +58,7 @@ def watch_packing() -> None:
     """
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
-    if not getattr(watch_packing, "done", False):
-        register_module_parameter_registration_hook(_registered)
-        watch_packing.done = True  # type: ignore[attr-defined]
+    register_module_parameter_registration_hook(_registered)
 
 
 def _registered(module: nn.Module, name: str, new: Any) -> None:
@@ -90,7 +89,7 @@ def identity(worker: Any) -> str:
 
 
 def adapter(worker: Any, lora: Any) -> Adapter | None:
-    """What a worker has loaded of an adapter, or would load now; None if it cannot tell. Never raises.
+    """The adapter as a worker has loaded it, or would load it now; None if it cannot tell. Never raises.
 
     It loads nothing into vLLM, which would drop the adapter of a running request for it.
     """
@@ -220,7 +219,7 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
     """A line for each of a layer's own parameters and buffers. `seen`: digests of tensors that several layers share."""
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is None or tensor.is_meta:
-            # Of a layer that another rank has.
+            # Another rank has this layer.
             continue
         if not tensor.numel():
             emptied = _emptied.get(module, {})
@@ -345,7 +344,7 @@ class Loaded:
         return hashlib.sha256(" ".join(found).encode()).hexdigest()
 
     def adapter(self, lora: Any) -> Adapter | None:
-        """What all workers have loaded of an adapter, None if one cannot tell it."""
+        """The adapter as all workers have loaded it; None if they differ, or one cannot tell."""
         core, found = self._core(), list[Adapter | None]()
         with suppress(Exception):
             found = [] if core is None else core.model_executor.collective_rpc(adapter, args=(lora,))

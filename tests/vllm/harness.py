@@ -8,7 +8,7 @@ import functools
 import gc
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -197,6 +197,7 @@ class Engine:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
+        self._begun: dict[str, list[int]] = {}
 
     def run(
         self,
@@ -228,6 +229,23 @@ class Engine:
     def ids(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
         """Only the generated token ids."""
         return [list(output.outputs[0].token_ids) for output in self.run(prompts, **options)]
+
+    def begin(self, ids: list[int], tokens: int, lora: Any = None) -> Callable[[int], list[int]]:
+        """Add a request. Each call makes steps until its answer has so many tokens, and returns it; others go on."""
+        from vllm import SamplingParams
+
+        vllm, found, name = self.llm.llm_engine, list[int](), str(len(self._begun))
+        self._begun[name] = found
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        vllm.add_request(name, {"prompt_token_ids": ids}, params, lora_request=lora)
+
+        def has(count: int) -> list[int]:
+            while len(found) < count:
+                for output in vllm.step():
+                    self._begun[output.request_id][:] = output.outputs[0].token_ids
+            return found
+
+        return has
 
     def forget_local(self) -> None:
         """Empty vLLM's own prefix cache, so that hits can only come from the connector."""

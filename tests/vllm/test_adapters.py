@@ -120,42 +120,22 @@ def test_an_adapter_that_vllm_has_dropped_and_read_again(base: Path, tmp_path: P
         assert new != old
 
 
-def begun(running: Engine, name: str, adapter: Path, number: int, tokens: int) -> Callable[[], list[int]]:
-    """A request that runs on while others come: each call makes a step, and returns its answer up to now."""
-    from vllm import SamplingParams
+def begun(running: Engine, adapter: Path, number: int, tokens: int) -> Callable[[int], list[int]]:
     from vllm.lora.request import LoRARequest
 
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    engine, found = running.llm.llm_engine, list[int]()
-    ANSWERS[name] = found
-    engine.add_request(name, {"prompt_token_ids": IDS}, params, lora_request=LoRARequest("a", number, str(adapter)))
-
-    def step() -> list[int]:
-        for output in engine.step():
-            ANSWERS[output.request_id][:] = output.outputs[0].token_ids
-        return found
-
-    return step
-
-
-ANSWERS: dict[str, list[int]] = {}
-
-
-def has(request: Callable[[], list[int]], tokens: int) -> None:
-    while len(request()) < tokens:
-        pass
+    return running.begin(IDS, tokens, LoRARequest("a", number, str(adapter)))
 
 
 def test_a_request_with_another_adapter_leaves_a_running_ones_where_it_is(base: Path, tmp_path: Path) -> None:
     """vLLM has room for one adapter: it would read the first one again, whose files are gone."""
     adapter, other = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "other", seed=2)
     with over_disk(base, tmp_path / "kv", max_cpu_loras=1) as running:
-        first = begun(running, "first", adapter, 1, 30)
-        has(first, 2)
+        first = begun(running, adapter, 1, 30)
+        first(2)
         adapter.rename(tmp_path / "gone")
-        second = begun(running, "second", other, 2, 8)
-        has(first, 30)
-        has(second, 8)
+        second = begun(running, other, 2, 8)
+        first(30)
+        second(8)
 
 
 def test_what_runs_while_its_adapter_is_replaced_stores_nothing_more(base: Path, tmp_path: Path) -> None:
@@ -164,12 +144,12 @@ def test_what_runs_while_its_adapter_is_replaced_stores_nothing_more(base: Path,
 
     adapter, other = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "other", seed=2)
     with over_disk(base, tmp_path / "kv") as running:
-        across = begun(running, "across", adapter, 1, 600)
-        has(across, 1)
+        across = begun(running, adapter, 1, 600)
+        across(1)
         request = LoRARequest("a", 1, str(other), load_inplace=True)
         assert running.llm.llm_engine.add_lora(request)
-        has(across, 600)
-        follow = [*IDS, *across()]
+        across(600)
+        follow = [*IDS, *across(600)]
     with over_disk(base, tmp_path / "kv") as restarted:
         assert 0 < ask(restarted, adapter, ids=follow)[1] < LENGTH
 

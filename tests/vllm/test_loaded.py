@@ -156,7 +156,7 @@ def by_rpc_in_a_pause(running: Engine) -> None:
 
 
 def behind_its_back(running: Engine) -> None:
-    """By a trainer in the same process, which then has vLLM reset its own cache."""
+    """A trainer in the same process writes the weights, and then has vLLM reset its own cache."""
     change(core_of(running).model_executor.driver_worker.worker.model_runner.get_model())
     assert running.llm.reset_prefix_cache()
 
@@ -165,7 +165,7 @@ def behind_its_back(running: Engine) -> None:
 def test_weights_that_change_in_place_change_the_keys(
     model: Path, tmp_path: Path, right: dict[str, list[list[int]]], how: Callable[[Engine], None]
 ) -> None:
-    """What they compute is found by whoever has the same, and by nobody who starts with the checkpoint."""
+    """An engine with the same weights finds their KV; one that starts with the checkpoint does not."""
     before, after = right["before"], right["after"]
     with over_disk(model, tmp_path) as running:
         assert answer(running, IDS) == (0, before[0])
@@ -188,16 +188,16 @@ def test_weights_that_change_in_place_change_the_keys(
 def test_blocks_of_a_request_that_runs_across_a_change_get_no_name(model: Path, tmp_path: Path, ended: bool) -> None:
     """vLLM gives them to others: behind those that another request has computed anew."""
     with over_disk(model, tmp_path) as running:
-        across = begun(running, IDS, 400)
-        has(across, 1)
+        across = running.begin(IDS, 400)
+        across(1)
         running.llm.apply_model(change)
-        has(across, 200)
+        across(200)
         # The blocks before this are computed anew, those after it by the request that ran across the change.
-        has(begun(running, [*IDS, *across()[:200]], 1), 1)
-        has(across, 400 if ended else 320)
-        follow = [*IDS, *across()[:300]]
-        has(begun(running, follow, 1), 1)
-        has(across, 400)
+        running.begin([*IDS, *across(1)[:200]], 1)(1)
+        across(400 if ended else 320)
+        follow = [*IDS, *across(1)[:300]]
+        running.begin(follow, 1)(1)
+        across(400)
         running.forget_local()
         (found,) = running.run([follow], logprobs=1)
     assert external_hits(found) == len(follow) - 1
@@ -213,52 +213,26 @@ def likelihoods(output: Any) -> list[float]:
     return [each.logprob for place in output.outputs[0].logprobs for each in place.values()]
 
 
-def has(request: Callable[[], list[int]], tokens: int) -> None:
-    while len(request()) < tokens:
-        pass
-
-
-def begun(running: Engine, ids: list[int], tokens: int) -> Callable[[], list[int]]:
-    """A request that runs on while others come: each call makes a step, and returns its answer up to now."""
-    from vllm import SamplingParams
-
-    engine, name, found = running.llm.llm_engine, str(len(ANSWERS)), list[int]()
-    ANSWERS[name] = found
-    engine.add_request(
-        name, {"prompt_token_ids": ids}, SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-    )
-
-    def step() -> list[int]:
-        for output in engine.step():
-            ANSWERS[output.request_id][:] = output.outputs[0].token_ids
-        return found
-
-    return step
-
-
-ANSWERS: dict[str, list[int]] = {}
-
-
 def test_a_call_that_leaves_weights_alone_is_no_change(model: Path, tmp_path: Path) -> None:
     """Such as one that looks every second whether the workers live."""
     with over_disk(model, tmp_path) as running:
-        across = begun(running, IDS, 200)
-        has(across, 1)
+        across = running.begin(IDS, 200)
+        across(1)
         running.llm.collective_rpc("check_health")
-        has(across, 200)
+        across(200)
         running.forget_local()
-        assert answer(running, [*IDS, *across()])[0] > LENGTH, "it stores what it has decoded"
+        assert answer(running, [*IDS, *across(1)])[0] > LENGTH, "it stores what it has decoded"
 
 
 def test_others_of_the_same_prompt_are_stored_while_a_request_runs_across_a_change(model: Path, tmp_path: Path) -> None:
     with over_disk(model, tmp_path) as running:
-        across = begun(running, IDS, 400)
-        has(across, 1)
+        across = running.begin(IDS, 400)
+        across(1)
         running.llm.apply_model(change)
         for number in range(3):
-            has(begun(running, [*IDS, 7 + number], 1), 1)
+            running.begin([*IDS, 7 + number], 1)(1)
         assert running.llm.llm_engine.has_unfinished_requests()
-        has(across, 400)
+        across(400)
         running.forget_local()
         assert answer(running, [*IDS, 9])[0] == LENGTH
 

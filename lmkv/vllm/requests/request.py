@@ -121,7 +121,7 @@ class RequestState:
     audit: Audit | None = field(default=None, repr=False)
     """The hit that it computes all the same."""
     unidentified: bool = False
-    """What it is computed with has no identity, or had another one when it began."""
+    """Its weights, adapter or images have no identity, or changed while it ran."""
     disabled: bool = False
     """A load of this request failed: it computes the rest, and no further load is offered."""
 

@@ -473,10 +473,13 @@ class Scheduler:
         """
         self._suspicions += 1
         for state in self._requests.values():
-            state.drop_lease()
-            state.leave_out()
-            self.audit.end(state)
+            self._leave_out(state)
             self._across.setdefault(state.request_id, set())
+
+    def _leave_out(self, state: RequestState) -> None:
+        state.drop_lease()
+        state.leave_out()
+        self.audit.end(state)
 
     def forget_adapter(self, number: int) -> None:
         """The adapter of this number may be another one from now on."""
@@ -487,9 +490,7 @@ class Scheduler:
         """Requests with the adapter of this number, unless it is the one that was loaded, store and load no more."""
         for state in self._requests.values():
             if state.adapter[0] == number and state.adapter[1] != loaded and not state.unidentified:
-                state.drop_lease()
-                state.leave_out()
-                self.audit.end(state)
+                self._leave_out(state)
                 # Also what the step has stored that the adapter was loaded for.
                 self._taint_all()
 
