@@ -22,8 +22,9 @@ from tests.servers import START_LIMIT, missing, stop
 
 _CLONE_NEWNET = 0x40000000
 
-MOONCAKE, MOONCAKE_MEMORY, INFINISTORE = 50151, 50152, 22345
-"""Ports: of Mooncake's master, of the process that has its memory, of InfiniStore."""
+MOONCAKE, MOONCAKE_MEMORY, INFINISTORE = 21151, 21152, 22345
+"""Ports: of Mooncake's master, of the process that has its memory, of InfiniStore. They are below the range that Linux
+gives to connections (32768 on): a connection from the port of a server that starts keeps it from listening."""
 
 UVLOOP = os.environ.get("INFINISTORE_UVLOOP", "")
 """InfiniStore was built for uvloop 0.21: a folder that has it, where the environment's is another one."""
