@@ -85,14 +85,14 @@ BUDGET = {
     "engine": 490,
     "": 60,
     "agent": 930,
-    "vllm": 2312,
+    "vllm": 2325,
     "vllm.requests": 323,
     "vllm.observe": 786,
     "vllm.scheduler": 1566,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 16020
+WHOLE = 16033
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -15,7 +15,7 @@ import logging
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lmkv.vllm")
 
-Emptied = WeakKeyDictionary["nn.Module", dict[str, str]]
+ByLayer = WeakKeyDictionary["nn.Module", dict[str, str]]
 
-_constants_of: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
-"""The constants of each layer before its first step: some have others afterwards, and count calls."""
-_emptied: Emptied = WeakKeyDictionary()
+_constants_of: ByLayer = WeakKeyDictionary()
+"""Constants and code of each layer as they were built, or as calls have changed them; steps change some, and count."""
+_before_call: ByLayer = WeakKeyDictionary()
+_emptied: ByLayer = WeakKeyDictionary()
 """Digests of the parameters that vLLM has packed into an opaque object, and left empty, by layer and name."""
 
 KEEPS_WEIGHTS = frozenset({
@@ -82,10 +83,24 @@ def identity(worker: Any) -> str:
         runner = worker.model_runner
         if getattr(runner, "lora_manager", None) is not None:
             _watch_adapters(runner.lora_manager)
-        return _identity(worker.vllm_config, {"model": runner.get_model(), "draft": draft_model(runner)})
+        return _identity(worker.vllm_config, _layers(runner))
     except Exception as error:
         logger.warning("lmkv: the weights of a worker cannot be identified: %r", error)
         return ""
+
+
+def note_constants(worker: Any) -> None:
+    """Before a call that may change the constants of layers."""
+    _before_call.update((layer, _constants(layer)) for _, layer in _layers(worker.model_runner))
+
+
+def fold_constants(worker: Any) -> None:
+    """After the call: what is another one now belongs to the identity."""
+    for _, layer in _layers(worker.model_runner):
+        before, after = _before_call.pop(layer, {}), _constants(layer)
+        changed = {name: after.get(name, "") for name in before.keys() | after if before.get(name) != after.get(name)}
+        if layer in _constants_of:
+            _constants_of[layer].update(changed)
 
 
 def adapter(worker: Any, lora: Any) -> Adapter | None:
@@ -156,25 +171,31 @@ def draft_model(runner: Any) -> Any | None:
     return getattr(model, "unwrap", lambda: model)()
 
 
-def _identity(vllm_config: Any, models: Mapping[str, Any]) -> str:
+def _layers(runner: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of model and draft, each with its place."""
+    for name, model in (("model", runner.get_model()), ("draft", draft_model(runner))):
+        # A draft may be something else than a model.
+        for place, layer in getattr(model, "named_modules", tuple)():
+            yield f"{name}.{place}", layer
+
+
+def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]]) -> str:
     scattered = experts_are_scattered(vllm_config)
     files = stamps(folder_of(source_of(vllm_config.model_config), "config.json")) if scattered else ()
     if scattered and not files:
         raise ValueError("each data parallel engine has some of the experts, and no file tells of the others")
     digest = hashlib.sha256(config_digest(vllm_config.model_config).encode())
-    seen, packages = dict[Any, str](), set[str]()
-    for name, model in models.items():
-        if not hasattr(model, "named_modules"):
+    seen, source = dict[Any, str](), functools.cache(_source)
+    for place, layer in layers:
+        kinds = type(layer).__mro__
+        if scattered and _EXPERTS & {kind.__name__ for kind in kinds}:
             continue
-        for place, module in model.named_modules():
-            if scattered and _EXPERTS & {kind.__name__ for kind in type(module).__mro__}:
-                continue
-            packages.update(kind.__module__.partition(".")[0] for kind in type(module).__mro__)
-            if module not in _constants_of:
-                _constants_of[module] = list(_constants(module))
-            parts = [f"{name}.{place}", type(module).__qualname__, *_constants_of[module], *_tensors(module, seen)]
-            digest.update(json.dumps(parts).encode())
-    digest.update(repr((files, [_source(package) for package in sorted(packages)])).encode())
+        if layer not in _constants_of:
+            packages = {kind.__module__.partition(".")[0] for kind in kinds}
+            _constants_of[layer] = _constants(layer) | {f"{name} code": source(name) for name in packages}
+        parts = [place, type(layer).__qualname__, *sorted(_constants_of[layer].items()), *_tensors(layer, seen)]
+        digest.update(json.dumps(parts).encode())
+    digest.update(repr(files).encode())
     return digest.hexdigest()
 
 
@@ -196,17 +217,21 @@ _HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer")
 """Attributes that say how a layer is computed, and differ between engines that compile it and those that do not."""
 
 
-def _constants(module: nn.Module) -> Iterator[str]:
+def _parts_of(layer: nn.Module) -> dict[str, Any]:
+    names = ("impl", "quant_method", "scheme")
+    parts = {"": layer, **{name: getattr(layer, name, None) for name in names}}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _constants(layer: nn.Module) -> dict[str, str]:
     """Numbers and names that a layer computes with, and that are in no tensor: scales, windows, limits, backends."""
-    for owner in (module, *(getattr(module, name, None) for name in ("impl", "quant_method", "scheme"))):
-        if owner is None:
-            continue
-        yield type(owner).__qualname__
-        for name, value in sorted(getattr(owner, "__dict__", {}).items(), key=str):
+    found = {}
+    for part, owner in _parts_of(layer).items():
+        found[part] = type(owner).__qualname__
+        for name, value in getattr(owner, "__dict__", {}).items():
             if _is_constant(value) and not _HOW.search(name):
-                yield f"{name}={value!r}"
-            elif hasattr(value, "untyped_storage") and "scale" in name:
-                yield f"{name} {_digest(value)}"
+                found[f"{part}.{name}"] = repr(value)
+    return found
 
 
 def _is_constant(value: Any) -> bool:
@@ -216,7 +241,14 @@ def _is_constant(value: Any) -> bool:
 
 
 def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
-    """A line for each of a layer's own parameters and buffers. `seen`: digests of tensors that several layers share."""
+    """A line for each of a layer's own parameters and buffers, and for scales that are neither.
+
+    `seen`: digests of tensors that several layers share.
+    """
+    for part, owner in _parts_of(module).items():
+        for name, value in sorted(getattr(owner, "__dict__", {}).items()):
+            if hasattr(value, "untyped_storage") and "scale" in name:
+                yield f"{part}.{name} {_digest_once(value, seen)}"
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is None or tensor.is_meta:
             # Another rank has this layer.
@@ -242,9 +274,8 @@ def _digest_once(tensor: torch.Tensor, seen: dict[Any, str]) -> str:
     return seen[place]
 
 
-@functools.cache
 def _source(package: str) -> str:
-    """A digest of the code of a package, as far as it is loaded at first; vLLM's and PyTorch's versions are known."""
+    """A digest of the code of a package, as far as it is loaded; vLLM's and PyTorch's versions are known."""
     if package in ("vllm", "torch", "builtins", "abc"):
         return ""
     with suppress(importlib.metadata.PackageNotFoundError):
@@ -359,7 +390,7 @@ class Loaded:
         if core is None:
             return
 
-        def around(name: str, after: Callable[..., None]) -> None:
+        def around(name: str, after: Callable[..., None], before: Callable[..., None] = lambda *_, **__: None) -> None:
             original = getattr(core, name, None)
             if original is None:
                 return
@@ -367,27 +398,39 @@ class Loaded:
             # vLLM reads the signature of what clients call.
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
+                guarded(before, *args, **kwargs)
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    try:
-                        after(*args, **kwargs)
-                    except Exception:
-                        logger.exception("lmkv: %s was called in a way that is not known", name)
-                        scheduler.suspect()
+                    guarded(after, *args, **kwargs)
+
+            def guarded(told: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+                try:
+                    told(*args, **kwargs)
+                except Exception:
+                    logger.exception("lmkv: %s was called in a way that is not known", name)
+                    scheduler.suspect()
 
             setattr(core, name, call)
 
+        def keeps_weights(method: Any) -> bool:
+            return isinstance(method, str) and method in KEEPS_WEIGHTS
+
+        def before_rpc(method: Any = None, *_: Any, **__: Any) -> None:
+            if not keeps_weights(method):
+                core.model_executor.collective_rpc(note_constants)
+
         def after_rpc(method: Any = None, *_: Any, **__: Any) -> None:
-            if not (isinstance(method, str) and method in KEEPS_WEIGHTS):
+            if not keeps_weights(method):
                 scheduler.suspect()
+                core.model_executor.collective_rpc(fold_constants)
 
         def after_reset(running: bool = False, connector: bool = False, **given: Any) -> None:
             # The connector is told of its own.
             if not given.get("reset_connector", connector):
                 scheduler.suspect()
 
-        around("collective_rpc", after_rpc)
+        around("collective_rpc", after_rpc, before_rpc)
         around("reset_prefix_cache", after_reset)
         around("reset_encoder_cache", scheduler.forget_media)
         around("add_lora", lambda lora_request: scheduler.forget_adapter(lora_request.lora_int_id))

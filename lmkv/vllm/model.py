@@ -168,7 +168,6 @@ def _namespace(
             "groups": repr(groups),
             "config": config_digest(model),
             "fields": described(vllm_config, drafts=_has_draft_layers(vllm_config)),
-            "code": _code(model),
             "device": _device(vllm_config),
             **({"draft_modules": modules} if (modules := draft_modules(vllm_config)) else {}),
             **({"states": _state_format(vllm_config)} if any(group.recurrent for group in groups) else {}),
@@ -198,17 +197,6 @@ def config_digest(model_config: Any) -> str:
 def _has_draft_layers(vllm_config: Any) -> bool:
     speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and has_draft_layers(speculative)
-
-
-def _code(model_config: Any) -> str:
-    """Digest of the code in the model's folder, where vLLM runs it."""
-    folder = Path(source_of(model_config))
-    if not model_config.trust_remote_code or not folder.is_dir():
-        return ""
-    sources = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*.py") if path.is_file()):
-        sources.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return sources.hexdigest()
 
 
 def _device(vllm_config: Any) -> str:

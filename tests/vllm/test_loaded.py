@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +141,36 @@ def test_weights_that_are_replaced_while_vllm_starts_are_not_those_it_serves(
         file.write_bytes(before)
 
 
+MINE = """
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3Model
+
+class MineMLP(Qwen3MLP):
+    def forward(self, hidden):
+        return super().forward(hidden) * FACTOR
+
+class MineModel(Qwen3Model):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.layers:
+            layer.mlp.__class__ = MineMLP
+"""
+
+
+def test_other_code_in_the_models_folder_is_another_model(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    SmallModel(layers=2, hidden=128, max_position=2048).write(folder)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"architectures": ["MineForCausalLM"], "auto_map": {"AutoModel": "modeling_mine.MineModel"}}
+    (folder / "config.json").write_text(json.dumps(config | own))
+    found = []
+    for factor in (1, 3, 1):
+        (folder / "modeling_mine.py").write_text(MINE.replace("FACTOR", str(factor)))
+        with over_disk(folder, tmp_path / "kv", trust_remote_code=True, model_impl="transformers") as running:
+            found.append(answer(running, IDS))
+    assert [hit for hit, _ in found] == [0, 0, LENGTH - 1]
+    assert found[0][1] == found[2][1] != found[1][1]
+
+
 # -- changes in place ---------------------------------------------------------------------------------------
 
 
@@ -182,6 +216,88 @@ def test_weights_that_change_in_place_change_the_keys(
         assert answer(restarted, OTHER) == (LENGTH - 1, before[1])
         how(restarted)
         assert answer(restarted, OTHER) == (LENGTH - 1, after[1])
+
+
+def test_a_number_of_a_layer_that_a_call_changes_changes_the_keys(model: Path, tmp_path: Path, alone: Alone) -> None:
+    """It is in no tensor."""
+
+    def scale(network: Any) -> None:
+        for layer in network.model.layers:
+            layer.self_attn.attn.impl.scale *= 3
+
+    def of_scaled(plain: Engine) -> list[list[int]]:
+        plain.llm.apply_model(scale)
+        return plain.ids([IDS])
+
+    (right,) = alone(model, {}, of_scaled)
+    with over_disk(model, tmp_path) as running:
+        assert answer(running, IDS)[1] != right
+        running.llm.apply_model(scale)
+        assert answer(running, IDS) == (0, right)
+        running.llm.apply_model(lambda _: None)
+        running.forget_local()
+        assert answer(running, IDS) == (LENGTH - 1, right)
+        running.llm.apply_model(scale)
+        assert answer(running, OTHER)[0] == 0
+    with over_disk(model, tmp_path) as restarted:
+        assert answer(restarted, OTHER)[0] == 0
+
+
+RESIDENT = 7.0
+"""What is in device memory that sleep gave up."""
+
+
+@pytest.fixture
+def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have vLLM's CPU worker sleep as that of a device does: level 1 keeps a copy of weights, level 2 of buffers."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def sleep(worker: Any, level: int = 1) -> None:
+        model = worker.model_runner.get_model()
+        kept.extend((each, each.detach().clone()) for each in (*model.parameters(), *model.buffers()) if level == 1)
+        kept.extend((each, each.clone()) for each in model.buffers() if level == 2)
+        for each in (*model.parameters(), *model.buffers(), *worker.model_runner.kv_caches):
+            each.data.fill_(RESIDENT)
+
+    def wake_up(_: Any, tags: list[str] | None = None) -> None:
+        if tags is None or "weights" in tags:
+            for each, before in kept:
+                each.data.copy_(before)
+            kept.clear()
+
+    monkeypatch.setattr(CPUWorker, "sleep", sleep)
+    monkeypatch.setattr(CPUWorker, "wake_up", wake_up)
+
+
+@pytest.mark.usefixtures("sleeping")
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_are_the_same_after_a_sleep_if_they_are(
+    model: Path, tmp_path: Path, right: dict[str, list[list[int]]], level: int
+) -> None:
+    """Nobody asks for them while they are away."""
+    with over_disk(model, tmp_path) as running:
+        weights = running.llm.apply_model(lambda network: {n: p.clone() for n, p in network.named_parameters()})[0]
+
+        def load(network: Any) -> None:
+            for name, parameter in network.named_parameters():
+                parameter.data.copy_(weights[name])
+
+        assert answer(running, IDS) == (0, right["before"][0])
+        running.llm.sleep(level)
+        assert running.llm.reset_prefix_cache(), "as programs do that know nothing of sleep"
+        running.llm.wake_up(["weights"])
+        if level == 2:
+            running.llm.apply_model(load)
+        running.llm.wake_up(["kv_cache"])
+        assert answer(running, IDS) == (LENGTH - 1, right["before"][0])
+        if level == 2:
+            running.llm.sleep(level)
+            running.llm.wake_up()
+            assert answer(running, OTHER)[0] == 0, "with whatever was in memory"
+            running.llm.apply_model(load)
+            assert answer(running, OTHER) == (0, right["before"][1])
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -235,6 +351,72 @@ def test_others_of_the_same_prompt_are_stored_while_a_request_runs_across_a_chan
         across(400)
         running.forget_local()
         assert answer(running, [*IDS, 9])[0] == LENGTH
+
+
+# -- what is in no file and no parameter --------------------------------------------------------------------
+
+
+def identity_of(layer: torch.nn.Module, vllm_config: Any = None) -> str:
+    config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict), is_moe=True, model="", model_weights="")
+    single = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1), model_config=config)
+    return loaded._identity(vllm_config or single, [("model.layer", layer)])
+
+
+@pytest.mark.parametrize("place", ["", "impl", "quant_method", "scheme"])
+def test_a_scale_that_is_a_plain_tensor_counts(place: str) -> None:
+    def layer(scale: float) -> torch.nn.Module:
+        found = torch.nn.Module()
+        owner = found
+        if place:
+            owner = SimpleNamespace()  # type: ignore[assignment]
+            setattr(found, place, owner)
+        owner.__dict__["input_scale"] = torch.tensor(scale)
+        return found
+
+    changed = layer(0.5)
+    before = identity_of(changed)
+    assert before == identity_of(layer(0.5)) != identity_of(layer(0.25))
+    changed.__dict__.get(place, changed).__dict__["input_scale"].fill_(0.25)
+    assert identity_of(changed) == identity_of(layer(0.25)), "also in place"
+
+
+def test_code_that_a_layer_of_a_plug_in_calls_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another module of its package."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    package = tmp_path / "plugged"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "layers.py").write_text("import torch, plugged.maths\nclass Layer(torch.nn.Module): pass\n")
+    found = []
+    for factor in (1, 3, 1):
+        (package / "maths.py").write_text(f"def scaled(x): return {factor} * x\n")
+        importlib.invalidate_caches()
+        found.append(identity_of(importlib.import_module("plugged.layers").Layer()))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "plugged"]:
+            del sys.modules[name]
+    assert found[0] == found[2] != found[1]
+
+
+def test_experts_over_several_engines_count_by_their_files(tmp_path: Path) -> None:
+    """No engine has all of them."""
+
+    class FusedMoE(torch.nn.Module):
+        def __init__(self, expert: int) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((2,), float(expert)))
+
+    config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict), is_moe=True, model=str(tmp_path))
+    engines = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2), model_config=config)
+    with pytest.raises(ValueError, match="no file tells of the others"):
+        identity_of(FusedMoE(1), engines)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    before = identity_of(FusedMoE(1), engines)
+    assert before == identity_of(FusedMoE(2), engines)
+    (tmp_path / "model.safetensors").write_bytes(b"22")
+    assert before != identity_of(FusedMoE(1), engines)
+    assert identity_of(FusedMoE(1)) != identity_of(FusedMoE(2)), "an engine that has all knows them"
 
 
 # -- the digest on a device ---------------------------------------------------------------------------------

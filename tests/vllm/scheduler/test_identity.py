@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lmkv.vllm.identity import Adapters, Stamps, folder_of, stamps
-from lmkv.vllm.model import _code, config_digest
+from lmkv.vllm.model import config_digest
 from tests.vllm.families import write_adapter
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
 from tests.vllm.scheduler.test_explain import engine_of
@@ -144,13 +144,3 @@ def test_parts_of_a_configuration_count_by_what_they_are_and_not_where() -> None
         return config_digest(SimpleNamespace(hf_config=config, max_model_len=1))
 
     assert digest(1) == digest(1) != digest(2)
-
-
-@pytest.mark.parametrize("trusted", [True, False])
-def test_code_in_the_models_folder_counts_where_it_may_run(tmp_path: Path, trusted: bool) -> None:
-    config = SimpleNamespace(model=str(tmp_path), trust_remote_code=trusted)
-    before = _code(config)
-    (tmp_path / "modeling_mine.py").write_text("scale = 1")
-    one = _code(config)
-    (tmp_path / "modeling_mine.py").write_text("scale = 3")
-    assert (before != one != _code(config)) is trusted
