@@ -376,6 +376,8 @@ NIGHTLY: dict[str, Callable[[], int]] = {
     "sizes-v2": marked("sizes", "-m", "nightly and runner_v2", "tests/vllm", *VLLM_IN_PARALLEL, **V2),
     "ranks": marked("ranks"),
     "tools": marked("tools"),
+    "identities": marked("identities"),
+    "search": marked("search"),
     "fleet": marked("fleet"),
     "ray": marked("ray"),
     "v2": lambda: pytest(
