@@ -356,10 +356,33 @@ def test_others_of_the_same_prompt_are_stored_while_a_request_runs_across_a_chan
 # -- what is in no file and no parameter --------------------------------------------------------------------
 
 
+def config_of(model: Path | str = "", engines: int = 1, **built: Any) -> Any:
+    """vLLM's configuration of a model that was built with these values."""
+    hf_config = SimpleNamespace(to_dict=lambda: dict(built))
+    config = SimpleNamespace(hf_config=hf_config, is_moe=True, model=str(model))
+    return SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=engines), model_config=config)
+
+
 def identity_of(layer: torch.nn.Module, vllm_config: Any = None) -> str:
-    config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict), is_moe=True, model="", model_weights="")
-    single = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1), model_config=config)
-    return loaded._identity(vllm_config or single, [("model.layer", layer)])
+    return loaded._identity(vllm_config or config_of(), [("model.layer", layer)])
+
+
+def test_what_the_model_was_built_with_counts() -> None:
+    """Some models change their configuration while they are built, in the workers' process."""
+    found = [identity_of(torch.nn.Identity(), config_of(temperature=value)) for value in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_counts(persistent: bool) -> None:
+    """Such as the scale that fp8 KV is written with."""
+
+    def layer(scale: float) -> torch.nn.Module:
+        found = torch.nn.Module()
+        found.register_buffer("_k_scale", torch.tensor(scale), persistent=persistent)
+        return found
+
+    assert identity_of(layer(1.0)) == identity_of(layer(1.0)) != identity_of(layer(0.5))
 
 
 @pytest.mark.parametrize("place", ["", "impl", "quant_method", "scheme"])
@@ -406,8 +429,7 @@ def test_experts_over_several_engines_count_by_their_files(tmp_path: Path) -> No
             super().__init__()
             self.weight = torch.nn.Parameter(torch.full((2,), float(expert)))
 
-    config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict), is_moe=True, model=str(tmp_path))
-    engines = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2), model_config=config)
+    engines = config_of(tmp_path, engines=2)
     with pytest.raises(ValueError, match="no file tells of the others"):
         identity_of(FusedMoE(1), engines)
     (tmp_path / "config.json").write_text("{}")
