@@ -195,6 +195,33 @@ def test_another_instruction_set_does_not_share(
     assert namespace_of(Engine(), checkpoints / "model") != plain
 
 
+def test_another_form_of_fp8_does_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MI300 and NVIDIA's devices are both "cuda" to torch, and read the same 8 bits as other numbers."""
+    on_device = Engine(change=lambda vllm_config, _: setattr(vllm_config.device_config, "device_type", "cuda"))
+    found = []
+    for fnuz in (False, True, False):
+        monkeypatch.setattr("vllm.platforms.current_platform.is_fp8_fnuz", lambda fnuz=fnuz: fnuz)
+        found.append(namespace_of(on_device, tmp_path / "model"))
+    assert found[0] == found[2] != found[1]
+
+
+def test_states_in_another_order_are_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_states(vllm_config: Any, kv_cache_config: Any) -> None:
+        from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+
+        size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+        shape = ((4, 4),)
+        spec = MambaSpec(BLOCK, shape, (torch.float32,), mamba_cache_mode="align", page_size_padded=size)
+        kv_cache_config.kv_cache_groups.append(KVCacheGroupSpec(["model.layers.9.mixer"], spec))
+        vllm_config.cache_config.mamba_cache_mode = "align"
+
+    found = []
+    for order in ("SD", "DS", "SD"):
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", order)
+        found.append(namespace_of(Engine(change=with_states), tmp_path / "model"))
+    assert found[0] == found[2] != found[1]
+
+
 def test_another_version_of_vllm_does_not_share(
     plain: bytes, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
