@@ -5,8 +5,10 @@ A worker has a specification for each layer. The scheduler has one for each grou
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +110,17 @@ def tensors_of(config: Any) -> dict[str, torch.Tensor]:
 def sides(request: pytest.FixtureRequest, model: Path) -> Sides:
     os.environ.update(ENVIRONMENT)
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core.kv_cache_utils import (
-        generate_scheduler_kv_cache_config,
-        get_kv_cache_config_from_groups,
-        get_kv_cache_groups,
-    )
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     make, layout, groups = CASES[request.param]
     vllm_config = EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
     vllm_config.cache_config.kv_cache_layout = KVCacheLayout[layout].name
-    made = get_kv_cache_groups(vllm_config, make())
-    config = get_kv_cache_config_from_groups(vllm_config, made, MEMORY)
+    # vLLM 0.33 has a module for it.
+    name = "kv_cache_planning" if find_spec("vllm.v1.core.kv_cache_planning") else "kv_cache_utils"
+    planning = importlib.import_module(f"vllm.v1.core.{name}")
+    made = planning.get_kv_cache_groups(vllm_config, make())
+    config = planning.get_kv_cache_config_from_groups(vllm_config, made, MEMORY)
     config.kv_cache_layout = layout
     assert len(config.kv_cache_groups) == groups
     scheduler = generate_scheduler_kv_cache_config([config])
