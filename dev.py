@@ -70,7 +70,7 @@ ON_V2 = ["-m", "runner_v2 and not nightly", "tests/vllm"]
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 NIGHTLY_ON_V2 = [
     *("agent", "connector", "disk", "drafts", "failures", "families", "kv_events", "metrics", "multi_connector"),
-    *("multiprocess", "online", "prefill_decode", "pressure", "refused", "remote", "shared_blocks", "shared_memory"),
+    *("multiprocess", "online", "prefill_decode", "refused", "remote", "shared_blocks", "shared_memory"),
     *("streamed_inputs", "variants", "walk"),
 ]
 QUICK_UNIT = ["-m", "not vllm and not gpu and not nightly and not slow", "--ignore", "tests/backends/remote"]
