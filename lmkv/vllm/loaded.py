@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
-import inspect
 import json
 import logging
 import re
 import secrets
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
+from lmkv.vllm import code
 from lmkv.vllm.fields import as_json
 from lmkv.vllm.identity import Adapter, folder_of, stamps
 from lmkv.vllm.model import config_digest, source_of
@@ -83,7 +80,7 @@ def identity(worker: Any) -> str:
         runner = worker.model_runner
         if getattr(runner, "lora_manager", None) is not None:
             _watch_adapters(runner.lora_manager)
-        return _identity(worker.vllm_config, _layers(runner))
+        return _identity(worker.vllm_config, _layers(runner), code.packages_of(worker, runner))
     except Exception as error:
         logger.warning("lmkv: the weights of a worker cannot be identified: %r", error)
         return ""
@@ -179,21 +176,27 @@ def _layers(runner: Any) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}.{place}", layer
 
 
-def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]]) -> str:
+def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], packages: Set[str] = frozenset()) -> str:
+    """`packages`: code that may decide what layers compute, besides their own."""
     scattered = experts_are_scattered(vllm_config)
     files = stamps(folder_of(source_of(vllm_config.model_config), "config.json")) if scattered else ()
     if scattered and not files:
         raise ValueError("each data parallel engine has some of the experts, and no file tells of the others")
     digest = hashlib.sha256(config_digest(vllm_config.model_config).encode())
-    seen, source = dict[Any, str](), functools.cache(_source)
+    seen, source, methods = dict[Any, str](), functools.cache(code.digest), functools.cache(code.foreign_methods)
     for place, layer in layers:
-        kinds = type(layer).__mro__
-        if scattered and _EXPERTS & {kind.__name__ for kind in kinds}:
+        if scattered and _EXPERTS & {kind.__name__ for kind in type(layer).__mro__}:
             continue
+        owners = [*_parts_of(layer).values()]
+        code.check_calls(place, layer, owners)
         if layer not in _constants_of:
-            packages = {kind.__module__.partition(".")[0] for kind in kinds}
-            _constants_of[layer] = _constants(layer) | {f"{name} code": source(name) for name in packages}
+            own = code.packages_of(*owners)
+            everywhere = packages | code.packages_of_plug_ins()
+            _constants_of[layer] = _constants(layer) | {"code": source(frozenset(own | everywhere))}
         parts = [place, type(layer).__qualname__, *sorted(_constants_of[layer].items()), *_tensors(layer, seen)]
+        kinds = {kind for owner in owners for kind in type(owner).__mro__}
+        if others := frozenset().union(*map(methods, kinds)):
+            parts.append(source(others))
         digest.update(json.dumps(parts).encode())
     digest.update(repr(files).encode())
     return digest.hexdigest()
@@ -234,9 +237,15 @@ def _constants(layer: nn.Module) -> dict[str, str]:
     return found
 
 
+_COUNTS = re.compile("scale|slope|bias|sink|zero")
+"""Plain tensors of layers that decide numbers: others are memory that a layer works in."""
+
+
 def _is_constant(value: Any) -> bool:
     if isinstance(value, str):
         return "/" not in value
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_constant, value))
     return isinstance(value, (int, float)) and abs(value) < _ADDRESSES
 
 
@@ -247,7 +256,7 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
     """
     for part, owner in _parts_of(module).items():
         for name, value in sorted(getattr(owner, "__dict__", {}).items()):
-            if hasattr(value, "untyped_storage") and "scale" in name:
+            if hasattr(value, "untyped_storage") and _COUNTS.search(name):
                 yield f"{part}.{name} {_digest_once(value, seen)}"
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is None or tensor.is_meta:
@@ -272,22 +281,6 @@ def _digest_once(tensor: torch.Tensor, seen: dict[Any, str]) -> str:
     if place not in seen:
         seen[place] = _digest(tensor)
     return seen[place]
-
-
-def _source(package: str) -> str:
-    """A digest of the code of a package, as far as it is loaded; vLLM's and PyTorch's versions are known."""
-    if package in ("vllm", "torch", "builtins", "abc"):
-        return ""
-    with suppress(importlib.metadata.PackageNotFoundError):
-        if package == "transformers":
-            return importlib.metadata.version(package)
-    digest = hashlib.sha256(package.encode())
-    for name, module in sorted(sys.modules.items()):
-        if name == package or name.startswith(f"{package}."):
-            with suppress(OSError, TypeError):
-                path = inspect.getsourcefile(module)
-                digest.update(name.encode() + (Path(path).read_bytes() if path else b""))
-    return digest.hexdigest()
 
 
 def _digest(tensor: torch.Tensor) -> str:

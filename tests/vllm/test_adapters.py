@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,6 +119,50 @@ def test_an_adapter_that_vllm_has_dropped_and_read_again(base: Path, tmp_path: P
         new, hit = ask(running, adapter)
         assert hit == 0
         assert new != old
+
+
+def switch(running: Engine, adapter: Path, trained: Path) -> int:
+    """Another adapter of the same name and number, loaded in place; returns the number."""
+    from vllm.lora.request import LoRARequest
+
+    take(adapter, trained)
+    assert running.llm.llm_engine.add_lora(LoRARequest("a", 1, str(adapter), load_inplace=True))
+    return 1
+
+
+def replace(running: Engine, adapter: Path, trained: Path) -> int:
+    take(adapter, trained)
+    running.llm.llm_engine.remove_lora(1)
+    return 1
+
+
+def renumber(running: Engine, adapter: Path, trained: Path) -> int:
+    take(adapter, trained)
+    return 2
+
+
+def take(adapter: Path, trained: Path) -> None:
+    for file in trained.iterdir():
+        shutil.copyfile(file, adapter / f".{file.name}")
+        (adapter / f".{file.name}").rename(adapter / file.name)
+
+
+@pytest.mark.parametrize("change", [switch, replace, renumber])
+def test_what_vllm_has_cached_under_the_name_of_an_adapter_is_not_anothers(
+    base: Path, tmp_path: Path, change: Callable[[Engine, Path, Path], int]
+) -> None:
+    """vLLM's prefix cache knows adapters by their names alone."""
+    adapter, trained = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "trained", seed=2)
+    with over_disk(base, tmp_path / "other") as alone:
+        right, _ = ask(alone, trained)
+    with over_disk(base, tmp_path / "kv", max_cpu_loras=2) as running:
+        assert ask(running, adapter)[0] != right
+        number = change(running, adapter, trained)
+        assert ask(running, adapter, number)[0] == right
+        running.forget_local()
+        assert ask(running, adapter, number)[0] == right
+    with over_disk(base, tmp_path / "kv") as restarted:
+        assert ask(restarted, adapter) == (right, LENGTH - 1)
 
 
 def begun(running: Engine, adapter: Path, number: int, tokens: int) -> Callable[[int], list[int]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lmkv.cli.checkpoint import SmallModel
-from lmkv.vllm import loaded
+from lmkv.vllm import code, loaded
 from tests.kit import LIMIT
 from tests.vllm.alone import Alone
 from tests.vllm.harness import Engine, engine, external_hits, prompt
@@ -403,22 +405,150 @@ def test_a_scale_that_is_a_plain_tensor_counts(place: str) -> None:
     assert identity_of(changed) == identity_of(layer(0.25)), "also in place"
 
 
-def test_code_that_a_layer_of_a_plug_in_calls_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another module of its package."""
+@pytest.fixture
+def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], Any]]:
+    """Import a module of a plug-in's, whose `FACTOR`, in another package, is this number."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    package = tmp_path / "plugged"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "layers.py").write_text("import torch, plugged.maths\nclass Layer(torch.nn.Module): pass\n")
-    found = []
-    for factor in (1, 3, 1):
-        (package / "maths.py").write_text(f"def scaled(x): return {factor} * x\n")
-        importlib.invalidate_caches()
-        found.append(identity_of(importlib.import_module("plugged.layers").Layer()))
-        for name in [name for name in sys.modules if name.partition(".")[0] == "plugged"]:
+    for package in ("plugged", "arithmetic"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / "plugged" / "layers.py").write_text(PLUGGED)
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] in {"plugged", "arithmetic"}]:
             del sys.modules[name]
+
+    def imported(name: str, factor: int) -> Any:
+        forget()
+        (tmp_path / "arithmetic" / "scales.py").write_text(f"def scaled(x): return {factor} * x\n")
+        importlib.invalidate_caches()
+        return importlib.import_module(name)
+
+    yield imported
+    forget()
+
+
+PLUGGED = """
+import torch
+from arithmetic.scales import scaled
+
+class Layer(torch.nn.Module): pass
+class Impl: pass
+class Worker: pass
+def patched(self, x): return scaled(x)
+"""
+
+
+def of_a_model(module: Any) -> str:
+    return identity_of(module.Layer())
+
+
+def of_a_backend(module: Any) -> str:
+    layer = torch.nn.Module()
+    layer.impl = module.Impl()
+    return identity_of(layer)
+
+
+def of_a_worker(module: Any) -> str:
+    return loaded._identity(config_of(), [("model.layer", torch.nn.Module())], code.packages_of(module.Worker()))
+
+
+def of_a_general_plug_in(module: Any) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(code, "packages_of_plug_ins", lambda: {module.__name__.partition(".")[0]})
+        return identity_of(torch.nn.Module())
+
+
+@pytest.mark.parametrize("identity", [of_a_model, of_a_backend, of_a_worker, of_a_general_plug_in])
+def test_code_that_a_plug_in_calls_counts(plugged: Callable[[str, int], Any], identity: Callable[[Any], str]) -> None:
+    """In another package, which only the plug-in's imports."""
+    found = [identity(plugged("plugged.layers", factor)) for factor in (1, 3, 1)]
     assert found[0] == found[2] != found[1]
+
+
+def by_hook(layer: torch.nn.Module) -> None:
+    layer.register_forward_hook(lambda module, given, output: output * 2)
+
+
+def by_hook_before(layer: torch.nn.Module) -> None:
+    layer.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+
+
+def by_function(layer: torch.nn.Module) -> None:
+    forward = layer.forward
+    layer.forward = lambda *given: forward(*given) * 2
+
+
+def by_wrapper(layer: torch.nn.Module) -> None:
+    forward = layer.forward
+    layer.forward = functools.wraps(forward)(lambda *given: forward(*given) * 2)
+
+
+def by_partial(layer: torch.nn.Module) -> None:
+    layer.register_forward_hook(functools.partial(lambda by, module, given, output: output * by, 2))
+
+
+def by_decorated(layer: torch.nn.Module) -> None:
+    layer.register_forward_hook(torch.no_grad()(lambda module, given, output: output * 2))
+
+
+def by_object(layer: torch.nn.Module) -> None:
+    layer.forward = Doubles()
+
+
+def by_backend(layer: torch.nn.Module) -> None:
+    layer.quant_method = SimpleNamespace(apply=lambda *given: given)
+
+
+class Doubles:
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        return given * 2
+
+
+def everywhere(layer: torch.nn.Module) -> None:
+    torch.nn.modules.module.register_module_forward_hook(lambda module, given, output: None)
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [by_hook, by_hook_before, by_function, by_wrapper, by_partial, by_decorated, by_object, by_backend, everywhere],
+)
+def test_a_layer_that_calls_what_nobody_knows_has_no_identity(
+    hang: Callable[[torch.nn.Module], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(torch.nn.modules.module, "_global_forward_hooks", OrderedDict())
+    identity_of(layer)
+    hang(layer)
+    with pytest.raises(ValueError, match=r"model\.layer calls .*neither vLLM's nor its model's"):
+        identity_of(layer)
+
+
+def test_a_method_that_replaces_one_of_another_package_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its code: that of this package here."""
+    layer = torch.nn.Linear(2, 2)
+    before = identity_of(layer)
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, given: given)
+    assert identity_of(layer) != before
+    monkeypatch.setattr(torch.nn.Linear, "forward", eval("lambda self, given: given", {"__name__": "__main__"}))
+    with pytest.raises(ValueError, match="a method of Linear was replaced"):
+        identity_of(layer)
+
+
+def test_after_a_call_that_hangs_a_hook_into_a_layer_nothing_is_cached(model: Path, tmp_path: Path) -> None:
+    def steer(network: Any) -> None:
+        network.model.layers[1].mlp.register_forward_hook(lambda module, given, output: output + 0.7)
+
+    with over_disk(model, tmp_path) as running:
+        answer(running, IDS)
+        running.llm.apply_model(steer)
+        first = answer(running, IDS)
+        running.forget_local()
+        assert answer(running, IDS) == first == (0, first[1])
+        answer(running, OTHER)
+    with over_disk(model, tmp_path) as restarted:
+        assert answer(restarted, OTHER)[0] == 0
 
 
 def test_experts_over_several_engines_count_by_their_files(tmp_path: Path) -> None:

@@ -180,6 +180,12 @@ class RequestState:
         self.unidentified = self.options.skip_save = self.options.skip_load = True
 
     @property
+    def lora_name(self) -> str | None:
+        """The name of its adapter, by which vLLM's own prefix cache knows that."""
+        lora = getattr(self.request, "lora_request", None)
+        return None if lora is None else str(lora.lora_name)
+
+    @property
     def tenants(self) -> list[str]:
         """Names that a quota may have for this request: its salt, and its tags as `name:value`."""
         salt = getattr(self.request, "cache_salt", None)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve
+from cachetools import LRUCache
 
 from lmkv.chunks.hashing import TailKey, hash_prompt
 from lmkv.chunks.namespace import Namespace
@@ -94,7 +95,8 @@ class Scheduler:
         self.audit.on_wrong = self._on_wrong
         self.loading, self.storing = LoadPlanner(context, self.audit), StorePlanner(context)
         self._states = StatePlanner(context, self.audit)
-        self._evict_all: Callable[[], None] = lambda: None
+        self._evict: Callable[[], None] = lambda: None
+        self._evictions = 0
         self._requests: dict[str, RequestState] = {}
         self._reports: dict[int, JobReport] = {}
         self._mapped: set[int] = set()
@@ -108,6 +110,8 @@ class Scheduler:
         self._across: dict[str, set[int]] = {}
         """Requests with KV from before a change of weights, and their blocks, of which others may get none."""
         self._media, self._adapters = Media(self._options.media_by_name), Adapters(load_adapter)
+        self._served: LRUCache[str, str] = LRUCache(1024)
+        """The identity of the adapter that was last asked for by each name."""
 
     def __repr__(self) -> str:
         return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"
@@ -135,7 +139,7 @@ class Scheduler:
         """Take over vLLM's `free()`, how many of `count` blocks are left, and `evict(blocks)` from its prefix cache."""
         self.loading.jobs.admission.free_blocks = free
         self.loading.jobs.evict_blocks = evict
-        self._evict_all = lambda: evict(set(range(count)))
+        self._evict = lambda: evict(set(range(count)))
 
     def on_failed_load(self, call: Callable[[str], None]) -> None:
         """Have `call(request_id)` called after a failed load, before vLLM goes on with that request."""
@@ -181,23 +185,40 @@ class Scheduler:
                 *start, media=self._media, adapters=self._adapters, save_tails=tails, states=self.boundaries.states
             )
             self._requests[request.request_id] = state
+            self._follow_adapter(state)
         state.follow()
         return state
 
-    def _identify(self) -> bool:
-        """Ask the workers for the identity of their weights, if these may have changed. False if they have changed."""
+    def _follow_adapter(self, state: RequestState) -> None:
+        """Have vLLM forget what another adapter of that name has left in its prefix cache, which knows them by name."""
+        name, identity = state.lora_name, state.adapter[1]
+        if name is None or self._served.setdefault(name, identity) == identity:
+            return
+        self._served[name] = identity
+        self._evict_all()
+        for other in self._requests.values():
+            if other.lora_name == name and other.adapter[1] != identity:
+                self._leave_out_across(other)
+
+    def _evict_all(self) -> None:
+        self._evictions += 1
+        self._evict()
+
+    def _identify(self) -> None:
+        """Ask the workers for the identity of their weights, if these may have changed."""
         if not self._suspicions:
-            return True
+            return
         before, self._identity = self._identity, self._ask_workers()
         # With several changes the weights may have been others in between, and requests have gone on.
         unchanged = self._identity is not None and (before, self._suspicions) == (self._identity, 1)
         self._suspicions = 0
         if unchanged:
-            self._across.clear()
+            # But for requests whose adapter may be what has changed.
+            known = {name: self._requests.get(name) for name in self._across}
+            self._across = {name: self._across[name] for name, state in known.items() if state and state.lora_name}
         else:
             # vLLM may have been told to keep its own prefix cache: KV that is computed on top of it has no name.
             self._evict_all()
-        return unchanged
 
     def _may_load(self, state: RequestState) -> bool:
         switched_on = self._options.loads and not self._refused and not self.audit.loads_off
@@ -256,13 +277,14 @@ class Scheduler:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`(tokens, asynchronous)` that can be loaded beyond those computed; see `LoadPlanner.match`."""
-        started = self._clock()
-        if not self._identify() and num_computed_tokens:
-            # vLLM asks again, and has no hit of its own by then.
-            return None, False
+        started, evictions = self._clock(), self._evictions
+        self._identify()
         if request.request_id in self._put_off:
             self.on_new_request(request)
         state = self._state_of(request)
+        if self._evictions > evictions and num_computed_tokens:
+            # vLLM asks again, and has no hit of its own by then.
+            return None, False
         answer = self._match(state, num_computed_tokens)
         self._observer.telemetry.lookup_took(self._clock() - started)
         if answer[0] is not None:
@@ -473,8 +495,12 @@ class Scheduler:
         """
         self._suspicions += 1
         for state in self._requests.values():
-            self._leave_out(state)
-            self._across.setdefault(state.request_id, set())
+            self._leave_out_across(state)
+
+    def _leave_out_across(self, state: RequestState) -> None:
+        """The request runs on, but others get no blocks of it."""
+        self._leave_out(state)
+        self._across.setdefault(state.request_id, set())
 
     def _leave_out(self, state: RequestState) -> None:
         state.drop_lease()
@@ -490,7 +516,7 @@ class Scheduler:
         """Requests with the adapter of this number, unless it is the one that was loaded, store and load no more."""
         for state in self._requests.values():
             if state.adapter[0] == number and state.adapter[1] != loaded and not state.unidentified:
-                self._leave_out(state)
+                self._leave_out_across(state)
                 # Also what the step has stored that the adapter was loaded for.
                 self._taint_all()
 
