@@ -237,8 +237,8 @@ def _constants(layer: nn.Module) -> dict[str, str]:
     return found
 
 
-_COUNTS = re.compile("scale|slope|bias|sink|zero")
-"""Plain tensors of layers that decide numbers: others are memory that a layer works in."""
+_COUNTS, _OF_PLUG_INS = re.compile("scale|slope|bias|sink|zero"), re.compile("^(?!kv_cache)")
+"""Plain tensors that decide numbers, in vLLM's layers and in those of others: the rest is memory that they work in."""
 
 
 def _is_constant(value: Any) -> bool:
@@ -250,13 +250,14 @@ def _is_constant(value: Any) -> bool:
 
 
 def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
-    """A line for each of a layer's own parameters and buffers, and for scales that are neither.
+    """A line for each of a layer's own parameters and buffers, and for tensors that are neither and decide numbers.
 
     `seen`: digests of tensors that several layers share.
     """
     for part, owner in _parts_of(module).items():
+        counts = _OF_PLUG_INS if code.packages_of(owner) else _COUNTS
         for name, value in sorted(getattr(owner, "__dict__", {}).items()):
-            if hasattr(value, "untyped_storage") and _COUNTS.search(name):
+            if hasattr(value, "untyped_storage") and counts.search(name):
                 yield f"{part}.{name} {_digest_once(value, seen)}"
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is None or tensor.is_meta:

@@ -405,6 +405,19 @@ def test_a_scale_that_is_a_plain_tensor_counts(place: str) -> None:
     assert identity_of(changed) == identity_of(layer(0.25)), "also in place"
 
 
+class OfAPlugIn(torch.nn.Module):
+    """A layer whose package is not vLLM's."""
+
+
+def test_any_plain_tensor_of_a_plug_ins_layer_counts() -> None:
+    def layer(value: float) -> torch.nn.Module:
+        found = OfAPlugIn()
+        found.__dict__ |= {"steering": torch.tensor(value), "kv_cache": torch.rand(2)}
+        return found
+
+    assert identity_of(layer(1.0)) == identity_of(layer(1.0)) != identity_of(layer(0.5))
+
+
 @pytest.fixture
 def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], Any]]:
     """Import a module of a plug-in's, whose `FACTOR`, in another package, is this number."""
