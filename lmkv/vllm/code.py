@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,15 +25,10 @@ _PLUG_INS = ("vllm.general_plugins", "vllm.platform_plugins")
 
 
 def package_of(thing: Any) -> str:
-    """The package of a class, a function, a module, or else of an object's class; "" if it has none."""
+    """The package of a class, a function, or else of an object's class; "" if it has none."""
     with suppress(Exception):  # Some objects are loaded when they are looked at.
-        if isinstance(thing, ModuleType):
-            name = thing.__name__
-        elif inspect.isfunction(thing):
-            # A wrapper calls itself what it wraps.
-            name = thing.__globals__["__name__"]
-        else:
-            name = thing.__module__
+        # A wrapper calls itself what it wraps.
+        name = thing.__globals__["__name__"] if inspect.isfunction(thing) else thing.__module__
         return str(name).partition(".")[0]
     return ""
 
@@ -48,12 +46,17 @@ def packages_of_plug_ins() -> frozenset[str]:
 
 
 def foreign_methods(kind: type) -> set[str]:
-    """The packages whose functions stand in a class of another package. Raises ValueError where no file has them."""
-    found = {package_of(call) for method in vars(kind).values() for call in _calls_of(method)}
-    found -= KNOWN | {package_of(kind), ""} | packages_of_plug_ins()
-    if "__main__" in found:
-        raise ValueError(f"a method of {kind.__name__} was replaced by one that is in no package")
-    return {package for package in found if not _version(package)}
+    """The packages whose functions stand in a class of another package.
+
+    Raises ValueError where such a function, or one of a class that is not vLLM's, has values that no file tells.
+    """
+    package = package_of(kind)
+    calls = [(package_of(call), call) for method in vars(kind).values() for call in _calls_of(method)]
+    foreign = {place: call for place, call in calls if place not in KNOWN | {package, ""}}
+    own = [call for place, call in calls if place == package and not (package in KNOWN or _version(package))]
+    if "__main__" in foreign or any(map(_has_values, [*foreign.values(), *own])):
+        raise ValueError(f"a method of {kind.__name__} has values of its own, or is in no package")
+    return set(foreign) - packages_of_plug_ins()
 
 
 def check_calls(place: str, layer: Any, parts: Sequence[object]) -> None:
@@ -67,7 +70,7 @@ def check_calls(place: str, layer: Any, parts: Sequence[object]) -> None:
     own = KNOWN | packages_of(*parts) | packages_of_plug_ins() | {""}
     for call in (call for each in hung for call in _calls_of(each)):
         package = package_of(call)
-        if package not in own and not _version(package):
+        if package not in own and (_has_values(call) or not _version(package)):
             raise ValueError(f"{place} calls {call!r}, which is neither vLLM's nor its model's")
 
 
@@ -81,32 +84,69 @@ def _calls_of(value: Any) -> Iterator[object]:
         value = getattr(value, "__func__", None) or getattr(value, "func", None) or fields.get("__wrapped__")
 
 
+def _has_values(call: Any) -> bool:
+    """Whether a function was made with values that its code does not tell."""
+    cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or () if cell != type(cell)()]
+    return not all(inspect.isroutine(value) or isinstance(value, type) for value in cells)
+
+
 def digest(packages: Iterable[str]) -> str:
-    """A digest of the loaded code of packages, and of what they import: by version where that is installed."""
-    found, asked = dict[str, str](), sorted(set(packages) - KNOWN - {""})
-    own = set(asked) - {"transformers"}
+    """A digest of the code of packages, and of all that it imports; of what is installed with a version, by that."""
+    own = set(packages) - KNOWN - {"", "transformers"}
+    asked = [name for name in sorted(sys.modules) if name.partition(".")[0] in own]
+    found = {package: _version(package) for package in packages}
     while asked:
-        package = asked.pop()
-        if package in found:
+        name = asked.pop()
+        package = name.partition(".")[0]
+        if (name in found and package in own | {name}) or package in KNOWN:
             continue
         if package not in own and _version(package):
             found[package] = _version(package)
             continue
-        sources, imported = hashlib.sha256(), set[str]()
-        loaded = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
-        for name, module in ((name, sys.modules[name]) for name in sorted(loaded)):
-            # A module of None is one that must not be imported.
-            with suppress(OSError, TypeError):
-                imported |= {package_of(value) for value in list(vars(module).values())}
-                path = inspect.getsourcefile(module)
-                sources.update(name.encode() + (Path(path).read_bytes() if path else b""))
-        found[package] = sources.hexdigest()
-        asked += imported - KNOWN - {""}
-    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+        path = _file_of(name)
+        with suppress(OSError):
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
+        if path and path.suffix == ".py":
+            with suppress(OSError, SyntaxError, ValueError, ImportError):
+                asked += _imports(ast.parse(path.read_bytes()), name, is_package=path.name == "__init__.py")
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+
+
+def _imports(tree: ast.AST, name: str, *, is_package: bool) -> Iterator[str]:
+    """The modules that a module imports, anywhere in its code, and names that may be modules."""
+    package = name if is_package else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package or None)
+            yield module
+            yield from (f"{module}.{each.name}" for each in node.names)
+
+
+def _file_of(name: str) -> Path | None:
+    """The file of a module, None if there is none; nothing is imported for it."""
+    with suppress(Exception):
+        spec = _spec_of(name)
+        origin = spec.origin if spec is not None else sys.modules[name].__file__
+        return Path(origin) if origin and Path(origin).is_file() else None
+    return None
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    if name in sys.modules:
+        return sys.modules[name].__spec__
+    parent = name.rpartition(".")[0]
+    inside = _spec_of(parent) if parent else None
+    if parent and inside is None:
+        return None
+    return PathFinder.find_spec(name, inside.submodule_search_locations if inside is not None else None)
 
 
 @functools.cache
 def _version(package: str) -> str:
+    """Its version, "" where its code may change without one."""
     with suppress(importlib.metadata.PackageNotFoundError, ValueError):
-        return importlib.metadata.version(package)
+        found = importlib.metadata.distribution(package)
+        return "" if "editable" in (found.read_text("direct_url.json") or "") else found.version
     return ""

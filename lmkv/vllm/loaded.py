@@ -88,16 +88,25 @@ def identity(worker: Any) -> str:
 
 def note_constants(worker: Any) -> None:
     """Before a call that may change the constants of layers."""
-    _before_call.update((layer, _constants(layer)) for _, layer in _layers(worker.model_runner))
+    _before_call.update((layer, _changeable(layer)) for _, layer in _layers(worker.model_runner))
 
 
 def fold_constants(worker: Any) -> None:
     """After the call: what is another one now belongs to the identity."""
     for _, layer in _layers(worker.model_runner):
-        before, after = _before_call.pop(layer, {}), _constants(layer)
+        before = _before_call.pop(layer, None)
+        after = before and _changeable(layer)
+        if not before or not after:
+            continue
         changed = {name: after.get(name, "") for name in before.keys() | after if before.get(name) != after.get(name)}
         if layer in _constants_of:
             _constants_of[layer].update(changed)
+
+
+def _changeable(layer: nn.Module) -> dict[str, str]:
+    """Constants, and the adapters in use, whose identity is that of what was loaded."""
+    stacked = {name: getattr(layer, name, ()) for name in ("lora_a_stacked", "lora_b_stacked")}
+    return _constants(layer) | {name: " ".join(map(_digest, each)) for name, each in stacked.items() if len(each)}
 
 
 def adapter(worker: Any, lora: Any) -> Adapter | None:
@@ -411,7 +420,8 @@ class Loaded:
             return isinstance(method, str) and method in KEEPS_WEIGHTS
 
         def before_rpc(method: Any = None, *_: Any, **__: Any) -> None:
-            if not keeps_weights(method):
+            # A sleeping device has no memory to look at.
+            if not keeps_weights(method) and not core.model_executor.is_sleeping:
                 core.model_executor.collective_rpc(note_constants)
 
         def after_rpc(method: Any = None, *_: Any, **__: Any) -> None:

@@ -165,6 +165,27 @@ def test_what_vllm_has_cached_under_the_name_of_an_adapter_is_not_anothers(
         assert ask(restarted, adapter) == (right, LENGTH - 1)
 
 
+def test_an_adapter_that_a_call_changes_in_place_is_another_one(base: Path, tmp_path: Path) -> None:
+    def change(network: Any) -> None:
+        for layer in network.modules():
+            for weight in getattr(layer, "lora_b_stacked", ()):
+                weight.mul_(-2)
+
+    adapter = write_adapter(tmp_path / "adapter", seed=1)
+    with over_disk(base, tmp_path / "kv") as running:
+        before, _ = ask(running, adapter)
+        running.llm.apply_model(change)
+        after, hit = ask(running, adapter)
+        assert hit == 0
+        assert after != before
+        longer, _ = ask(running, adapter, ids=[*IDS, *IDS[:300]])
+    with over_disk(base, tmp_path / "kv") as restarted:
+        assert ask(restarted, adapter) == (before, LENGTH - 1)
+        found, hit = ask(restarted, adapter, ids=[*IDS, *IDS[:300]])
+        assert hit <= LENGTH
+        assert found != longer
+
+
 def begun(running: Engine, adapter: Path, number: int, tokens: int) -> Callable[[int], list[int]]:
     from vllm.lora.request import LoRARequest
 

@@ -427,6 +427,8 @@ def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("")
     (tmp_path / "plugged" / "layers.py").write_text(PLUGGED)
+    (tmp_path / "plugged" / "numbers.py").write_text("import torch\nfrom arithmetic.scales import FACTOR\n" + LAYER)
+    (tmp_path / "plugged" / "late.py").write_text("import torch\n" + LAYER + LATE)
 
     def forget() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] in {"plugged", "arithmetic"}]:
@@ -434,7 +436,7 @@ def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
     def imported(name: str, factor: int) -> Any:
         forget()
-        (tmp_path / "arithmetic" / "scales.py").write_text(f"def scaled(x): return {factor} * x\n")
+        (tmp_path / "arithmetic" / "scales.py").write_text(f"FACTOR = {factor}\ndef scaled(x): return FACTOR * x\n")
         importlib.invalidate_caches()
         return importlib.import_module(name)
 
@@ -442,6 +444,11 @@ def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     forget()
 
 
+LAYER = "class Layer(torch.nn.Module): pass\n"
+LATE = """
+def forward():
+    from arithmetic import scales
+"""
 PLUGGED = """
 import torch
 from arithmetic.scales import scaled
@@ -477,6 +484,13 @@ def of_a_general_plug_in(module: Any) -> str:
 def test_code_that_a_plug_in_calls_counts(plugged: Callable[[str, int], Any], identity: Callable[[Any], str]) -> None:
     """In another package, which only the plug-in's imports."""
     found = [identity(plugged("plugged.layers", factor)) for factor in (1, 3, 1)]
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("name", ["plugged.numbers", "plugged.late"])
+def test_what_code_takes_from_another_module_counts(plugged: Callable[[str, int], Any], name: str) -> None:
+    """A number, or something that it imports when it is called."""
+    found = [of_a_model(plugged(name, factor)) for factor in (1, 3, 1)]
     assert found[0] == found[2] != found[1]
 
 
@@ -544,8 +558,12 @@ def test_a_method_that_replaces_one_of_another_package_counts(monkeypatch: pytes
     before = identity_of(layer)
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, given: given)
     assert identity_of(layer) != before
+    factor = 2
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, given: given * factor)
+    with pytest.raises(ValueError, match="a method of Linear has values"):
+        identity_of(layer)
     monkeypatch.setattr(torch.nn.Linear, "forward", eval("lambda self, given: given", {"__name__": "__main__"}))
-    with pytest.raises(ValueError, match="a method of Linear was replaced"):
+    with pytest.raises(ValueError, match="a method of Linear has values"):
         identity_of(layer)
 
 
