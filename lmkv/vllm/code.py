@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -94,34 +94,38 @@ def digest(packages: Iterable[str]) -> str:
     """A digest of the code of packages, and of all that it imports; of what is installed with a version, by that."""
     own = set(packages) - KNOWN - {"", "transformers"}
     asked = [name for name in sorted(sys.modules) if name.partition(".")[0] in own]
-    found = {package: _version(package) for package in packages}
+    found, seen = {package: _version(package) for package in packages}, set[str]()
     while asked:
         name = asked.pop()
         package = name.partition(".")[0]
-        if (name in found and package in own | {name}) or package in KNOWN:
+        if name in seen or package in KNOWN:
             continue
+        seen.add(name)
         if package not in own and _version(package):
             found[package] = _version(package)
             continue
         path = _file_of(name)
+        found[name] = ""
         with suppress(OSError):
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
-        if path and path.suffix == ".py":
-            with suppress(OSError, SyntaxError, ValueError, ImportError):
-                asked += _imports(ast.parse(path.read_bytes()), name, is_package=path.name == "__init__.py")
+            if path is not None:
+                found[name], imports = _read(path, path.stat().st_mtime_ns, name)
+                asked += imports
     return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
 
 
-def _imports(tree: ast.AST, name: str, *, is_package: bool) -> Iterator[str]:
-    """The modules that a module imports, anywhere in its code, and names that may be modules."""
-    package = name if is_package else name.rpartition(".")[0]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package or None)
-            yield module
-            yield from (f"{module}.{each.name}" for each in node.names)
+@functools.lru_cache(10_000)
+def _read(path: Path, _changed: int, name: str) -> tuple[str, tuple[str, ...]]:
+    """A digest of a module's file, and what it imports, anywhere in its code: modules, and names that may be some."""
+    data, imports = path.read_bytes(), set[str]()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    with suppress(SyntaxError, ValueError, ImportError):
+        for node in ast.walk(ast.parse(data)) if path.suffix == ".py" else ():
+            if isinstance(node, ast.Import):
+                imports.update(each.name for each in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                module = importlib.util.resolve_name("." * node.level + (node.module or ""), package or None)
+                imports |= {module, *(f"{module}.{each.name}" for each in node.names)}
+    return hashlib.sha256(data).hexdigest(), tuple(imports)
 
 
 def _file_of(name: str) -> Path | None:
@@ -146,7 +150,13 @@ def _spec_of(name: str) -> ModuleSpec | None:
 @functools.cache
 def _version(package: str) -> str:
     """Its version, "" where its code may change without one."""
-    with suppress(importlib.metadata.PackageNotFoundError, ValueError):
-        found = importlib.metadata.distribution(package)
-        return "" if "editable" in (found.read_text("direct_url.json") or "") else found.version
+    with suppress(Exception):
+        found = [importlib.metadata.distribution(name) for name in _distributions()[package]]
+        if not any("editable" in (each.read_text("direct_url.json") or "") for each in found):
+            return " ".join(f"{each.name} {each.version}" for each in found)
     return ""
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()

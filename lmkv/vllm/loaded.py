@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -225,7 +226,7 @@ _ADDRESSES = 1 << 40
 """Larger numbers are addresses of memory, which are others in each process."""
 
 
-_HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer")
+_HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer|torchao_reload")
 """Attributes that say how a layer is computed, and differ between engines that compile it and those that do not."""
 
 
@@ -268,7 +269,7 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
         for name, value in sorted(getattr(owner, "__dict__", {}).items()):
             if hasattr(value, "untyped_storage") and counts.search(name):
                 yield f"{part}.{name} {_digest_once(value, seen)}"
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+    for name, tensor in sorted([*module._parameters.items(), *module._buffers.items()], key=itemgetter(0)):
         if tensor is None or tensor.is_meta:
             # Another rank has this layer.
             continue

@@ -245,6 +245,14 @@ def test_a_number_of_a_layer_that_a_call_changes_changes_the_keys(model: Path, t
         assert answer(restarted, OTHER)[0] == 0
 
 
+def test_a_checkpoint_that_is_loaded_again_is_the_same(model: Path, tmp_path: Path) -> None:
+    with over_disk(model, tmp_path) as running:
+        _, first = answer(running, IDS)
+        running.llm.collective_rpc("reload_weights")
+        running.forget_local()
+        assert answer(running, IDS) == (LENGTH - 1, first)
+
+
 RESIDENT = 7.0
 """What is in device memory that sleep gave up."""
 
@@ -436,7 +444,9 @@ def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
     def imported(name: str, factor: int) -> Any:
         forget()
-        (tmp_path / "arithmetic" / "scales.py").write_text(f"FACTOR = {factor}\ndef scaled(x): return FACTOR * x\n")
+        (tmp_path / "arithmetic" / "scales.py").write_text(
+            f"import arithmetic.scales\nFACTOR = {factor}\ndef scaled(x): return FACTOR * x\n"
+        )
         importlib.invalidate_caches()
         return importlib.import_module(name)
 
