@@ -29,7 +29,7 @@ def package_of(thing: Any) -> str:
     with suppress(Exception):  # Some objects are loaded when they are looked at.
         # A wrapper calls itself what it wraps.
         name = thing.__globals__["__name__"] if inspect.isfunction(thing) else thing.__module__
-        return str(name).partition(".")[0]
+        return str(name or "").partition(".")[0]
     return ""
 
 
@@ -56,7 +56,7 @@ def foreign_methods(kind: type) -> set[str]:
     own = [call for place, call in calls if place == package and not (package in KNOWN or _version(package))]
     if "__main__" in foreign or any(map(_has_values, [*foreign.values(), *own])):
         raise ValueError(f"a method of {kind.__name__} has values of its own, or is in no package")
-    return set(foreign) - packages_of_plug_ins()
+    return {place for place in foreign if not _version(place)} - packages_of_plug_ins()
 
 
 def check_calls(place: str, layer: Any, parts: Sequence[object]) -> None:
