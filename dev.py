@@ -337,7 +337,7 @@ def newest(args: list[str]) -> int:
         # vLLM knows by its version what it was built for.
         [metadata] = folder.glob("vllm-*.dist-info/METADATA")
         metadata.write_text(metadata.read_text().replace(f"Version: {NEWEST_VLLM}", f"Version: {NEWEST_VLLM}+cpu", 1))
-        # What it needs more than the environment's.
+        # This version needs one package that the environment has not.
         run_quietly(pip("install", "--no-deps", "--target", str(folder), "orjson"))
 
     folder = beside("vllm", NEWEST_VLLM, compiled_for_cpus)

@@ -40,7 +40,7 @@ def packages_of(*things: object) -> set[str]:
 
 @functools.cache
 def packages_of_plug_ins() -> frozenset[str]:
-    """Those of the plug-ins that vLLM has loaded in this process."""
+    """The packages of the plug-ins that vLLM has loaded in this process."""
     entries = [entry for group in _PLUG_INS for entry in importlib.metadata.entry_points(group=group)]
     return frozenset(entry.module.partition(".")[0] for entry in entries if entry.module in sys.modules) - KNOWN
 
@@ -75,7 +75,7 @@ def check_calls(place: str, layer: Any, parts: Sequence[object]) -> None:
 
 
 def _calls_of(value: Any) -> Iterator[object]:
-    """What is called where this is: itself, and what it wraps."""
+    """A function or a callable object, and then everything that it wraps; nothing for a class, a layer or data."""
     while callable(value) or isinstance(value, (classmethod, staticmethod)):
         if isinstance(value, (type, torch.nn.Module, torch.Tensor)):
             return
@@ -129,7 +129,7 @@ def _read(path: Path, _changed: int, name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _file_of(name: str) -> Path | None:
-    """The file of a module, None if there is none; nothing is imported for it."""
+    """Find the file of a module without importing it. Returns None if it has no file."""
     with suppress(Exception):
         spec = _spec_of(name)
         origin = spec.origin if spec is not None else sys.modules[name].__file__

@@ -26,7 +26,7 @@ from tests.vllm.test_media import SIDE, TEXT
 
 COLOURS = ("red", "blue", "green", "white")
 CONTENTS = tuple((seed, alpha) for seed in (1, 2) for alpha in (8, 32))
-"""Of an adapter: the seed of its weights, and its scale."""
+"""The contents that an adapter may have: the seed of its weights, and its scale."""
 PROMPTS = [prompt(seed, 64 * (3 + seed % 5)) for seed in range(900, 912)]
 RUNS_ON = [each % 250 for each in prompt(912, 150)]
 """A prompt of no image, for both models."""
@@ -45,7 +45,7 @@ def set_version(network: Any, version: int) -> None:
 
 
 class Child:
-    """What the driver may ask of an engine, by the names of its methods."""
+    """Carries out the calls that the driver sends, each by the name of a method."""
 
     def __init__(self, running: Engine) -> None:
         self._running, self._vllm = running, running.llm.llm_engine

@@ -254,7 +254,7 @@ def test_a_checkpoint_that_is_loaded_again_is_the_same(model: Path, tmp_path: Pa
 
 
 RESIDENT = 7.0
-"""What is in device memory that sleep gave up."""
+"""The value of every number in device memory that sleep gave up."""
 
 
 @pytest.fixture
@@ -399,9 +399,9 @@ def test_a_buffer_counts(persistent: bool) -> None:
 def test_a_scale_that_is_a_plain_tensor_counts(place: str) -> None:
     def layer(scale: float) -> torch.nn.Module:
         found = torch.nn.Module()
-        owner = found
+        owner: Any = found
         if place:
-            owner = SimpleNamespace()  # type: ignore[assignment]
+            owner = SimpleNamespace()
             setattr(found, place, owner)
         owner.__dict__["input_scale"] = torch.tensor(scale)
         return found
@@ -563,7 +563,7 @@ def test_a_layer_that_calls_what_nobody_knows_has_no_identity(
 
 
 def test_a_method_that_replaces_one_of_another_package_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its code: that of this package here."""
+    """Its code is that of this package, whose digest becomes part of the identity."""
     layer = torch.nn.Linear(2, 2)
     before = identity_of(layer)
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, given: given)

@@ -108,7 +108,7 @@ class Scheduler:
         self._put_off: set[str] = set()
         """Requests that have come since then."""
         self._across: dict[str, set[int]] = {}
-        """Requests with KV from before a change of weights, and their blocks, of which others may get none."""
+        """Requests with KV from before a change of weights or adapter, and their blocks, which no other may get."""
         self._media, self._adapters = Media(self._options.media_by_name), Adapters(load_adapter)
         self._served: LRUCache[str, str] = LRUCache(1024)
         """The identity of the adapter that was last asked for by each name."""
@@ -214,8 +214,8 @@ class Scheduler:
         self._suspicions = 0
         if unchanged:
             # But for requests whose adapter may be what has changed.
-            known = {name: self._requests.get(name) for name in self._across}
-            self._across = {name: self._across[name] for name, state in known.items() if state and state.lora_name}
+            with_adapter = {name for name, state in self._requests.items() if state.lora_name is not None}
+            self._across = {name: blocks for name, blocks in self._across.items() if name in with_adapter}
         else:
             # vLLM may have been told to keep its own prefix cache: KV that is computed on top of it has no name.
             self._evict_all()
