@@ -75,7 +75,7 @@ BUDGET = {
     "policies": 1062,
     "simulation": 359,
     "config": 711,
-    "memory": 1250,
+    "memory": 1350,
     "store.tiers": 1362,
     "store": 1193,
     "backends": 366,
@@ -85,14 +85,14 @@ BUDGET = {
     "engine": 490,
     "": 60,
     "agent": 930,
-    "vllm": 2437,
-    "vllm.requests": 327,
-    "vllm.observe": 786,
-    "vllm.scheduler": 1585,
+    "vllm": 2560,
+    "vllm.requests": 329,
+    "vllm.observe": 793,
+    "vllm.scheduler": 1760,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 16159
+WHOLE = 16560
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

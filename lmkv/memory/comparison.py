@@ -42,7 +42,7 @@ class Part:
 class Difference:
     """A chunk's numbers differ on one rank, in `layers`; `copy`: its number in the order.
 
-    `first`, `end`: the range of its tokens, in whole pages. `deviation`: the largest.
+    `first`, `end`: the range of its tokens, in whole pages. `deviation`: the largest. `blocks`: of a load.
     """
 
     copy: int
@@ -51,6 +51,7 @@ class Difference:
     first: int
     end: int
     deviation: float
+    blocks: tuple[int, ...] = ()
 
 
 def deviation(computed: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -97,8 +98,8 @@ class Comparison:
     def _wrong(self, copy: ChunkCopy, stored: int) -> Iterator[tuple[str, int, int, float]]:
         """`(layer, first token, end, deviation)` of each layer that differs."""
         for part in self._parts:
-            found = self.measure(part, copy, stored)
             tolerance = self._tolerances.get(part.dtype)
+            found = self.measure(part, copy, stored) if tolerance is not None else None
             if found is None or tolerance is None:
                 continue
             pages = (found > tolerance).nonzero().flatten().tolist()

@@ -54,6 +54,10 @@ class _CUDAStream:
         assert isinstance(event, _CUDAEvent)
         self.stream.wait_event(event.event)
 
+    def run(self, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+
 
 class CUDADevice:
     """One CUDA device. Raises OSError where there is no CUDA driver. `driver`: its library, in tests another one."""

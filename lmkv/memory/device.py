@@ -73,6 +73,10 @@ class Stream(Protocol):
         """Work that is queued from now on begins after `event`. Does not block the calling thread."""
         ...
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue what `work` has torch do. It may be called later."""
+        ...
+
 
 class Device(Protocol):
     """An accelerator. Only `synchronize`, `allocate`, and `transfer` of unregistered memory block.

@@ -86,7 +86,7 @@ class SimulatedStream:
         assert isinstance(event, SimulatedEvent)
         self._put(("wait", event))
 
-    def do(self, work: Callable[[], object]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         self._put(work)
         # Some of it may be done at once, or long after.
         self._device.run(self._device.rng.randrange(3))
@@ -155,7 +155,7 @@ class SimulatedDevice:
 
     def launch(self, work: Callable[[], object]) -> None:
         """Queue computation of the model, for some later time."""
-        self.compute.do(work)
+        self.compute.run(work)
 
     def fail(self, why: str) -> None:
         """End the context: nothing that is queued is done, and every call raises."""
@@ -249,7 +249,7 @@ class SimulatedDevice:
         """Queue a call that does several things in any order."""
         assert isinstance(stream, SimulatedStream)
         self.rng.shuffle(works)
-        stream.do(lambda: [work() for work in works])
+        stream.run(lambda: [work() for work in works])
 
     def _copy(self, source: int, target: int, nbytes: int, early: bool = False) -> Callable[[], object]:
         if early and self.rng.random() < 0.5:

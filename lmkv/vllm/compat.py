@@ -275,6 +275,26 @@ def computed_tokens(scheduler_output: Any) -> dict[str, int]:
     }
 
 
+def preempted(scheduler_output: Any) -> Iterable[str]:
+    """The requests whose blocks vLLM has taken while it scheduled this step."""
+    return getattr(scheduler_output, "preempted_req_ids", None) or ()
+
+
+def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
+    """Blocks that vLLM may write into before it hands this step's metadata to the workers.
+
+    It copies blocks that a prompt shares in part, and zeroes new ones. `every`: all new ones count, because layers of
+    several kinds share the memory: it also copies states of recurrent layers.
+    """
+    written = {target for _, target in getattr(scheduler_output, "kv_cache_block_copies", None) or ()}
+    written.update(scheduler_output.new_block_ids_to_zero or ())
+    if every:
+        new = [request.block_ids for request in scheduler_output.scheduled_new_reqs]
+        new += [tables for tables in scheduler_output.scheduled_cached_reqs.new_block_ids if tables is not None]
+        written.update(*(table for tables in new for table in tables))
+    return written
+
+
 def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
     """By request, `(group, block, tokens)` of each state that vLLM retains and that this step completes."""
     source = scheduler_output.kv_connector_block_state

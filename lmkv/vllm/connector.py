@@ -261,6 +261,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.exception("lmkv: this step could not be planned; loads between steps are given up")
             # vLLM keeps a request that loads until the load is reported as ended.
             self._scheduler.loading.jobs.give_up()
+            self._scheduler.load_audits.forget()
         # Also after an error: vLLM counts on the loads that were promised.
         plan = self._scheduler.take_plan()
         if not (scheduler_output.total_num_scheduled_tokens or plan.loads):
@@ -276,7 +277,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _plan_stores(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         tables = compat.block_tables(output, self._vllm_scheduler)
         computed, scheduled = compat.computed_tokens(output), output.total_num_scheduled_tokens
-        scheduler.plan_step(computed, tables, scheduled, compat.state_offers(output))
+        mixed = self._model is not None and not self._model.block_map.one_full_table
+        lost = compat.preempted(output), compat.written_early(output, every=mixed)
+        scheduler.plan_step(computed, tables, scheduled, compat.state_offers(output), *lost)
 
     @_never_raises(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -18,6 +18,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
+from lmkv.memory.readback import factors
 from lmkv.vllm import code
 from lmkv.vllm.fields import as_json
 from lmkv.vllm.identity import Adapter, folder_of, stamps
@@ -334,20 +335,10 @@ def digest_on_device(data: torch.Tensor) -> str:
         octets = octets.clone()
     whole = octets[: octets.numel() // 4 * 4].view(torch.int32)
     rest = octets[whole.numel() * 4 :].to(torch.int64)
-    rows = [_factors(row, min(_BLOCK, whole.numel()), data.device) for row in (1, 2)]
+    rows = [factors(row, min(_BLOCK, whole.numel()), data.device) for row in (1, 2)]
     sums = [(block.to(torch.int64) * row[: block.numel()]).sum() for row in rows for block in whole.split(_BLOCK)]
     found = torch.cat([torch.stack(sums) if sums else rest[:0], rest]).cpu().numpy()
     return hashlib.sha256(b"%d " % octets.numel() + found.tobytes()).hexdigest()
-
-
-def _factors(row: int, count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers that have nothing to do with each other (the mixing step of SplitMix64)."""
-    import torch
-
-    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131 * (2 * row + 1)
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return mixed | 1
 
 
 # -- on the scheduler's side ------------------------------------------------------------------------------------------

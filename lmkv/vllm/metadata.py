@@ -17,7 +17,8 @@ class CopyOrder:
 
     `failed_blocks`: blocks that nothing will fill, to be reported as failed. `between_steps`: no computation
     of this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this order.
-    `compares`: slots to compare with those that the copies have filled, one for each.
+    `compares`: slots to compare with those that the copies have filled, one for each. `audited`: a load whose blocks
+    are read back, and compared with the slots.
     """
 
     job: int
@@ -27,26 +28,38 @@ class CopyOrder:
     between_steps: bool = False
     finishes: str | None = None
     compares: list[int] = field(factory=list)
+    audited: bool = False
+
+
+@frozen
+class ReadOrder:
+    """Read the blocks of copies that the audited order `load` has made, and compare them with what was read then."""
+
+    job: int
+    load: int
+    copies: list[ChunkCopy]
 
 
 @frozen
 class StepPlan:
-    """The copy orders of one step. `slab`: set until every worker is known to have mapped it.
+    """The orders of one step. `reads` come before all that the step writes.
 
-    `timed`: number of a step whose end is to be reported; 0: this one's is not.
+    `slab`: set until every worker is known to have mapped it. `timed`: number of a step whose end is to be reported; 0:
+    this one's is not.
     """
 
     loads: list[CopyOrder] = field(factory=list)
     stores: list[CopyOrder] = field(factory=list)
     slab: SlabRef | None = None
     timed: int = 0
+    reads: list[ReadOrder] = field(factory=list)
 
 
 @define
 class JobReport:
     """How a job ended on the `ranks` that have answered. `seconds`: those of the slowest rank.
 
-    `differences`: of an order that `compares`.
+    `differences`: of an order that compares, or is audited.
     """
 
     ranks: int
@@ -94,9 +107,16 @@ class StepPlanBuilder:
 
     def __init__(self) -> None:
         self._last_job = 0
+        self._reads: list[ReadOrder] = []
         self._loads: list[CopyOrder] = []
         self._stores: list[CopyOrder] = []
         self.timed = 0
+
+    def read(self, load: int, copies: list[ChunkCopy]) -> ReadOrder:
+        """Add to the plan that the blocks of an audited load are read again."""
+        order = ReadOrder(self._new_job(), load, copies)
+        self._reads.append(order)
+        return order
 
     def load(
         self,
@@ -105,9 +125,11 @@ class StepPlanBuilder:
         *,
         between_steps: bool = False,
         finishes: str | None = None,
+        audited: bool = False,
     ) -> CopyOrder:
         """Add a load to the plan."""
-        order = CopyOrder(self._new_job(), copies, False, failed_blocks, between_steps, finishes)
+        made = self._new_job(), copies, False, failed_blocks, between_steps, finishes
+        order = CopyOrder(*made, audited=audited)
         self._loads.append(order)
         return order
 
@@ -123,6 +145,6 @@ class StepPlanBuilder:
 
     def take(self, slab: SlabRef | None) -> StepPlan:
         """The plan so far; a new one is begun. `slab`: for the workers to map, if there are orders."""
-        loads, stores, timed = self._loads, self._stores, self.timed
-        self._loads, self._stores, self.timed = [], [], 0
-        return StepPlan(loads, stores, slab if loads or stores else None, timed)
+        made = self._loads, self._stores, slab if self._loads or self._stores else None, self.timed, self._reads
+        self._reads, self._loads, self._stores, self.timed = [], [], [], 0
+        return StepPlan(*made)

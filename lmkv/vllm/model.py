@@ -71,12 +71,14 @@ class ServedModel:
         return memory
 
     def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:
-        """What `paged_memory` of these rows has in its pages, by layer."""
+        """What `paged_memory` of these rows has in its pages, by layer: bytes where it is not numbers alone."""
+        import torch
+
         base = min(int(row.storage_offset()) for row in rows) if self.fused else 0
         found = []
         for number, (layer, row, kinds) in enumerate(zip(self.layers, rows, self.numbers, strict=False)):
             at = int(row.storage_offset()) - base if self.fused else 0
-            for dtype, nbytes in kinds:
+            for dtype, nbytes in kinds or [(torch.uint8, 0)]:
                 found.append(Part(layer, 0 if self.fused else number, at, nbytes or row.shape[1], dtype))
                 at += nbytes
         return found

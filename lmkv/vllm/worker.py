@@ -17,17 +17,18 @@ from attrs import define
 
 from lmkv.chunks.layout import KVLayout
 from lmkv.errors import UsageError
-from lmkv.memory.comparison import Part
+from lmkv.memory.comparison import Difference, Part
 from lmkv.memory.copier import DONE, Copier, Event
 from lmkv.memory.copier_factory import make_copier, make_staging
 from lmkv.memory.device import STAGING_BYTES, Staging
 from lmkv.memory.device_copier import LoadEvent
 from lmkv.memory.paged import PagedMemory
+from lmkv.memory.readback import Reading
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
 from lmkv.vllm.comparer import Comparer, Comparing
 from lmkv.vllm.layerwise import LayerwiseTransfer, NotReadyError
 from lmkv.vllm.loaded import take_loads
-from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
+from lmkv.vllm.metadata import CopyOrder, JobReport, ReadOrder, StepPlan, WorkerReport
 from lmkv.vllm.observe.metrics import Samples, Values
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,16 @@ _ATTACHES = 3
 
 @define(eq=False)
 class _Running:
-    order: CopyOrder
+    order: CopyOrder | ReadOrder
     event: Event
     started: float
+    step: int
+    reading: Reading | None = None
+    """Of the blocks of an audited load within a step."""
+    seconds: float | None = None
+    """Of the copy, once it has ended."""
+    audited: bool = True
+    """Whether the blocks are still those of the load."""
 
 
 class Worker:
@@ -93,6 +101,7 @@ class Worker:
         self._due_stores: list[CopyOrder] = []
         """The orders of the step that were not taken yet: whatever happens, none is executed twice."""
         self._running: list[_Running] = []
+        self._step = 0
         self._report = WorkerReport()
         self._samples = Samples()
         self._warned = False
@@ -120,7 +129,8 @@ class Worker:
                 self._copier.close()
             self._copier = None
             self._staging = make_staging(memory, self._staging_bytes)
-            self._memory, self._comparer.parts = memory, parts
+            self._memory = memory
+            self._comparer.register(memory, self._layout, parts, self._staging)
             self._page_bytes.clear()
             for row, group in zip(memory.rows, memory.groups, strict=True):
                 self._page_bytes[group] += int(row.shape[1])
@@ -143,7 +153,9 @@ class Worker:
         Staging memory is given back. Host memory stays pinned, and paged memory keeps its address. Idempotent.
         """
         self._suspended = True
+        self._comparer.forget()
         for item in self._running:
+            item.audited = False
             with contextlib.suppress(Exception):  # `poll` reports it.
                 item.event.wait()
         if self._staging is not None:
@@ -165,6 +177,9 @@ class Worker:
     def begin(self, plan: StepPlan) -> None:
         """Take the orders of a step. Each is executed once, whether or not the model runs in that step."""
         self._due_loads, self._due_stores = plan.loads, plan.stores
+        self._step += 1
+        for order in plan.reads:
+            self._read_again(order)
         if plan.timed:
             self._report.steps.add(plan.timed)
         if plan.slab is not None:
@@ -174,6 +189,14 @@ class Worker:
             # vLLM computes this step before it has these loads begin, and nothing of it reads or writes their blocks.
             with contextlib.suppress(Exception):  # The load fails as well, and says so.
                 self._launched = self._staging.mark()
+
+    def _read_again(self, order: ReadOrder) -> None:
+        started = time.monotonic()
+        try:
+            self._follow(_Running(order, self._comparer.read(order), started, self._step))
+        except Exception:
+            logger.exception("lmkv: the blocks of %d chunks could not be read", len(order.copies))
+            self._report.jobs[order.job] = JobReport(1, ok=False)
 
     def _attach(self, ref: SlabRef) -> None:
         with self._attaching:
@@ -263,26 +286,64 @@ class Worker:
                 self._finish(order, time.monotonic() - started, ok=False)
             else:
                 self._warned = False
-                self._follow(order, event, started)
+                self._follow(self._started(order, event, started))
 
-    def _follow(self, order: CopyOrder, event: Event, started: float) -> None:
-        """Report a copy that has ended; one that is still running, or is yet to be compared, is polled later."""
+    def _started(self, order: CopyOrder, event: Event, started: float) -> _Running:
+        running = _Running(order, event, started, self._step)
+        if order.audited and not order.between_steps:
+            try:
+                # Now: the next step may give the blocks to others.
+                running.reading = self._comparer.read(order)
+            except Exception:
+                logger.exception("lmkv: the blocks of %d chunks could not be read", len(order.copies))
+                running.audited = False
+        return running
+
+    def _follow(self, item: _Running) -> None:
+        """Report an order that has ended; one that is still running, or is yet to be compared, is polled later."""
         try:
-            ended = event.query()
-            if ended and order.compares and not isinstance(event, Comparing):
-                event = self._comparer.begin(order, self._layout, self._slab)
-                ended = event.query()
+            while item.event.query():
+                if item.seconds is None:
+                    spent = time.monotonic() - item.started
+                    item.seconds = item.event.seconds if isinstance(item.event, LoadEvent) else spent
+                following = self._following(item)
+                if following is None:
+                    self._ended(item)
+                    return
+                item.event = following
         except Exception:
-            logger.exception("lmkv: a copy of %d chunks failed while it ran", len(order.copies))
-            self._finish(order, time.monotonic() - started, ok=False)
+            logger.exception("lmkv: a copy of %d chunks failed while it ran", len(item.order.copies))
+            self._finish(item.order, time.monotonic() - item.started, ok=False)
             return
-        if ended:
-            seconds = event.seconds if isinstance(event, LoadEvent) else time.monotonic() - started
-            self._finish(order, seconds, ok=not order.failed_blocks)
-            if isinstance(event, Comparing):
-                self._report.jobs[order.job].differences = event.differences
-        else:
-            self._running.append(_Running(order, event, started))
+        self._running.append(item)
+
+    def _following(self, item: _Running) -> Event | None:
+        """What comes after the event that has ended: the blocks are read, or something is compared; None if nothing."""
+        order, event = item.order, item.event
+        if isinstance(event, Comparing) or not item.audited:
+            return None
+        if isinstance(order, ReadOrder):
+            assert isinstance(event, Reading)
+            return self._comparer.compare_again(order, event)
+        if isinstance(event, Reading):
+            return self._comparer.compare_load(order, event, self._slab)
+        if order.compares:
+            return self._comparer.begin(order, self._slab)
+        if order.audited:
+            return item.reading or self._comparer.read(order)
+        return None
+
+    def _ended(self, item: _Running) -> None:
+        order, differences = item.order, list[Difference]()
+        if isinstance(item.event, Comparing):
+            differences = item.event.differences
+        ok = True
+        if isinstance(order, CopyOrder):
+            # It is computed again if that is known before its blocks were read, or in the step that read them.
+            in_time = order.between_steps or item.step == self._step
+            ok = not order.failed_blocks and not (order.audited and differences and in_time)
+        self._finish(order, item.seconds or 0.0, ok=ok)
+        self._report.jobs[order.job].differences = differences
 
     def _end(self, layerwise: LayerwiseTransfer | None) -> None:
         if layerwise is None:
@@ -292,7 +353,7 @@ class Worker:
             if event is None:
                 self._finish(order, time.monotonic() - layerwise.started, ok=False)
             else:
-                self._follow(order, event, layerwise.started)
+                self._follow(self._started(order, event, layerwise.started))
 
     def _ready_copier(self) -> Copier:
         if self._refusal or self._suspended:
@@ -308,7 +369,10 @@ class Worker:
                 self._copier = make_copier(memory, layout, slab, self._rank, self._staging, self._share)
             return self._copier
 
-    def _finish(self, order: CopyOrder, seconds: float, *, ok: bool) -> None:
+    def _finish(self, order: CopyOrder | ReadOrder, seconds: float, *, ok: bool) -> None:
+        if isinstance(order, ReadOrder):
+            self._report.jobs[order.job] = JobReport(1, ok, seconds=seconds)
+            return
         nbytes = sum(
             len(run.blocks) * self._page_bytes[group] for copy in order.copies for group, run in enumerate(copy.runs)
         )
@@ -350,7 +414,7 @@ class Worker:
         self._end(reading)
         running, self._running = self._running, []
         for item in running:
-            self._follow(item.order, item.event, item.started)
+            self._follow(item)
 
     def take_report(self) -> WorkerReport | None:
         """The copies that ended since the last call, and the adapters that were loaded, or None."""

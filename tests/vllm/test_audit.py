@@ -12,13 +12,14 @@ from lmkv.vllm.observe.telemetry import Telemetry
 from tests.vllm import triton_cpu
 from tests.vllm.families import FAMILIES, RECURRENT
 from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.wrong_loads import FAULTS, Faulty
 
 KINDS = ("GQA, Qwen3", "GQA, fp8 KV", "MLA, DeepSeek-V2", "hybrid, window smaller than a chunk", "Mamba-2, Nemotron-H")
 
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts of the chunks and states that audits compared, and of those that were wrong."""
+    """Counts of the chunks, states and loads that audits compared, and of those that were wrong."""
     found: Counter[str] = Counter()
     compared = Telemetry.compared
 
@@ -27,7 +28,13 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["wrong"] += len(wrong)
         compared(self, tiers, wrong, states=states)
 
+    def counted_load(self: Telemetry, *, wrong: bool, again: bool = False) -> None:
+        found["wrong loads" if wrong else "again" if again else "loads"] += 1
+        audited_load(self, wrong=wrong, again=again)
+
+    audited_load = Telemetry.audited_load
     monkeypatch.setattr(Telemetry, "compared", counted)
+    monkeypatch.setattr(Telemetry, "audited_load", counted_load)
     return found
 
 
@@ -63,6 +70,11 @@ def hits_are_found_right_or_wrong(running: Engine, counts: Counter[str], unit: i
     assert counts["chunks"] >= sum((len(ids) - 1) // size for ids in prompts) - len(prompts)
     assert counts["states"] >= (len(prompts) if running.connector._model.block_map.states else 0)
     assert counts["wrong"] == 0
+    again = ask(running, prompts)
+    assert all(external_hits(output) > 2 * size for output in again), "every other audited hit is loaded"
+    assert answers(again) == cold
+    assert counts["loads"] >= len(prompts)
+    assert counts["wrong loads"] == 0
     damage(running, prompts[0], 1)
     ask(running, prompts[:1])
     assert counts["wrong"] > 0
@@ -87,3 +99,27 @@ def test_honest_hits_pass_and_a_wrong_one_is_found(kind: str, counts: Counter[st
 def test_whatever_copies(model: Path, counts: Counter[str], extra: dict[str, Any]) -> None:
     with engine(model, extra={"chunk_size": 64, "audit_rate": 1.0, **extra}, max_num_batched_tokens=256) as running:
         hits_are_found_right_or_wrong(running, counts, 64)
+
+
+@pytest.mark.parametrize("extra", [{"load_mode": "sync"}, {"load_mode": "async"}, {"use_layerwise": True}])
+def test_wrong_loads_are_found_and_computed_where_that_is_known_in_time(
+    model: Path, extra: dict[str, Any], counts: Counter[str]
+) -> None:
+    extra = {"chunk_size": 64, "audit_rate": 1.0, **extra}
+    with engine(model, extra=extra, num_gpu_blocks_override=128) as running:
+        running.connector._scheduler.audit.on = False
+        prompts = [prompt(760 + n, 300) for n in range(len(FAULTS))]
+        cold = answers(ask(running, prompts))
+        worker = running.worker
+        for ids, right, fault in zip(prompts, cold, FAULTS, strict=True):
+            before = counts["wrong loads"]
+            copier = worker._copier = Faulty(worker._ready_copier(), fault)
+            while not copier.touched:
+                assert counts["wrong loads"] == before
+                [output] = ask(running, [ids])
+            worker._copier = copier.inner
+            assert counts["wrong loads"] == before + 1, fault
+            if extra.get("load_mode") == "async":
+                assert external_hits(output) == 0 or answers([output]) == [right]
+        assert answers(ask(running, prompts)) == cold, "what is stored is right"
+        running.assert_nothing_leaked()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.kit import LIMIT, eventually
+from tests.vllm.harness import engine, external_hits, prompt
 from tests.vllm.offline_script import LENGTH
 from tests.vllm.server import START_TIMEOUT, child_environment, kill_group, members, shared_files
 
@@ -35,10 +36,10 @@ def left_in(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def script(model: Path, folder: Path, temporary: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The script in a process group of its own; its temporary files go to `temporary`."""
+def script(model: Path, folder: Path, temporary: Path, *words: str, **more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The script in a process group of its own; its temporary files go to `temporary`. `more`: its environment."""
     command = [sys.executable, "-m", "tests.vllm.offline_script", model, folder / "result", *words]
-    environment = child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", TMPDIR=str(temporary))
+    environment = child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", TMPDIR=str(temporary), **more)
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -92,9 +93,15 @@ def engine_of(group: int) -> int:
     return engine
 
 
-def test_nothing_stays_when_main_process_and_engine_are_killed(model: Path, tmp_path: Path, temporary: Path) -> None:
-    with script(model, tmp_path, temporary, "stay") as process:
+def test_only_its_chunks_stay_when_main_process_and_engine_are_killed(
+    model: Path, tmp_path: Path, temporary: Path
+) -> None:
+    disk = {"local_disk": f"file://{tmp_path / 'disk'}", "max_local_disk_size": 1.0, "disk_min_free": 0.0}
+    settings = {f"LMKV_{name.upper()}": str(value) for name, value in disk.items()}
+    with script(model, tmp_path, temporary, "stay", **settings) as process:
         eventually(lambda: has_result(tmp_path, process), "the script's result", START_TIMEOUT)
+        answers = result_of(tmp_path)
+        assert answers["emptied"]["hit"] == LENGTH - 1, "from disk: host memory was emptied"
         running = members(process.pid)
         assert slabs(running) == 2, "the engine and its worker map the slab"
         shared = shared_files(running)
@@ -106,3 +113,9 @@ def test_nothing_stays_when_main_process_and_engine_are_killed(model: Path, tmp_
         eventually(lambda: not members(process.pid), f"the end of {members(process.pid)}")
     assert not [path for path in shared if path.exists()]
     assert left_in(temporary) == []
+    # The past of this process is another one: it has written the model, and maybe run other engines.
+    with engine(model, extra=disk) as running:
+        assert running.store.wait_indexed(LIMIT)
+        [output] = running.run([prompt(70, LENGTH)])
+        assert external_hits(output) == LENGTH - 1
+        assert list(output.outputs[0].token_ids) == answers["cold"]["ids"]

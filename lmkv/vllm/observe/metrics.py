@@ -92,6 +92,8 @@ METRICS = {
     "lmkv_audited_chunks": _counter("Chunks that were compared, by the tier that had them.", *_TIER),
     "lmkv_audited_states": _counter("States of recurrent layers that were compared, by tier.", *_TIER),
     "lmkv_wrong_chunks": _counter("Chunks and states that audits found wrong, by the tier that had them.", *_TIER),
+    "lmkv_audited_loads": _counter("Loads whose blocks were read back and compared with the stored chunks."),
+    "lmkv_wrong_loads": _counter("Loads that left something else in the blocks, or whose blocks were changed later."),
     "lmkv_loads_off": _gauge("1 once an audit has switched loads off, else 0."),
     # vLLM's own names, with vLLM's meaning: dashboards for its OffloadingConnector show them.
     "vllm:kv_offload_load_bytes": _counter("Total bytes loaded from offload storage to GPU."),

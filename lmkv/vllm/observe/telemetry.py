@@ -118,6 +118,13 @@ class Telemetry:
         for tier in wrong:
             self._samples.add("lmkv_wrong_chunks", 1, tier)
 
+    def audited_load(self, *, wrong: bool, again: bool = False) -> None:
+        """The blocks of a load were read back; `again`: once more."""
+        if not again:
+            self._samples.add("lmkv_audited_loads")
+        if wrong:
+            self._samples.add("lmkv_wrong_loads")
+
     def found_no_room(self) -> None:
         """Count a step whose chunks did not all get slots."""
         self._samples.add("vllm:kv_offload_allocation_failure")

@@ -120,6 +120,10 @@ class RequestState:
     """Whether it was decided if its hit is audited."""
     audit: Audit | None = field(default=None, repr=False)
     """The hit that it computes all the same."""
+    audits_load: bool = False
+    """Whether its next load is read back in any case."""
+    tenure: int = 0
+    """How often it has given up its blocks."""
     unidentified: bool = False
     """Its weights, adapter or images have no identity, or changed while it ran."""
     disabled: bool = False

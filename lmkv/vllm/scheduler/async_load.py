@@ -18,13 +18,17 @@ from lmkv.vllm.requests.request import RequestState
 
 @define(eq=False)
 class LoadWindow:
-    """Copies of `tokens`, to be ordered together. `lease`: of their slots. `last`: the load ends with this window."""
+    """Copies of `tokens`, to be ordered together. `lease`: of their slots. `last`: the load ends with this window.
+
+    `first`: number of the first chunk.
+    """
 
     copies: list[ChunkCopy]
     lease: Lease
     failed_blocks: list[int]
     last: bool
     tokens: int = 0
+    first: int = 0
 
 
 @define(eq=False)
@@ -107,7 +111,7 @@ class AsyncLoad:
         copies += self._state_copies(lease)
         self.copying = len(lease)
         self.ended = high >= self.end and self._copied + len(lease) >= len(self.keys)
-        return LoadWindow(copies, lease, [], self.ended, max(0, high - low))
+        return LoadWindow(copies, lease, [], self.ended, max(0, high - low), base)
 
     def _state_copies(self, lease: Lease) -> list[ChunkCopy]:
         """Copies of the states among the leased entries. Raises ValueError for a state that vLLM has no block for."""

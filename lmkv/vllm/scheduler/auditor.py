@@ -27,9 +27,14 @@ from lmkv.vllm.scheduler.context import PlanContext
 logger = logging.getLogger("lmkv.vllm")
 
 _REMEMBERED = 100_000
-"""Chunks behind wrong ones that are known to have been deleted."""
+"""Chunks whose last audit, deletion or origin is known."""
 _NAMED = 3
-"""Layers that a log line names."""
+"""Layers, or blocks, that a log line names."""
+
+
+def named(names: Sequence[str]) -> str:
+    """The first of these names, for a log line."""
+    return ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
 
 
 @define
@@ -40,7 +45,7 @@ class Sampler:
     draw: Callable[[], float] = random.random
 
     def __call__(self) -> bool:
-        return self.draw() < self.rate
+        return self.rate > 0 and self.draw() < self.rate
 
 
 @define(eq=False)
@@ -65,19 +70,25 @@ class Wrong:
     def __init__(self, delete: Callable[[Sequence[ChunkKey]], object], states: int) -> None:
         self._delete = delete
         self._states = states
-        self._keys: set[ChunkKey] = set()
+        self._keys: dict[ChunkKey, str] = {}
+        """What was found, for the log."""
         self._deleted: LRUCache[ChunkKey, bool] = LRUCache(_REMEMBERED)
 
-    def add(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete a wrong chunk, the first of `keys`, and those that are known to follow it."""
-        self._keys.add(keys[0])
+    def add(self, keys: Sequence[ChunkKey], found: str) -> None:
+        """Delete a wrong chunk, the first of `keys` if there is any, and those that are known to follow it."""
+        for key in keys[:1]:
+            self._keys.setdefault(key, found)
         for key in keys:
             self._deleted.pop(key, None)
         self.purge(keys)
 
     def is_in(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether one of these chunks was once wrong."""
-        return bool(self._keys) and not self._keys.isdisjoint(keys)
+        return self.first_of(keys) is not None
+
+    def first_of(self, keys: Sequence[ChunkKey]) -> str | None:
+        """What was found in the first of these chunks that was once wrong."""
+        return next((self._keys[key] for key in keys if key in self._keys), None) if self._keys else None
 
     def purge(self, keys: Sequence[ChunkKey]) -> None:
         """Delete those chunks of a prompt that were stored behind a wrong one before it was found."""
@@ -106,12 +117,15 @@ class Auditor:
         self._states = context.boundaries.states
         self._telemetry = context.observer.telemetry
         self._disables = options.audit_action == "disable"
-        # The KV of draft layers depends on tokens behind a chunk, which differ between prompts.
-        self.on = options.audit_rate > 0 and not options.lookahead
+        self.on = options.audit_rate > 0 and options.audits_computed
         self.sampler = Sampler(options.audit_rate)
         self.wrong = Wrong(self._store.delete, self._states)
         self.on_wrong: Callable[[RequestState, int, bool], None] = lambda state, chunk, honest: None
         self._jobs: dict[int, _Job] = {}
+        self._computed: LRUCache[tuple[ChunkKey, str], bool] = LRUCache(_REMEMBERED)
+        """Last chunks of hits that were audited by computing them, and the tiers that had them."""
+        self._behind: LRUCache[ChunkKey, str] = LRUCache(_REMEMBERED)
+        """Chunks that were computed behind a load, for the log."""
 
     @property
     def loads_off(self) -> bool:
@@ -131,9 +145,26 @@ class Auditor:
             first = state.computed // self._chunk_size
             if end > first and self.sampler():
                 tiers = [tier for tier, count in state.source_chunks.items() for _ in range(count)]
+                # The next time that it is drawn it is loaded, so that copies are audited at any rate.
+                last = own[end - 1], tiers[-1]
+                if self._computed.pop(last, False):
+                    state.audits_load = True
+                    return False
+                self._computed[last] = True
                 state.audit = Audit(first, end, tiers, state.computed)
                 self._telemetry.audited(tokens, seconds)
         return state.audit is not None
+
+    def takes_load(self, state: RequestState) -> bool:
+        """Whether a load of this request is to be read back."""
+        drawn, state.audits_load = state.audits_load, False
+        return drawn or self.sampler()
+
+    def stored(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
+        """Note which load these chunks were computed behind: it may be to blame for what is in them."""
+        if self.on and state.hit_tokens:
+            text = f"computed by request {state.request_id} behind {state.hit_tokens} tokens that it had loaded"
+            self._behind.update(dict.fromkeys(keys, text))
 
     # -- orders -------------------------------------------------------------------------------------------
 
@@ -218,29 +249,31 @@ class Auditor:
         tiers = [job.audit.tier(chunk) for chunk in job.chunks]
         self._telemetry.compared(tiers, [job.audit.tier(chunk) for chunk in wrong], states=job.states)
         if wrong:
-            self._log(job, report.differences, wrong[0])
+            found = self._log(job, report.differences, wrong[0])
             # vLLM's own hit is not compared. If there was one, it may be wrong, and the cause of what was found.
             first = 0 if job.audit.computed else wrong[0]
-            self.wrong.add(job.state.keys_with_tail(len(job.state.chain.keys))[first:])
+            self.wrong.add(job.state.keys_with_tail(len(job.state.chain.keys))[first:], found)
             self._telemetry.loads_off |= self._disables
             self.on_wrong(job.state, first, not job.audit.computed)
 
-    def _log(self, job: _Job, differences: Sequence[Difference], chunk: int) -> None:
+    def _log(self, job: _Job, differences: Sequence[Difference], chunk: int) -> str:
+        """Log what was found, and return it."""
         found = [each for each in differences if job.chunks[each.copy] == chunk]
         layers = [layer for each in found for layer in each.layers]
         at = chunk * self._chunk_size
+        keys = job.state.keys(chunk + 1)
+        cause, behind = self.wrong.first_of(keys[:chunk]), self._behind.get(keys[chunk])
+        what = "state" if job.states else "KV"
+        text = (
+            f"wrong {what} in {job.audit.tier(chunk)}: request {job.state.request_id}, "
+            f"tokens {at + min(each.first for each in found)} to {at + max(each.end for each in found) - 1}, "
+            f"{len(layers)} layers ({named(layers)}) on ranks {sorted({each.rank for each in found})}, "
+            f"deviation {max(each.deviation for each in found):.3g}"
+        )
         logger.error(
-            "lmkv: audit: wrong %s in %s: request %s, tokens %d to %d, %d layers (%s%s) on ranks %s, deviation %.3g; "
-            "it and all that depends on it is deleted%s",
-            "state" if job.states else "KV",
-            job.audit.tier(chunk),
-            job.state.request_id,
-            at + min(each.first for each in found),
-            at + max(each.end for each in found) - 1,
-            len(layers),
-            ", ".join(layers[:_NAMED]),
-            ", ..." if len(layers) > _NAMED else "",
-            sorted({each.rank for each in found}),
-            max(each.deviation for each in found),
+            "lmkv: audit: %s%s; it and all that depends on it is deleted%s",
+            text,
+            f"; it follows from {cause}" if cause else f"; it was {behind}" if behind else "",
             ", and nothing is loaded any more" if self._disables else "",
         )
+        return text

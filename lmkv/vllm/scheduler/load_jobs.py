@@ -18,7 +18,9 @@ from lmkv.vllm.metadata import JobReport
 from lmkv.vllm.requests.patience import STALL
 from lmkv.vllm.requests.request import BlockTables, RequestState
 from lmkv.vllm.scheduler.async_load import AsyncLoad, AsyncLoadAdmission, LoadWindow
+from lmkv.vllm.scheduler.auditor import Auditor
 from lmkv.vllm.scheduler.context import PlanContext
+from lmkv.vllm.scheduler.load_audit import AuditedLoad, LoadAudits
 from lmkv.vllm.scheduler.load_policy import MIN_STEP_TOKENS, LoadMode
 from lmkv.vllm.scheduler.tier_wait import TierWait
 
@@ -36,6 +38,7 @@ class _LoadJob:
     start: int = 0
     unconfirmed: list[int] = field(factory=list)
     """Blocks from token `start` on that this step loads, or computes from those; vLLM shares them already."""
+    audit: AuditedLoad | None = None
 
 
 class LoadJobs:
@@ -46,7 +49,7 @@ class LoadJobs:
     vLLM goes on with that request.
     """
 
-    def __init__(self, context: PlanContext, wait: TierWait) -> None:
+    def __init__(self, context: PlanContext, wait: TierWait, audit: Auditor) -> None:
         options = context.options
         self._store = context.store
         self._telemetry = context.observer.telemetry
@@ -54,6 +57,7 @@ class LoadJobs:
         self._chunk_size = context.chunk_size
         self._builder = context.builder
         self._wait = wait
+        self.audits = LoadAudits(context, audit)
         self._deadline, self._clock = options.prefetch_deadline, options.clock
         # An asynchronous load references two windows at most: half of the slots, and leaves the other half.
         self._window = max(1, context.store.slab.num_slots // 4)
@@ -111,8 +115,10 @@ class LoadJobs:
         if not covered:
             self.fail(state, tables, end, lease)
             return
-        order = self._builder.load(copies, [])
+        audit = self.audits.take(state, copies, start // self._chunk_size, end, between_steps=False)
+        order = self._builder.load(copies, [], audited=audit is not None)
         self._follow(order.job, state, lease, tables, end)
+        self._jobs[order.job].audit = audit
 
     def fail(self, state: RequestState, tables: BlockTables, end: int, lease: Lease | None = None) -> None:
         """Report the blocks of a load up to token `end`, which was promised, as failed. `lease`: of chunks to drop."""
@@ -185,8 +191,10 @@ class LoadJobs:
     def _order_window(self, state: RequestState, load: AsyncLoad, window: LoadWindow) -> None:
         state.disabled |= bool(window.failed_blocks)
         finishes = state.request_id if window.last else None
-        order = self._builder.load(window.copies, window.failed_blocks, between_steps=True, finishes=finishes)
-        self._jobs[order.job] = _LoadJob(state, window.lease, load.first_chunk, window.tokens, load, True)
+        audit = self.audits.take(state, window.copies, window.first, load.end, between_steps=True)
+        made = window.copies, window.failed_blocks
+        order = self._builder.load(*made, between_steps=True, finishes=finishes, audited=audit is not None)
+        self._jobs[order.job] = _LoadJob(state, window.lease, load.first_chunk, window.tokens, load, True, audit=audit)
 
     @staticmethod
     def _advance(load: AsyncLoad) -> LoadWindow | None:
@@ -219,7 +227,12 @@ class LoadJobs:
         if job.load is not None:
             job.load.copied(report.ok)
         if not report.ok:
-            self._failed(job, keys)
+            # A copy that was wrong says nothing against the chunks.
+            self._failed(job, [] if report.differences else keys)
+        if job.audit is not None:
+            self.audits.ended(number, job.audit, report)
+            if report.ok and report.differences:
+                self.evict_blocks(set(job.unconfirmed))
         if counts:
             self._telemetry.loaded(job.tokens, report)
         if report.ok:
@@ -236,6 +249,7 @@ class LoadJobs:
             self.evict_blocks(set(job.unconfirmed))
             self.on_failed_load(state.request_id)
             self.admission.end(state)
+            self.audits.forget(state)
             state.disabled = True
             state.hit_tokens = 0
             state.stored, state.tail_due = min(state.stored, job.first_chunk), True

@@ -45,7 +45,7 @@ class LoadPlanner:
         self._boundaries = context.boundaries
         self.stop_at: Callable[[Request, int], None] = lambda request, tokens: None
         self.wait = TierWait(context)
-        self.jobs = LoadJobs(context, self.wait)
+        self.jobs = LoadJobs(context, self.wait, audit)
 
     # -- lookup -------------------------------------------------------------------------------------------
 

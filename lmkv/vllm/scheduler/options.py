@@ -25,8 +25,8 @@ class SchedulerOptions:
     tokens after a position its KV depends on, so that the end of a key's tokens cannot be served.
     `state_interval`: chunks from one kept state of a long prompt to the next; 0: so many that states take as much room
     as chunks. `pin_ttl`: seconds that a prefetch is kept. `audit_rate`: share of hits that are computed all the same,
-    and compared; after a wrong one `audit_action` drops it, or disables loads as well. `media_by_name`: names of images
-    are theirs alone. `clock`: in seconds.
+    and compared, if `audits_computed`; and of loads that are read back. After a wrong one `audit_action` drops it, or
+    disables loads as well. `media_by_name`: names of images are theirs alone. `clock`: in seconds.
     """
 
     ranks: int = 1
@@ -44,6 +44,7 @@ class SchedulerOptions:
     state_interval: int = 0
     pin_ttl: float = 300.0
     audit_rate: float = 0.0
+    audits_computed: bool = True
     audit_action: Literal["drop", "disable"] = "drop"
     media_by_name: bool = False
     clock: Clock = time.monotonic

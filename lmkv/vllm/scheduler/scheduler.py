@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -74,11 +74,13 @@ class Scheduler:
         if block_map.scratch:
             # vLLM computes scratch blocks again from a hit on, which must end with a block.
             self._options = evolve(self._options, save_unfull_chunk=False)
+        if self._options.lookahead:
+            # The KV of draft layers depends on tokens behind a chunk, which differ between prompts.
+            self._options = evolve(self._options, audits_computed=False)
         if block_map.states:
             # A hit ends where a state is, though the KV of draft layers there depends on the token that comes next:
-            # this costs an accepted draft at most. An audit would take such KV for wrong.
-            audited = 0.0 if self._options.lookahead else self._options.audit_rate
-            self._options = evolve(self._options, lookahead=0, audit_rate=audited)
+            # this costs an accepted draft at most.
+            self._options = evolve(self._options, lookahead=0)
         self._builder = StepPlanBuilder()
         self._clock = self._options.clock
         self._observer = SchedulerObserver(store, block_map.chunk_size, self._clock, events)
@@ -94,6 +96,8 @@ class Scheduler:
         self.audit = Auditor(context)
         self.audit.on_wrong = self._on_wrong
         self.loading, self.storing = LoadPlanner(context, self.audit), StorePlanner(context)
+        self.load_audits = self.loading.jobs.audits
+        self.load_audits.on_wrong = partial(self._on_wrong, honest=False)
         self._states = StatePlanner(context, self.audit)
         self._evict: Callable[[], None] = lambda: None
         self._evictions = 0
@@ -229,6 +233,7 @@ class Scheduler:
         self._put_off.discard(request_id)
         if state is not None:
             self.loading.forget(state)
+            self.load_audits.give_up(state)
             self._end_deferral(state)
         if request_id in self._across:
             self.loading.jobs.evict_blocks(self._across.pop(request_id))
@@ -346,13 +351,20 @@ class Scheduler:
         blocks_of: Callable[[str], BlockTables | None],
         scheduled_tokens: int = 0,
         offers: Mapping[str, Sequence[Offer]] = MappingProxyType({}),
+        preempted: Iterable[str] = (),
+        overwritten: Collection[int] = (),
     ) -> None:
         """Order the copies that follow from the step that was just scheduled.
 
         `progress`: for each request of the step, its tokens whose KV is valid after it, drafts excluded.
         `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: of the whole step. `offers`: the
-        states that vLLM hands over, by request.
+        states that vLLM hands over, by request. `preempted`: requests that have lost their blocks. `overwritten`:
+        blocks that vLLM writes into before the workers get the plan.
         """
+        for request_id in preempted:
+            if request_id in self._requests:
+                self.load_audits.give_up(self._requests[request_id])
+        self.load_audits.order(overwritten)
         self.loading.end_step(scheduled_tokens, len(progress))
         if self._across:
             self._keep_apart(progress, blocks_of)
@@ -393,7 +405,9 @@ class Scheduler:
             return
         tables = self._block_map.select(found)
         if complete:
+            before = state.stored
             self.storing.store(state, complete, tables)
+            self.audit.stored(state, state.keys(state.stored)[before:])
         if tail:
             self.storing.store_tail(state, tables)
         if states:
@@ -438,6 +452,8 @@ class Scheduler:
         for kind in (self.loading.jobs, self.storing, self._states, self.audit):
             if job in kind:
                 kind.ended(job, report)
+        if job in self.load_audits:
+            self.load_audits.read_again(job, report)
 
     def _taint_all(self) -> None:
         self.storing.taint_all()
@@ -448,9 +464,9 @@ class Scheduler:
         """This chunk of a request was wrong: whatever was computed from it is not stored, and vLLM forgets it, too."""
         self._taint_all()
         self._evict_all()
-        key = state.chain.keys[chunk]
+        keys = state.chain.keys[: chunk + 1][-1:]
         for other in self._requests.values():
-            if key in other.chain.keys:
+            if other is state or not set(keys).isdisjoint(other.chain.keys):
                 if other is not state or not honest:
                     # Nor is what it computes compared: it would accuse what others store anew.
                     other.options.skip_save = True
@@ -477,7 +493,8 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether copies have been ordered whose end has not been reported."""
-        return self.loading.jobs.busy or self.storing.busy or self._states.busy or self.audit.busy
+        kinds = self.loading.jobs, self.storing, self._states, self.audit, self.load_audits
+        return any(kind.busy for kind in kinds)
 
     def reset(self) -> None:
         """Empty host memory. Lower tiers keep their chunks, which are found again if the weights are still the same."""
@@ -494,6 +511,7 @@ class Scheduler:
         Stores under way were computed with the earlier ones, and keep their name.
         """
         self._suspicions += 1
+        self.load_audits.forget()
         for state in self._requests.values():
             self._leave_out_across(state)
 

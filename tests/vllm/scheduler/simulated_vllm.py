@@ -38,6 +38,7 @@ from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.testing.simulated_device import SimulatedDevice
 from lmkv.vllm import compat
 from lmkv.vllm.block_map import BlockMap, Group
+from lmkv.vllm.metadata import StepPlan
 from lmkv.vllm.observe.events import Describe, Event, EventRecorder
 from lmkv.vllm.observe.metrics import Values, merge
 from lmkv.vllm.scheduler.options import SchedulerOptions
@@ -321,6 +322,11 @@ class SimulatedVLLM:
                 worker._comparer._pool = AtOnce()
             self.memories.append([row.numpy() for row in every])
             self.workers.append(worker)
+        self._computing = False
+        self._due: dict[int, list[Callable[[], object]]] = defaultdict(list)
+        """What each rank is to do when the next step has begun."""
+        self._lost: list[str] = []
+        """Requests that were preempted since the last step."""
         self.waiting: list[SimulatedRequest] = []
         self.running: list[SimulatedRequest] = []
         self.loading: list[SimulatedRequest] = []
@@ -380,8 +386,10 @@ class SimulatedVLLM:
                 self._write(rank, rows[index], [((block, slice(None)), 0xEE)])
 
     def _launch(self, rank: int, work: Callable[[], object]) -> None:
-        """Computation of a rank: now, or whenever its device comes to it."""
-        if self.devices:
+        """Computation of a rank: now, or whenever its device comes to it; not before the next step has begun."""
+        if not self._computing:
+            self._due[rank].append(work)
+        elif self.devices:
             self.devices[rank].launch(work)
         else:
             work()
@@ -599,9 +607,12 @@ class SimulatedVLLM:
         for request, count in scheduled.items():
             self._offer(request, request.computed, request.computed + count)
             request.ends |= {request.computed - request.num_in_flight_tokens, request.num_tokens}
-        self.scheduler.plan_step(progress, tables.get, sum(scheduled.values()), self.offers)
+        self.scheduler.plan_step(progress, tables.get, sum(scheduled.values()), self.offers, self._lost)
+        self._lost = []
         plan = self.scheduler.take_plan()
+        self._computing = True
         self.pipeline.append(self._execute(plan, scheduled, drafted))
+        self._computing = False
         if self.rng.random() < self.aborts and self.running:
             self.abort(self.rng.choice(self.running))
         for share in self.pipeline[-1].shares:
@@ -637,6 +648,7 @@ class SimulatedVLLM:
 
     def _preempt(self, request: SimulatedRequest) -> None:
         self.counts["preempted"] += 1
+        self._lost.append(request.request_id)
         self.running.remove(request)
         self._free(request)
         request.epoch += 1
@@ -814,9 +826,14 @@ class SimulatedVLLM:
         reports, failed_blocks = [], set()
         finished: list[set[str]] = []
         failed: set[str] = set()
+        for rank, worker in enumerate(self.workers):
+            # As vLLM: nothing is written into blocks that were given up before it is planned what is read there.
+            worker.begin(StepPlan(reads=plan.reads))
+            for work in self._due.pop(rank, ()):
+                self._launch(rank, work)
         self._read_states(scheduled)
         for worker in self.workers:
-            worker.begin(plan)
+            worker.begin(evolve(plan, reads=[]))
             if isinstance(worker._copier, DeviceCopier):
                 # Now, and not when a thread comes to it: the same seed gives the same history.
                 worker._copier.pins.wait()

@@ -91,6 +91,7 @@ def _drive(rng: random.Random, groups: list[Table], options: dict[str, Any]) -> 
             engine.add(request)
         engine.finish()
         assert engine.total("lmkv_wrong_chunks") == {}, "what is stored is what a fresh prefill gives"
+        assert engine.total("lmkv_wrong_loads") == {}, "what is loaded is what is stored"
         return Counter(engine.counts)
 
 

@@ -207,6 +207,8 @@ def test_every_counted_name_is_described() -> None:
         assert engine.samples.keys() <= METRICS.keys()
         assert {name for name in METRICS if name.startswith("lmkv_")} - engine.samples.keys() <= {
             "lmkv_audited_hits",
+            "lmkv_audited_loads",
+            "lmkv_wrong_loads",
             "lmkv_audited_tokens",
             "lmkv_audited_chunks",
             "lmkv_audited_states",

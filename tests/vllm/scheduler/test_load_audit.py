@@ -1,0 +1,182 @@
+"""Audited loads: what copies leave in vLLM's blocks is read back. Each fault is one of the copier."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmkv.memory.copier import ChunkCopy, Run
+from lmkv.vllm.block_map import Group
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table
+from tests.vllm.wrong_loads import FAULTS, Fault, Faulty, turned, unwritten
+
+TOKENS = list(range(44))
+CHUNK = 8
+MODES: dict[str, dict[str, Any]] = {
+    "within a step": {"load_mode": "sync"},
+    "between steps": {"load_mode": "async"},
+    "layer by layer": {"load_mode": "sync", "layerwise": True},
+}
+
+
+class Whatever(list[str]):
+    """Forgets what the simulated model has read: a late alarm is one behind the step that reads."""
+
+    def append(self, value: str) -> None:
+        pass
+
+
+def engine(groups: Sequence[Table] = (Group(4),), seed: int = 0, **options: Any) -> closing[SimulatedVLLM]:
+    settings: dict[str, Any] = {"num_blocks": 90, "chunk_size": CHUNK, "ram_chunks": 60, "audit_rate": 1.0, **options}
+    made = SimulatedVLLM(random.Random(seed), groups=groups, **settings)
+    made.local_hits = 0.0
+    # Every hit is loaded: those that are computed are tests/vllm/scheduler/test_audit.py's.
+    made.scheduler.audit.on = False
+    return closing(made)
+
+
+def ask(running: SimulatedVLLM, name: str, tokens: Sequence[int] = TOKENS) -> SimulatedRequest:
+    running.forget()
+    request = SimulatedRequest(name, list(tokens), len(tokens), 1, "a")
+    running.add(request)
+    running.finish()
+    return request
+
+
+def broken(running: SimulatedVLLM, fault: Fault) -> Faulty:
+    worker = running.workers[-1]
+    copier = Faulty(worker._ready_copier(), fault)
+    worker._copier = copier
+    return copier
+
+
+def total(running: SimulatedVLLM, name: str) -> int:
+    return int(sum(running.total(name).values()))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("device", [False, True])
+def test_a_wrong_copy_is_found_by_the_first_audited_load(
+    fault: Fault, mode: str, device: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(device=device, ranks=2, **MODES[mode]) as running:
+        ask(running, "stores")
+        running.wrong = Whatever()
+        copier = broken(running, fault)
+        for number in range(200):
+            assert total(running, "lmkv_wrong_loads") == 0
+            with caplog.at_level(logging.ERROR, logger="lmkv.vllm"):
+                ask(running, f"r{number}")
+            if copier.touched:
+                break
+        assert total(running, "lmkv_wrong_loads") == 1
+        [line] = [record.getMessage() for record in caplog.records if "audit" in record.getMessage()]
+        assert f"wrong load: request r{number}, tokens 8 to 15" in line or "tokens 12 to 15" in line
+        assert "2 layers (layer 0, layer 1) on ranks [1]" in line
+        assert f"copied {mode}" in line
+        copier.fault = lambda copies, _: copies
+        assert ask(running, "loads it again").loaded >= len(TOKENS) - 4, "the stored chunk is right, and stays"
+        assert total(running, "lmkv_wrong_loads") == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_at_a_rate_it_is_found_sooner_or_later(mode: str) -> None:
+    with engine(seed=3, **MODES[mode]) as running:
+        ask(running, "stores")
+        running.wrong = Whatever()
+        running.scheduler.audit.sampler.rate = 0.1
+        copier = broken(running, unwritten)
+        while not total(running, "lmkv_wrong_loads"):
+            ask(running, "again")
+            assert copier.touched <= 40
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_later_write_into_its_blocks_is_found(
+    device: bool, preempted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that comes when the load has been compared already."""
+    with engine(device=device) as running:
+        ask(running, "stores")
+        running.forget()
+        request = SimulatedRequest("victim", list(TOKENS), len(TOKENS), 20, "a")
+        running.add(request)
+        while not request.loaded or running.scheduler.loading.jobs.busy:
+            running.step()
+        assert total(running, "lmkv_wrong_loads") == 0
+        running.wrong = Whatever()
+        running._write(0, running.memories[0][1], [((request.blocks[0][2], slice(3, 4)), 0x77)])
+        running.step()
+        if preempted:
+            running._preempt(request)
+        with caplog.at_level(logging.ERROR, logger="lmkv.vllm"):
+            running.finish()
+        assert total(running, "lmkv_wrong_loads") == 1
+        [line] = [record.getMessage() for record in caplog.records if "audit" in record.getMessage()]
+        assert "wrong block after a load that was right: request victim, tokens 8 to 11" in line
+        assert "1 layers (layer 1)" in line
+        assert total(running, "lmkv_wrong_chunks") == 0
+
+
+@pytest.mark.parametrize("groups", [[Group(8), Group(8, state=1)], [Group(4), Group(4, window=8)]])
+@pytest.mark.parametrize("device", [False, True])
+def test_states_and_windows_are_read_back(groups: list[Table], device: bool) -> None:
+    with engine(groups, device=device) as running:
+        ask(running, "stores")
+        for number in range(4):
+            ask(running, f"r{number}")
+        assert total(running, "lmkv_audited_loads") >= 4
+        assert total(running, "lmkv_wrong_loads") == 0
+        running.wrong = Whatever()
+        last = len(groups) - 1
+        broken(
+            running,
+            lambda copies, _: [
+                ChunkCopy(copy.slot, (*copy.runs[:last], Run(copy.runs[last].first, []))) for copy in copies
+            ],
+        )
+        ask(running, "wrong")
+        assert total(running, "lmkv_wrong_loads") == 1
+
+
+def test_loads_end_if_that_is_wanted() -> None:
+    with engine(audit_action="disable") as running:
+        ask(running, "stores")
+        running.wrong = Whatever()
+        broken(running, turned)
+        ask(running, "wrong")
+        assert running.scheduler.audit.loads_off
+        assert ask(running, "computes").loaded == 0
+
+
+def test_every_other_audited_hit_is_loaded() -> None:
+    with engine() as running:
+        running.scheduler.audit.on = True
+        ask(running, "stores")
+        assert [ask(running, f"r{number}").loaded > 0 for number in range(4)] == [False, True, False, True]
+        assert total(running, "lmkv_audited_hits") == total(running, "lmkv_audited_loads") == 2
+
+
+def test_an_alarm_names_the_load_that_its_chunk_was_computed_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """The load itself was not audited: what was stored behind it is the first that is seen."""
+    with engine(audit_rate=0.0, load_mode="sync") as running:
+        audit = running.scheduler.audit
+        ask(running, "stores", TOKENS[:24])
+        audit.on = True
+        ask(running, "loads and goes on")
+        key = running.scheduler.keys_of(TOKENS, "a", {})[4]
+        slot = running.store._primary.entries[key].slot
+        running.store.slab.array[slot, :64] = np.flip(running.store.slab.array[slot, :64])
+        audit.sampler.rate = 1.0
+        with caplog.at_level(logging.ERROR, logger="lmkv.vllm"):
+            ask(running, "audited")
+        line = next(record.getMessage() for record in caplog.records if "audit" in record.getMessage())
+        assert "it was computed by request loads and goes on behind 24 tokens that it had loaded" in line
