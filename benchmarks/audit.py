@@ -1,12 +1,12 @@
 """Audits of hits: how far honest runs deviate, which faults are found, and after how many hits.
 
-    python benchmarks/audit.py honest [--family "GQA, Qwen3"] [--dtype float32] [--hits 10000] [--batch 16]
-    python benchmarks/audit.py faults [--family "GQA, Qwen3"] [--dtype float32] [--ranks 2] [--trials 20]
+    python benchmarks/audit.py honest [--family "GQA, Qwen3"] [--dtype float32] [--hits 10000] [--batch 16] [--loads]
+    python benchmarks/audit.py faults [--family "GQA, Qwen3"] [--dtype float32] [--ranks 2] [--trials 20] [--block 128]
     python benchmarks/audit.py delay [--trials 1000]
 
 `honest`: real vLLM on CPUs and a tiny model with random weights, every hit audited: prompts that are stored by
 prefills in one step and in several, alone and in batches, and by decoding, and asked again in other batches and steps.
-Prints the largest deviations and the false alarms.
+Prints the largest deviations and the false alarms. With `--loads` every other hit is loaded, and read back.
 
 `faults`: the same engine. Each trial stores prompts, changes the stored bytes as one kind of fault does, and asks
 again.
@@ -41,7 +41,7 @@ from lmkv.chunks.hashing import state_keys
 from lmkv.memory.comparison import TOLERANCE, Comparison, Part
 from lmkv.vllm.observe.telemetry import Telemetry
 from lmkv.vllm.scheduler.auditor import Sampler
-from tests.vllm.families import FAMILIES, RECURRENT, Family, qwen3
+from tests.vllm.families import _SMALL, FAMILIES, RECURRENT, Family, qwen3
 from tests.vllm.harness import Engine, engine, prompt
 
 CHUNK = 32
@@ -53,7 +53,32 @@ WIDE = {
     "head_dim": 64,
     "num_hidden_layers": 12,
 }
-MODELS = {**FAMILIES, **RECURRENT, "GQA, Qwen3, 1,024 wide, 12 layers": Family(lambda: qwen3(**WIDE), own=12)}
+
+
+def qwen2() -> Any:
+    """Keys whose mean is far larger than what differs between tokens, in the first and the last layer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(Qwen2Config(**_SMALL))
+    for layer in (model.model.layers[0], model.model.layers[-1]):
+        bias = layer.self_attn.k_proj.bias
+        bias.data = 40 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+MODELS = {
+    **FAMILIES,
+    **RECURRENT,
+    "GQA, Qwen3, 1,024 wide, 12 layers": Family(lambda: qwen3(**WIDE), own=12),
+    "GQA, Qwen2, keys with a large mean": Family(qwen2),
+}
+
+
+class Forgets(dict[Any, Any]):
+    """Every audited hit is computed, also after one that was."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
 
 
 @define
@@ -69,6 +94,7 @@ def watching() -> Iterator[Seen]:
     """Note every comparison and its outcome."""
     seen = Seen()
     measure, audited, compared = Comparison.measure, Telemetry.audited, Telemetry.compared
+    audited_load = Telemetry.audited_load
 
     def measured(self: Comparison, part: Part, copy: Any, stored: int) -> torch.Tensor | None:
         found = measure(self, part, copy, stored)
@@ -81,6 +107,11 @@ def watching() -> Iterator[Seen]:
         seen.counts["hits"] += 1
         audited(self, tokens, seconds)
 
+    def loaded(self: Telemetry, *, wrong: bool, again: bool = False) -> None:
+        seen.counts["loads, read again" if again else "loads"] += 1
+        seen.counts["wrong loads"] += wrong
+        audited_load(self, wrong=wrong, again=again)
+
     def ended(self: Telemetry, tiers: Any, wrong: Any, *, states: bool) -> None:
         seen.counts["states" if states else "chunks"] += len(tiers)
         seen.counts["wrong"] += len(wrong)
@@ -90,21 +121,27 @@ def watching() -> Iterator[Seen]:
         patch.setattr(Comparison, "measure", measured)
         patch.setattr(Telemetry, "audited", counted)
         patch.setattr(Telemetry, "compared", ended)
+        patch.setattr(Telemetry, "audited_load", loaded)
         yield seen
 
 
 @contextmanager
-def served(family: Family, folder: Path, rate: float = 1.0, **options: Any) -> Iterator[Engine]:
+def served(
+    family: Family, folder: Path, rate: float = 1.0, chunk: int = CHUNK, *, loads: bool = False, **options: Any
+) -> Iterator[Engine]:
     settings = {
         "max_model_len": 1024 if family.unit < 500 else 2048,
         "max_num_batched_tokens": 256 if not family.unit else max(256, family.unit),
         "max_num_seqs": 16,
         "num_gpu_blocks_override": max(family.blocks, 400 if family.unit < 500 else 60),
-        "extra": {"chunk_size": CHUNK, "audit_rate": rate, "max_local_cpu_size": 0.5},
+        "block_size": chunk,
+        "extra": {"chunk_size": chunk, "audit_rate": rate, "max_local_cpu_size": 0.5},
         **family.options,
         **options,
     }
     with family.vllm(), engine(folder, **settings) as running:
+        if not loads:
+            running.connector._scheduler.audit._computed = Forgets()
         yield running
 
 
@@ -133,7 +170,7 @@ def honest(args: argparse.Namespace) -> None:
     dtype = {} if args.dtype is None else {"dtype": args.dtype}
     with tempfile.TemporaryDirectory() as folder:
         written = family.write(Path(folder))
-        with watching() as seen, served(family, written, **dtype) as running:
+        with watching() as seen, served(family, written, loads=args.loads, **dtype) as running:
             number = args.seed * 1_000_000
             while seen.counts["hits"] < args.hits and time.monotonic() < ends:
                 number += 1000
@@ -180,8 +217,8 @@ def shifted(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) ->
 
 
 def stale(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
-    """One layer's part of the slot is still that of the chunk before."""
-    offset, nbytes = running.connector._model.layout.span(0, 2)
+    """The first layer's part of the slot is still that of the chunk before."""
+    offset, nbytes = running.connector._model.layout.span(0, 0)
     slot(running, mine[at])[offset : offset + nbytes] = slot(running, theirs[at])[offset : offset + nbytes]
 
 
@@ -201,12 +238,18 @@ def wrong_state(running: Engine, mine: list[bytes], theirs: list[bytes], at: int
         slot(running, own)[:] = slot(running, other)
 
 
+def last_token(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
+    """The chunk was computed with another last token."""
+    slot(running, mine[0])[:] = slot(running, theirs[0])
+
+
 Fault = Callable[[Engine, list[bytes], list[bytes], int], None]
 
 KINDS: dict[str, Fault] = {
     "pages of another request": other_request,
     "a shifted chunk": shifted,
     "a stale slot: one layer of it": stale,
+    "the last token of a chunk": last_token,
 }
 STATES: dict[str, Fault] = {"a state without its KV": state_alone, "KV without its state": wrong_state}
 
@@ -217,6 +260,9 @@ def trials(running: Engine, kind: str, make: Fault, seen: Seen, count: int, leng
     rng = random.Random(seed)
     for trial in range(count):
         mine, theirs = prompt(seed + 2 * trial, length), prompt(seed + 2 * trial + 1, length)
+        if make is last_token:
+            size = running.connector._model.block_map.chunk_size
+            theirs = [*mine[: size - 1], theirs[size - 1], *theirs[size:]]
         ask(running, [mine])
         ask(running, [theirs])
         keys, others = keys_of(running, mine), keys_of(running, theirs)
@@ -241,8 +287,13 @@ def other_weights(running: Engine, seen: Seen, count: int, noise: float, seed: i
     prompts = [prompt(seed + trial, 200) for trial in range(count)]
     for ids in prompts:
         ask(running, [ids])
+    stored = [[slot(running, key).copy() for key in keys_of(running, ids)] for ids in prompts]
     running.llm.apply_model(change)
-    for ids in prompts:
+    for ids, chunks in zip(prompts, stored, strict=True):
+        # Other weights have other keys: only a fault puts their KV there.
+        ask(running, [ids])
+        for key, data in zip(keys_of(running, ids), chunks, strict=True):
+            slot(running, key)[:] = data
         before = seen.counts["wrong"]
         ask(running, [ids])
         found += seen.counts["wrong"] > before
@@ -266,11 +317,12 @@ def faults(args: argparse.Namespace) -> None:
         )
         if ranks:
             os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", GLOO_SOCKET_IFNAME="lo")
-        with served(family, family.write(Path(folder)), dtype=args.dtype, **ranks) as running:
-            say(f"{args.family}, {args.dtype}, {args.ranks} ranks:")
+        written, length = family.write(Path(folder)), max(200, 2 * args.block + 20)
+        with served(family, written, chunk=args.block, dtype=args.dtype, **ranks) as running:
+            say(f"{args.family}, {args.dtype}, {args.ranks} ranks, blocks of {args.block}:")
             kinds: dict[str, Fault] = {"one rank's part": one_rank} if ranks else KINDS
             for kind, make in kinds.items():
-                trials(running, kind, make, seen, args.trials, 200, 1000 * len(kind))
+                trials(running, kind, make, seen, args.trials, length, 1000 * len(kind))
             for number, noise in enumerate((0.001, 0.01, 0.1, 0.3) if not ranks else ()):
                 other_weights(running, seen, args.trials, noise, 900_000 + 1000 * number)
 
@@ -281,7 +333,7 @@ def faults(args: argparse.Namespace) -> None:
 def delay(args: argparse.Namespace) -> None:
     """The hits until a fault is found, where one in so many is wrong and each wrong one that is drawn is found."""
     rng = random.Random(args.seed)
-    rows = ["| one wrong hit in | audit 1 in 1 | 1 in 10 | 1 in 100 | 1 in 1,000 |", "|---|---|---|---|---|"]
+    rows = ["| one wrong hit, or load, in | audit 1 in 1 | 1 in 10 | 1 in 100 | 1 in 1,000 |", "|---|---|---|---|---|"]
     for faults_in in (10, 100, 1000, 10_000):
         cells = []
         for rate in (1.0, 0.1, 0.01, 0.001):
@@ -313,6 +365,8 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--block", type=int, default=CHUNK)
+    parser.add_argument("--loads", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.getLogger("lmkv.vllm").setLevel(logging.CRITICAL)

@@ -219,10 +219,12 @@ class Config:
     )
     pin_ttl: float = _option(300.0, number(0, above=True), "How long a pin lasts unless it is released", "s")
     audit_rate: float = _option(
-        0.0, number(0, 1), "Share of hits that are computed all the same and compared: 0.01 is one in 100", "0..1"
+        0.0, number(0, 1), "Share of hits and loads that are audited: 0.01 is one in 100", "0..1"
     )
     audit_action: Literal["drop", "disable"] = _option(
-        "drop", one_of("drop", "disable"), "What a wrong hit leads to: drop: its chunks go; disable: all loads end, too"
+        "drop",
+        one_of("drop", "disable"),
+        "What follows a wrong hit or load: drop: it goes, and is computed; disable: all loads end, too",
     )
     media_by_name: bool = _option(
         False,

@@ -25,17 +25,25 @@ TOLERANCE = {
     torch.float8_e5m2: 0.35,
 }
 """Largest `deviation` of a page that passes, by the type of its numbers. Other types are not compared."""
+_RUN = 16
+"""Numbers that are compared together: of one head's keys, or of its values."""
+_ROUNDING, _LEAST = 4.0, 0.05
+"""What counts as spread in any case: so many roundings of the numbers, and this part of the page's median spread."""
 
 
 @frozen
 class Part:
-    """The numbers of one layer in each page of plane number `plane`: `nbytes` from `offset` on, of type `dtype`."""
+    """The numbers of one layer in each page of plane number `plane`: `nbytes` from `offset` on, of type `dtype`.
+
+    `strides`: how many numbers may lie between the same channel of two tokens.
+    """
 
     layer: str
     plane: int
     offset: int
     nbytes: int
     dtype: torch.dtype
+    strides: tuple[int, ...] = (1,)
 
 
 @frozen
@@ -54,21 +62,42 @@ class Difference:
     blocks: tuple[int, ...] = ()
 
 
-def deviation(computed: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """How far pages are apart, `[page]`: the norm of their difference, relative to the larger norm of the two.
+def deviation(
+    computed: torch.Tensor, stored: torch.Tensor, strides: Sequence[int] = (1,), rounding: float = 0.0
+) -> torch.Tensor:
+    """How far pages are apart, `[page]`, both `[page, number]`: that of the run of 16 numbers that is farthest.
 
-    Both `[page, number]`. 0 for equal pages, about 1 for unrelated ones, infinite where one alone has numbers that
-    are not finite.
+    The difference of a run is relative to its spread from token to token in what was computed, so that neither a large
+    mean hides it, nor the other runs of a page. `strides`: see `Part`; the smallest spread counts. `rounding`: of these
+    numbers, relative. 0 for equal pages, about 1 for unrelated ones, infinite where one alone is not finite.
 
-    >>> deviation(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
-    [0.0, 1.0]
+    >>> page = torch.randn((1, 64), generator=torch.Generator().manual_seed(1))
+    >>> other = page.clone()
+    >>> other[0, 16:32] = page[0, 32:48]
+    >>> deviation(page, page).item(), 0.5 < deviation(page, other).item() < 5
+    (0.0, True)
     """
-    left, right = computed.double(), stored.double()
-    unlike = (left.isfinite() != right.isfinite()).any(1)
-    left, right = left.nan_to_num(0, 0, 0), right.nan_to_num(0, 0, 0)
-    scale = torch.maximum(left.norm(dim=1), right.norm(dim=1))
-    found: torch.Tensor = (left - right).norm(dim=1) / scale.clamp(min=torch.finfo(torch.float64).tiny)
-    return found.masked_fill(unlike, float("inf"))
+    unlike = (computed.isfinite() != stored.isfinite()).any(1)
+    left, right = (numbers.float().nan_to_num(0, 0, 0) for numbers in (computed, stored))
+    steps = [_steps(left, stride) for stride in strides if 2 * stride <= left.shape[1]] or [left]
+    spread = torch.stack([_runs(step) / 2 for step in steps]).amin(0)
+    scale = spread.sqrt() + _ROUNDING * rounding * _runs(left).sqrt()
+    scale = torch.maximum(scale, _LEAST * scale.median(1, keepdim=True).values)
+    found: torch.Tensor = _runs(left - right).sqrt() / scale.clamp(min=torch.finfo(torch.float32).tiny)
+    return found.amax(1).masked_fill(unlike, float("inf"))
+
+
+def _runs(numbers: torch.Tensor) -> torch.Tensor:
+    """The mean square of each run, `[page, run]`; the last one is filled up with zeros."""
+    squares = torch.nn.functional.pad(numbers.double().square(), (0, -numbers.shape[1] % _RUN))
+    found: torch.Tensor = squares.unflatten(1, (-1, _RUN)).mean(2)
+    return found
+
+
+def _steps(numbers: torch.Tensor, stride: int) -> torch.Tensor:
+    """From each number to the one `stride` behind it; at the end, from the one before it."""
+    steps = numbers[:, stride:] - numbers[:, :-stride]
+    return torch.cat([steps, steps[:, -stride:]], 1)
 
 
 @frozen
@@ -120,7 +149,8 @@ class Comparison:
         )
         if np.array_equal(computed, known):
             return None
-        return deviation(_numbers(computed, part.dtype), _numbers(known, part.dtype))
+        rounding = torch.finfo(part.dtype).eps
+        return deviation(_numbers(computed, part.dtype), _numbers(known, part.dtype), part.strides, rounding)
 
 
 def _numbers(pages: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:

@@ -39,9 +39,9 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
             transfer.kv_load_failure_policy,
         )
     if config.audit_rate and compat.draft_lookahead(vllm_config):
-        logger.warning("lmkv: audit_rate has no effect: the KV of draft layers differs between equal chunks")
+        logger.warning("lmkv: only loads are audited: the KV of draft layers differs between equal chunks")
     elif config.audit_rate and not all(model.numbers):
-        logger.warning("lmkv: audits leave out layers whose KV has scales between its numbers")
+        logger.warning("lmkv: only loads are audited of layers whose KV has scales between its numbers")
     if model.block_map.states:
         size = model.block_map.chunk_size
         logger.info("lmkv: with recurrent layers a chunk is vLLM's block of %d tokens, whatever chunk_size says", size)

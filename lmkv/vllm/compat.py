@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from attrs import field, frozen
 
@@ -146,21 +146,28 @@ def _page_format(spec: Any) -> str:
     return " ".join([type(spec).__name__, *(f"{name}={getattr(spec, name, None)}" for name in names)])
 
 
-def numbers(spec: Any, cache_dtype: str) -> list[tuple[Any, int]]:
-    """The numbers of a page in their order: their torch.dtype, and their bytes, 0 for the whole page.
+class Numbers(NamedTuple):
+    """Numbers of a page: their torch.dtype, their bytes, 0 for the whole page, and `Part.strides`."""
 
-    The list is empty for formats that have other things between the numbers, such as scales.
-    """
+    dtype: Any
+    nbytes: int = 0
+    strides: tuple[int, ...] = (1,)
+
+
+def numbers(spec: Any, cache_dtype: str) -> list[Numbers]:
+    """The numbers of a page in their order; none for formats that have other things between them, such as scales."""
     if is_state(spec):
         sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
-        return list(zip(spec.dtypes, sizes, strict=True))
+        return list(map(Numbers, spec.dtypes, sizes))
     import torch
 
-    dtype = getattr(spec, "dtype", None)
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return [(dtype, 0)]
     known = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-    return [(known[cache_dtype], 0)] if cache_dtype in known else []
+    dtype = getattr(spec, "dtype", None)
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        dtype = known.get(cache_dtype)
+    # The next token's key is one, two (a value between), or all heads' away; CPUs put tokens next to each other.
+    head, heads = int(getattr(spec, "head_size", 1)), int(getattr(spec, "num_kv_heads", 1))
+    return [] if dtype is None else [Numbers(dtype, 0, tuple({1, head, 2 * head, heads * head, 2 * heads * head}))]
 
 
 def _window(spec: Any) -> int | None:

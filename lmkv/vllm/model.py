@@ -18,7 +18,7 @@ from lmkv.memory.comparison import Part
 from lmkv.memory.paged import PagedMemory, padded
 from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.cacheable import check_model, check_states, has_draft_layers, is_replayed
-from lmkv.vllm.compat import KVGroup, block_sizes, draft_modules, kv_groups, numbers, vllm_version
+from lmkv.vllm.compat import KVGroup, Numbers, block_sizes, draft_modules, kv_groups, numbers, vllm_version
 from lmkv.vllm.fields import as_json, described
 from lmkv.vllm.ranks import Ranks
 
@@ -32,8 +32,8 @@ class ServedModel:
     """A served model. `layers`: names of the layers that `layout` describes.
 
     `fused`: the layers of a block lie next to each other in memory, and `layout` describes all of them as one
-    layer. `ranks`: the workers; of pipeline stages, `layout` describes the one that has most layers. `numbers`: for
-    each layer the types of its numbers and their bytes, 0 for a whole page; empty where a page has other things, too.
+    layer. `ranks`: the workers; of pipeline stages, `layout` describes the one that has most layers. `numbers`: of
+    the pages of each layer; none where a page has other things, too.
     """
 
     block_map: BlockMap
@@ -43,7 +43,7 @@ class ServedModel:
     num_blocks: int
     ranks: Ranks
     _make_namespace: Callable[[], Namespace] = field(repr=False, eq=False)
-    numbers: Sequence[Sequence[tuple[torch.dtype, int]]] = field(default=(), repr=False)
+    numbers: Sequence[Sequence[Numbers]] = field(default=(), repr=False)
 
     @cached_property
     def namespace(self) -> Namespace:
@@ -78,8 +78,8 @@ class ServedModel:
         found = []
         for number, (layer, row, kinds) in enumerate(zip(self.layers, rows, self.numbers, strict=False)):
             at = int(row.storage_offset()) - base if self.fused else 0
-            for dtype, nbytes in kinds or [(torch.uint8, 0)]:
-                found.append(Part(layer, 0 if self.fused else number, at, nbytes or row.shape[1], dtype))
+            for dtype, nbytes, strides in kinds or [Numbers(torch.uint8)]:
+                found.append(Part(layer, 0 if self.fused else number, at, nbytes or row.shape[1], dtype, strides))
                 at += nbytes
         return found
 

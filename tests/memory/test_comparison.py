@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
@@ -107,8 +106,41 @@ def test_a_type_without_a_tolerance_is_not_compared(slab: Slab, dtype: torch.dty
     assert Comparison(layout_of(dtype), slab, 1, unknown).differences([whole(0)], [1]) == []
 
 
-def test_the_deviation_is_symmetric_and_relative() -> None:
-    left, right = torch.randn(5, 9), torch.randn(5, 9)
-    assert torch.equal(deviation(left, right), deviation(right, left))
-    assert torch.allclose(deviation(1e-20 * left, 1e-20 * right), deviation(left, right))
-    assert np.isclose(float(deviation(torch.ones(1, 8), torch.zeros(1, 8))), 1.0)
+def test_the_deviation_is_relative() -> None:
+    left, right = torch.randn(5, 90), torch.randn(5, 90)
+    assert torch.allclose(deviation(1e-15 * left, 1e-15 * right), deviation(left, right))
+    assert deviation(left, right).min() > 1
+    assert deviation(left, left).max() == 0
+    assert deviation(torch.ones(1, 8), torch.zeros(1, 8)) > 1
+
+
+TOKENS, CHANNELS = 128, 32
+
+
+def page_of(mean: float, seed: int) -> torch.Tensor:
+    """A page of keys, `[page, token, channel]`: each channel has a mean of its own."""
+    keys = torch.randn((1, TOKENS, CHANNELS), generator=torch.Generator().manual_seed(seed))
+    return keys + mean * torch.randn(CHANNELS, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_large_mean_hides_no_other_tokens(packed: bool) -> None:
+    """`packed`: as CPUs have keys, with tokens next to each other."""
+    pages = [page_of(40.0, seed) for seed in (1, 2)]
+    left, right = [(page.transpose(1, 2) if packed else page).flatten(1) for page in pages]
+    assert deviation(left, right, (1, CHANNELS), torch.finfo(torch.bfloat16).eps) > 2 * TOLERANCE[torch.bfloat16]
+    rounded = left.bfloat16().float()
+    assert deviation(left, rounded, (1, CHANNELS), torch.finfo(torch.bfloat16).eps) < TOLERANCE[torch.bfloat16] / 2
+
+
+def test_the_last_token_of_a_page_is_seen() -> None:
+    left = page_of(0.0, 1)
+    right = left.clone()
+    right[0, -1] = page_of(0.0, 2)[0, -1]
+    assert deviation(left.flatten(1), right.flatten(1), (1, CHANNELS)) > 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_values_are_not_measured_by_the_spread_of_keys() -> None:
+    left = torch.cat([100 * page_of(0.0, 1), page_of(0.0, 2)], 1).flatten(1)
+    right = torch.cat([100 * page_of(0.0, 1), page_of(0.0, 3)], 1).flatten(1)
+    assert deviation(left, right, (1, CHANNELS)) > 2 * TOLERANCE[torch.bfloat16]

@@ -113,7 +113,7 @@ def test_wrong_loads_are_found_and_computed_where_that_is_known_in_time(
         worker = running.worker
         for ids, right, fault in zip(prompts, cold, FAULTS, strict=True):
             before = counts["wrong loads"]
-            copier = worker._copier = Faulty(worker._ready_copier(), fault)
+            copier = worker._copier = Faulty(worker._ready_copier(), fault, running.store.slab.array)
             while not copier.touched:
                 assert counts["wrong loads"] == before
                 [output] = ask(running, [ids])

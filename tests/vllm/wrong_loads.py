@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 from attrs import define, field
 
 from lmkv.memory.copier import ChunkCopy, Copier, Event, Run
@@ -18,8 +19,14 @@ class Faulty:
 
     inner: Copier
     fault: Fault
+    slots: np.ndarray
+    """`SlabMap.array`; the last one is not used otherwise."""
     rng: random.Random = field(factory=lambda: random.Random(0))
     seen: set[int] = field(factory=set)
+    at: int = 0
+    """Where the part of a slot begins that it copies."""
+    victim: int = 0
+    """A block of another request."""
     touched: int = 0
     """Loads that went wrong."""
 
@@ -70,4 +77,18 @@ def one_in_twenty(copies: list[ChunkCopy], copier: Faulty) -> list[ChunkCopy]:
     return unwritten(copies, copier) if copier.rng.random() < 0.05 else copies
 
 
-FAULTS: list[Fault] = [unwritten, turned, another_slot_the_second_time, one_in_twenty]
+def one_row(copies: list[ChunkCopy], copier: Faulty) -> list[ChunkCopy]:
+    """Some bytes of a page are others: one token of one head."""
+    spare = len(copier.slots) - 1
+    copier.slots[spare] = copier.slots[copies[1].slot]
+    copier.slots[spare, copier.at : copier.at + 4] ^= 0x55
+    return changed(copies, lambda copy: ChunkCopy(spare, copy.runs))
+
+
+def into_another_block(copies: list[ChunkCopy], copier: Faulty) -> list[ChunkCopy]:
+    """The first page is also written into a block of another request."""
+    runs = tuple(Run(run.first, [copier.victim]) for run in copies[-1].runs)
+    return [*copies, ChunkCopy(copies[-1].slot, runs)]
+
+
+FAULTS: list[Fault] = [unwritten, turned, another_slot_the_second_time, one_in_twenty, one_row]

@@ -62,7 +62,7 @@ engines = st.fixed_dictionaries(
 )
 
 
-def _request(rng: random.Random, number: int) -> SimulatedRequest:
+def one_of_a_few_conversations(rng: random.Random, number: int) -> SimulatedRequest:
     """One of a few conversations, cut anywhere, with an end of its own now and then."""
     story = random.Random(rng.randrange(3))
     tokens = [story.randrange(50) for _ in range(rng.randint(1, 70))]
@@ -75,7 +75,7 @@ def _request(rng: random.Random, number: int) -> SimulatedRequest:
 def _drive(rng: random.Random, groups: list[Table], options: dict[str, Any]) -> Counter[str]:
     options = {**options, "ranks": options.get("ranks", 1) * options.get("context", 1)}
     with closing(SimulatedVLLM(rng, groups=groups, **options)) as engine:
-        pending = [_request(rng, number) for number in range(rng.randint(2, 14))]
+        pending = [one_of_a_few_conversations(rng, number) for number in range(rng.randint(2, 14))]
         alive: list[SimulatedRequest] = []
         for _ in range(rng.randint(10, 60)):
             while pending and rng.random() < 0.4:
