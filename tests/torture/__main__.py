@@ -33,6 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", default="", help="only engines whose names contain this")
     parser.add_argument("--runner", choices=("v1", "v2"), default="v1", help="vLLM's model runner")
+    parser.add_argument("--audits", type=float, default=0.3, help="audit_rate")
     parser.add_argument("--json", action="store_true", help="end with the counts as JSON")
     return parser.parse_args()
 
@@ -45,7 +46,7 @@ def main() -> int:
         triton_cpu.install()
     deadline = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="lmkv-torture-") as folder:
-        run = Run(Path(folder), random.Random(options.seed), options.seed, options.variants)
+        run = Run(Path(folder), random.Random(options.seed), options.seed, options.variants, options.audits)
 
         def conclude() -> int:
             failed = run.counts.verdict()

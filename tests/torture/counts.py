@@ -5,13 +5,13 @@ from __future__ import annotations
 import attrs
 from attrs import define, field
 
-MUST_HAPPEN = ("requests", "faults", "preemptions", "evictions", "external_hit_tokens", "aborted")
-MUST_NOT_HAPPEN = ("differences", "leaks", "hangs")
+MUST_HAPPEN = ("requests", "faults", "preemptions", "evictions", "external_hit_tokens", "aborted", "audited_loads")
+MUST_NOT_HAPPEN = ("differences", "leaks", "hangs", "alarms")
 
 
 @define
 class Counts:
-    """`problems` says in words what `differences`, `leaks` and `hangs` count.
+    """`problems` says in words what `differences`, `leaks`, `hangs` and `alarms` count.
 
     `aborted_loads`: of those that were `aborted`, while a load between steps filled their blocks. `drafting`: an
     engine with drafts was among them.
@@ -21,6 +21,10 @@ class Counts:
     differences: int = 0
     leaks: int = 0
     hangs: int = 0
+    alarms: int = 0
+    """Of audits; none of the faults is one that they are to find."""
+    audited_hits: int = 0
+    audited_loads: int = 0
     faults: int = 0
     preemptions: int = 0
     evictions: int = 0
@@ -45,6 +49,10 @@ class Counts:
     def hang(self, what: str) -> None:
         self.hangs += 1
         self.problems.append(f"hang: {what}")
+
+    def alarm(self, what: str) -> None:
+        self.alarms += 1
+        self.problems.append(f"alarm: {what}")
 
     def as_dict(self) -> dict[str, int]:
         return attrs.asdict(self, filter=attrs.filters.exclude("problems", "drafting"))

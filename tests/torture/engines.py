@@ -118,8 +118,8 @@ def reference(model: Model, **options: Any) -> Iterator[Engine]:
 
 
 @contextlib.contextmanager
-def tortured(variant: Variant, model: Model, disk: Path, slot_bytes: int) -> Iterator[Engine]:
-    """An engine of this variant over the disk tier in `disk`."""
+def tortured(variant: Variant, model: Model, disk: Path, slot_bytes: int, audits: float) -> Iterator[Engine]:
+    """An engine of this variant over the disk tier in `disk`. `audits`: `audit_rate`."""
     extra = {
         "chunk_size": CHUNK,
         "max_local_cpu_size": variant.ram * slot_bytes / 2**30,
@@ -128,6 +128,7 @@ def tortured(variant: Variant, model: Model, disk: Path, slot_bytes: int) -> Ite
         "disk_min_free": 0.0,
         "prefetch_deadline": 0.3,
         "pin_ttl": 0.5,
+        "audit_rate": audits,
         **variant.extra,
     }
     options = {"max_model_len": 640, "max_num_seqs": 8, **model.options, **variant.options}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
+from lmkv.vllm.observe.telemetry import Telemetry
 from tests.torture.conversations import Turn, converse
 from tests.torture.counts import Counts
 from tests.torture.drive import PATIENCE, Drive
@@ -25,9 +29,10 @@ _REPORT_EVERY = 3.0
 
 
 class Run:
-    """`folder`: for models and disk tiers. `only`: a part of the names of the engines to use."""
+    """`folder`: for models and disk tiers. `only`: a part of the names of the engines to use. `audits`: their rate."""
 
-    def __init__(self, folder: Path, rng: random.Random, seed: int, only: str = "") -> None:
+    def __init__(self, folder: Path, rng: random.Random, seed: int, only: str = "", audits: float = 0.3) -> None:
+        self._audits = audits
         self.counts = Counts()
         self._folder = folder
         self._rng = rng
@@ -80,7 +85,11 @@ class Run:
             self._report(name)
 
         capacity = variant.disk * self._slot_bytes[model.path]
-        with saboteur.at_work(), tortured(variant, model, disk, self._slot_bytes[model.path]) as running:
+        with (
+            self._counting(name),
+            saboteur.at_work(),
+            tortured(variant, model, disk, self._slot_bytes[model.path], self._audits) as running,
+        ):
             Drive(running, self._turns[model.target], self._rng, self.counts, saboteur, stepped).run(requests)
             if variant.drafts is not None or model.drafts is not None:
                 self.counts.drafting = True
@@ -96,6 +105,32 @@ class Run:
         nbytes = sum(path.stat().st_size for path in files)
         if nbytes > capacity + 65536:
             self.counts.leak(f"{nbytes} bytes on a disk tier of {capacity:.0f}")
+
+    @contextlib.contextmanager
+    def _counting(self, name: str) -> Iterator[None]:
+        """Count the audits of engines, and their alarms."""
+        audited, compared, audited_load = Telemetry.audited, Telemetry.compared, Telemetry.audited_load
+
+        def count_hit(self_: Telemetry, tokens: int, seconds: float) -> None:
+            self.counts.audited_hits += 1
+            audited(self_, tokens, seconds)
+
+        def count_chunks(self_: Telemetry, tiers: Sequence[str], wrong: Sequence[str], *, states: bool) -> None:
+            for tier in wrong:
+                self.counts.alarm(f"{name}: wrong KV in {tier}")
+            compared(self_, tiers, wrong, states=states)
+
+        def count_load(self_: Telemetry, *, wrong: bool, again: bool = False) -> None:
+            self.counts.audited_loads += not again
+            if wrong:
+                self.counts.alarm(f"{name}: a wrong load{', later' if again else ''}")
+            audited_load(self_, wrong=wrong, again=again)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Telemetry, "audited", count_hit)
+            patch.setattr(Telemetry, "compared", count_chunks)
+            patch.setattr(Telemetry, "audited_load", count_load)
+            yield
 
     def _report(self, name: str, *, now: bool = False) -> None:
         if not now and time.monotonic() - self._reported < _REPORT_EVERY:

@@ -22,4 +22,5 @@ def test_a_short_torture() -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts["requests"] >= 300
-    assert (counts["differences"], counts["leaks"], counts["hangs"]) == (0, 0, 0)
+    assert (counts["differences"], counts["leaks"], counts["hangs"], counts["alarms"]) == (0, 0, 0, 0)
+    assert counts["audited_hits"] > 0
