@@ -14,6 +14,7 @@ import pytest
 
 from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.vllm.block_map import Group
+from lmkv.vllm.metadata import JobReport, WorkerReport
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table
 from tests.vllm.scheduler.test_schedules import one_of_a_few_conversations
 from tests.vllm.wrong_loads import FAULTS, Fault, Faulty, into_another_block, one_in_twenty, one_row, turned, unwritten
@@ -157,6 +158,43 @@ def test_a_load_that_writes_into_another_requests_block_is_found(
             running.finish()
         [line] = [record.getMessage() for record in caplog.records if "audit" in record.getMessage()]
         assert "wrong block after a load that was right: request victim, tokens 20 to 23" in line
+
+
+def test_blocks_that_vllm_writes_into_before_it_hands_the_plan_over_are_not_read_again() -> None:
+    with engine() as running:
+        ask(running, "stores")
+        running.forget()
+        request = SimulatedRequest("loads", list(TOKENS), len(TOKENS), 20, "a")
+        running.add(request)
+        while not request.loaded or running.scheduler.loading.jobs.busy:
+            running.step()
+        blocks = request.blocks[0]
+        running.scheduler.request_finished(request)
+        running.scheduler.plan_step({}, lambda _: None, overwritten=set(blocks[3:5]))
+        [order] = running.scheduler.take_plan().reads
+        assert [block for copy in order.copies for run in copy.runs for block in run.blocks] == [
+            *blocks[:3],
+            *blocks[6:10],
+        ], "of a chunk, what comes before the first of them"
+        running.abort(request)
+        running.scheduler.on_report(WorkerReport({order.job: JobReport(1, ok=True)}))
+
+
+@pytest.mark.parametrize("how", ["reset", "suspect"])
+def test_what_was_lost_with_a_reset_raises_no_alarm(how: str) -> None:
+    with engine() as running:
+        ask(running, "stores")
+        running.forget()
+        request = SimulatedRequest("loads", list(TOKENS), len(TOKENS), 20, "a")
+        running.add(request)
+        while not request.loaded or running.scheduler.loading.jobs.busy:
+            running.step()
+        getattr(running.scheduler, how)()
+        running.wrong = Whatever()
+        for block in request.blocks[0]:
+            running._write(0, running.memories[0][1], [((block, slice(None)), 0)])
+        running.finish()
+        assert counted(running, "lmkv_wrong_loads") == 0
 
 
 @pytest.mark.slow("nothing but many hits shows that there are no false alarms")
