@@ -137,8 +137,9 @@ class LoadAudits:
         for number, copy in enumerate(load.copies, load.first):
             runs = []
             for group, run in zip(self._block_map.groups, copy.runs, strict=True):
-                keeps = group.window is None and not group.state
-                count = max(0, (load.end - number * size) // group.block_size - run.first) if keeps else 0
+                # States come behind the chunks, and so behind the end.
+                whole = max(0, (load.end - number * size) // group.block_size - run.first)
+                count = whole if group.window is None else 0
                 blocks = run.blocks[:count]
                 gone = next((n for n, block in enumerate(blocks) if block in overwritten), len(blocks))
                 runs.append(Run(run.first, blocks[:gone]))

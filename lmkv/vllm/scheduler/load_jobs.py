@@ -231,8 +231,6 @@ class LoadJobs:
             self._failed(job, [] if report.differences else keys)
         if job.audit is not None:
             self.audits.ended(number, job.audit, report)
-            if report.ok and report.differences:
-                self.evict_blocks(set(job.unconfirmed))
         if counts:
             self._telemetry.loaded(job.tokens, report)
         if report.ok:

@@ -917,9 +917,6 @@ class SimulatedVLLM:
                     request.computed = 0
         self._truncate(self.loading, step)
         self._truncate(self.running, step)
-        if step.report is not None:
-            self.scheduler.on_report(step.report)
-        self.events += self.scheduler.take_events()
         for share in step.shares:
             request = share.request
             if request.status != "running" or request.epoch != share.epoch:
@@ -934,6 +931,9 @@ class SimulatedVLLM:
                     self.counts["finished"] += 1
                     self._end(request)
                     break
+        if step.report is not None:
+            self.scheduler.on_report(step.report)
+        self.events += self.scheduler.take_events()
         for request in [request for request in self.loading if request.request_id in step.finished]:
             self.loading.remove(request)
             if request.status == "ended":

@@ -7,14 +7,18 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lmkv.memory.copier import ChunkCopy, Run
+from lmkv.outcomes import Presence
+from lmkv.vllm import compat
 from lmkv.vllm.block_map import Group
-from lmkv.vllm.metadata import JobReport, WorkerReport
+from lmkv.vllm.metadata import JobReport, ReadOrder, WorkerReport
+from lmkv.vllm.observe.metrics import merge
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table
 from tests.vllm.scheduler.test_schedules import one_of_a_few_conversations
 from tests.vllm.wrong_loads import FAULTS, Fault, Faulty, into_another_block, one_in_twenty, one_row, turned, unwritten
@@ -90,9 +94,31 @@ def test_a_wrong_copy_is_found_by_the_first_audited_load(
         assert ("1 layers (layer 0)" if fault is one_row else "2 layers (layer 0, layer 1)") in line
         assert " on ranks [1]" in line
         assert f"copied {mode}" in line
+        late = device and mode != "between steps"
+        assert "it is computed instead" in line or (late and "it goes on" in line)
         copier.fault = lambda copies, _: copies
         assert ask(running, "loads it again").loaded >= len(TOKENS) - 4, "the stored chunk is right, and stays"
         assert counted(running, "lmkv_wrong_loads") == 1
+
+
+def test_a_request_that_goes_on_with_wrong_kv_stores_and_shares_nothing_more() -> None:
+    with engine(device=True, prefix_caching=True, load_mode="sync") as running:
+        ask(running, "stores")
+        running.wrong = Whatever()
+        copier = broken(running, turned)
+        running.forget()
+        request = SimulatedRequest("goes on", [*TOKENS, 1, 2, 3], len(TOKENS) + 3, 30, "a")
+        running.add(request)
+        while not counted(running, "lmkv_wrong_loads"):
+            running.step()
+            merge(running.samples, running.scheduler.take_samples())
+        copier.fault = lambda copies, _: copies
+        assert not running.cached, "no other gets its blocks"
+        assert request.status == "running"
+        running.finish()
+        keys = running.scheduler.keys_of(request.all_token_ids, "a", {})
+        assert running.store.lookup(keys[:5]) == [Presence.READY] * 5
+        assert set(running.store.lookup(keys[5:])) == {Presence.MISS}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -178,6 +204,24 @@ def test_blocks_that_vllm_writes_into_before_it_hands_the_plan_over_are_not_read
         ], "of a chunk, what comes before the first of them"
         running.abort(request)
         running.scheduler.on_report(WorkerReport({order.job: JobReport(1, ok=True)}))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("device", [False, True])
+def test_blocks_of_an_answer_of_one_token_are_read_again(mode: str, device: bool) -> None:
+    """Its load within a step and the request are reported to have ended together; on a device that may be too late."""
+    with engine(device=device, **MODES[mode]) as running:
+        ask(running, "stores")
+        orders, read = [], running.scheduler._builder.read
+
+        def noted(load: int, copies: list[ChunkCopy]) -> ReadOrder:
+            orders.append(load)
+            return read(load, copies)
+
+        running.scheduler._builder.read = noted  # type: ignore[method-assign]
+        for number in range(10):
+            ask(running, f"r{number}")
+        assert len(orders) >= (1 if device else 10)
 
 
 @pytest.mark.parametrize("how", ["reset", "suspect"])
@@ -279,6 +323,48 @@ def test_every_other_audited_hit_is_loaded() -> None:
         ask(running, "stores")
         assert [ask(running, f"r{number}").loaded > 0 for number in range(4)] == [False, True, False, True]
         assert counted(running, "lmkv_audited_hits") == counted(running, "lmkv_audited_loads") == 2
+
+
+def test_a_hit_that_was_computed_is_loaded_and_read_back_when_it_is_drawn_again() -> None:
+    with engine(audit_rate=0.5) as running:
+        running.scheduler.audit.on = True
+        ask(running, "stores")
+        # Computed; drawn again; and what was drawn is not drawn for the load as well.
+        running.scheduler.audit.sampler.draw = iter([0.1, 0.1]).__next__
+        assert ask(running, "computes").loaded == 0
+        assert ask(running, "loads").loaded > 0
+        assert counted(running, "lmkv_audited_loads") == 1
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_a_sleep_has_taken_is_not_read_back(ended: bool) -> None:
+    """`ended`: the load was compared once before the engine fell asleep."""
+    with engine(device=True, load_mode="async") as running:
+        ask(running, "stores")
+        running.forget()
+        worker = running.workers[0]
+        request = SimulatedRequest("loads", list(TOKENS), len(TOKENS), 20, "a")
+        running.add(request)
+        while not (request.loaded and not running.scheduler.loading.jobs.busy if ended else worker._running):
+            running.step()
+        worker.suspend()
+        worker.resume()
+        running.wrong = Whatever()
+        for block in request.blocks[0]:
+            running._write(0, running.memories[0][1], [((block, slice(None)), 0)])
+        running.finish()
+        assert counted(running, "lmkv_wrong_loads") == 0
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_which_blocks_vllm_may_write_into_early(every: bool) -> None:
+    output = SimpleNamespace(
+        kv_cache_block_copies=[(1, 2)],
+        new_block_ids_to_zero=[3],
+        scheduled_new_reqs=[SimpleNamespace(block_ids=([4], [5]))],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([6], [])]),
+    )
+    assert compat.written_early(output, every=every) == ({2, 3, 4, 5, 6} if every else {2, 3})
 
 
 def test_an_alarm_names_the_load_that_its_chunk_was_computed_behind(caplog: pytest.LogCaptureFixture) -> None:

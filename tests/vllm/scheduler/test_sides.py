@@ -18,6 +18,7 @@ from lmkv.memory.paged import PagedMemory, block_rows
 from lmkv.memory.slab import Slab, SlabRef
 from lmkv.vllm import compat
 from lmkv.vllm.block_map import BlockMap, Group
+from lmkv.vllm.compat import Numbers
 from lmkv.vllm.identity import request_root
 from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel
@@ -389,7 +390,7 @@ class TestServedModel:
     def test_layers_of_a_block_that_lie_together_are_one_page(self) -> None:
         whole = torch.arange(6 * 192).to(torch.uint8).view(6, 3, 64)
         rows = [block_rows(layer) for layer in whole.unbind(1)]
-        model = evolve(self._model(fused=True), numbers=[[(torch.float16, 0)]] * 3)
+        model = evolve(self._model(fused=True), numbers=[[Numbers(torch.float16)]] * 3)
         memory = model.paged_memory([rows[2], rows[0], rows[1]])
         parts = model.parts([rows[2], rows[0], rows[1]])
         places = [(part.layer, part.plane, part.offset, part.nbytes) for part in parts]
