@@ -59,39 +59,81 @@ def foreign_methods(kind: type) -> set[str]:
     return {place for place in foreign if not _version(place)} - packages_of_plug_ins()
 
 
-def check_calls(place: str, layer: Any, parts: Sequence[object]) -> None:
-    """Raise ValueError where a function was hung into a layer that is neither its model's nor a plug-in's.
+def check_calls(place: str, owner: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
+    """Functions of vLLM's that hang in a layer, or in a runner, and belong to another layer: each with its place.
 
-    Hooks and replaced functions have values of their own, which nothing tells. `parts`: the layer, its backend...
+    Raises ValueError where a function of others was hung into it: it has values of its own, which nothing tells, or may
+    read them anywhere. One that was made without values passes, if it is of the layer's own package, or of an installed
+    one and neither a hook nor in place of a method. `parts`: the layer, its backend... `places`: of layers, by `id`.
     """
-    hung = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
-    hung += [*torch_modules._global_forward_hooks.values(), *torch_modules._global_forward_pre_hooks.values()]
-    hung += [each for part in parts for each in getattr(part, "__dict__", {}).values()]
-    own = KNOWN | packages_of(*parts) | packages_of_plug_ins() | {""}
-    for call in (call for each in hung for call in _calls_of(each)):
-        package = package_of(call)
-        if package not in own and (_has_values(call) or not _version(package)):
-            raise ValueError(f"{place} calls {call!r}, which is neither vLLM's nor its model's")
+    hung = [(True, each) for each in _hooks_of(owner)]
+    for part in parts:
+        hung += [(hasattr(type(part), name), each) for name, each in getattr(part, "__dict__", {}).items()]
+    own, found = packages_of(*parts), list[str]()
+    for replaces, each in hung:
+        for call in _calls_of(each):
+            package, of = package_of(getattr(call, "func", call)), getattr(call, "__self__", None)
+            if package in KNOWN | {""}:
+                if isinstance(of, torch.nn.Module) and of is not owner:
+                    found.append(f"{getattr(call, '__qualname__', '')} of {places.get(id(of), 'another model')}")
+            elif _has_values(call, parts) or not (package in own or (not replaces and _version(package))):
+                raise ValueError(f"{place} calls {call!r}, which is neither vLLM's nor its model's")
+    return found
+
+
+def _hooks_of(owner: Any) -> list[object]:
+    hooks = [torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks]
+    if isinstance(owner, torch.nn.Module):
+        hooks += [owner._forward_hooks, owner._forward_pre_hooks]
+    return [hook for each in hooks for hook in each.values()]
+
+
+_WRAPPED = 20
+"""Functions around a function; an object may answer any question with another callable."""
 
 
 def _calls_of(value: Any) -> Iterator[object]:
-    """A function or a callable object, and then everything that it wraps; nothing for a class, a layer or data."""
-    while callable(value) or isinstance(value, (classmethod, staticmethod)):
+    """A function or a callable object, and then everything that it wraps; nothing for a class, a layer or data.
+
+    Raises ValueError where that never ends.
+    """
+    for _ in range(_WRAPPED):
+        if not callable(value) and not isinstance(value, (classmethod, staticmethod)):
+            return
         if isinstance(value, (type, torch.nn.Module, torch.Tensor)):
             return
-        yield value if inspect.isroutine(value) else type(value)
+        yield value
         fields = getattr(value, "__dict__", {})
         value = getattr(value, "__func__", None) or getattr(value, "func", None) or fields.get("__wrapped__")
+    raise ValueError("a layer has a callable that wraps others without an end")
 
 
-def _has_values(call: Any) -> bool:
-    """Whether a function was made with values that its code does not tell."""
+def _has_values(call: Any, parts: Sequence[object] = ()) -> bool:
+    """Whether a function was made with values that its code does not tell; numbers in its defaults are in its code."""
     cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or () if cell != type(cell)()]
-    return not all(inspect.isroutine(value) or isinstance(value, type) for value in cells)
+    given = [*(getattr(call, "__defaults__", None) or ()), *(getattr(call, "__kwdefaults__", None) or {}).values()]
+    if not inspect.isroutine(call) and not isinstance(call, functools.partial) and getattr(call, "__dict__", None):
+        return True
+    owner = getattr(call, "__self__", None)
+    known = owner is None or inspect.ismodule(owner) or isinstance(owner, (type, torch.nn.Module))
+    of_object = not known and all(owner is not part for part in parts)
+    made_with = bool(getattr(call, "args", ()) or getattr(call, "keywords", {}))
+    of_code = all(inspect.isroutine(value) or isinstance(value, type) for value in cells)
+    return of_object or made_with or not of_code or not all(map(_is_told, given))
+
+
+def _is_told(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_told, value))
+    told = (type(None), bool, int, float, str, bytes, type, torch.dtype)
+    return isinstance(value, told) or inspect.isroutine(value)
 
 
 def digest(packages: Iterable[str]) -> str:
-    """A digest of the code of packages, and of all that it imports; of what is installed with a version, by that."""
+    """A digest of the code of packages, and of all that it imports; of what is installed with a version, by that.
+
+    Raises OSError or ValueError for code that cannot be read: it is in no file.
+    """
     own = set(packages) - KNOWN - {"", "transformers"}
     asked = [name for name in sorted(sys.modules) if name.partition(".")[0] in own]
     found, seen = {package: _version(package) for package in packages}, set[str]()
@@ -104,13 +146,29 @@ def digest(packages: Iterable[str]) -> str:
         if package not in own and _version(package):
             found[package] = _version(package)
             continue
+        asked += [name.rpartition(".")[0]] if "." in name else []
         path = _file_of(name)
         found[name] = ""
-        with suppress(OSError):
-            if path is not None:
-                found[name], imports = _read(path, path.stat().st_mtime_ns, name)
-                asked += imports
+        if path is not None:
+            found[name], imports = _read(path, path.stat().st_mtime_ns, name)
+            asked += imports
+        elif package in own and _has_code(name):
+            raise ValueError(f"the code of {name} cannot be read")
     return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+
+
+def digest_of_vllm(kinds: Iterable[type]) -> str:
+    """A digest of the files of vLLM that define these classes: a fork, or an edited file, has no version of its own."""
+    names = {kind.__module__ for kind in kinds if package_of(kind) == "vllm"}
+    paths = [(name, path) for name in sorted(names) if (path := _file_of(name)) is not None]
+    found = [(name, _read(path, path.stat().st_mtime_ns, name)[0]) for name, path in paths]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _has_code(name: str) -> bool:
+    """Whether a module is loaded that is no folder of others."""
+    module = sys.modules.get(name)
+    return module is not None and not (hasattr(module, "__path__") and getattr(module, "__file__", None) is None)
 
 
 @functools.lru_cache(10_000)

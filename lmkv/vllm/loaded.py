@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,7 +36,7 @@ _constants_of: ByLayer = WeakKeyDictionary()
 """Constants and code of each layer as they were built, or as calls have changed them; steps change some, and count."""
 _before_call: ByLayer = WeakKeyDictionary()
 _emptied: ByLayer = WeakKeyDictionary()
-"""Digests of the parameters that vLLM has packed into an opaque object, and left empty, by layer and name."""
+"""Digests of the parameters that vLLM has packed into something else, and emptied or dropped, by layer and name."""
 
 KEEPS_WEIGHTS = frozenset({
     *("check_health", "compute_weight_checksums", "get_model_inspection", "get_kv_cache_spec", "list_loras"),
@@ -52,25 +52,43 @@ KEEPS_WEIGHTS = frozenset({
 
 @functools.cache
 def watch_packing() -> None:
-    """Have the digest of a parameter taken when it is replaced by an empty one, in any module made from now on.
+    """Have the digest of a parameter taken when it is emptied or dropped, in any module made from now on.
 
     vLLM's CPU build does so when it hands the weights of a linear layer to oneDNN. Idempotent.
     """
+    from torch import nn
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
     register_module_parameter_registration_hook(_registered)
+    # torch calls no hook where a parameter becomes None or is deleted.
+    register, delete = nn.Module.register_parameter, nn.Module.__delattr__
+
+    @functools.wraps(register)
+    def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is None:
+            _registered(module, name, None)
+        register(module, name, param)
+
+    @functools.wraps(delete)
+    def delattr_(module: nn.Module, name: str) -> None:
+        _registered(module, name, None)
+        delete(module, name)
+
+    for name, function in (("register_parameter", register_parameter), ("__delattr__", delattr_)):
+        setattr(nn.Module, name, function)
 
 
 def _registered(module: nn.Module, name: str, new: Any) -> None:
     """Never raises: it is called for the modules of every program in this process."""
     with suppress(Exception):
         # Parameters without a size yet raise here.
-        if new is None or new.numel():
+        if new is not None and new.numel():
             return
         old = module._parameters.get(name)
         if old is None:
             # It has been empty from the beginning.
-            _emptied.setdefault(module, {}).setdefault(name, "")
+            if new is not None:
+                _emptied.setdefault(module, {}).setdefault(name, "")
         elif old.numel() and not old.is_meta:
             _emptied.setdefault(module, {}).pop(name, None)
             _emptied[module][name] = _digest(old)
@@ -82,7 +100,7 @@ def identity(worker: Any) -> str:
         runner = worker.model_runner
         if getattr(runner, "lora_manager", None) is not None:
             _watch_adapters(runner.lora_manager)
-        return _identity(worker.vllm_config, _layers(runner), code.packages_of(worker, runner))
+        return _identity(worker.vllm_config, _layers(runner), (worker, runner))
     except Exception as error:
         logger.warning("lmkv: the weights of a worker cannot be identified: %r", error)
         return ""
@@ -97,9 +115,11 @@ def fold_constants(worker: Any) -> None:
     """After the call: what is another one now belongs to the identity."""
     for _, layer in _layers(worker.model_runner):
         before = _before_call.pop(layer, None)
-        after = before and _changeable(layer)
-        if not before or not after:
+        if before is None:
+            # The engine slept. What its layers have now counts, whoever has changed it.
+            _constants_of.pop(layer, None)
             continue
+        after = _changeable(layer)
         changed = {name: after.get(name, "") for name in before.keys() | after if before.get(name) != after.get(name)}
         if layer in _constants_of:
             _constants_of[layer].update(changed)
@@ -181,35 +201,46 @@ def draft_model(runner: Any) -> Any | None:
 
 def _layers(runner: Any) -> Iterator[tuple[str, nn.Module]]:
     """The layers of model and draft, each with its place."""
+    if not hasattr(runner.get_model(), "named_modules"):
+        raise ValueError(f"its model is a {type(runner.get_model()).__name__}, whose layers are unknown")
     for name, model in (("model", runner.get_model()), ("draft", draft_model(runner))):
         # A draft may be something else than a model.
         for place, layer in getattr(model, "named_modules", tuple)():
             yield f"{name}.{place}", layer
 
 
-def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], packages: Set[str] = frozenset()) -> str:
-    """`packages`: code that may decide what layers compute, besides their own."""
+def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], workers: Sequence[Any] = ()) -> str:
+    """`workers`: objects whose code may decide what layers compute, besides their own."""
     scattered = experts_are_scattered(vllm_config)
     files = stamps(folder_of(source_of(vllm_config.model_config), "config.json")) if scattered else ()
     if scattered and not files:
         raise ValueError("each data parallel engine has some of the experts, and no file tells of the others")
+    config = vllm_config.model_config.hf_config
     digest = hashlib.sha256(config_digest(vllm_config.model_config).encode())
     seen, source, methods = dict[Any, str](), functools.cache(code.digest), functools.cache(code.foreign_methods)
+    packages = frozenset(
+        code.packages_of(*workers) | code.packages_of_plug_ins() | code.packages_of(config) - {"transformers"}
+    )
+    kinds = {kind for each in (*workers, config) for kind in type(each).__mro__}
+    parts: list[Any] = [source(frozenset().union(*map(methods, kinds)))]
+    layers = list(layers)
+    places = {id(layer): place for place, layer in layers}
+    for each in workers:
+        parts += code.check_calls(type(each).__name__, each, [each], places)
     for place, layer in layers:
         if scattered and _EXPERTS & {kind.__name__ for kind in type(layer).__mro__}:
             continue
         owners = [*_parts_of(layer).values()]
-        code.check_calls(place, layer, owners)
+        parts += code.check_calls(place, layer, owners, places)
         if layer not in _constants_of:
-            own = code.packages_of(*owners)
-            everywhere = packages | code.packages_of_plug_ins()
-            _constants_of[layer] = _constants(layer) | {"code": source(frozenset(own | everywhere))}
-        parts = [place, type(layer).__qualname__, *sorted(_constants_of[layer].items()), *_tensors(layer, seen)]
-        kinds = {kind for owner in owners for kind in type(owner).__mro__}
-        if others := frozenset().union(*map(methods, kinds)):
+            own = source(frozenset(code.packages_of(*owners) | packages))
+            _constants_of[layer] = _constants(layer) | {"code": own}
+        parts += [place, type(layer).__qualname__, *sorted(_constants_of[layer].items()), *_tensors(layer, seen)]
+        of_layer = {kind for owner in owners for kind in type(owner).__mro__}
+        if others := frozenset().union(*map(methods, of_layer)):
             parts.append(source(others))
-        digest.update(json.dumps(parts).encode())
-    digest.update(repr(files).encode())
+        kinds |= of_layer
+    digest.update(json.dumps([parts, code.digest_of_vllm(kinds), files]).encode())
     return digest.hexdigest()
 
 
@@ -272,7 +303,7 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
                 yield f"{part}.{name} {_digest_once(value, seen)}"
     for name, tensor in sorted([*module._parameters.items(), *module._buffers.items()], key=itemgetter(0)):
         if tensor is None or tensor.is_meta:
-            # Another rank has this layer.
+            # Another rank has this layer, or it is packed.
             continue
         if not tensor.numel():
             emptied = _emptied.get(module, {})
@@ -281,6 +312,9 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
             yield f"{name} {emptied.get(name, '')}"
             continue
         yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {_digest_once(tensor, seen)}"
+    for name, known in sorted(_emptied.get(module, {}).items()):
+        if module._parameters.get(name) is None:
+            yield f"{name} {known}"
 
 
 def _digest_once(tensor: torch.Tensor, seen: dict[Any, str]) -> str:

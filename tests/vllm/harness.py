@@ -241,11 +241,15 @@ class Engine:
 
         def has(count: int) -> list[int]:
             while len(found) < count:
-                for output in vllm.step():
-                    self._begun[output.request_id][:] = output.outputs[0].token_ids
+                self.step()
             return found
 
         return has
+
+    def step(self) -> None:
+        """One step of all requests that have begun."""
+        for output in self.llm.llm_engine.step():
+            self._begun[output.request_id][:] = output.outputs[0].token_ids
 
     def forget_local(self) -> None:
         """Empty vLLM's own prefix cache, so that hits can only come from the connector."""

@@ -335,6 +335,38 @@ def test_blocks_of_a_request_that_runs_across_a_change_get_no_name(model: Path, 
         assert answer(restarted, follow)[0] == 512, "what it had stored before the change"
 
 
+def test_a_load_ends_with_a_change_and_nobody_shares_its_blocks(model: Path, alone: Alone) -> None:
+    """The prompt is too long for half of host memory, so that its load between steps takes several."""
+    long = prompt(82, 1500)
+
+    def of_long(plain: Engine) -> list[list[int]]:
+        plain.llm.apply_model(change)
+        return plain.ids([long])
+
+    options = {"kv_cache_memory_bytes": 40 << 20}
+    [expected] = alone(model, options, of_long)
+    slot = 64 * 4 * 2 * 2 * 32 * 4
+    extra = {"chunk_size": 64, "load_mode": "async", "max_local_cpu_size": 32 * slot / 2**30}
+    with engine(model, extra=extra, **options) as running:
+        running.run([long])
+        running.forget_local()
+        scheduler = running.connector._scheduler
+        running.begin(OTHER, 1)
+        first = running.begin(long, 8)
+        while not scheduler.loading.jobs.between_steps:
+            running.step()
+        state = next(iter(scheduler.loading.jobs._async_loads.values()))[0]
+        running.llm.apply_model(change)
+        running.begin(OTHER, 1)
+        while scheduler.loading.jobs.between_steps:
+            running.step()
+        second = running.begin(long, 8)
+        assert second(8) == expected
+        assert len(first(8)) == 8
+        assert state.unidentified
+        running.assert_nothing_leaked()
+
+
 def likelihoods(output: Any) -> list[float]:
     return [each.logprob for place in output.outputs[0].logprobs for each in place.values()]
 
@@ -481,7 +513,7 @@ def of_a_backend(module: Any) -> str:
 
 
 def of_a_worker(module: Any) -> str:
-    return loaded._identity(config_of(), [("model.layer", torch.nn.Module())], code.packages_of(module.Worker()))
+    return loaded._identity(config_of(), [("model.layer", torch.nn.Module())], [module.Worker()])
 
 
 def of_a_general_plug_in(module: Any) -> str:
@@ -560,6 +592,186 @@ def test_a_layer_that_calls_what_nobody_knows_has_no_identity(
     hang(layer)
     with pytest.raises(ValueError, match=r"model\.layer calls .*neither vLLM's nor its model's"):
         identity_of(layer)
+
+
+def of_a_library(source: str, **names: Any) -> Any:
+    """A function, or whatever else, of an installed package that has a version."""
+    return eval(source, {"__name__": "numpy.steering", "torch": torch, **names})
+
+
+class Steers:
+    __module__ = "numpy.steering"
+
+    def __init__(self) -> None:
+        self.by = torch.ones(2)
+
+    def __call__(self, *given: Any) -> Any:
+        return given[-1] * self.by
+
+    def steer(self, *given: Any) -> Any:
+        return given[-1] * self.by
+
+
+def with_a_default() -> Any:
+    return of_a_library("lambda module, given, output, by=torch.ones(2): output * by")
+
+
+def with_a_closure() -> Any:
+    return of_a_library("(lambda by: lambda module, given, output: output * by)(torch.ones(2))")
+
+
+def with_an_argument() -> Any:
+    return functools.partial(of_a_library("lambda by, module, given, output: output * by"), torch.ones(2))
+
+
+def with_an_object() -> Any:
+    return Steers().steer
+
+
+def without_values() -> Any:
+    """It may read them from the layer."""
+    return of_a_library("lambda module, given, output: output * module.steering['by']")
+
+
+@pytest.mark.parametrize("make", [with_a_default, with_a_closure, with_an_argument, with_an_object, Steers])
+@pytest.mark.parametrize("plug_in", [False, True])
+def test_a_function_of_a_library_that_was_made_with_values_ends_the_identity(
+    make: Callable[[], Any], plug_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if plug_in:
+        monkeypatch.setattr(code, "packages_of_plug_ins", lambda: frozenset({"numpy"}))
+    for hang in (
+        lambda layer, call: layer.register_forward_hook(call),
+        lambda layer, call: setattr(layer, "act", call),
+    ):
+        layer = torch.nn.Linear(2, 2)
+        identity_of(layer)
+        hang(layer, make())
+        with pytest.raises(ValueError, match=r"model\.layer calls"):
+            identity_of(layer)
+
+
+def test_hooks_and_replaced_methods_end_the_identity_whatever_they_were_made_with() -> None:
+    for name in ("forward", "hook", "act"):
+        layer = torch.nn.Linear(2, 2)
+        if name == "hook":
+            layer.register_forward_hook(without_values())
+        else:
+            setattr(layer, name, without_values())
+        if name == "act":
+            identity_of(layer)
+            continue
+        with pytest.raises(ValueError, match=r"model\.layer calls"):
+            identity_of(layer)
+
+
+def test_a_method_of_another_layer_counts_by_its_place() -> None:
+    first, second, third = (torch.nn.Linear(2, 2) for _ in range(3))
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict(first.state_dict())
+
+    def identity() -> str:
+        return loaded._identity(config_of(), [(f"model.{n}", layer) for n, layer in enumerate((first, second, third))])
+
+    before = identity()
+    first.forward = second.forward
+    exchanged = identity()
+    first.forward = third.forward
+    assert len({before, exchanged, identity()}) == 3
+
+
+def test_an_object_that_answers_anything_ends_the_identity_and_not_the_engine() -> None:
+    class Proxy:
+        __module__ = "vllm.proxy"
+
+        def __getattr__(self, name: str) -> Any:
+            return Proxy()
+
+        def __call__(self) -> None: ...
+
+    layer = torch.nn.Linear(2, 2)
+    layer.client = Proxy()
+    with pytest.raises(ValueError, match="without an end"):
+        identity_of(layer)
+
+
+def test_functions_that_are_hung_into_a_runner_end_the_identity() -> None:
+    kind: Any = type("Runner", (), {"__module__": "vllm.runner", "forward": torch.relu})
+    runner = kind()
+    before = loaded._identity(config_of(), [], [runner])
+    runner.forward = lambda: None
+    with pytest.raises(ValueError, match="Runner calls"):
+        loaded._identity(config_of(), [], [runner])
+    del runner.forward
+    assert loaded._identity(config_of(), [], [runner]) == before
+    kind.forward = lambda self: None
+    assert loaded._identity(config_of(), [], [runner]) != before, "by the code of this package"
+
+
+def test_a_model_whose_layers_are_unknown_has_no_identity() -> None:
+    with pytest.raises(ValueError, match="its model is a function"):
+        list(loaded._layers(SimpleNamespace(get_model=lambda: lambda: None)))
+
+
+def test_packages_that_are_imported_with_a_module_count(tmp_path: Path, plugged: Callable[[str, int], Any]) -> None:
+    """`import arithmetic.scales` runs `arithmetic/__init__.py`, which has other names."""
+    found = []
+    for factor in (1, 2, 1):
+        (tmp_path / "arithmetic" / "__init__.py").write_text(f"def scaled(x): return {factor} * x\n")
+        found.append(of_a_model(plugged("plugged.numbers", 1)))
+    assert found[0] == found[2] != found[1]
+
+
+def test_code_in_no_file_has_no_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a notebook, or in a zip file."""
+    module = type(sys)("notebook")
+    module.Layer = type("Layer", (torch.nn.Module,), {"__module__": "notebook"})
+    monkeypatch.setitem(sys.modules, "notebook", module)
+    with pytest.raises(ValueError, match="the code of notebook cannot be read"):
+        identity_of(module.Layer())
+
+
+def test_the_code_of_the_models_configuration_counts(plugged: Callable[[str, int], Any]) -> None:
+    """Its attributes and properties are in no dictionary."""
+    found = []
+    for factor in (1, 2, 1):
+        config = config_of()
+        config.model_config.hf_config = plugged("plugged.layers", factor).Impl()
+        config.model_config.hf_config.to_dict = dict
+        found.append(identity_of(torch.nn.Linear(2, 2, bias=False).requires_grad_(False).to("meta"), config))
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("drop", [lambda layer: setattr(layer, "weight", None), lambda layer: delattr(layer, "weight")])
+def test_a_parameter_that_is_packed_and_dropped_counts(drop: Callable[[torch.nn.Module], None]) -> None:
+    loaded.watch_packing()
+    found = []
+    for number in (1.0, 2.0, 1.0):
+        layer = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.constant_(layer.weight, number)
+        drop(layer)
+        found.append(identity_of(layer))
+    assert found[0] == found[2] != found[1]
+
+
+def test_an_edited_file_of_vllms_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("Layer", (torch.nn.Linear,), {"__module__": "vllm.edited"})
+    path, known = tmp_path / "edited.py", code._file_of
+    monkeypatch.setattr(code, "_file_of", lambda name: path if name == "vllm.edited" else known(name))
+    layer, found = kind(2, 2), []
+    for text in ("x = 1", "x = 2", "x = 1"):
+        path.write_text(text)
+        found.append(identity_of(layer))
+    assert found[0] == found[2] != found[1]
+
+
+def test_after_a_call_while_the_engine_sleeps_all_numbers_of_layers_are_looked_at_again() -> None:
+    layer = torch.nn.Linear(2, 2)
+    before = identity_of(layer)
+    layer.scale = 3.0
+    assert identity_of(layer) == before, "a step may have changed it"
+    loaded.fold_constants(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: layer)))
+    assert identity_of(layer) != before
 
 
 def test_a_method_that_replaces_one_of_another_package_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,11 +253,17 @@ class LoadJobs:
             state.stored, state.tail_due = min(state.stored, job.first_chunk), True
         self._store.drop(keys)
 
+    def stop(self, state: RequestState) -> set[int]:
+        """Have the request compute what its load between steps has not filled by now; returns the load's blocks."""
+        owner, load = self._async_loads.get(state.request_id, (None, None))
+        if load is None or owner is not state:
+            return set()
+        load.stop()
+        return {block for table in load.block_ids for block in table}
+
     def forget(self, state: RequestState) -> None:
         """The request has ended: stop its load between steps."""
         self.admission.end(state)
-        owner, load = self._async_loads.get(state.request_id, (None, None))
-        if load is not None and owner is state:
+        if self.stop(state):
             # Not deleted: the next step reports it as ended, and only then vLLM frees the blocks.
-            load.abandoned = True
-            load.stop()
+            self._async_loads[state.request_id][1].abandoned = True

@@ -111,6 +111,8 @@ class Scheduler:
         """Calls of `suspect` since the workers were asked."""
         self._put_off: set[str] = set()
         """Requests that have come since then."""
+        self._loading_across: set[str] = set()
+        """Those of `_across` that were loading between steps, and have not computed since."""
         self._across: dict[str, set[int]] = {}
         """Requests with KV from before a change of weights or adapter, and their blocks, which no other may get."""
         self._media, self._adapters = Media(self._options.media_by_name), Adapters(load_adapter)
@@ -235,6 +237,7 @@ class Scheduler:
             self.loading.forget(state)
             self.load_audits.give_up(state)
             self._end_deferral(state)
+        self._loading_across.discard(request_id)
         if request_id in self._across:
             self.loading.jobs.evict_blocks(self._across.pop(request_id))
         return state
@@ -287,8 +290,10 @@ class Scheduler:
         if request.request_id in self._put_off:
             self.on_new_request(request)
         state = self._state_of(request)
-        if self._evictions > evictions and num_computed_tokens:
-            # vLLM asks again, and has no hit of its own by then.
+        changed = self._evictions > evictions or self._loading_across - {request.request_id}
+        if changed and num_computed_tokens:
+            # vLLM asks again, and has no hit of its own by then: also none of a load from before the change, whose
+            # blocks it shares with the step in which their request goes on.
             return None, False
         answer = self._match(state, num_computed_tokens)
         self._observer.telemetry.lookup_took(self._clock() - started)
@@ -383,6 +388,7 @@ class Scheduler:
                 self._requests[request_id].leave_out()
                 self._across[request_id] = blocks
         self.loading.jobs.evict_blocks(earlier)
+        self._loading_across.difference_update(progress)
 
     def take_plan(self) -> StepPlan:
         """The orders since the last call, for every worker."""
@@ -518,7 +524,10 @@ class Scheduler:
     def _leave_out_across(self, state: RequestState) -> None:
         """The request runs on, but others get no blocks of it."""
         self._leave_out(state)
-        self._across.setdefault(state.request_id, set())
+        blocks = self.loading.jobs.stop(state)
+        self._across.setdefault(state.request_id, blocks)
+        if blocks:
+            self._loading_across.add(state.request_id)
 
     def _leave_out(self, state: RequestState) -> None:
         state.drop_lease()
