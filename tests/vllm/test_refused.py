@@ -237,6 +237,23 @@ def test_ranks_on_another_machine(model: Path, nodes: int, monkeypatch: pytest.M
             describe(vllm_config, config, 256)
 
 
+def test_ranks_with_an_engine_each(model: Path) -> None:
+    """As trainers start them with torchrun: no engine hears of the other ranks' copies."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from lmkv.vllm.model import describe
+
+    vllm_config = EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
+    config = KVCacheConfig(100, [], [KVCacheGroupSpec(["attention"], FullAttentionSpec(**FORM))])
+    vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
+    assert describe(vllm_config, config, 256).ranks.total == 1
+    vllm_config.parallel_config.tensor_parallel_size = vllm_config.parallel_config.world_size = 2
+    with pytest.raises(ValueError, match="each rank has an engine of its own"):
+        describe(vllm_config, config, 256)
+
+
 class Core:
     """As vLLM's engine core: it makes the scheduler side, and passes calls on to its workers."""
 
