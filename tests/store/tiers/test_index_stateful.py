@@ -74,7 +74,7 @@ class Medium:
             writer.stored = writer.deleted and self.write(writer.key)
         else:
             self.writers.remove(writer)
-            self.index.reclaimed(writer.victims, writer.deleted, SIZES[writer.key])
+            self.index.reclaimed(writer.victims, writer.deleted)
             self.index.end_write(writer.key, SIZES[writer.key], stored=writer.stored, wanted=writer.wanted)
 
     def delete(self, keys: Victims) -> bool:
@@ -268,6 +268,22 @@ def test_the_index_keeps_account_of_the_medium(seeds: range, alone: bool) -> Non
         seen += drive(seed, alone, 500)
     expected = ("written", "deleted", "not deleted", "listed", "found", "doubted", "rewritten")
     assert min(seen[name] for name in expected) > 50, seen
+
+
+def test_what_is_written_over_its_own_bytes_takes_no_place_of_what_is_being_deleted() -> None:
+    doubted, deleted, other, last = KEYS[0], KEYS[5], KEYS[2], KEYS[3]
+    index = TierIndex(make_policy("LRU"), 7, "medium")
+    for key in (doubted, deleted):
+        assert index.begin_write(key, SIZES[key]) == {}
+        index.end_write(key, SIZES[key], stored=True)
+    index.doubt(doubted)
+    index.mark_deleted([deleted])
+    victims = index.begin_write(doubted, SIZES[doubted])
+    assert victims == {deleted: 3}
+    assert index.begin_write(other, SIZES[other]) == {}, "1 + 3 + 3 bytes"
+    assert index.begin_write(last, SIZES[last]) is None
+    index.reclaimed(victims, ok=True)
+    assert index.begin_write(last, SIZES[last]) == {}
 
 
 @pytest.mark.nightly("histories")
