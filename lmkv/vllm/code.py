@@ -171,6 +171,9 @@ def _has_code(name: str) -> bool:
     return module is not None and not (hasattr(module, "__path__") and getattr(module, "__file__", None) is None)
 
 
+_IMPORTS = {"import_module", "__import__"}
+
+
 @functools.lru_cache(10_000)
 def _read(path: Path, _changed: int, name: str) -> tuple[str, tuple[str, ...]]:
     """A digest of a module's file, and what it imports, anywhere in its code: modules, and names that may be some."""
@@ -183,6 +186,8 @@ def _read(path: Path, _changed: int, name: str) -> tuple[str, tuple[str, ...]]:
             elif isinstance(node, ast.ImportFrom):
                 module = importlib.util.resolve_name("." * node.level + (node.module or ""), package or None)
                 imports |= {module, *(f"{module}.{each.name}" for each in node.names)}
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _IMPORTS:
+                imports.update(str(each.value) for each in node.args[:1] if isinstance(each, ast.Constant))
     return hashlib.sha256(data).hexdigest(), tuple(imports)
 
 

@@ -469,6 +469,7 @@ def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     (tmp_path / "plugged" / "layers.py").write_text(PLUGGED)
     (tmp_path / "plugged" / "numbers.py").write_text("import torch\nfrom arithmetic.scales import FACTOR\n" + LAYER)
     (tmp_path / "plugged" / "late.py").write_text("import torch\n" + LAYER + LATE)
+    (tmp_path / "plugged" / "named.py").write_text("import torch\n" + LAYER + NAMED)
 
     def forget() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] in {"plugged", "arithmetic"}]:
@@ -490,6 +491,11 @@ LAYER = "class Layer(torch.nn.Module): pass\n"
 LATE = """
 def forward():
     from arithmetic import scales
+"""
+NAMED = """
+import importlib
+def forward():
+    return importlib.import_module("arithmetic.scales").FACTOR
 """
 PLUGGED = """
 import torch
@@ -529,7 +535,7 @@ def test_code_that_a_plug_in_calls_counts(plugged: Callable[[str, int], Any], id
     assert found[0] == found[2] != found[1]
 
 
-@pytest.mark.parametrize("name", ["plugged.numbers", "plugged.late"])
+@pytest.mark.parametrize("name", ["plugged.numbers", "plugged.late", "plugged.named"])
 def test_what_code_takes_from_another_module_counts(plugged: Callable[[str, int], Any], name: str) -> None:
     """A number, or something that it imports when it is called."""
     found = [of_a_model(plugged(name, factor)) for factor in (1, 3, 1)]
