@@ -85,14 +85,14 @@ BUDGET = {
     "engine": 490,
     "": 60,
     "agent": 930,
-    "vllm": 2635,
+    "vllm": 2655,
     "vllm.requests": 329,
     "vllm.observe": 793,
     "vllm.scheduler": 1765,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 16700
+WHOLE = 16730
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -273,10 +273,35 @@ def _constants(layer: nn.Module) -> dict[str, str]:
     found = {}
     for part, owner in _parts_of(layer).items():
         found[part] = type(owner).__qualname__
-        for name, value in getattr(owner, "__dict__", {}).items():
+        for name, value in _values_of(owner):
             if _is_constant(value) and not _HOW.search(name):
                 found[f"{part}.{name}"] = repr(value)
     return found
+
+
+_DEPTH = 4
+"""Dictionaries, lists and objects in each other, in a layer of a plug-in."""
+_OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _values_of(owner: Any) -> list[tuple[str, Any]]:
+    """The attributes of a layer or its backend, and of those of plug-ins what is in them."""
+    own = code.packages_of(owner)
+    fields = [(name, value) for name, value in getattr(owner, "__dict__", {}).items() if name not in _OF_TORCH]
+    return [leaf for name, value in fields for leaf in _leaves(name, value, own)] if own else fields
+
+
+def _leaves(name: str, value: Any, own: Set[str], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        inside = value.items()
+    elif isinstance(value, (list, tuple)) and not _is_constant(value):
+        inside = enumerate(value)
+    elif code.packages_of(value) & own and not hasattr(value, "named_modules"):
+        inside = getattr(value, "__dict__", {}).items()
+    yield name, value
+    for key, each in list(inside) if depth < _DEPTH else ():
+        yield from _leaves(f"{name}.{key}", each, own, depth + 1)
 
 
 _COUNTS, _OF_PLUG_INS = re.compile("scale|slope|bias|sink|zero"), re.compile("^(?!kv_cache)")
@@ -298,7 +323,7 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
     """
     for part, owner in _parts_of(module).items():
         counts = _OF_PLUG_INS if code.packages_of(owner) else _COUNTS
-        for name, value in sorted(getattr(owner, "__dict__", {}).items()):
+        for name, value in sorted(_values_of(owner), key=itemgetter(0)):
             if hasattr(value, "untyped_storage") and counts.search(name):
                 yield f"{part}.{name} {_digest_once(value, seen)}"
     for name, tensor in sorted([*module._parameters.items(), *module._buffers.items()], key=itemgetter(0)):

@@ -191,12 +191,13 @@ class Worker:
                 self._launched = self._staging.mark()
 
     def _read_again(self, order: ReadOrder) -> None:
-        started = time.monotonic()
-        try:
-            self._follow(_Running(order, self._comparer.read(order), started, self._step))
-        except Exception:
-            logger.exception("lmkv: the blocks of %d chunks could not be read", len(order.copies))
-            self._report.jobs[order.job] = JobReport(1, ok=False)
+        item = _Running(order, DONE, time.monotonic(), self._step)
+        reading = self._read(item)
+        if reading is None:
+            self._finish(order, 0.0, ok=False)
+        else:
+            item.event = reading
+            self._follow(item)
 
     def _attach(self, ref: SlabRef) -> None:
         with self._attaching:
@@ -291,13 +292,18 @@ class Worker:
     def _started(self, order: CopyOrder, event: Event, started: float) -> _Running:
         running = _Running(order, event, started, self._step)
         if order.audited and not order.between_steps:
-            try:
-                # Now: the next step may give the blocks to others.
-                running.reading = self._comparer.read(order)
-            except Exception:
-                logger.exception("lmkv: the blocks of %d chunks could not be read", len(order.copies))
-                running.audited = False
+            # Now: the next step may give the blocks to others.
+            running.reading = self._read(running)
         return running
+
+    def _read(self, item: _Running) -> Reading | None:
+        try:
+            return self._comparer.read(item.order)
+        except Exception:
+            # For example a device without memory for it: the load itself is none the worse.
+            logger.exception("lmkv: the blocks of %d chunks could not be read back", len(item.order.copies))
+            item.audited = False
+            return None
 
     def _follow(self, item: _Running) -> None:
         """Report an order that has ended; one that is still running, or is yet to be compared, is polled later."""
@@ -330,7 +336,7 @@ class Worker:
         if order.compares:
             return self._comparer.begin(order, self._slab)
         if order.audited:
-            return item.reading or self._comparer.read(order)
+            return item.reading or self._read(item)
         return None
 
     def _ended(self, item: _Running) -> None:

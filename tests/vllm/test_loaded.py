@@ -448,6 +448,10 @@ def test_a_scale_that_is_a_plain_tensor_counts(place: str) -> None:
 class OfAPlugIn(torch.nn.Module):
     """A layer whose package is not vLLM's."""
 
+    class Numbers:
+        def __init__(self, number: float) -> None:
+            self.number = number
+
 
 def test_any_plain_tensor_of_a_plug_ins_layer_counts() -> None:
     def layer(value: float) -> torch.nn.Module:
@@ -456,6 +460,24 @@ def test_any_plain_tensor_of_a_plug_ins_layer_counts() -> None:
         return found
 
     assert identity_of(layer(1.0)) == identity_of(layer(1.0)) != identity_of(layer(0.5))
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda number: {"by": torch.full((2,), number)},
+        lambda number: [torch.zeros(2), torch.full((2,), number)],
+        lambda number: {"scales": {1: number}},
+        lambda number: OfAPlugIn.Numbers(number),
+    ],
+)
+def test_what_a_plug_ins_layer_keeps_in_other_objects_counts(hold: Callable[[float], Any]) -> None:
+    found = []
+    for number in (2.0, 3.0, 2.0):
+        layer = OfAPlugIn()
+        layer.held = hold(number)
+        found.append(identity_of(layer))
+    assert found[0] == found[2] != found[1]
 
 
 @pytest.fixture

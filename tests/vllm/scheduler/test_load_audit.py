@@ -382,3 +382,18 @@ def test_an_alarm_names_the_load_that_its_chunk_was_computed_behind(caplog: pyte
             ask(running, "audited")
         line = next(record.getMessage() for record in caplog.records if "audit" in record.getMessage())
         assert "it was computed by request loads and goes on behind 24 tokens that it had loaded" in line
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_device_that_has_no_memory_to_read_blocks_back_loads_as_ever(
+    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with engine(device=True, **MODES[mode]) as running:
+        ask(running, "stores")
+        monkeypatch.setattr("lmkv.memory.readback.ReadBack.begin", full)
+        assert ask(running, "loads").loaded >= len(TOKENS) - 4
+        assert "could not be read back" in caplog.text
+        assert counted(running, "lmkv_failed_loads") == 0
