@@ -35,7 +35,8 @@ _ROUNDING, _LEAST = 4.0, 0.05
 class Part:
     """The numbers of one layer in each page of plane number `plane`: `nbytes` from `offset` on, of type `dtype`.
 
-    `strides`: how many numbers may lie between the same channel of two tokens.
+    `strides`: how many numbers may lie between the same channel of two tokens. `loose`: the share of a page that may
+    differ, because a rounding has another expert chosen for a token.
     """
 
     layer: str
@@ -44,6 +45,7 @@ class Part:
     nbytes: int
     dtype: torch.dtype
     strides: tuple[int, ...] = (1,)
+    loose: float = 0.0
 
 
 @frozen
@@ -63,9 +65,15 @@ class Difference:
 
 
 def deviation(
-    computed: torch.Tensor, stored: torch.Tensor, strides: Sequence[int] = (1,), rounding: float = 0.0
+    computed: torch.Tensor,
+    stored: torch.Tensor,
+    strides: Sequence[int] = (1,),
+    rounding: float = 0.0,
+    loose: float = 0.0,
 ) -> torch.Tensor:
     """How far pages are apart, `[page]`, both `[page, number]`: that of the run of 16 numbers that is farthest.
+
+    Runs that are farther than the others are left out, up to this share of all: `loose`.
 
     The difference of a run is relative to its spread from token to token in what was computed, so that neither a large
     mean hides it, nor the other runs of a page. `strides`: see `Part`; the smallest spread counts. `rounding`: of these
@@ -84,7 +92,8 @@ def deviation(
     scale = spread.sqrt() + _ROUNDING * rounding * _runs(left).sqrt()
     scale = torch.maximum(scale, _LEAST * scale.median(1, keepdim=True).values)
     found: torch.Tensor = _runs(left - right).sqrt() / scale.clamp(min=torch.finfo(torch.float32).tiny)
-    return found.amax(1).masked_fill(unlike, float("inf"))
+    farthest = found.sort(1).values[:, found.shape[1] - 1 - int(loose * found.shape[1])]
+    return farthest.masked_fill(unlike, float("inf"))
 
 
 def _runs(numbers: torch.Tensor) -> torch.Tensor:
@@ -150,7 +159,8 @@ class Comparison:
         if np.array_equal(computed, known):
             return None
         rounding = torch.finfo(part.dtype).eps
-        return deviation(_numbers(computed, part.dtype), _numbers(known, part.dtype), part.strides, rounding)
+        pages = _numbers(computed, part.dtype), _numbers(known, part.dtype)
+        return deviation(*pages, part.strides, rounding, part.loose)
 
 
 def _numbers(pages: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_LOOSE = 0.5
+"""Share of a page that audits let differ in models with experts."""
+
+
 # Without slots, because cached_property keeps its value in the instance's __dict__.
 @frozen(slots=False)
 class ServedModel:
@@ -33,7 +37,7 @@ class ServedModel:
 
     `fused`: the layers of a block lie next to each other in memory, and `layout` describes all of them as one
     layer. `ranks`: the workers; of pipeline stages, `layout` describes the one that has most layers. `numbers`: of
-    the pages of each layer; none where a page has other things, too.
+    the pages of each layer; none where a page has other things, too. `experts`: whether tokens choose among some.
     """
 
     block_map: BlockMap
@@ -44,6 +48,7 @@ class ServedModel:
     ranks: Ranks
     _make_namespace: Callable[[], Namespace] = field(repr=False, eq=False)
     numbers: Sequence[Sequence[Numbers]] = field(default=(), repr=False)
+    experts: bool = False
 
     @cached_property
     def namespace(self) -> Namespace:
@@ -79,7 +84,8 @@ class ServedModel:
         for number, (layer, row, kinds) in enumerate(zip(self.layers, rows, self.numbers, strict=False)):
             at = int(row.storage_offset()) - base if self.fused else 0
             for dtype, nbytes, strides in kinds or [Numbers(torch.uint8)]:
-                found.append(Part(layer, 0 if self.fused else number, at, nbytes or row.shape[1], dtype, strides))
+                place = layer, 0 if self.fused else number, at, nbytes or row.shape[1]
+                found.append(Part(*place, dtype, strides, _LOOSE if self.experts else 0.0))
                 at += nbytes
         return found
 
@@ -131,6 +137,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
         fused=fused,
         num_blocks=int(kv_cache_config.num_blocks),
         ranks=ranks,
+        experts=bool(getattr(vllm_config.model_config, "is_moe", False)),
         numbers=[numbers(spec, vllm_config.cache_config.cache_dtype) for group in groups for spec in group.specs],
         make_namespace=partial(_namespace, vllm_config, kv_cache_config, groups, size, ranks),
     )

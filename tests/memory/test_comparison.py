@@ -144,3 +144,11 @@ def test_values_are_not_measured_by_the_spread_of_keys() -> None:
     left = torch.cat([100 * page_of(0.0, 1), page_of(0.0, 2)], 1).flatten(1)
     right = torch.cat([100 * page_of(0.0, 1), page_of(0.0, 3)], 1).flatten(1)
     assert deviation(left, right, (1, CHANNELS)) > 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_a_few_tokens_with_other_experts_are_no_wrong_page() -> None:
+    left, right = page_of(0.0, 1), page_of(0.0, 1)
+    right[0, 5:40] = page_of(0.0, 2)[0, 5:40]
+    assert deviation(left.flatten(1), right.flatten(1), (1, CHANNELS)) > 1
+    assert deviation(left.flatten(1), right.flatten(1), (1, CHANNELS), loose=0.5) == 0
+    assert deviation(left.flatten(1), page_of(0.0, 2).flatten(1), (1, CHANNELS), loose=0.5) > 0.5

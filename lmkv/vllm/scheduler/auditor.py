@@ -10,11 +10,12 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from attrs import define
 from cachetools import LRUCache
 
-from lmkv.chunks.hashing import state_keys
+from lmkv.chunks.hashing import TailKey, state_keys
 from lmkv.memory.comparison import Difference
 from lmkv.memory.copier import ChunkCopy
 from lmkv.protocols import ChunkKey
@@ -54,6 +55,7 @@ class _Job:
     audit: Audit
     lease: Lease
     reservation: Reservation
+    keys: Sequence[ChunkKey]
     chunks: list[int]
     """Number of each compared chunk in its prompt; of a state the chunk before it."""
     states: bool
@@ -139,21 +141,32 @@ class Auditor:
         """Whether the request is to compute its hit `keys`: drawn once. It would then compute `tokens` in `seconds`."""
         if state.audit is None and not state.drawn:
             state.drawn = True
-            # Not the chunk that only begins like the rest of the prompt, nor a tail, whose last page is not full.
+            # Not the chunk that only begins like the rest of the prompt.
             own = state.keys(len(keys))
             end = next((n for n, pair in enumerate(zip(keys, own, strict=False)) if pair[0] != pair[1]), len(own))
-            first = state.computed // self._chunk_size
-            if end > first and self.sampler():
+            first, tail = state.computed // self._chunk_size, self._tail(state, keys[end:])
+            if (end > first or tail is not None) and self.sampler():
                 tiers = [tier for tier, count in state.source_chunks.items() for _ in range(count)]
                 # The next time that it is drawn it is loaded, so that copies are audited at any rate.
-                last = own[end - 1], tiers[-1]
+                last = tail or own[end - 1], tiers[-1]
                 if self._computed.pop(last, False):
                     state.audits_load = True
                     return False
                 self._computed[last] = True
-                state.audit = Audit(first, end, tiers, state.computed)
+                state.audit = Audit(first, end, tiers, state.computed, tail)
                 self._telemetry.audited(tokens, seconds)
         return state.audit is not None
+
+    def _tail(self, state: RequestState, keys: Sequence[ChunkKey]) -> TailKey | None:
+        """The prompt's tail, if it comes next in the hit and has whole pages; not with windows, which may lack some."""
+        tail = state.tail if keys and keys[0] == state.tail and not self._block_map.windowed else None
+        begins = len(state.chain.keys) * self._chunk_size if tail is not None else 0
+        return tail if tail is not None and state.computed <= begins and self._whole(tail) else None
+
+    def _whole(self, tail: TailKey) -> int:
+        """Tokens of a tail in pages that are full: what else is in its last page is not known."""
+        size = max(group.block_size for group in self._block_map.groups)
+        return tail.tokens // size * size
 
     def takes_load(self, state: RequestState) -> bool:
         """Whether a load of this request is to be read back."""
@@ -174,13 +187,18 @@ class Auditor:
         if audit is None:
             return
         chunks = range(audit.next, min(computed // self._chunk_size, audit.end))
-        if not chunks:
+        if chunks:
+            audit.next = chunks.stop
+            keys = state.keys(chunks.stop)
+            copies = [lambda slot, chunk=chunk: self._block_map.compared_copy(slot, tables, chunk) for chunk in chunks]
+            self._order(state, audit, keys[chunks.start :], copies, list(chunks), states=False)
+        tail, end = audit.tail, audit.end
+        if tail is not None and computed >= end * self._chunk_size + tail.tokens:
+            copy_of = partial(self._block_map.store_copy, block_ids=tables, chunk=end, tokens=self._whole(tail))
+            self._order(state, audit, [tail], [copy_of], [end], states=False)
+        elif tail is not None:
             return
-        audit.next = chunks.stop
-        keys = state.keys(chunks.stop)
-        copies = [lambda slot, chunk=chunk: self._block_map.compared_copy(slot, tables, chunk) for chunk in chunks]
-        self._order(state, audit, keys[chunks.start :], copies, list(chunks), states=False)
-        if audit.next == audit.end:
+        if audit.next >= end:
             self.end(state)
 
     def compare_states(self, state: RequestState, chunks: int, blocks: Mapping[int, int]) -> None:
@@ -221,7 +239,7 @@ class Auditor:
             return
         order = self._builder.store([copy for copy, _, _ in copies], [stored for _, stored, _ in copies])
         numbers = [chunk for _, _, chunk in copies]
-        self._jobs[order.job] = _Job(state, audit, lease, reservation, numbers, states)
+        self._jobs[order.job] = _Job(state, audit, lease, reservation, keys, numbers, states)
 
     # -- ends ---------------------------------------------------------------------------------------------
 
@@ -252,7 +270,9 @@ class Auditor:
             found = self._log(job, report.differences, wrong[0])
             # vLLM's own hit is not compared. If there was one, it may be wrong, and the cause of what was found.
             first = 0 if job.audit.computed else wrong[0]
-            self.wrong.add(job.state.keys_with_tail(len(job.state.chain.keys))[first:], found)
+            keys = job.state.keys_with_tail(len(job.state.chain.keys))[first:]
+            tail = [key for key in job.keys if isinstance(key, TailKey) and key not in keys]
+            self.wrong.add([*tail, *keys], found)
             self._telemetry.loads_off |= self._disables
             self.on_wrong(job.state, first, not job.audit.computed)
 
@@ -261,8 +281,8 @@ class Auditor:
         found = [each for each in differences if job.chunks[each.copy] == chunk]
         layers = [layer for each in found for layer in each.layers]
         at = chunk * self._chunk_size
-        keys = job.state.keys(chunk + 1)
-        cause, behind = self.wrong.first_of(keys[:chunk]), self._behind.get(keys[chunk])
+        key = job.keys[0] if isinstance(job.keys[0], TailKey) else job.state.keys(chunk + 1)[chunk]
+        cause, behind = self.wrong.first_of(job.state.keys(chunk)), self._behind.get(key)
         what = "state" if job.states else "KV"
         text = (
             f"wrong {what} in {job.audit.tier(chunk)}: request {job.state.request_id}, "

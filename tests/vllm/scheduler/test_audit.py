@@ -65,7 +65,7 @@ def test_an_honest_hit_is_computed_compared_and_kept() -> None:
         assert audited.loaded == 0
         assert total(running, "lmkv_audited_hits") == 1
         assert total(running, "lmkv_audited_tokens") == len(TOKENS) - 1
-        assert running.total("lmkv_audited_chunks") == {("cpu",): CHUNKS}
+        assert running.total("lmkv_audited_chunks") == {("cpu",): CHUNKS + 1}, "the tail, too"
         assert running.total("lmkv_missed_requests")["audited",] == 1
         assert total(running, "lmkv_wrong_chunks") == 0
         assert where(running, keys(running)) == [Presence.READY] * CHUNKS
@@ -181,7 +181,7 @@ def test_a_chunk_that_was_evicted_meanwhile_is_not_compared() -> None:
         running.forget()
         request = SimulatedRequest("audited", list(TOKENS), len(TOKENS), 1, "a")
         assert running.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-        running.store.delete(keys(running))
+        running.store.delete(running.scheduler.keys_of(TOKENS, "a", {}))
         running.add(request)
         running.finish()
         assert total(running, "lmkv_audited_hits") == 1
@@ -201,6 +201,24 @@ def test_only_whole_chunks_of_the_prompt_itself_are_compared() -> None:
         ask(running, "stores")
         ask(running, "begins like it", TOKENS[:20])
         assert total(running, "lmkv_audited_chunks") == 2
+
+
+@pytest.mark.parametrize("tokens", [range(44), range(6)])
+def test_a_wrong_tail_is_found_in_its_whole_pages(tokens: range, caplog: pytest.LogCaptureFixture) -> None:
+    """Also that of a prompt without a whole chunk."""
+    with engine() as running:
+        ask(running, "stores", tokens)
+        *_, tail = running.scheduler.keys_of(tokens, "a", {})
+        damage(running, tail)
+        with caplog.at_level(logging.ERROR, logger="lmkv.vllm"):
+            ask(running, "audited", tokens)
+        [line] = [record.getMessage() for record in caplog.records if "audit" in record.getMessage()]
+        begins = len(tokens) // CHUNK * CHUNK
+        assert f"wrong KV in cpu: request audited, tokens {begins} to {begins + 3}" in line
+        assert where(running, [tail]) == [Presence.MISS]
+        running.scheduler.audit.sampler.rate = 0.0
+        ask(running, "stores it again", tokens)
+        assert ask(running, "loads it", tokens).loaded == len(tokens) - 1
 
 
 def test_where_draft_layers_look_ahead_nothing_is_audited() -> None:
