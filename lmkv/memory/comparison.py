@@ -36,7 +36,8 @@ class Part:
     """The numbers of one layer in each page of plane number `plane`: `nbytes` from `offset` on, of type `dtype`.
 
     `strides`: how many numbers may lie between the same channel of two tokens. `loose`: the share of a page that may
-    differ, because a rounding has another expert chosen for a token.
+    differ, because a rounding has another expert chosen for a token. `source`: type of the numbers that they are
+    computed from, whose roundings they have as well.
     """
 
     layer: str
@@ -46,6 +47,7 @@ class Part:
     dtype: torch.dtype
     strides: tuple[int, ...] = (1,)
     loose: float = 0.0
+    source: torch.dtype | None = None
 
 
 @frozen
@@ -137,6 +139,8 @@ class Comparison:
         """`(layer, first token, end, deviation)` of each layer that differs."""
         for part in self._parts:
             tolerance = self._tolerances.get(part.dtype)
+            if tolerance is not None and part.source is not None:
+                tolerance = max(tolerance, self._tolerances.get(part.source, 0.0))
             found = self.measure(part, copy, stored) if tolerance is not None else None
             if found is None or tolerance is None:
                 continue

@@ -37,7 +37,7 @@ class ServedModel:
 
     `fused`: the layers of a block lie next to each other in memory, and `layout` describes all of them as one
     layer. `ranks`: the workers; of pipeline stages, `layout` describes the one that has most layers. `numbers`: of
-    the pages of each layer; none where a page has other things, too. `experts`: whether tokens choose among some.
+    the pages of each layer; none where a page has other things, too. `experts`: whether tokens choose among some. `dtype`: the model's.
     """
 
     block_map: BlockMap
@@ -49,6 +49,7 @@ class ServedModel:
     _make_namespace: Callable[[], Namespace] = field(repr=False, eq=False)
     numbers: Sequence[Sequence[Numbers]] = field(default=(), repr=False)
     experts: bool = False
+    dtype: torch.dtype | None = None
 
     @cached_property
     def namespace(self) -> Namespace:
@@ -85,7 +86,7 @@ class ServedModel:
             at = int(row.storage_offset()) - base if self.fused else 0
             for dtype, nbytes, strides in kinds or [Numbers(torch.uint8)]:
                 place = layer, 0 if self.fused else number, at, nbytes or row.shape[1]
-                found.append(Part(*place, dtype, strides, _LOOSE if self.experts else 0.0))
+                found.append(Part(*place, dtype, strides, _LOOSE if self.experts else 0.0, self.dtype))
                 at += nbytes
         return found
 
@@ -138,6 +139,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
         num_blocks=int(kv_cache_config.num_blocks),
         ranks=ranks,
         experts=bool(getattr(vllm_config.model_config, "is_moe", False)),
+        dtype=vllm_config.model_config.dtype,
         numbers=[numbers(spec, vllm_config.cache_config.cache_dtype) for group in groups for spec in group.specs],
         make_namespace=partial(_namespace, vllm_config, kv_cache_config, groups, size, ranks),
     )

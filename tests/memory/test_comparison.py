@@ -152,3 +152,13 @@ def test_a_few_tokens_with_other_experts_are_no_wrong_page() -> None:
     assert deviation(left.flatten(1), right.flatten(1), (1, CHANNELS)) > 1
     assert deviation(left.flatten(1), right.flatten(1), (1, CHANNELS), loose=0.5) == 0
     assert deviation(left.flatten(1), page_of(0.0, 2).flatten(1), (1, CHANNELS), loose=0.5) > 0.5
+
+
+def test_numbers_have_the_roundings_of_what_they_are_computed_from(slab: Slab, dtype: torch.dtype) -> None:
+    """As the states of recurrent layers, in float32, of a model in bfloat16."""
+    numbers = fill(slab, dtype)
+    put(slab, 0, 1, 0, numbers[1, 0] + 1.5 * TOLERANCE[dtype] * torch.randn(PAGES, NUMBERS), dtype)
+    coarse = [Part("layer 0", 0, 0, NUMBERS * dtype.itemsize, dtype, source=torch.float8_e5m2)]
+    if dtype in (torch.float32, torch.float16):
+        assert Comparison(layout_of(dtype), slab, 1, parts_of(dtype)).differences([whole(0)], [1])
+    assert Comparison(layout_of(dtype), slab, 1, coarse).differences([whole(0)], [1]) == []
