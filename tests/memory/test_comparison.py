@@ -161,4 +161,4 @@ def test_numbers_have_the_roundings_of_what_they_are_computed_from(slab: Slab, d
     coarse = [Part("layer 0", 0, 0, NUMBERS * dtype.itemsize, dtype, source=torch.float8_e5m2)]
     if dtype in (torch.float32, torch.float16):
         assert Comparison(layout_of(dtype), slab, 1, parts_of(dtype)).differences([whole(0)], [1])
-    assert Comparison(layout_of(dtype), slab, 1, coarse).differences([whole(0)], [1]) == []
+        assert Comparison(layout_of(dtype), slab, 1, coarse).differences([whole(0)], [1]) == []
