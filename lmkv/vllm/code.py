@@ -59,14 +59,16 @@ def foreign_methods(kind: type) -> set[str]:
     return {place for place in foreign if not _version(place)} - packages_of_plug_ins()
 
 
-def check_calls(place: str, owner: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
-    """Functions of vLLM's that hang in a layer, or in a runner, and belong to another layer: each with its place.
+def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
+    """Functions of vLLM's that hang in a layer, and belong to another one: each with its place.
 
     Raises ValueError where a function of others was hung into it: it has values of its own, which nothing tells, or may
     read them anywhere. One that was made without values passes, if it is of the layer's own package, or of an installed
     one and neither a hook nor in place of a method. `parts`: the layer, its backend... `places`: of layers, by `id`.
     """
-    hung = [(True, each) for each in _hooks_of(owner)]
+    everywhere = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
+    hooks: list[Mapping[int, Any]] = [layer._forward_hooks, layer._forward_pre_hooks, *everywhere]
+    hung = [(True, hook) for each in hooks for hook in each.values()]
     for part in parts:
         hung += [(hasattr(type(part), name), each) for name, each in getattr(part, "__dict__", {}).items()]
     own, found = packages_of(*parts), list[str]()
@@ -74,18 +76,11 @@ def check_calls(place: str, owner: Any, parts: Sequence[object], places: Mapping
         for call in _calls_of(each):
             package, of = package_of(getattr(call, "func", call)), getattr(call, "__self__", None)
             if package in KNOWN | {""}:
-                if isinstance(of, torch.nn.Module) and of is not owner:
+                if isinstance(of, torch.nn.Module) and of is not layer:
                     found.append(f"{getattr(call, '__qualname__', '')} of {places.get(id(of), 'another model')}")
             elif _has_values(call, parts) or not (package in own or (not replaces and _version(package))):
                 raise ValueError(f"{place} calls {call!r}, which is neither vLLM's nor its model's")
     return found
-
-
-def _hooks_of(owner: Any) -> list[object]:
-    hooks = [torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks]
-    if isinstance(owner, torch.nn.Module):
-        hooks += [owner._forward_hooks, owner._forward_pre_hooks]
-    return [hook for each in hooks for hook in each.values()]
 
 
 _WRAPPED = 20

@@ -222,11 +222,8 @@ def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], workers
         code.packages_of(*workers) | code.packages_of_plug_ins() | code.packages_of(config) - {"transformers"}
     )
     kinds = {kind for each in (*workers, config) for kind in type(each).__mro__}
-    parts: list[Any] = [source(frozenset().union(*map(methods, kinds)))]
-    layers = list(layers)
+    parts, layers = list[Any](), list(layers)
     places = {id(layer): place for place, layer in layers}
-    for each in workers:
-        parts += code.check_calls(type(each).__name__, each, [each], places)
     for place, layer in layers:
         if scattered and _EXPERTS & {kind.__name__ for kind in type(layer).__mro__}:
             continue

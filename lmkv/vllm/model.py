@@ -37,7 +37,8 @@ class ServedModel:
 
     `fused`: the layers of a block lie next to each other in memory, and `layout` describes all of them as one
     layer. `ranks`: the workers; of pipeline stages, `layout` describes the one that has most layers. `numbers`: of
-    the pages of each layer; none where a page has other things, too. `experts`: whether tokens choose among some. `dtype`: the model's.
+    the pages of each layer; none where a page has other things, too. `experts`: whether tokens choose among some.
+    `dtype`: the model's.
     """
 
     block_map: BlockMap

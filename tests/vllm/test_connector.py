@@ -247,6 +247,6 @@ def test_an_asynchronous_load_is_reported_in_the_step_in_which_it_has_ended(shar
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector, worker = get_kv_transfer_group(), shared.worker
-    worker._running.append(_Running(CopyOrder(10**6, [], between_steps=True, finishes="loaded"), DONE, 0.0))
+    worker._running.append(_Running(CopyOrder(10**6, [], between_steps=True, finishes="loaded"), DONE, 0.0, 0))
     assert connector.get_finished(set()) == (set(), {"loaded"})
     assert connector.build_connector_worker_meta().report.jobs[10**6].ok

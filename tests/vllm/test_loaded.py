@@ -723,19 +723,6 @@ def test_an_object_that_answers_anything_ends_the_identity_and_not_the_engine() 
         identity_of(layer)
 
 
-def test_functions_that_are_hung_into_a_runner_end_the_identity() -> None:
-    kind: Any = type("Runner", (), {"__module__": "vllm.runner", "forward": torch.relu})
-    runner = kind()
-    before = loaded._identity(config_of(), [], [runner])
-    runner.forward = lambda: None
-    with pytest.raises(ValueError, match="Runner calls"):
-        loaded._identity(config_of(), [], [runner])
-    del runner.forward
-    assert loaded._identity(config_of(), [], [runner]) == before
-    kind.forward = lambda self: None
-    assert loaded._identity(config_of(), [], [runner]) != before, "by the code of this package"
-
-
 def test_a_model_whose_layers_are_unknown_has_no_identity() -> None:
     with pytest.raises(ValueError, match="its model is a function"):
         list(loaded._layers(SimpleNamespace(get_model=lambda: lambda: None)))

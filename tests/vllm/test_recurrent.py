@@ -322,5 +322,5 @@ def _load_within_the_step(self: LoadJobs, state: Any, lease: Any, tables: Any, e
         if isinstance(key, StateKey):
             copies.append(self._block_map.state_copy(slot, key.number, blocks))
     order = self._builder.load(copies, [])
-    job = type("Job", (), {"lease": lease, "load": None, "unconfirmed": [], "tokens": 1, "state": state})
+    job = type("Job", (), {"lease": lease, "load": None, "unconfirmed": [], "tokens": 1, "state": state, "audit": None})
     self._jobs[order.job] = job
