@@ -75,7 +75,7 @@ BUDGET = {
     "policies": 1062,
     "simulation": 359,
     "config": 713,
-    "memory": 1365,
+    "memory": 1375,
     "store.tiers": 1364,
     "store": 1193,
     "backends": 366,
@@ -86,13 +86,13 @@ BUDGET = {
     "": 60,
     "agent": 930,
     "vllm": 2655,
-    "vllm.requests": 329,
+    "vllm.requests": 331,
     "vllm.observe": 793,
-    "vllm.scheduler": 1765,
+    "vllm.scheduler": 1780,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 16730
+WHOLE = 16760
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
