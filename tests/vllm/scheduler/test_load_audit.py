@@ -121,13 +121,14 @@ def test_a_request_that_goes_on_with_wrong_kv_stores_and_shares_nothing_more() -
         assert set(running.store.lookup(keys[5:])) == {Presence.MISS}
 
 
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_at_a_rate_it_is_found_sooner_or_later(mode: str) -> None:
+def test_at_a_rate_it_is_found_sooner_or_later(mode: str, fault: Fault) -> None:
     with engine(seed=3, **MODES[mode]) as running:
         ask(running, "stores")
         running.wrong = Whatever()
         running.scheduler.audit.sampler.rate = 0.1
-        copier = broken(running, unwritten)
+        copier = broken(running, fault)
         while not counted(running, "lmkv_wrong_loads"):
             ask(running, "again")
             assert copier.touched <= 40
