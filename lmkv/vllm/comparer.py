@@ -16,8 +16,12 @@ from lmkv.memory.readback import Digests, ReadBack, Reading
 from lmkv.memory.slab import SlabMap
 from lmkv.vllm.metadata import CopyOrder, ReadOrder
 
-_REMEMBERED = 1_000
-"""Audited loads whose digests are kept until their blocks are given up."""
+_REMEMBERED = 10_000_000
+"""Digests of audited loads that are kept until their blocks are given up: 80 MB."""
+
+
+def _number(digests: Digests) -> int:
+    return sum(len(copy) for part in digests for copy in part)
 
 
 @frozen
@@ -53,7 +57,7 @@ class Comparer:
         self._parts: Sequence[Part] = ()
         self._layout: KVLayout | None = None
         self._back: ReadBack | None = None
-        self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED)
+        self.forget()
 
     def register(
         self, memory: PagedMemory, layout: KVLayout | None, parts: Sequence[Part], staging: Staging | None
@@ -64,8 +68,8 @@ class Comparer:
         self.forget()
 
     def forget(self) -> None:
-        """The paged memory loses its pages."""
-        self._loaded.clear()
+        """The paged memory loses its pages: also what is being compared now is not looked at again."""
+        self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED, _number)
 
     def begin(self, order: CopyOrder, slab: SlabMap | None) -> Comparing:
         """Compare what a store has copied. The copy has ended."""
@@ -81,26 +85,26 @@ class Comparer:
 
     def compare_load(self, order: CopyOrder, reading: Reading, slab: SlabMap | None) -> Comparing:
         """Compare what was read after a load with the slots, and remember it. The reading has ended."""
-        back = self._back
+        back, loaded = self._back, self._loaded
         assert back is not None
         assert slab is not None
 
         def differences() -> list[Difference]:
             found = back.digests(reading, order.copies)
             wrong = back.differences(order.copies, found, back.of_slots(order.copies, slab))
-            if not wrong:
-                self._loaded[order.job] = found
+            if not wrong and _number(found) <= _REMEMBERED:
+                loaded[order.job] = found
             return wrong
 
         return self._submit(differences)
 
     def compare_again(self, order: ReadOrder, reading: Reading) -> Comparing:
         """Compare what was read with what was read after the load, and forget that. The reading has ended."""
-        back = self._back
+        back, loaded = self._back, self._loaded
         assert back is not None
 
         def differences() -> list[Difference]:
-            known = self._loaded.pop(order.load, None)
+            known = loaded.pop(order.load, None)
             found = back.digests(reading, order.copies)
             return [] if known is None else back.differences(order.copies, found, known)
 
