@@ -221,7 +221,7 @@ def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], workers
     packages = frozenset(
         code.packages_of(*workers) | code.packages_of_plug_ins() | code.packages_of(config) - {"transformers"}
     )
-    kinds = {kind for each in (*workers, config) for kind in type(each).__mro__}
+    kinds = set(type(config).__mro__)
     parts, layers = list[Any](), list(layers)
     places = {id(layer): place for place, layer in layers}
     for place, layer in layers:
