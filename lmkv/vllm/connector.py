@@ -261,7 +261,6 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.exception("lmkv: this step could not be planned; loads between steps are given up")
             # vLLM keeps a request that loads until the load is reported as ended.
             self._scheduler.loading.jobs.give_up()
-            self._scheduler.load_audits.forget()
         # Also after an error: vLLM counts on the loads that were promised.
         plan = self._scheduler.take_plan()
         if not (scheduler_output.total_num_scheduled_tokens or plan.loads):

@@ -177,6 +177,8 @@ class LoadJobs:
 
     def give_up(self) -> None:
         """A step could not be planned: end the loads between steps, those that are being copied with a later call."""
+        # Blocks that were given up are written into by this step, without having been read again.
+        self.audits.forget()
         for state, load in list(self._async_loads.values()):
             load.stop()
             if not load.copying:
