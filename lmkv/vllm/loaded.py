@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -294,7 +295,7 @@ def _leaves(name: str, value: Any, own: Set[str], depth: int = 0) -> Iterator[tu
         inside = value.items()
     elif isinstance(value, (list, tuple)) and not _is_constant(value):
         inside = enumerate(value)
-    elif code.packages_of(value) & own and not hasattr(value, "named_modules"):
+    elif isinstance(value, SimpleNamespace) or (code.packages_of(value) & own and not hasattr(value, "named_modules")):
         inside = getattr(value, "__dict__", {}).items()
     yield name, value
     for key, each in list(inside) if depth < _DEPTH else ():

@@ -469,6 +469,7 @@ def test_any_plain_tensor_of_a_plug_ins_layer_counts() -> None:
         lambda number: [torch.zeros(2), torch.full((2,), number)],
         lambda number: {"scales": {1: number}},
         lambda number: OfAPlugIn.Numbers(number),
+        lambda number: SimpleNamespace(number=number),
     ],
 )
 def test_what_a_plug_ins_layer_keeps_in_other_objects_counts(hold: Callable[[float], Any]) -> None:
