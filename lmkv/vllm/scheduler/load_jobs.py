@@ -171,7 +171,13 @@ class LoadJobs:
         for state, load in list(self._async_loads.values()):
             window = self._advance(load)
             if window is not None:
-                self._order_window(state, load, window)
+                try:
+                    self._order_window(state, load, window)
+                except Exception:
+                    # No worker will report it, and `give_up` waits for what is being copied.
+                    window.lease.release()
+                    load.copied(ok=False)
+                    raise
             if load.ended:
                 del self._async_loads[state.request_id]
 

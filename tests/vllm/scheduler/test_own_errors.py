@@ -205,3 +205,27 @@ def test_a_lost_report_taints_what_is_being_stored(seed: int) -> None:
         assert all(job.tainted for job in scheduler.storing._jobs.values())
         simulated.finish()
         assert not simulated.wrong
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_window_that_could_not_be_ordered_keeps_nobody_waiting(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load counts on its copy, which no worker will report."""
+    with closing(engine(seed, load_mode="async", num_blocks=60)) as running:
+        plan_step = running.scheduler.plan_step
+
+        def guarded(*step: Any) -> None:
+            # As the connector does.
+            try:
+                plan_step(*step)
+            except RuntimeError:
+                running.scheduler.loading.jobs.give_up()
+
+        running.scheduler.plan_step = guarded  # type: ignore[method-assign]
+        tokens = list(range(44))
+        running.add(SimulatedRequest("stores", tokens, len(tokens), 1, "a"))
+        running.finish()
+        running.forget()
+        once = Once(monkeypatch, LoadJobs, "_order_window", "loads")
+        running.add(SimulatedRequest("loads", tokens, len(tokens), 1, "a"))
+        running.finish()
+        assert once.raised
