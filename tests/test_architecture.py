@@ -88,11 +88,11 @@ BUDGET = {
     "vllm": 2655,
     "vllm.requests": 331,
     "vllm.observe": 793,
-    "vllm.scheduler": 1780,
+    "vllm.scheduler": 1786,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 16760
+WHOLE = 16770
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
