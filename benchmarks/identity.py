@@ -1,4 +1,4 @@
-"""What the identity of the weights costs: starts and first tokens of an 8B shape on a CPU.
+"""The cost of the weights' identity: starts and first tokens of an 8B shape on a CPU.
 
     python benchmarks/identity.py [--layers 32] [--json]
 

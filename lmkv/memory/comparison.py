@@ -28,7 +28,7 @@ TOLERANCE = {
 _RUN = 16
 """Numbers that are compared together: of one head's keys, or of its values."""
 _ROUNDING, _LEAST = 4.0, 0.05
-"""What counts as spread in any case: so many roundings of the numbers, and this part of the page's median spread."""
+"""The least spread of a run: so many roundings of its numbers, and this part of the page's median spread."""
 
 
 @frozen

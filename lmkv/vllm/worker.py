@@ -44,9 +44,9 @@ class _Running:
     started: float
     step: int
     reading: Reading | None = None
-    """Of the blocks of an audited load within a step."""
+    """The blocks of an audited load within a step, as they were read."""
     seconds: float | None = None
-    """Of the copy, once it has ended."""
+    """Duration of the copy, once it has ended."""
     audited: bool = True
     """Whether the blocks are still those of the load."""
 
@@ -300,7 +300,7 @@ class Worker:
         try:
             return self._comparer.read(item.order)
         except Exception:
-            # For example a device without memory for it: the load itself is none the worse.
+            # The device may have no memory for it. The load itself is right.
             logger.exception("lmkv: the blocks of %d chunks could not be read back", len(item.order.copies))
             item.audited = False
             return None
@@ -324,7 +324,7 @@ class Worker:
         self._running.append(item)
 
     def _following(self, item: _Running) -> Event | None:
-        """What comes after the event that has ended: the blocks are read, or something is compared; None if nothing."""
+        """The next event after one that has ended: a reading, or a comparison; None if the order has ended."""
         order, event = item.order, item.event
         if isinstance(event, Comparing) or not item.audited:
             return None

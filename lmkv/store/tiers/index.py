@@ -135,7 +135,7 @@ class TierIndex:
         self._tombstones |= evicted
         if key in self.late_writes:
             self._tombstones.setdefault(key, 0)
-        # What is written over bytes of its own takes no place of others.
+        # A chunk that is written over its own bytes does not use the room of the victims.
         return self.take_tombstones(max(0, nbytes - self._rewriting.get(key, 0)))
 
     def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:

@@ -73,7 +73,7 @@ class Wrong:
         self._delete = delete
         self._states = states
         self._keys: dict[ChunkKey, str] = {}
-        """What was found, for the log."""
+        """The finding for each wrong chunk, for the log."""
         self._deleted: LRUCache[ChunkKey, bool] = LRUCache(_REMEMBERED)
 
     def add(self, keys: Sequence[ChunkKey], found: str) -> None:
@@ -89,7 +89,7 @@ class Wrong:
         return self.first_of(keys) is not None
 
     def first_of(self, keys: Sequence[ChunkKey]) -> str | None:
-        """What was found in the first of these chunks that was once wrong."""
+        """The finding for the first of these chunks that was once wrong."""
         return next((self._keys[key] for key in keys if key in self._keys), None) if self._keys else None
 
     def purge(self, keys: Sequence[ChunkKey]) -> None:

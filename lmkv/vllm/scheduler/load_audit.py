@@ -52,9 +52,9 @@ class LoadAudits:
         self._layerwise = context.options.whole_blocks
         self.on_wrong: Callable[[RequestState, int], None] = lambda state, chunk: None
         self._held: dict[int, AuditedLoad] = {}
-        """By the job of the load, those whose request still has their blocks."""
+        """Loads whose request still has their blocks, by job."""
         self._given_up: dict[int, AuditedLoad] = {}
-        """Those whose request has given them up since the last plan: nothing has written into them yet."""
+        """Loads whose request has given the blocks up since the last plan: nothing has written into these yet."""
         self._left: set[RequestState] = set()
         self._jobs: dict[int, AuditedLoad | None] = {}
 

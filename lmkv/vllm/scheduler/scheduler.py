@@ -112,7 +112,7 @@ class Scheduler:
         self._put_off: set[str] = set()
         """Requests that have come since then."""
         self._loading_across: set[str] = set()
-        """Those of `_across` that were loading between steps, and have not computed since."""
+        """Requests in `_across` that were loading between steps, and have not computed since."""
         self._across: dict[str, set[int]] = {}
         """Requests with KV from before a change of weights or adapter, and their blocks, which no other may get."""
         self._media, self._adapters = Media(self._options.media_by_name), Adapters(load_adapter)

@@ -20,11 +20,10 @@ from lmkv.vllm.block_map import Group
 from lmkv.vllm.metadata import JobReport, ReadOrder, WorkerReport
 from lmkv.vllm.observe.metrics import merge
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table
+from tests.vllm.scheduler.test_audit import CHUNK, TOKENS, ask, total as counted
 from tests.vllm.scheduler.test_schedules import one_of_a_few_conversations
 from tests.vllm.wrong_loads import FAULTS, Fault, Faulty, into_another_block, one_in_twenty, one_row, turned, unwritten
 
-TOKENS = list(range(44))
-CHUNK = 8
 MODES: dict[str, dict[str, Any]] = {
     "within a step": {"load_mode": "sync"},
     "between steps": {"load_mode": "async"},
@@ -51,11 +50,13 @@ def engine(groups: Sequence[Table] = (Group(4),), seed: int = 0, **options: Any)
     return closing(made)
 
 
-def ask(running: SimulatedVLLM, name: str, tokens: Sequence[int] = TOKENS) -> SimulatedRequest:
+def loading(running: SimulatedVLLM, name: str) -> SimulatedRequest:
+    """A request with a long answer, whose load has ended and was compared once."""
     running.forget()
-    request = SimulatedRequest(name, list(tokens), len(tokens), 1, "a")
+    request = SimulatedRequest(name, list(TOKENS), len(TOKENS), 20, "a")
     running.add(request)
-    running.finish()
+    while not request.loaded or running.scheduler.loading.jobs.busy:
+        running.step()
     return request
 
 
@@ -65,10 +66,6 @@ def broken(running: SimulatedVLLM, fault: Fault) -> Faulty:
     copier.at = worker._layout.span(len(running.workers) - 1, 0)[0]
     worker._copier = copier
     return copier
-
-
-def counted(running: SimulatedVLLM, name: str) -> int:
-    return int(sum(running.total(name).values()))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -142,11 +139,7 @@ def test_a_later_write_into_its_blocks_is_found(
     """One that comes when the load has been compared already."""
     with engine(device=device) as running:
         ask(running, "stores")
-        running.forget()
-        request = SimulatedRequest("victim", list(TOKENS), len(TOKENS), 20, "a")
-        running.add(request)
-        while not request.loaded or running.scheduler.loading.jobs.busy:
-            running.step()
+        request = loading(running, "victim")
         assert counted(running, "lmkv_wrong_loads") == 0
         running.wrong = Whatever()
         running._write(0, running.memories[0][1], [((request.blocks[0][2], slice(3, 4)), 0x77)])
@@ -169,11 +162,7 @@ def test_a_load_that_writes_into_another_requests_block_is_found(
 ) -> None:
     with engine(device=device, **MODES[mode]) as running:
         ask(running, "stores")
-        running.forget()
-        victim = SimulatedRequest("victim", list(TOKENS), len(TOKENS), 20, "a")
-        running.add(victim)
-        while not victim.loaded or running.scheduler.loading.jobs.busy:
-            running.step()
+        victim = loading(running, "victim")
         running.wrong = Whatever()
         copier = broken(running, into_another_block)
         copier.victim = victim.blocks[0][5]
@@ -190,11 +179,7 @@ def test_a_load_that_writes_into_another_requests_block_is_found(
 def test_blocks_that_vllm_writes_into_before_it_hands_the_plan_over_are_not_read_again() -> None:
     with engine() as running:
         ask(running, "stores")
-        running.forget()
-        request = SimulatedRequest("loads", list(TOKENS), len(TOKENS), 20, "a")
-        running.add(request)
-        while not request.loaded or running.scheduler.loading.jobs.busy:
-            running.step()
+        request = loading(running, "loads")
         blocks = request.blocks[0]
         running.scheduler.request_finished(request)
         running.scheduler.plan_step({}, lambda _: None, overwritten=set(blocks[3:5]))
@@ -209,7 +194,9 @@ def test_blocks_that_vllm_writes_into_before_it_hands_the_plan_over_are_not_read
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("device", [False, True])
-def test_blocks_of_an_answer_of_one_token_are_read_again(mode: str, device: bool) -> None:
+def test_blocks_of_an_answer_of_one_token_are_read_again(
+    mode: str, device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its load within a step and the request are reported to have ended together; on a device that may be too late."""
     with engine(device=device, **MODES[mode]) as running:
         ask(running, "stores")
@@ -219,7 +206,7 @@ def test_blocks_of_an_answer_of_one_token_are_read_again(mode: str, device: bool
             orders.append(load)
             return read(load, copies)
 
-        running.scheduler._builder.read = noted  # type: ignore[method-assign]
+        monkeypatch.setattr(running.scheduler._builder, "read", noted)
         for number in range(10):
             ask(running, f"r{number}")
         assert len(orders) >= (1 if device else 10)
@@ -229,11 +216,7 @@ def test_blocks_of_an_answer_of_one_token_are_read_again(mode: str, device: bool
 def test_what_was_lost_with_a_reset_raises_no_alarm(how: str) -> None:
     with engine() as running:
         ask(running, "stores")
-        running.forget()
-        request = SimulatedRequest("loads", list(TOKENS), len(TOKENS), 20, "a")
-        running.add(request)
-        while not request.loaded or running.scheduler.loading.jobs.busy:
-            running.step()
+        request = loading(running, "loads")
         getattr(running.scheduler, how)()
         running.wrong = Whatever()
         for block in request.blocks[0]:

@@ -220,7 +220,7 @@ def test_a_window_that_could_not_be_ordered_keeps_nobody_waiting(seed: int, monk
             except RuntimeError:
                 running.scheduler.loading.jobs.give_up()
 
-        running.scheduler.plan_step = guarded  # type: ignore[method-assign]
+        monkeypatch.setattr(running.scheduler, "plan_step", guarded)
         tokens = list(range(44))
         running.add(SimulatedRequest("stores", tokens, len(tokens), 1, "a"))
         running.finish()
