@@ -53,6 +53,7 @@ def build_store(
         lower,
         io_threads=io_threads(config, [tier.name for tier in lower]),
         prefetch_share=config.prefetch_share,
+        pin_share=config.pin_share,
         # With `local_cpu: false` chunks only pass through the slots.
         retain=config.local_cpu,
         spans=layout.spans,
@@ -71,7 +72,7 @@ def io_threads(config: Config, tiers: Sequence[str]) -> int:
 def _policy(config: Config) -> Policy:
     if not config.quotas:
         return make_policy(config.cache_policy)
-    shares = {share.name: share.percent / 100 for share in config.quotas}
+    shares = {share.tenant: share.percent / 100 for share in config.quotas}
     return Quotas(lambda: make_policy(config.cache_policy), shares)
 
 

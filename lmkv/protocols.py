@@ -217,6 +217,15 @@ class LabelsKeys(Protocol):
 
 
 @runtime_checkable
+class DividesTier(Protocol):
+    """A policy that gives each tenant a part of the tier."""
+
+    def part_of(self, key: ChunkKey) -> tuple[str, float]:
+        """The tenant of a chunk that is known or labelled, and that tenant's part, 0 to 1; "" for what is left."""
+        ...
+
+
+@runtime_checkable
 class Admission(Protocol):
     """Decides which chunks a tier takes. Called under the store's lock."""
 

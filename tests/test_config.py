@@ -52,6 +52,7 @@ DEFAULTS: dict[str, object] = {
     "authentication_key": None,
     "authentication_key_file": None,
     "prefetch_share": 0.5,
+    "pin_share": 0.5,
     "prefetch_deadline": 30.0,
     "load_or_recompute": True,
     "load_mode": "auto",

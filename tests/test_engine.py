@@ -231,7 +231,7 @@ def test_a_full_tier_keeps_the_head_of_a_long_prompt(model: Model) -> None:
 
 def test_pins_keep_a_prompt_until_their_time_is_over(model: Model) -> None:
     clock = ManualClock()
-    with open_engine(model, 4, clock=clock) as engine:
+    with open_engine(model, 4, clock=clock, pin_share=1.0) as engine:
         prompt, other = tokens(48), tokens(64, seed=3)
         stored(engine, model, prompt)
         assert engine.pin(prompt, ttl=10) == 48

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from attrs import asdict, field, frozen
@@ -20,7 +21,8 @@ from lmkv.store.boundaries import Boundaries
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 
-_MAX_PREFETCHES = 4096
+_MAX_KEYS = 1 << 18
+"""Most keys of all prefetches that are remembered by name."""
 _OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
 """vLLM's id of a request: the number of the answer if `n` asks for several, the caller's id, the number of the prompt
 if a call may have several, and eight hexadecimal digits."""
@@ -47,6 +49,9 @@ class Prompt:
 Tokenize = Callable[[str | Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
 """Token ids of a text, or of a chat's messages with `Prompt.template`, without the beginning of an answer."""
 
+RootOf = Callable[[str | None, Mapping[str, str]], bytes | None]
+"""The root of the keys of prompts with this cache salt and these tags, which owns what they wish; None: unknown."""
+
 KeysOf = Callable[[Sequence[int], str | None, Mapping[str, str]], list[ChunkKey]]
 """The keys of a prompt's chunks, by tokens, cache salt and tags."""
 
@@ -60,6 +65,10 @@ ClearNamespace = Callable[[str], int]
 
 Deleted = Callable[[Sequence[ChunkKey] | None], None]
 """Receives the keys that a caller has deleted; None for all."""
+
+
+def _size(prefetch: _Prefetch) -> int:
+    return min(1 + len(prefetch.keys), _MAX_KEYS)
 
 
 def _no_requests() -> Mapping[str, Any]:
@@ -90,6 +99,8 @@ class CacheService:
         Tokens per chunk.
     pin_ttl : float
         Seconds that pins and prefetches last unless they say so themselves.
+    root_of : callable, optional
+        Gives the owner of a prompt's pins, prefetches and sessions; by default all have one.
     requests : callable, optional
         Gives the reports of the engine's requests.
     clear_namespace : callable, optional
@@ -139,6 +150,7 @@ class CacheService:
         *,
         chunk_size: int,
         pin_ttl: float,
+        root_of: RootOf = lambda cache_salt, tags: b"",
         requests: Requests = _no_requests,
         clear_namespace: ClearNamespace | None = None,
         deleted: Deleted = lambda keys: None,
@@ -153,6 +165,7 @@ class CacheService:
         self._tokenize = tokenize
         self._chunk_size = chunk_size
         self._pin_ttl = pin_ttl
+        self._root_of = root_of
         self._requests = requests
         self._clear_namespace = clear_namespace
         self._deleted = deleted
@@ -163,7 +176,7 @@ class CacheService:
         self._boundaries = Boundaries(store, states)
         # Not thread-safe by itself.
         self._lock = threading.Lock()
-        self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MAX_PREFETCHES, pin_ttl)
+        self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MAX_KEYS, pin_ttl, getsizeof=_size)
 
     def __repr__(self) -> str:
         return f"<CacheService of {self._store!r}>"
@@ -194,7 +207,8 @@ class CacheService:
         """
         tokens, keys = self._read(prompt)
         keys = self._found(keys, len(tokens)) if self._boundaries.states else keys
-        promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, look_up_shared=True)
+        owner = self._owner(prompt)
+        promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, owner=owner, look_up_shared=True)
         prefetch = _Prefetch(promotion, keys, Future())
         self.cancel(name, prefetch)
         promotion.add_done_callback(prefetch.end)
@@ -217,15 +231,27 @@ class CacheService:
             prefetch.end()
         return prefetch is not None
 
-    def end_session(self, name: str) -> bool:
-        """Evict a session's chunks first, those that no other one shares; returns whether it was known."""
-        return self._store.hints.end_session(name)
+    def end_session(
+        self, name: str, cache_salt: str | None = None, tags: Mapping[str, str] = MappingProxyType({})
+    ) -> bool:
+        """Evict a session's chunks first, those that no other one shares; returns whether it was known.
+
+        Sessions of requests with another salt, or other tags, are others, whatever their name.
+        """
+        owner = self._root_of(cache_salt, tags)
+        return owner is not None and self._store.hints.end_session(owner, name)
+
+    def _owner(self, prompt: Prompt) -> bytes:
+        return self._root_of(prompt.cache_salt, prompt.tags) or b""
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
         """Keep a prompt's chunks in host memory, as many of the leading ones as are there."""
         keys = self._boundaries.wanted(self._read(prompt)[1])
         seconds = self._pin_ttl if seconds is None else seconds
-        return {"pinned_tokens": self._tokens(keys[: self._store.pin(keys, seconds)]), "seconds": seconds}
+        return {
+            "pinned_tokens": self._tokens(keys[: self._store.pin(keys, seconds, self._owner(prompt))]),
+            "seconds": seconds,
+        }
 
     def unpin(self, prompt: Prompt) -> dict[str, Any]:
         """End the pins of a prompt's chunks."""

@@ -73,6 +73,15 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
 
 
 # Without slots, because cached_property keeps its value in the instance's __dict__.
+def salt_label(salt: str) -> str:
+    """A name for a `cache_salt`, which is a secret, in quotas, metrics and pages.
+
+    >>> salt_label("alice")
+    'salt-2bd806c97f0e00af'
+    """
+    return f"salt-{hashlib.sha256(salt.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+
+
 @frozen(slots=False, kw_only=True)
 class Namespace:
     """Everything besides tokens that decides the KV of a chunk. Different namespaces never share a key.

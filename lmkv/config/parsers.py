@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from attrs import frozen
 
+from lmkv.chunks.namespace import salt_label
 from lmkv.config.lmcache import BOOLEANS, NOTHING
 from lmkv.config.remote_url import RemoteURL, Secret, schemes
 from lmkv.plugins import is_place
@@ -147,15 +148,19 @@ def urls(value: object) -> tuple[RemoteURL, ...]:
     return tuple(found)
 
 
+_SHOWN = re.compile(r"[^:]+:.*|salt-[0-9a-f]{16}")
+"""Tenants that are no salt. A salt is a secret, and nothing keeps or shows more than its label."""
+
+
 @frozen
 class Share:
-    """A tenant's share of a tier, in percent."""
+    """A tenant's share of a tier, in percent. `tenant`: a tag as `name:value`, or the label of a salt."""
 
-    name: str
+    tenant: str
     percent: float
 
     def __str__(self) -> str:
-        return f"{self.name}={self.percent:g}"
+        return f"{self.tenant}={self.percent:g}"
 
 
 def shares(value: object) -> tuple[Share, ...]:
@@ -169,7 +174,10 @@ def shares(value: object) -> tuple[Share, ...]:
     if not isinstance(value, dict) or not all(isinstance(name, str) and name for name in value):
         raise ValueError("must be name=percent, several with blanks between")
     percent = number(0, 100)
-    found = tuple(Share(name, percent(str(share).removesuffix("%"))) for name, share in value.items())
+    found = tuple(
+        Share(name if _SHOWN.fullmatch(name) else salt_label(name), percent(str(share).removesuffix("%")))
+        for name, share in value.items()
+    )
     if sum(share.percent for share in found) > 100:
         raise ValueError("must be 100 percent together at most")
     return found

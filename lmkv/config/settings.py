@@ -138,7 +138,9 @@ class Config:
         "LRU", plugin_name(policy_names), f"Eviction order: {', '.join(POLICIES)}, or package.module:Class of your own"
     )
     quotas: tuple[Share, ...] = _option(
-        (), shares, "Percents of each tier that tenants keep: name=40; a name is a cache_salt, or a tag as name:value"
+        (),
+        shares,
+        "Percents of each tier that tenants keep: name=40; a name is a cache_salt or its label, or a tag as name:value",
     )
     save_decode_cache: bool = _option(True, boolean, "Store generated tokens' chunks too")
     save_unfull_chunk: bool = _option(True, boolean, "Store and find the tokens after a prompt's last whole chunk, too")
@@ -196,6 +198,7 @@ class Config:
     prefetch_share: float = _option(
         0.5, number(0, 1), "Largest share of host memory that prefetches may take at a time", "0..1"
     )
+    pin_share: float = _option(0.5, number(0, 1), "Largest share of host memory that pins may take at a time", "0..1")
     prefetch_deadline: float = _option(
         30.0, number(0), "The longest that a queued request waits for lower tiers, unless computing takes less", "s"
     )
@@ -217,7 +220,9 @@ class Config:
     device_staging_size: float = _option(
         1.0, number(0, above=True), "Staging memory of each device for stores, plus a quarter of it for loads", "GiB"
     )
-    pin_ttl: float = _option(300.0, number(0, above=True), "How long a pin lasts unless it is released", "s")
+    pin_ttl: float = _option(
+        300.0, number(0, above=True), "How long a pin, a prefetch or a priority lasts unless it says so", "s"
+    )
     audit_rate: float = _option(
         0.0, number(0, 1), "Share of hits and loads that are audited: 0.01 is one in 100", "0..1"
     )

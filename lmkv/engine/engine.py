@@ -335,14 +335,20 @@ class Engine:
         """
         self._check_open()
         keys = self.keys(tokens, variant)
-        promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, look_up_shared=True)
+        owner = root_of(variant, self._namespace)
+        promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, owner=owner, look_up_shared=True)
         return Prefetch(promotion, self.chunk_size, self._layout.chunk_bytes)
 
     def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = PLAIN) -> int:
-        """Keep leading chunks that are in host memory there for `ttl` seconds; returns how many tokens they have."""
+        """Keep leading chunks that are in host memory there for `ttl` seconds; returns how many tokens they have.
+
+        Pins take no more than their share of host memory: the oldest end for new ones, first those of the variant that
+        has the most.
+        """
         self._check_open()
         limit = self._pin_ttl if ttl is None else seconds(ttl, "ttl")
-        return self._store.pin(self.keys(tokens, variant), limit) * self.chunk_size
+        keys, owner = self.keys(tokens, variant), root_of(variant, self._namespace)
+        return self._store.pin(keys, limit, owner) * self.chunk_size
 
     def unpin(self, tokens: Tokens, *, variant: Variant = PLAIN) -> int:
         """End the pins of a prompt; returns how many tokens were pinned."""

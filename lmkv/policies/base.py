@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence, Set
+from collections import Counter, OrderedDict
+from collections.abc import Sequence, Set
 from typing import Any, Final, TypeAlias
 
 from attrs import define, field
@@ -17,6 +17,9 @@ BRANCHES: Final = 8
 
 DEPTH: Final = 16
 """Leading chunks among which the point is found where conversations part."""
+
+KEPT: Final = 0.5
+"""A key with a priority is spared while those with this or a higher one take no more than this share of the tier."""
 
 Node: TypeAlias = list[Any]
 """The base's record of a key. It is a list, because an object takes three times as long to make."""
@@ -42,7 +45,9 @@ class PolicyBase(ABC):
     Notes
     -----
     Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected), amortised, all
-    else O(1) per key. All policies take hints; see `lmkv.protocols.TakesHints`.
+    else O(1) per key. All policies take hints; see `lmkv.protocols.TakesHints`. Keys with a priority have at most
+    half of the tier to themselves: beyond that, those of the lowest priority go, the first that was spared before the
+    others.
 
     Examples
     --------
@@ -70,7 +75,9 @@ class PolicyBase(ABC):
     _kept: dict[ChunkKey, int] = field(init=False, factory=dict)
     """Keys with a priority above 0."""
     _last: dict[int, OrderedDict[ChunkKey, None]] = field(init=False, factory=dict)
-    """Keys with a priority whose turn came, by priority. They are not in the order."""
+    """Keys with a priority that were spared when their turn came, by priority. They are not in the order."""
+    _kept_bytes: Counter[int] = field(init=False, factory=Counter)
+    """Bytes of the keys with each priority."""
     _held_bytes: int = field(init=False, default=0)
     _largest: int = field(init=False, default=0)
     _notes: bool = field(init=False)
@@ -230,6 +237,7 @@ class PolicyBase(ABC):
             return None
         victims: list[ChunkKey] = []
         protected: list[ChunkKey] = []
+        spared: list[ChunkKey] = []
         found = 0
         key: ChunkKey | None
         pop, notes, evicted = self.pop, self._notes, self.evicted
@@ -240,7 +248,7 @@ class PolicyBase(ABC):
             else:
                 given_up, key = False, pop()
             if key is None:
-                key = self._reluctantly(protect)
+                key = self._least(protect, spared) or self._reluctantly(protect)
                 node = nodes[key]
             else:
                 node = nodes[key]
@@ -251,8 +259,13 @@ class PolicyBase(ABC):
                     protected.append(key)
                     continue
                 if kept and key in kept:
-                    self._last.setdefault(kept[key], OrderedDict())[key] = None
-                    continue
+                    self._spare(key)
+                    if self._kept_from(kept[key]) <= KEPT * (self.total_bytes - found):
+                        continue
+                    key = self._least(protect, spared)
+                    if key is None:
+                        continue
+                    node = nodes[key]
             victims.append(key)
             _, size, parent, children, _ = node
             if notes:
@@ -270,6 +283,8 @@ class PolicyBase(ABC):
                     parent[CHILDREN] -= 1
         for key in reversed(protected):
             self.put_back(key)
+        for key in reversed(spared):
+            self._spare(key, first=True)
         self.total_bytes -= found
         return victims
 
@@ -288,6 +303,7 @@ class PolicyBase(ABC):
                     self.rejoin(key)
                 if priority:
                     self._kept[key] = priority
+                    self._kept_bytes[priority] += node[SIZE]
 
     # -- inside -------------------------------------------------------------------------------------------
 
@@ -315,16 +331,39 @@ class PolicyBase(ABC):
 
     def _take_back(self, key: ChunkKey) -> bool:
         """Undo the hints about a key. True if one had taken it out of the order: then it is in no queue now."""
-        priority = self._kept.pop(key, 0)
+        spared = self._unspare(key)
+        self._unkeep(key)
         if key in self._first:
             self._revive(key)
-        elif key in self._last.get(priority, ()):
-            del self._last[priority][key]
-            if not self._last[priority]:
-                del self._last[priority]
-        else:
+            return True
+        return spared
+
+    def _spare(self, key: ChunkKey, *, first: bool = False) -> None:
+        """Keep a key out of the order, among those of its priority."""
+        queue = self._last.setdefault(self._kept[key], OrderedDict())
+        queue[key] = None
+        queue.move_to_end(key, last=not first)
+
+    def _unspare(self, key: ChunkKey) -> bool:
+        """Undo `_spare`; False for a key that is not spared."""
+        queue = self._last.get(self._kept.get(key, 0))
+        if queue is None or key not in queue:
             return False
+        del queue[key]
+        if not queue:
+            del self._last[self._kept[key]]
         return True
+
+    def _unkeep(self, key: ChunkKey) -> None:
+        priority = self._kept.pop(key, 0)
+        if priority:
+            self._kept_bytes[priority] -= self.nodes[key][SIZE]
+            if not self._kept_bytes[priority]:
+                del self._kept_bytes[priority]
+
+    def _kept_from(self, priority: int) -> int:
+        """Bytes of the keys with this priority or a higher one."""
+        return sum(nbytes for each, nbytes in self._kept_bytes.items() if each >= priority)
 
     def _take_out(self, key: ChunkKey) -> None:
         """Take a key out of the order, or out of the queue that it is in instead."""
@@ -335,17 +374,28 @@ class PolicyBase(ABC):
         else:
             self.drop(key)
 
+    def _least(self, protect: Set[ChunkKey], spared: list[ChunkKey]) -> ChunkKey | None:
+        """Take the key that was spared first out of those of the lowest priority; None without one that may go.
+
+        Protected ones are moved to `spared`.
+        """
+        while self._last:
+            key = next(iter(self._last[min(self._last)]))
+            self._unspare(key)
+            if self.nodes[key][CHILDREN] or key in self.held:
+                self.passed[key] = None
+            elif key in protect:
+                spared.append(key)
+            else:
+                self._unkeep(key)
+                return key
+        return None
+
     def _reluctantly(self, protect: Set[ChunkKey]) -> ChunkKey:
-        """A victim when the order is empty: a key of the lowest priority, or a parent of held or protected keys."""
-        found = next(self._left(protect))
+        """A victim when nothing else is left: a parent of held or protected keys."""
+        found = next(key for key in self.passed if key not in self.held and key not in protect)
         self._take_out(found)
         return found
-
-    def _left(self, protect: Set[ChunkKey]) -> Iterator[ChunkKey]:
-        kept = [key for priority in sorted(self._last) for key in self._last[priority]]
-        out = self.held | protect
-        yield from (key for key in kept if key not in out and not self.nodes[key][CHILDREN])
-        yield from (key for key in (*self.passed, *kept) if key not in out)
 
     def _leaves(self, nbytes: int, protect: Set[ChunkKey]) -> bool:
         """Whether `nbytes` can be evicted without the protected keys."""
@@ -372,7 +422,11 @@ class PolicyBase(ABC):
                 del self.nodes[key]
             elif key in self.passed and key not in self.held:
                 del self.passed[key]
-                self.put_back(key)
+                if key in self._kept:
+                    # A chain whose end is gone goes before others lose theirs.
+                    self._spare(key, first=True)
+                else:
+                    self.put_back(key)
 
     def _known(self, key: ChunkKey) -> Node:
         node = self.nodes.get(key)

@@ -72,6 +72,11 @@ class Quotas:
         """Bytes of each tenant that has any."""
         return {tenant: used for tenant, used in self._used.items() if used}
 
+    def part_of(self, key: ChunkKey) -> tuple[str, float]:
+        """The tenant of a known or labelled chunk, and its quota, 0 to 1; what quotas leave is nobody's."""
+        tenant = self._tenants.get(key, NOBODY)
+        return tenant, self.shares.get(tenant, max(0.0, 1.0 - sum(self.shares.values())))
+
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
         """Chunks with these keys, once they are inserted, belong to the first of these tenants that has a quota.
 

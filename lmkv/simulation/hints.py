@@ -49,4 +49,4 @@ class EndHints:
         session = self._sessions[number]
         if session in self._telling:
             ended = self._last[session] == number
-            self._hints.session(session.hex(), self._requests[number].keys, ended=ended)
+            self._hints.session(b"", session.hex(), self._requests[number].keys, ended=ended)

@@ -2,56 +2,74 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from attrs import define, field
 
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.tiers.entry import Entry
 from lmkv.store.tiers.primary import PrimaryTier
+from lmkv.store.wishes import Wishes
+
+_Pins = Wishes[ChunkKey, Entry]
 
 
 @define(eq=False, repr=False)
 class Pins:
-    """The pinned chunks, and when each pin ends. Called under the store's lock."""
+    """The pinned chunks, at most a `share` of each tenant's part of host memory. Called under the store's lock."""
 
     _primary: PrimaryTier
     _clock: Clock
-    _pins: dict[ChunkKey, tuple[Entry, float]] = field(init=False, factory=dict)
-    _next_end: float = field(init=False, default=math.inf)
+    _share: float
+    _of_tenant: dict[str, _Pins] = field(init=False, factory=dict)
+    _of_key: dict[ChunkKey, _Pins] = field(init=False, factory=dict)
 
     def __len__(self) -> int:
-        return len(self._pins)
+        return len(self._of_key)
 
-    def pin(self, keys: Sequence[ChunkKey], ttl: float) -> int:
-        """Pin the leading READY chunks for `ttl` seconds; returns how many. Pinning again moves the end."""
-        end = self._clock() + ttl
+    def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes) -> int:
+        """Pin the leading READY chunks for `ttl` seconds; returns how many. Pinning again moves the end.
+
+        Where pins exceed their share, the oldest of the owner with the most end, of a chain those at its tail first.
+        """
         entries = self._primary.leading_ready(keys)
-        for entry in entries:
-            if self._pins.pop(entry.key, None) is None:
+        if not entries:
+            return 0
+        tenant, part = self._primary.part_of(entries[0].key)
+        pins = self._of_tenant.setdefault(tenant, Wishes())
+        most = self._primary.slots_of(self._share * part)
+        most = min(most, pins.total + self._primary.slots_for_wishes)
+        end = self._clock() + ttl
+        for entry in reversed(entries[:most]):
+            if self._of_key.get(entry.key) is not pins:
+                self.unpin(entry.key)
                 self._primary.ref(entry)
-            self._pins[entry.key] = entry, end
-        self._next_end = min(self._next_end, end)
-        return len(entries)
+                self._primary.wished += 1
+                self._of_key[entry.key] = pins
+            pins.add(entry.key, owner, size=1, end=end, value=entry)
+        self._end(pins.excess(most))
+        left = (number for number, entry in enumerate(entries) if entry.key not in self._of_key)
+        return next(left, len(entries))
 
     def unpin(self, key: ChunkKey) -> bool:
         """End a pin; whether there was one."""
-        pin = self._pins.pop(key, None)
-        if pin is not None:
-            self._primary.unref(pin[0])
-        return pin is not None
+        pins = self._of_key.get(key)
+        entry = pins.pop(key) if pins is not None else None
+        self._end([(key, entry)] if entry is not None else ())
+        return entry is not None
 
     def expire(self) -> None:
-        """End the pins whose time is over."""
+        """End pins whose time is over."""
         now = self._clock()
-        if now < self._next_end:
-            return
-        # Tail first: the head of a chain is evicted last.
-        for key in reversed([key for key, (_, end) in self._pins.items() if end <= now]):
-            self.unpin(key)
-        self._next_end = min((end for _, end in self._pins.values()), default=math.inf)
+        for pins in self._of_tenant.values():
+            self._end(pins.due(now))
 
     def clear(self) -> None:
-        for key in list(reversed(self._pins)):
-            self.unpin(key)
+        for pins in self._of_tenant.values():
+            self._end(pins.clear())
+
+    def _end(self, ended: Iterable[tuple[ChunkKey, Entry]]) -> None:
+        for key, entry in ended:
+            del self._of_key[key]
+            self._primary.wished -= 1
+            self._primary.unref(entry)

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Final
 
 from attrs import define, field
 
@@ -20,13 +21,18 @@ from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.lower import LowerTier, first_with
 from lmkv.store.tiers.primary import PrimaryTier
+from lmkv.store.wishes import Wishes
+
+_MAX_KEPT: Final = 4096
+"""Promotions with an end, and chunks of theirs, that are kept at least."""
 
 
 @define(eq=False)
 class _Work:
     """A promotion, and the state of it that callers do not see.
 
-    `end`: when its time to live is over. `missing`: keys that wait for `lookup`, or for slots while chunks are
+    `end`: when its time to live is over. `owner`: of the request, `tenant`: of its chunks. `most`: slots that the
+    prefetches of this tenant may refer to. `missing`: keys that wait for `lookup`, or for slots while chunks are
     flushed. `awaited`: entries that are not filled yet, by the tier that fills them. `chain`: everything that the
     request wants; the promotion may be its beginning.
     """
@@ -34,6 +40,9 @@ class _Work:
     promotion: Promotion
     prefetch: bool
     end: float
+    owner: bytes
+    tenant: str
+    most: int
     chain: Sequence[ChunkKey]
     missing: Sequence[ChunkKey] = ()
     lookup: SharedLookup | None = None
@@ -51,7 +60,7 @@ class _Load:
 
 @define(eq=False, repr=False)
 class Promoter:
-    """Runs promotions. `max_prefetched`: slots that prefetches may refer to at a time. `lock`: the store's.
+    """Runs promotions. `prefetch_share`: of the slots, which prefetches may refer to at a time. `lock`: the store's.
 
     `waiters`: the promotions that wait for an entry to be filled. `forked`: this is a child process without threads.
     """
@@ -61,7 +70,7 @@ class Promoter:
     _tiers: Sequence[LowerTier]
     _allocator: SlotAllocator
     _pool: IOPool
-    _max_prefetched: int
+    _prefetch_share: float
     _clock: Clock
     waiters: dict[Entry, list[_Work]] = field(init=False, factory=dict)
     forked: bool = field(init=False, default=False)
@@ -71,7 +80,12 @@ class Promoter:
     """The loads of the entries that are LOADING."""
     _prefetches: Counter[Entry] = field(init=False, factory=Counter)
     """How many prefetches refer to each entry; entries without any are absent."""
-    _next_end: float = field(init=False, default=math.inf)
+    _prefetched: Counter[str] = field(init=False, factory=Counter)
+    """How many entries of each tenant prefetches refer to."""
+    _tenants: dict[Entry, str] = field(init=False, factory=dict)
+    """The tenant that each of them counts for."""
+    _kept: dict[str, Wishes[Promotion, _Work]] = field(init=False, factory=dict)
+    """The promotions with an end, by tenant."""
 
     @locked
     def promote(
@@ -81,6 +95,7 @@ class Promoter:
         *,
         prefetch: bool,
         ttl: float | None,
+        owner: bytes = b"",
         lookup: SharedLookup | None = None,
         chain: Sequence[ChunkKey] = (),
     ) -> Promotion:
@@ -90,8 +105,10 @@ class Promoter:
         """
         promotion = Promotion(self._lock, self.release, lambda: self.forked)
         end = math.inf if ttl is None else self._clock() + ttl
-        work = self._unreleased[promotion] = _Work(promotion, prefetch, end, chain)
-        self._next_end = min(self._next_end, end)
+        tenant, part = self._primary.part_of(keys[0]) if keys else ("", 0.0)
+        most = self._primary.slots_of(self._prefetch_share * part)
+        work = self._unreleased[promotion] = _Work(promotion, prefetch, end, owner, tenant, most, chain)
+        self._keep(work, after)
         if lookup is None:
             self._extend(work, keys, after)
         else:
@@ -108,9 +125,9 @@ class Promoter:
         parent = promotion.entries[-1].key if promotion.entries else b""
         entries, kept = self._primary.entries, None
         for index, key in enumerate(keys):
-            entry = entries.get(key)
-            if work.prefetch and len(self._prefetches) >= self._max_prefetched and entry not in self._prefetches:
+            if work.prefetch and entries.get(key) not in self._prefetches and not self._finds_room(work, after):
                 break
+            entry = entries.get(key)
             if entry is not None and self.hangs(entry):
                 self.give_up(entry, after)
                 entry = None
@@ -130,7 +147,30 @@ class Promoter:
                 break
             self._join(work, entry, tier, after)
             parent = key
+        self._keep(work, after)
         self._finish_if_complete(work, after)
+
+    @locked
+    def _keep(self, work: _Work, after: AfterLock) -> None:
+        """Note the size of a promotion with an end; too many of them end the oldest."""
+        if work.end == math.inf or work.promotion.released:
+            return
+        kept = self._kept.setdefault(work.tenant, Wishes())
+        kept.add(work.promotion, work.owner, size=1 + len(work.promotion.entries), end=work.end, value=work)
+        for promotion, _ in kept.excess(max(_MAX_KEPT, 4 * self._primary.slab.num_slots)):
+            self._release(promotion, after)
+
+    @locked
+    def _finds_room(self, work: _Work, after: AfterLock) -> bool:
+        """Whether one more slot may be prefetched into; owners with more prefetches lose their oldest for it."""
+        kept = self._kept.setdefault(work.tenant, Wishes())
+        while self._prefetched[work.tenant] >= work.most:
+            mine = kept.owned(work.owner) + len(work.promotion.entries)
+            first = kept.oldest_of_most()
+            if first is None or kept.owned(first.owner) <= mine + 1:
+                return False
+            self._release(first.value.promotion, after)
+        return self._primary.slots_for_wishes > 0
 
     def _begin_load(self, entry: Entry, tier: LowerTier, prefetch: bool, after: AfterLock) -> None:
         self._loads[entry] = _Load(tier, prefetch)
@@ -152,6 +192,10 @@ class Promoter:
         load = self._loads.get(entry)
         if work.prefetch:
             self._prefetches[entry] += 1
+            if entry not in self._tenants:
+                self._tenants[entry] = work.tenant
+                self._prefetched[work.tenant] += 1
+                self._primary.wished += 1
         elif load is not None and load.prefetch and not load.begun:
             # Queued again, with a demand's priority: whichever job comes first does the load.
             load.prefetch = False
@@ -269,12 +313,16 @@ class Promoter:
             return
         promotion.released = True
         work.missing = ()
+        if work.tenant in self._kept:
+            self._kept[work.tenant].pop(promotion)
         self._finish_if_complete(work, after)
         for entry in reversed(promotion.entries):
             if work.prefetch:
                 self._prefetches[entry] -= 1
                 if not self._prefetches[entry]:
                     del self._prefetches[entry]
+                    self._prefetched[self._tenants.pop(entry)] -= 1
+                    self._primary.wished -= 1
             self._primary.unref(entry)
             if entry.refs == 1 and entry in self._loads:
                 # Nobody else waits for this read.
@@ -282,13 +330,11 @@ class Promoter:
 
     @locked
     def expire(self, after: AfterLock) -> None:
-        """Release the promotions whose time is over."""
+        """Release promotions whose time is over."""
         now = self._clock()
-        if now < self._next_end:
-            return
-        for work in [work for work in self._unreleased.values() if work.end <= now]:
-            self._release(work.promotion, after)
-        self._next_end = min((work.end for work in self._unreleased.values()), default=math.inf)
+        for kept in self._kept.values():
+            for promotion, _ in kept.due(now):
+                self._release(promotion, after)
 
     @locked
     def end_prefetches(self, after: AfterLock, removed: Collection[ChunkKey] | None = None) -> None:

@@ -58,6 +58,8 @@ class TieredStore:
         Threads for the I/O of all lower tiers; three quarters of them write, too.
     prefetch_share : float
         Largest share of the slots that prefetches may refer to at a time, 0 to 1.
+    pin_share : float
+        The same for pins. With quotas both are shares of each tenant's part. Together they leave an eighth to loads.
     retain : bool
         False makes host memory mere staging for lower tiers: a chunk is removed with its last reference.
     spans, sizes : optional
@@ -99,6 +101,7 @@ class TieredStore:
         *,
         io_threads: int = 8,
         prefetch_share: float = 0.5,
+        pin_share: float = 0.5,
         retain: bool = True,
         spans: Callable[[int], Sequence[slice]] | None = None,
         sizes: Sequence[int] = (),
@@ -119,15 +122,14 @@ class TieredStore:
         self.max_pending_stores = max(1, min(_MAX_STORES, slots // 2)) if lower else slots
         """Chunks that can be stored at a time without a refused write to a lower tier."""
         self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
-        self._pins = Pins(self._primary, clock)
+        self._pins = Pins(self._primary, clock, pin_share)
         policies = {tier.name: tier.policy for tier in (primary, *lower)}
         self.hints = Hints(self._lock, policies, clock, [tier.admission for tier in lower])
         self._flusher = Flusher(self._lock, self._primary, self._tiers, self._resume)
         flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
         self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)
-        prefetched = max(1, int(slots * prefetch_share))
         parts = self._lock, self._primary, self._tiers
-        self._promoter = Promoter(*parts, self._allocator, self._pool, prefetched, clock)
+        self._promoter = Promoter(*parts, self._allocator, self._pool, prefetch_share, clock)
         self._reserver = Reserver(*parts, self._allocator, self._promoter, self._flusher, self._pool)
         self.catalog = Catalog(*parts, self._promoter, self._observers)
         self._closed = self.forked = False
@@ -221,10 +223,13 @@ class TieredStore:
 
     # -- pins ---------------------------------------------------------------------------------------------
 
-    def pin(self, keys: Sequence[ChunkKey], ttl: float) -> int:
-        """Keep the leading READY chunks of `keys` in host memory for `ttl` seconds from now; returns how many."""
+    def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes = b"") -> int:
+        """Keep the leading READY chunks of `keys` in host memory for `ttl` seconds from now; returns how many.
+
+        Where pins exceed their share, the oldest of the `owner` with the most end.
+        """
         with self._lock:
-            return self._pins.pin(keys, ttl)
+            return self._pins.pin(keys, ttl, owner)
 
     def unpin(self, keys: Sequence[ChunkKey]) -> int:
         """End the pins of `keys`; returns how many there were."""
@@ -247,12 +252,14 @@ class TieredStore:
         prefetch: bool = False,
         limit: int | None = None,
         ttl: float | None = None,
+        owner: bytes = b"",
         look_up_shared: bool = False,
     ) -> Promotion:
         """Bring the leading chunks of `keys` into host memory, at most `limit` of them. Never waits.
 
         Ends before the first chunk that no tier stores, or that finds no slot. A `prefetch` is served after all
-        other loads, and ends before it exceeds its share of the slots. With `look_up_shared` shared tiers are asked
+        other loads, and ends before it exceeds its share of the slots, for which owners with more prefetches lose their
+        oldest. With `look_up_shared` shared tiers are asked
         first for chunks that the indexes do not know. The promotion refers to its chunks until it is released; after
         `ttl` seconds the next call that wants slots releases it.
         """
@@ -260,7 +267,9 @@ class TieredStore:
             self._expire(after)
             wanted = () if self._closed else keys[:limit]
             lookup = self._plan_shared_lookup(wanted, after, resume=True) if look_up_shared else None
-            return self._promoter.promote(wanted, after, prefetch=prefetch, ttl=ttl, lookup=lookup, chain=keys)
+            return self._promoter.promote(
+                wanted, after, prefetch=prefetch, ttl=ttl, owner=owner, lookup=lookup, chain=keys
+            )
 
     def _resume(self, after: AfterLock) -> None:
         """Go on with the promotions that waited for slots or for a shared lookup."""

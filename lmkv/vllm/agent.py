@@ -49,6 +49,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         tokenizer(vllm_config),
         chunk_size=model.block_map.chunk_size,
         pin_ttl=config.pin_ttl,
+        root_of=scheduler.root_of,
         requests=scheduler.observer.recent.snapshot,
         clear_namespace=partial(clear_namespace, clear_own, stored.digest, config.local_disk),
         deleted=scheduler.forget_evictions,

@@ -80,6 +80,7 @@ def make_scheduler(
         audit_rate=config.audit_rate,
         audit_action=config.audit_action,
         media_by_name=config.media_by_name,
+        longest=vllm_config.model_config.max_model_len,
     )
     engines = vllm_config.parallel_config.data_parallel_size_local
     name = slab_name(str(transfer.engine_id), model.layout)

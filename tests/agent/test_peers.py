@@ -105,7 +105,7 @@ def test_a_session_is_ended_where_it_is_known(stores: list[TieredStore], client:
     name = "team a/agent 7?"
     kept = put(stores[1], "another prompt")
     ended = put(stores[1], TEXT)
-    stores[1].hints.session(name, ended)
+    stores[1].hints.session(b"", name, ended)
     assert client.end_session(name) == {"session": name, "ended": True}
     with pytest.raises(httpx.HTTPStatusError, match="404"):
         client.end_session(name)

@@ -208,9 +208,13 @@ class StoreMachine(RuleBasedStateMachine):
             live = sum(self.pins.pop(key, 0) > self.clock() for key in keys)
             assert live <= self.store.unpin(keys) <= len(keys)
         else:
-            count = self.store.pin(keys, ttl)
-            assert count == self.store.count_prefix(keys)[0]
+            count = self.store.pin(keys, ttl, owner=span[0].encode())
+            assert count <= self.store.count_prefix(keys)[0]
             self.pins.update(dict.fromkeys(keys[:count], self.clock() + ttl))
+            # Others may have ended for them.
+            still = self.store._pins._of_key.keys()
+            self.pins = {key: end for key, end in self.pins.items() if key in still}
+            assert set(keys[:count]) <= still
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 70.0]), poll=st.booleans())
     def time_passes(self, seconds: float, poll: bool) -> None:
@@ -288,8 +292,11 @@ class StoreMachine(RuleBasedStateMachine):
         used = {slot for slot, flag in enumerate(store.slab._used) if flag}
         assert taken | set(slots) <= used
         assert len(used) == store.slab.num_slots - store.slab.free_slots
-        stats = store.stats()
+        stats, prefetched = store.stats(), store._promoter._prefetches
         assert stats.writing == store._primary.writing >= 0
+        assert stats.pinned + len(prefetched) == store._primary.wished
+        assert store._primary.wished <= len(store.slab._used) - max(1, len(store.slab._used) // 8)
+        assert max(stats.pinned, len(prefetched)) <= max(1, len(store.slab._used) // 2)
         assert stats.primary.chunks == sum(entry.ready for entry in entries)
         assert len(store._primary.policy.sizes()) == sum(entry.in_policy for entry in entries)
 

@@ -53,12 +53,12 @@ def test_a_stored_chain_is_evicted_from_its_tail(policy: str, below: bool) -> No
 
 def test_a_chain_that_was_pinned_is_evicted_from_its_tail() -> None:
     clock = ManualClock()
-    store = small_store(4, clock=clock)
+    store = small_store(5, clock=clock, pin_share=1.0)
     keys = chain("a", 4)
     put(store, keys)
     assert store.pin(keys, 10) == 4
     clock.advance(11)
-    put(store, chain("b", 1))
+    put(store, chain("b", 2))
     assert kept(store, keys) == [True, True, True, False]
 
 

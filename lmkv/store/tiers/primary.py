@@ -14,7 +14,7 @@ from attrs import asdict
 from lmkv.chunks.hashing import StateKey, TailKey
 from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
-from lmkv.protocols import ChunkKey, Tier
+from lmkv.protocols import ChunkKey, DividesTier, Tier
 from lmkv.store.tiers.entry import Entry, State
 from lmkv.store.tiers.freezer import Freezer
 from lmkv.store.tiers.observer import StoreObserver
@@ -60,6 +60,8 @@ class PrimaryTier:
         self.entries: dict[ChunkKey, Entry] = {}
         self.counters = TierCounters()
         self.referenced = self.writing = self.loading = self.flushing = 0
+        self.wished = 0
+        """Slots that pins and prefetches refer to."""
         self._retain = retain
         self._observers = observers
         self._freezer = Freezer()
@@ -71,6 +73,21 @@ class PrimaryTier:
     def __repr__(self) -> str:
         free, of = self.slab.free_slots, self.slab.num_slots
         return f"<PrimaryTier {self.name!r}: {len(self.entries)} chunks, {free} of {of} slots free>"
+
+    @property
+    def slots_for_wishes(self) -> int:
+        """Slots that pins and prefetches may still refer to: an eighth of all is left to loads and stores."""
+        slots = self.slab.num_slots
+        return max(0, slots - max(1, slots // 8) - self.wished)
+
+    def slots_of(self, share: float) -> int:
+        """How many slots a share of them is, at least one unless it is 0."""
+        return max(1, int(self.slab.num_slots * share)) if share > 0 else 0
+
+    def part_of(self, key: ChunkKey) -> tuple[str, float]:
+        """The tenant that a chunk counts for, and its part of the slots; without quotas all are nobody's."""
+        policy = self.policy
+        return policy.part_of(key) if isinstance(policy, DividesTier) else ("", 1.0)
 
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
         """The entries of the leading keys that are READY."""

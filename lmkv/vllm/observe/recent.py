@@ -9,9 +9,6 @@ from typing import Any
 from lmkv.protocols import Clock
 from lmkv.vllm.requests.request import RequestState
 
-_ID_CHARACTERS = 200
-"""Longest id that is kept; clients choose ids."""
-
 
 class RecentRequests:
     """Reports of the last `size` requests, without tokens, and the tokens that all of them looked up and found.
@@ -28,7 +25,7 @@ class RecentRequests:
 
     def scheduled(self, state: RequestState) -> None:
         """Report a request whose blocks are allocated, so that its hit is known; called again after a preemption."""
-        name = _name(state)
+        name = state.name
         report = {
             "request": name,
             "time": self._clock(),
@@ -48,7 +45,7 @@ class RecentRequests:
 
     def finished(self, state: RequestState) -> None:
         """Complete the report of a request that has ended: now it is known how its loads went."""
-        name = _name(state)
+        name = state.name
         with self._lock:
             known = self._reports.get(name)
             if known is not None:
@@ -60,10 +57,6 @@ class RecentRequests:
             newest = list(reversed(self._reports.values()))
             totals = {"lookup_tokens": self._lookup_tokens, "hit_tokens": self._hit_tokens}
         return {**totals, "requests": newest}
-
-
-def _name(state: RequestState) -> str:
-    return state.request_id[:_ID_CHARACTERS].encode(errors="replace").decode()
 
 
 def _report(state: RequestState) -> dict[str, Any]:

@@ -15,8 +15,8 @@ _MAX_PRIORITY = 9
 class AgentHint:
     """The parts of an `agent_hint` that lmkv honours.
 
-    `ttl`: seconds to keep the whole request after its end. `prefetch`: promote its chunks. `session`: its id.
-    `ended`: the session ends with this request, or this branch of it (an edit of the type `evict`): chunks that no
+    `ttl`: seconds after its end for which its chunks are evicted last. `prefetch`: promote its chunks. `session`: its
+    id. `ended`: the session ends with this request, or this branch of it (an edit of the type `evict`): chunks that no
     other one shares are evicted first. `priority`: above 0, its chunks are evicted last. `waits`: seconds until the
     session probably comes back, from a tool or a person: its chunks are evicted last until then.
 

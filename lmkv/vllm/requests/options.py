@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from attrs import define, field
 
 from lmkv.vllm.cacheable import has_tokens, must_be_computed
 from lmkv.vllm.requests.hints import AgentHint, seconds
+
+MAX_TOKENS: Final = 1 << 20
+"""Tokens of the longest prompt of a server that does not say."""
 
 
 @define
@@ -17,8 +20,9 @@ class RequestOptions:
 
     `skip_save`, `skip_load`: store or load nothing. `report`: answer with the tokens that were loaded. `prefetch`:
     promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to
-    prefetch. `pin`: seconds to pin the request's chunks after it ends. `tag.<name>`: share only with equal
-    tags. `wait_for`: wait until this number of leading tokens is found: another server is just storing them.
+    prefetch, ignored if no prompt may have so many. `pin`: seconds to pin the request's chunks after it ends.
+    `tag.<name>`: share only with equal tags. `wait_for`: wait until this number of leading tokens is found: another
+    server is just storing them.
 
     `max_load_tokens`, `max_offload_tokens`, which are vLLM's: most tokens that are loaded beyond vLLM's own
     hit, and most leading tokens that are stored. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
@@ -41,8 +45,8 @@ class RequestOptions:
     tags: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, request: Any) -> Self:
-        """The options of a vLLM request."""
+    def of(cls, request: Any, longest: int = MAX_TOKENS) -> Self:
+        """The options of a vLLM request. `longest`: tokens of the longest prompt."""
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
         nameless, whole = not has_tokens(request), must_be_computed(request)
@@ -52,8 +56,8 @@ class RequestOptions:
             skip_load=nameless or whole or _is_true(params.get("lmkv.skip_load")),
             report=_is_true(params.get("lmkv.report")),
             prefetch=_is_true(params.get("lmkv.prefetch")) or hint.prefetch,
-            prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens")),
-            pin_seconds=seconds(params.get("lmkv.pin")) or hint.ttl,
+            prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens"), longest),
+            pin_seconds=seconds(params.get("lmkv.pin")),
             hint=hint,
             wait_for=_tokens(params.get("lmkv.wait_for")),
             max_load_tokens=_limit(params.get("max_load_tokens")),
@@ -67,9 +71,9 @@ def _is_true(value: object) -> bool:
     return value is True or (isinstance(value, str) and value.lower() in ("1", "true", "yes", "on"))
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
+def _token_ids(value: object, longest: int) -> tuple[int, ...]:
     """The token ids of a list, () for anything else: a client's mistake must not fail the request."""
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or len(value) > longest:
         return ()
     valid = all(isinstance(token, int) and 0 <= token < 2**32 for token in value)
     return tuple(value) if valid else ()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, Self
 
 from attrs import define, field
 
 from lmkv.chunks.hashing import KeyChain, StateKey, TailKey, hash_prompt, state_keys
-from lmkv.chunks.namespace import Namespace
+from lmkv.chunks.namespace import Namespace, salt_label
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
@@ -18,11 +18,24 @@ from lmkv.vllm.identity import Adapters, request_root
 from lmkv.vllm.media import Media, UnnamedMediaError
 from lmkv.vllm.requests.audit import Audit
 from lmkv.vllm.requests.miss import Miss
-from lmkv.vllm.requests.options import RequestOptions
+from lmkv.vllm.requests.options import MAX_TOKENS, RequestOptions
 from lmkv.vllm.requests.patience import Patience
 
 BlockTables = Sequence[list[int]]
 """Block ids of a request in the order of its tokens, one list for each KV cache group."""
+
+
+NAME_CHARACTERS: Final = 200
+
+
+def printable(text: str) -> str:
+    """The beginning of a client's text for log lines, pages and terminals.
+
+    >>> printable("cmpl-1" + chr(10) + "ERROR")
+    'cmpl-1?ERROR'
+    """
+    cut = text[:NAME_CHARACTERS]
+    return cut if cut.isprintable() else "".join(each if each.isprintable() else "?" for each in cut)
 
 
 class Request(Protocol):
@@ -68,6 +81,10 @@ class RequestState:
     patience: Patience = field(repr=False)
     chunk_size: int = field(repr=False)
     save_tails: bool = field(repr=False)
+    name: str = field(repr=False)
+    """Its id for people: clients choose ids, so it is cut, and printable."""
+    tenants: Sequence[str] = field(repr=False)
+    """Names that a quota may have for this request: the label of its salt, and its tags as `name:value`."""
     media: Media = field(repr=False)
     weights: str = field(default="", repr=False)
     """Their identity."""
@@ -128,6 +145,9 @@ class RequestState:
     """Its weights, adapter or images have no identity, or changed while it ran."""
     disabled: bool = False
     """A load of this request failed: it computes the rest, and no further load is offered."""
+    copying: int = 0
+    """Stores of its chunks and states that have not ended."""
+    _at_end: Callable[[], None] | None = field(init=False, default=None, repr=False)
 
     @classmethod
     def of(
@@ -142,20 +162,36 @@ class RequestState:
         adapters: Adapters,
         save_tails: bool,
         states: int = 0,
+        longest: int = MAX_TOKENS,
     ) -> Self:
         """The state of a new request, with the keys of its prompt.
 
         `identity`: of what the workers have loaded; None: unknown, the request is not cached. `media`, `adapters`: of
-        the engine. `save_tails`: its tail gets a key, too. `states`: entries of each boundary.
+        the engine. `save_tails`: its tail gets a key, too. `states`: entries of each boundary. `longest`: tokens of the
+        longest prompt.
         """
-        options = RequestOptions.of(request)
+        options = RequestOptions.of(request, longest)
         lora, adapter = getattr(request, "lora_request", None), ""
         if lora is not None:
             adapter = adapters.identity(lora)
         root = request_root(namespace, request, options.tags, identity or "", adapter)
         number = int(getattr(lora, "lora_int_id", 0))
-        made = request, root, options, patience, chunk_size, save_tails, media, identity or "", (number, adapter)
-        state = cls(*made, states=states)
+        salt = getattr(request, "cache_salt", None)
+        tenants = [*([salt_label(salt)] if salt else ()), *(f"{name}:{value}" for name, value in options.tags)]
+        state = cls(
+            request,
+            root,
+            options,
+            patience,
+            chunk_size,
+            save_tails,
+            printable(request.request_id),
+            tenants,
+            media,
+            identity or "",
+            (number, adapter),
+            states=states,
+        )
         if identity is None or (lora is not None and not adapter):
             state.leave_out()
         state.follow()
@@ -183,17 +219,25 @@ class RequestState:
         """Store and load nothing: it is unknown what the request is computed with, in part at least."""
         self.unidentified = self.options.skip_save = self.options.skip_load = True
 
+    def once_stored(self, call: Callable[[], None]) -> None:
+        """Call as soon as no store of its chunks is under way, which may be now."""
+        if self.copying:
+            self._at_end = call
+        else:
+            call()
+
+    def copy_ended(self) -> None:
+        """A store of its chunks has ended."""
+        self.copying -= 1
+        if not self.copying and self._at_end is not None:
+            call, self._at_end = self._at_end, None
+            call()
+
     @property
     def lora_name(self) -> str | None:
         """The name of its adapter, by which vLLM's own prefix cache knows that."""
         lora = getattr(self.request, "lora_request", None)
         return None if lora is None else str(lora.lora_name)
-
-    @property
-    def tenants(self) -> list[str]:
-        """Names that a quota may have for this request: its salt, and its tags as `name:value`."""
-        salt = getattr(self.request, "cache_salt", None)
-        return [*([salt] if salt else ()), *(f"{name}:{value}" for name, value in self.options.tags)]
 
     @property
     def request_id(self) -> str:

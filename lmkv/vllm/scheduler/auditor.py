@@ -176,7 +176,7 @@ class Auditor:
     def stored(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
         """Note which load these chunks were computed behind: it may be to blame for what is in them."""
         if self.on and state.hit_tokens:
-            text = f"computed by request {state.request_id} behind {state.hit_tokens} tokens that it had loaded"
+            text = f"computed by request {state.name} behind {state.hit_tokens} tokens that it had loaded"
             self._behind.update(dict.fromkeys(keys, text))
 
     # -- orders -------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class Auditor:
         cause, behind = self.wrong.first_of(job.state.keys(chunk)), self._behind.get(key)
         what = "state" if job.states else "KV"
         text = (
-            f"wrong {what} in {job.audit.tier(chunk)}: request {job.state.request_id}, "
+            f"wrong {what} in {job.audit.tier(chunk)}: request {job.state.name}, "
             f"tokens {at + min(each.first for each in found)} to {at + max(each.end for each in found) - 1}, "
             f"{len(layers)} layers ({named(layers)}) on ranks {sorted({each.rank for each in found})}, "
             f"deviation {max(each.deviation for each in found):.3g}"

@@ -105,7 +105,7 @@ class LoadAudits:
         layers = list(dict.fromkeys(layer for each in differences for layer in each.layers))
         blocks = list(dict.fromkeys(str(block) for each in differences for block in each.blocks))
         return (
-            f"request {load.state.request_id}, tokens {first} to {min(end, load.end) - 1}, blocks {named(blocks)}, "
+            f"request {load.state.name}, tokens {first} to {min(end, load.end) - 1}, blocks {named(blocks)}, "
             f"{len(layers)} layers ({named(layers)}) on ranks {sorted({each.rank for each in differences})}, "
             f"copied {load.kind}, {len(load.copies)} chunks and states from {_tiers(load.state)}"
         )

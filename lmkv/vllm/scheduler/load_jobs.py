@@ -250,7 +250,7 @@ class LoadJobs:
         """`keys`: of chunks that may be wrong."""
         state = job.state
         if job.load is None or not job.load.abandoned:
-            logger.warning("lmkv: a load for request %s failed; it is recomputed", state.request_id)
+            logger.warning("lmkv: a load for request %s failed; it is recomputed", state.name)
             # vLLM shares them until a request has computed them, and that request may be aborted before it does.
             self.evict_blocks(set(job.unconfirmed))
             self.on_failed_load(state.request_id)

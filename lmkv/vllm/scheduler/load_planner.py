@@ -235,7 +235,7 @@ class LoadPlanner:
             state.logged = (hit, need)
             missed = "" if state.miss is None else f" ({state.miss})"
             message = "lmkv: request %s: total tokens %d, hit tokens %d, to load %d%s"
-            logger.info(message, state.request_id, state.request.num_tokens, hit, need, missed)
+            logger.info(message, state.name, state.request.num_tokens, hit, need, missed)
 
     def refuse(self, state: RequestState, num_computed_tokens: int, reason: str) -> None:
         """Have the request load nothing."""

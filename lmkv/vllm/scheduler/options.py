@@ -8,6 +8,7 @@ from typing import Literal
 from attrs import frozen
 
 from lmkv.protocols import Clock
+from lmkv.vllm.requests.options import MAX_TOKENS
 
 
 @frozen(kw_only=True)
@@ -24,9 +25,10 @@ class SchedulerOptions:
     `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `lookahead`: how many
     tokens after a position its KV depends on, so that the end of a key's tokens cannot be served.
     `state_interval`: chunks from one kept state of a long prompt to the next; 0: so many that states take as much room
-    as chunks. `pin_ttl`: seconds that a prefetch is kept. `audit_rate`: share of hits that are computed all the same,
-    and compared, if `audits_computed`; and of loads that are read back. After a wrong one `audit_action` drops it, or
-    disables loads as well. `media_by_name`: names of images are theirs alone. `clock`: in seconds.
+    as chunks. `pin_ttl`: seconds that a prefetch is kept, and a priority lasts. `audit_rate`: share of hits that are
+    computed all the same, and compared, if `audits_computed`; and of loads that are read back. After a wrong one
+    `audit_action` drops it, or disables loads as well. `media_by_name`: names of images are theirs alone. `longest`:
+    tokens of the longest prompt. `clock`: in seconds.
     """
 
     ranks: int = 1
@@ -47,4 +49,5 @@ class SchedulerOptions:
     audits_computed: bool = True
     audit_action: Literal["drop", "disable"] = "drop"
     media_by_name: bool = False
+    longest: int = MAX_TOKENS
     clock: Clock = time.monotonic

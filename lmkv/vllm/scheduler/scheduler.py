@@ -28,7 +28,6 @@ from lmkv.vllm.metadata import JobReport, StepPlan, StepPlanBuilder, WorkerRepor
 from lmkv.vllm.observe.events import Event, EventRecorder
 from lmkv.vllm.observe.metrics import Values
 from lmkv.vllm.observe.observer import SchedulerObserver
-from lmkv.vllm.requests.hints import AgentHint
 from lmkv.vllm.requests.request import BlockTables, Request, RequestState
 from lmkv.vllm.scheduler.auditor import Auditor
 from lmkv.vllm.scheduler.context import PlanContext
@@ -136,10 +135,13 @@ class Scheduler:
 
         Thread-safe.
         """
+        root = self.root_of(cache_salt, tags)
+        return [] if root is None else self._keys(root, tokens)
+
+    def root_of(self, cache_salt: str | None, tags: Mapping[str, str]) -> bytes | None:
+        """The root of the keys of such prompts, as of the last lookup; None if the weights are unknown. Thread-safe."""
         identity = self._identity
-        if identity is None:
-            return []
-        return self._keys(tagged_root(self._namespace, tags.items(), identity, cache_salt), tokens)
+        return None if identity is None else tagged_root(self._namespace, tags.items(), identity, cache_salt)
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None], count: int = 0) -> None:
         """Take over vLLM's `free()`, how many of `count` blocks are left, and `evict(blocks)` from its prefix cache."""
@@ -167,10 +169,11 @@ class Scheduler:
         self._store.hints.label(keys, state.tenants)
         self._store.hints.prompt(keys, request.num_tokens)
         self.audit.wrong.purge(keys)
-        other = state.options.prefetch_tokens
-        for chain in (keys if state.options.prefetch else (), self._keys(state.root, other) if other else ()):
+        other = self._keys(state.root, state.options.prefetch_tokens) if state.options.prefetch_tokens else []
+        self._store.hints.label(other, state.tenants)
+        for chain in (keys if state.options.prefetch else [], other):
             if wanted := self.boundaries.wanted(chain):
-                self._store.promote(wanted, prefetch=True, ttl=self._options.pin_ttl)
+                self._store.promote(wanted, prefetch=True, ttl=self._options.pin_ttl, owner=state.root)
         if self._may_load(state):
             self.loading.wait.arrived(state, keys)
 
@@ -188,7 +191,12 @@ class Scheduler:
             self._identify()
             start = request, self._namespace, self._identity, self._chunk_size, patience
             state = RequestState.of(
-                *start, media=self._media, adapters=self._adapters, save_tails=tails, states=self.boundaries.states
+                *start,
+                media=self._media,
+                adapters=self._adapters,
+                save_tails=tails,
+                states=self.boundaries.states,
+                longest=self._options.longest,
             )
             self._requests[request.request_id] = state
             self._follow_adapter(state)
@@ -243,26 +251,27 @@ class Scheduler:
         return state
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """Forget the request; its chunks count as used. Returns its report, if it asked for one."""
+        """Forget the request; once its last store has ended, its chunks count as used. Returns its report if wanted."""
         state = self._forget(request.request_id)
         if state is None:
             return None
         keys = state.keys_with_tail(len(state.chain.keys))
         self._observer.finished(state, keys)
-        wanted = self.boundaries.wanted(keys)
+        state.once_stored(partial(self._carry_out, state, keys))
+        return self._answer(state) or None
+
+    def _carry_out(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
+        """Carry out what a request that has ended wished for its chunks, which are all stored by now."""
+        wanted, hint = self.boundaries.wanted(keys), state.options.hint
         # States are evicted before the chunks that they need.
         self._store.touch([*wanted, *keys[self.boundaries.chunks(len(wanted)) :]])
         if state.options.pin_seconds:
-            self._store.pin(wanted, state.options.pin_seconds)
-        self._pass_on(state.options.hint, wanted)
-        return self._answer(state) or None
-
-    def _pass_on(self, hint: AgentHint, keys: Sequence[ChunkKey]) -> None:
-        """Pass the request's hints about its chunks on to the policies."""
+            self._store.pin(wanted, state.options.pin_seconds, state.root)
         if hint.session or hint.ended:
-            self._store.hints.session(hint.session, keys, ended=hint.ended)
-        if not hint.ended and (hint.priority or hint.waits):
-            self._store.hints.give(keys, hint.priority or 1, hint.waits or hint.ttl or None)
+            self._store.hints.session(state.root, hint.session, wanted, ended=hint.ended)
+        if not hint.ended and (hint.priority or hint.waits or hint.ttl):
+            seconds = hint.waits or hint.ttl or self._options.pin_ttl
+            self._store.hints.give(wanted, hint.priority or 1, seconds, state.root)
 
     def _answer(self, state: RequestState) -> dict[str, Any]:
         """The answer to the request's `kv_transfer_params`."""

@@ -131,6 +131,7 @@ class StatePlanner:
             return
         job = self._builder.store(order).job
         self._jobs[job] = _StateJob(state, reservation, chunks, replaces)
+        state.copying += 1
 
     def __contains__(self, job: int) -> bool:
         return job in self._jobs
@@ -143,6 +144,12 @@ class StatePlanner:
     def ended(self, number: int, report: JobReport) -> None:
         """All ranks have answered: publish the states, or free their slots."""
         job = self._jobs.pop(number)
+        try:
+            self._end(job, report)
+        finally:
+            job.state.copy_ended()
+
+    def _end(self, job: _StateJob, report: JobReport) -> None:
         state, kept = job.state, report.ok and not job.tainted
         count = len(job.reservation)
         job.reservation.commit() if kept else job.reservation.abort()
@@ -159,7 +166,7 @@ class StatePlanner:
             self._store.delete(replaced)
             self._observer.explainer.evictions.forget(replaced)
         tokens = job.chunks * self._chunk_size
-        logger.info("lmkv: request %s: stored its state after %d tokens", state.request_id, tokens)
+        logger.info("lmkv: request %s: stored its state after %d tokens", state.name, tokens)
 
     @property
     def busy(self) -> bool:

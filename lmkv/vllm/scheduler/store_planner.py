@@ -91,6 +91,7 @@ class StorePlanner:
             order = self._builder.store(copies)
             stored, total = len(copies) * self._chunk_size, state.stored * self._chunk_size
             self._jobs[order.job] = _StoreJob(state, reservation, first, stored, total, len(copies))
+            state.copying += 1
 
     def completes_tail(self, state: RequestState, computed: int) -> bool:
         """Whether the prompt's tail is computed after `computed` tokens, is not stored, and in no whole chunk."""
@@ -129,6 +130,7 @@ class StorePlanner:
             return
         order = self._builder.store([copy])
         self._jobs[order.job] = _StoreJob(state, reservation, count, tail.tokens, count * size + tail.tokens)
+        state.copying += 1
 
     def _copies(
         self, reservation: Reservation, keys: Sequence[ChunkKey], first: int, end: int, tables: BlockTables
@@ -161,6 +163,12 @@ class StorePlanner:
     def ended(self, number: int, report: JobReport) -> None:
         """All ranks have answered: publish the chunks, or free their slots."""
         job = self._jobs.pop(number)
+        try:
+            self._end(job, report)
+        finally:
+            job.state.copy_ended()
+
+    def _end(self, job: _StoreJob, report: JobReport) -> None:
         state, kept = job.state, report.ok and not job.tainted
         job.reservation.commit() if kept else job.reservation.abort()
         self._observer.telemetry.stored(job.stored, job.chunks, report, kept=kept)
@@ -172,7 +180,7 @@ class StorePlanner:
         if job.first_chunk == 0:
             self._observer.explainer.first_chunks.stored(state)
         self._observer.track(state, state.keys_with_tail(job.total // self._chunk_size))
-        logger.info("lmkv: request %s: stored %d of %d tokens", state.request_id, job.stored, job.total)
+        logger.info("lmkv: request %s: stored %d of %d tokens", state.name, job.stored, job.total)
 
     @property
     def busy(self) -> bool:

@@ -157,7 +157,7 @@ class TierWait:
             return True
         if missing:
             message = "lmkv: request %s: of %d tokens that another server stores %d were found within %.1f s"
-            logger.warning(message, state.request_id, wanted, found * self._chunk_size, state.patience.spent)
+            logger.warning(message, state.name, wanted, found * self._chunk_size, state.patience.spent)
         state.options.wait_for, state.patience = 0, self.new_patience()
         return False
 

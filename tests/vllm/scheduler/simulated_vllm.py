@@ -993,7 +993,8 @@ class SimulatedVLLM:
                 self._take_output(self.pipeline.pop(0))
         assert self.store.drain(LIMIT)
         stats = self.store.stats()
-        assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
+        wished = {entry.key for entry in self.store._promoter._prefetches} | self.store._pins._of_key.keys()
+        assert (stats.leased, stats.writing, stats.loading) == (len(wished), 0, 0)
         assert not self.scheduler.busy
         merge(self.samples, self.scheduler.take_samples())
         found = sum(self.total("lmkv_hit_tokens").values()) + sum(self.total("lmkv_missed_tokens").values())

@@ -25,6 +25,11 @@ def engine() -> Iterator[SimulatedVLLM]:
         yield made
 
 
+def in_memory(engine: SimulatedVLLM, tokens: list[int], salt: str = "a") -> int:
+    """How many leading chunks are in host memory."""
+    return engine.store.count_prefix(engine.scheduler.keys_of(tokens, salt, {}))[0]
+
+
 def offered(engine: SimulatedVLLM, computed: int = 0, **params: Any) -> int | None:
     request = asks(engine, PROMPT, **params)
     assert engine.store.drain(LIMIT)
@@ -104,16 +109,14 @@ def hint(ttl: float | None = None, *edits: str) -> dict[str, Any]:
     return {"cache_control": control, "context_management": {"edits": [{"type": edit} for edit in edits]}}
 
 
-def test_an_agents_hint_keeps_a_request_for_a_while(engine: SimulatedVLLM) -> None:
-    serve(engine, PROMPT)
-    offered(engine, agent_hint=hint(30.0))
-    assert engine.store.stats().pinned == 4
-    engine.now += 29.0
-    engine.store.reserve(())
-    assert engine.store.stats().pinned == 4
-    engine.now += 2.0
-    engine.store.reserve(())
+def test_an_agents_hint_has_a_request_evicted_last_for_a_while(engine: SimulatedVLLM) -> None:
+    serve(engine, PROMPT, agent_hint=hint(30.0))
     assert engine.store.stats().pinned == 0
+    serve(engine, *OTHERS)
+    assert in_memory(engine, PROMPT) == len(PROMPT) // CHUNK
+    engine.now += 31.0
+    serve(engine, *OTHERS)
+    assert in_memory(engine, PROMPT) == 0
 
 
 def test_an_agents_hint_prefetches(engine: SimulatedVLLM) -> None:
@@ -132,12 +135,7 @@ def test_hints_come_as_a_field_of_the_request_too() -> None:
         context_management=SimpleNamespace(manage_request=False, edits=edits),
     )
     options = RequestOptions.of(SimpleNamespace(kv_transfer_params=None, agent_hint=field))
-    assert (options.pin_seconds, options.prefetch) == (60.0, True)
-
-
-def test_lmkvs_own_options_go_before_a_hint() -> None:
-    params = {"lmkv.pin": 5, "agent_hint": hint(600.0)}
-    assert RequestOptions.of(SimpleNamespace(kv_transfer_params=params)).pin_seconds == 5.0
+    assert (options.hint.ttl, options.pin_seconds, options.prefetch) == (60.0, 0.0, True)
 
 
 @pytest.mark.parametrize(

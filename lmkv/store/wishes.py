@@ -1,0 +1,162 @@
+"""`Wishes`: what clients have asked for, each with an owner, a size and an end, and all of them bounded together."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from attrs import define, field
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+STEP: Final = 1024
+"""Chunks whose wishes end in one call, about: the rest ends in the calls that follow."""
+
+
+@define(eq=False)
+class _Ranked(Generic[K]):
+    """Keys by a number, the smallest first, of equal ones the first: a binary heap that knows where each key is."""
+
+    _heap: list[tuple[float, int, K]] = field(init=False, factory=list)
+    _places: dict[K, int] = field(init=False, factory=dict)
+    _turn: int = field(init=False, default=0)
+
+    def rank(self, key: K, number: float) -> None:
+        self._turn += 1
+        self._settle((number, self._turn, key), self._places.get(key, len(self._heap)))
+
+    def drop(self, key: K) -> None:
+        place = self._places.pop(key, None)
+        last = self._heap.pop() if place is not None else None
+        if last is not None and place is not None and place < len(self._heap):
+            self._settle(last, place)
+
+    def first(self) -> tuple[float, K] | None:
+        return (self._heap[0][0], self._heap[0][2]) if self._heap else None
+
+    def _settle(self, item: tuple[float, int, K], place: int) -> None:
+        """Put an item at a place, from where it rises or sinks."""
+        heap = self._heap
+        if place == len(heap):
+            heap.append(item)
+        while place and item < heap[above := (place - 1) // 2]:
+            self._put(heap[above], place)
+            place = above
+        while (below := 2 * place + 1) < len(heap):
+            below += below + 1 < len(heap) and heap[below + 1] < heap[below]
+            if item < heap[below]:
+                break
+            self._put(heap[below], place)
+            place = below
+        self._put(item, place)
+
+    def _put(self, item: tuple[float, int, K], place: int) -> None:
+        self._heap[place] = item
+        self._places[item[2]] = place
+
+
+class Wish(NamedTuple, Generic[V]):
+    owner: bytes
+    size: int
+    value: V
+
+
+@define(eq=False, repr=False)
+class Wishes(Generic[K, V]):
+    """Wishes by key. Not thread-safe: the store calls it under its lock.
+
+    When all together exceed a limit, the owner with the most loses the oldest first, so that nobody loses any for an
+    owner with more. `total`: the sum of the sizes. Every call is O(log n) for the n wishes that there are.
+
+    Examples
+    --------
+    >>> wishes = Wishes()
+    >>> for number, owner in enumerate([b"a", b"b", b"b"]):
+    ...     wishes.add(number, owner, size=1, end=10.0 * number, value="chunk")
+    >>> [key for key, _ in wishes.excess(2)]
+    [1]
+    >>> [key for key, _ in wishes.due(now=15.0)]
+    [0]
+    """
+
+    total: int = field(init=False, default=0)
+    _wishes: dict[K, Wish[V]] = field(init=False, factory=dict)
+    _of: dict[bytes, OrderedDict[K, None]] = field(init=False, factory=dict)
+    _sizes: dict[bytes, int] = field(init=False, factory=dict)
+    _most: _Ranked[bytes] = field(init=False, factory=_Ranked)
+    _ends: _Ranked[K] = field(init=False, factory=_Ranked)
+
+    def __len__(self) -> int:
+        return len(self._wishes)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._wishes
+
+    def add(self, key: K, owner: bytes, *, size: int, end: float, value: V) -> None:
+        """Enter a wish, in place of an earlier one with its key. An `end` of infinity is none."""
+        self.pop(key)
+        self._wishes[key] = Wish(owner, size, value)
+        self._of.setdefault(owner, OrderedDict())[key] = None
+        self._count(owner, size)
+        if end < math.inf:
+            self._ends.rank(key, end)
+
+    def pop(self, key: K) -> V | None:
+        """End a wish; its value, None without such a wish."""
+        wish = self._wishes.pop(key, None)
+        if wish is None:
+            return None
+        del self._of[wish.owner][key]
+        self._count(wish.owner, -wish.size)
+        self._ends.drop(key)
+        return wish.value
+
+    def get(self, key: K) -> V | None:
+        wish = self._wishes.get(key)
+        return None if wish is None else wish.value
+
+    def owned(self, owner: bytes) -> int:
+        """The sizes of an owner's wishes together."""
+        return self._sizes.get(owner, 0)
+
+    def oldest_of_most(self) -> Wish[V] | None:
+        """The first wish of the owner with the most."""
+        found = self._most.first()
+        return None if found is None else self._wishes[next(iter(self._of[found[1]]))]
+
+    def due(self, now: float) -> Iterator[tuple[K, V]]:
+        """End the wishes whose time is over, as many as `STEP` allows; those that were made first before others."""
+        size = 0
+        while size < STEP and (found := self._ends.first()) is not None and found[0] <= now:
+            size += self._wishes[found[1]].size
+            yield found[1], self._ended(found[1])
+
+    def excess(self, limit: int) -> Iterator[tuple[K, V]]:
+        """End wishes until all together do not exceed the limit."""
+        while self.total > limit and (found := self._most.first()) is not None:
+            key = next(iter(self._of[found[1]]))
+            yield key, self._ended(key)
+
+    def clear(self) -> Iterator[tuple[K, V]]:
+        """End all, the last one first."""
+        for key in list(reversed(self._wishes)):
+            yield key, self._ended(key)
+
+    def _ended(self, key: K) -> V:
+        value = self._wishes[key].value
+        self.pop(key)
+        return value
+
+    def _count(self, owner: bytes, size: int) -> None:
+        self.total += size
+        mine = self._sizes.get(owner, 0) + size
+        if self._of[owner]:
+            self._sizes[owner] = mine
+            self._most.rank(owner, -mine)
+        else:
+            del self._of[owner]
+            self._sizes.pop(owner, None)
+            self._most.drop(owner)

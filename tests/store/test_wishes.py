@@ -1,0 +1,399 @@
+"""What clients wish for is bounded, ends, and belongs to somebody: pins, priorities, prefetches, sessions."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+import lmkv.store.hints
+from lmkv.policies import LRU, POLICIES, Quotas, make_policy
+from lmkv.protocols import ChunkKey, Tier
+from lmkv.store.tiered import TieredStore
+from lmkv.store.wishes import STEP, Wishes
+from lmkv.testing.clocks import ManualClock
+from tests.kit import LIMIT, NEVER, chain, listing_every, lower, memory, put, put_below, small_store
+
+DAY = 86_000.0
+
+
+def with_quotas(slots: int, *tiers: Tier, **shares: float) -> TieredStore:
+    with listing_every(NEVER):
+        return TieredStore(Tier(memory(slots), Quotas(LRU, shares)), tiers, clock=ManualClock())
+
+
+def put_as(store: TieredStore, tenant: str, keys: list[ChunkKey]) -> None:
+    store.hints.label(keys, [tenant])
+    put(store, keys)
+
+
+def in_memory(store: TieredStore, *chains: list[ChunkKey]) -> list[int]:
+    return [store.count_prefix(keys)[0] for keys in chains]
+
+
+# -- the record ----------------------------------------------------------------------------------------------
+
+
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from(["add", "add", "add", "pop", "due", "excess"]),
+            st.integers(0, 9),
+            st.integers(0, 2),
+            st.integers(1, 9),
+        ),
+        max_size=80,
+    )
+)
+def test_wishes_end_when_they_are_due_or_too_many(calls: list[tuple[str, int, int, int]]) -> None:
+    wishes: Wishes[int, str] = Wishes()
+    known: dict[int, tuple[bytes, int, float]] = {}
+
+    def owned(owner: bytes) -> int:
+        return sum(size for each, size, _ in known.values() if each == owner)
+
+    for number, (call, key, who, size) in enumerate(calls):
+        owner = bytes([who])
+        if call == "add":
+            end = math.inf if size == 9 else float(number + size)
+            wishes.add(key, owner, size=size, end=end, value=f"{key}")
+            known.pop(key, None)
+            known[key] = owner, size, end
+        elif call == "pop":
+            assert wishes.pop(key) == (f"{key}" if known.pop(key, None) else None)
+        elif call == "due":
+            assert {ended for ended, _ in wishes.due(float(number))} == {
+                each for each, (_, _, end) in known.items() if end <= number
+            }
+            known = {each: wish for each, wish in known.items() if wish[2] > number}
+        else:
+            for ended, _ in wishes.excess(2 * size):
+                mine = known[ended][0]
+                assert owned(mine) == max(owned(each) for each, _, _ in known.values())
+                assert ended == next(each for each, wish in known.items() if wish[0] == mine)
+                del known[ended]
+            assert sum(size for _, size, _ in known.values()) <= 2 * size
+        assert (len(wishes), wishes.total) == (len(known), sum(size for _, size, _ in known.values()))
+        assert all(wishes.owned(bytes([each])) == owned(bytes([each])) for each in range(3))
+
+
+class Looked:
+    """Counts the lines of lmkv that run."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+
+    def __enter__(self) -> Looked:
+        self.before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
+
+    def _call(self, frame: Any, event: str, arg: object) -> Any:
+        return self._line if "/lmkv/" in frame.f_code.co_filename else None
+
+    def _line(self, frame: Any, event: str, arg: object) -> Any:
+        self.lines += event == "line"
+        return self._line
+
+
+def pins(store: TieredStore, number: int) -> None:
+    keys = chain("a", 4)
+    store.pin(keys, DAY - number % 7, owner=b"%d" % (number % 50))
+
+
+def priorities(store: TieredStore, number: int) -> None:
+    store.hints.give(chain(f"{number % 5000}", 1), 1 + number % 9, DAY, owner=b"%d" % (number % 50))
+
+
+def sessions(store: TieredStore, number: int) -> None:
+    store.hints.session(b"%d" % (number % 50), f"session {number}", chain("a", 4))
+
+
+def prefetches(store: TieredStore, number: int) -> None:
+    store.promote(chain("a", 4), prefetch=True, ttl=DAY, owner=b"%d" % (number % 50))
+
+
+@pytest.mark.parametrize("wish", [pins, priorities, sessions, prefetches])
+def test_a_call_looks_at_no_more_after_many_wishes(
+    wish: Callable[[TieredStore, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmkv.store.hints, "_MAX_CHUNKS", 2000)
+    store = small_store(64)
+    put(store, chain("a", 4))
+    looked = []
+    for first, last in ((0, 200), (200, 20_000)):
+        for number in range(first, last):
+            wish(store, number)
+        with Looked() as seen:
+            store.reserve(())
+            store.promote(chain("b", 1)).release()
+        looked.append(seen.lines)
+    assert looked[1] <= looked[0] + 20, looked
+    store.close()
+
+
+def test_what_ends_together_ends_in_several_calls() -> None:
+    wishes: Wishes[int, int] = Wishes()
+    for number in range(3 * STEP):
+        wishes.add(number, b"", size=1, end=1.0, value=number)
+    assert [len(list(wishes.due(2.0))) for _ in range(4)] == [STEP, STEP, STEP, 0]
+
+
+# -- pins ----------------------------------------------------------------------------------------------------
+
+
+def test_pins_leave_room_for_others() -> None:
+    store = small_store(20)
+    for number in range(20):
+        keys = chain(f"mallory {number}", 2)
+        put(store, keys)
+        store.pin(keys, DAY, owner=b"mallory")
+    assert store.stats().pinned == 10
+    put(store, chain("alice", 10))
+    assert in_memory(store, chain("alice", 10)) == [10]
+
+
+def test_who_pins_much_loses_the_oldest_for_who_pins_little() -> None:
+    store = small_store(20)
+    many = [chain(f"mallory {number}", 2) for number in range(5)]
+    for keys in many:
+        put(store, keys)
+        assert store.pin(keys, DAY, owner=b"mallory") == 2
+    alice = chain("alice", 4)
+    put(store, alice)
+    assert store.pin(alice, 10.0, owner=b"alice") == 4
+    assert store.stats().pinned == 10
+    put(store, chain("flood", 10))
+    assert in_memory(store, alice, *many) == [4, 0, 0, 2, 2, 2]
+    for number in range(50):
+        put(store, chain(f"more {number}", 1))
+        store.pin(chain(f"more {number}", 1), DAY, owner=b"mallory")
+    assert in_memory(store, alice) == [4]
+
+
+def test_of_a_chain_that_is_too_long_the_beginning_is_pinned() -> None:
+    store = small_store(8)
+    keys = chain("a", 7)
+    put(store, keys)
+    assert store.pin(keys, DAY) == 4
+    put(store, chain("b", 4))
+    assert in_memory(store, keys) == [4]
+
+
+def test_pins_count_against_the_quota_of_their_tenant() -> None:
+    store = with_quotas(20, alice=0.6)
+    for number in range(20):
+        keys = chain(f"mallory {number}", 1)
+        put_as(store, "mallory", keys)
+        store.pin(keys, DAY, owner=b"mallory")
+    assert store.stats().pinned == 4
+    alice = [chain(f"alice {number}", 3) for number in range(4)]
+    for keys in alice:
+        put_as(store, "alice", keys)
+        store.pin(keys, DAY, owner=b"alice")
+    assert in_memory(store, *alice) == [3, 3, 3, 3]
+    assert store.stats().pinned == 4 + 6
+
+
+def test_what_quotas_leave_to_nobody_is_not_pinned() -> None:
+    store = with_quotas(20, alice=0.5, bob=0.5)
+    put(store, chain("carol", 4))
+    assert store.pin(chain("carol", 4), DAY) == 0
+
+
+# -- prefetches ----------------------------------------------------------------------------------------------
+
+
+def test_prefetches_and_pins_leave_slots_to_loads() -> None:
+    with listing_every(NEVER):
+        store = small_store(16, lower(memory(60, "low")), prefetch_share=1.0, pin_share=1.0)
+    below, here = chain("below", 16), chain("here", 16)
+    put_below(store, below)
+    for key in here:
+        put(store, [key])
+        assert store.drain(LIMIT)
+    assert store.pin(here, DAY) == 14
+    store.drop(here[6:])
+    assert store.stats().pinned == 6
+    prefetch = store.promote(below, prefetch=True, ttl=DAY)
+    assert len(prefetch) == 8
+    demand = store.promote(below)
+    assert demand.wait(LIMIT)
+    assert demand.ready == 10
+
+
+def test_who_prefetches_much_loses_the_oldest_for_who_prefetches_little() -> None:
+    store = small_store(16, lower(memory(60, "low")))
+    many = [chain(f"mallory {number}", 2) for number in range(6)]
+    alice = chain("alice", 3)
+    for keys in (*many, alice):
+        put(store, keys)
+    put(store, chain("flood", 16))
+    assert store.drain(LIMIT)
+    theirs = [store.promote(keys, prefetch=True, ttl=DAY, owner=b"mallory") for keys in many]
+    assert [len(each) for each in theirs] == [2, 2, 2, 2, 0, 0]
+    hers = store.promote(alice, prefetch=True, ttl=DAY, owner=b"alice")
+    assert len(hers) == 3
+    assert [each.released for each in theirs[:4]] == [True, True, False, False]
+    more = [store.promote(keys, prefetch=True, ttl=DAY, owner=b"mallory") for keys in many]
+    assert not hers.released
+    assert len({key for each in (*theirs, *more) if not each.released for key in each.keys}) == 5
+
+
+def test_prefetches_count_against_the_quota_of_their_tenant() -> None:
+    low = Tier(memory(60, "low"), Quotas(LRU, {"alice": 0.5}), capacity_bytes=60 << 12)
+    store = with_quotas(16, low, alice=0.5)
+    mallory, alice = chain("mallory", 12), chain("alice", 12)
+    for tenant, keys in (("mallory", mallory), ("alice", alice), ("carol", chain("flood", 16))):
+        for key in keys:
+            put_as(store, tenant, [key])
+            assert store.drain(LIMIT)
+    store.drop([*mallory, *alice])
+    assert len(store.promote(mallory, prefetch=True, ttl=DAY, owner=b"m")) == 4
+    assert len(store.promote(alice, prefetch=True, ttl=DAY, owner=b"a")) == 4
+
+
+def test_the_same_prefetch_again_and_again_is_not_kept_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv.store.promoter._MAX_KEPT", 100)
+    store = small_store(16, lower(memory(60, "low")))
+    keys = chain("a", 4)
+    put(store, keys)
+    for _ in range(500):
+        store.promote(keys, prefetch=True, ttl=DAY)
+    assert len(store._promoter._unreleased) <= 100 // 5
+
+
+# -- priorities ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted({*POLICIES} - {"MRU"}))  # which keeps the oldest, whatever their priority
+def test_a_priority_takes_half_of_the_tier_at_most(name: str) -> None:
+    store = small_store(20, policy=name)
+    for number in range(10):
+        keys = chain(f"mallory {number}", 4)
+        put(store, keys)
+        store.touch(keys)
+        store.hints.give(keys, 9, DAY, owner=b"mallory")
+    for number in range(4):
+        keys = chain(f"alice {number}", 4)
+        put(store, keys)
+        store.touch(keys)
+        store.touch(keys)
+    kept = sum(in_memory(store, *(chain(f"mallory {number}", 4) for number in range(10))))
+    assert kept <= 10
+
+
+def test_the_lowest_priority_goes_first_and_then_the_first_that_was_spared() -> None:
+    policy = LRU()
+    high, low = chain("high", 3), chain("low", 3)
+    for key in (*high, *low):
+        policy.insert(key, 10)
+    policy.hint(high, 9)
+    policy.hint(low, 1)
+    assert policy.evict(30) == low
+    assert policy.evict(30) == high
+
+
+def test_of_chains_with_one_priority_the_first_goes_as_a_whole() -> None:
+    policy = LRU()
+    chains = [chain(name, 3) for name in "abc"]
+    for keys in chains:
+        policy.insert_chain(keys, 10, [b"", *keys[:-1]])
+        policy.touch(keys)
+        policy.hint(keys, 5)
+    assert policy.evict(30) == chains[0][::-1]
+
+
+def test_a_priority_has_an_end_of_its_own() -> None:
+    clock = ManualClock()
+    store = small_store(8, clock=clock)
+    keys = chain("a", 4)
+    put(store, keys)
+    store.hints.give(keys, 9)
+    put(store, chain("b", 4))
+    put(store, chain("c", 4))
+    assert in_memory(store, keys) == [4]
+    clock.advance(301)
+    put(store, chain("d", 4))
+    put(store, chain("e", 4))
+    assert in_memory(store, keys) == [0]
+
+
+class Key(bytes):
+    """A key that counts how often any is looked for."""
+
+    asked = 0
+
+    def __hash__(self) -> int:
+        Key.asked += 1
+        return bytes.__hash__(self)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_evicting_costs_the_same_with_many_hints_as_with_few(name: str) -> None:
+    """The same number of looks at keys for each victim, for any size of the tier."""
+    asked = []
+    for count in (200, 4000):
+        policy: Any = make_policy(name)
+        keys = [Key(key) for key in chain(name, count)]
+        for key in keys:
+            policy.insert(key, 10)
+        policy.hint(keys, 3)
+        policy.evict(10 * count // 10)
+        Key.asked = 0
+        for _ in range(20):
+            policy.evict(10)
+        asked.append(Key.asked)
+    assert asked[1] <= 2 * asked[0] + 100, asked
+
+
+# -- sessions ------------------------------------------------------------------------------------------------
+
+
+def test_a_session_belongs_to_its_owner() -> None:
+    store = small_store(12)
+    alice, mallory = chain("alice", 5), chain("mallory", 1)
+    put(store, chain("old", 5))
+    put(store, alice)
+    put(store, mallory)
+    store.hints.session(b"alice", "worker-7", alice)
+    store.hints.session(b"mallory", "worker-7", mallory, ended=True)
+    assert not store.hints.end_session(b"mallory", "worker-7")
+    put(store, chain("new", 5))
+    assert in_memory(store, alice) == [5]
+    assert store.hints.end_session(b"alice", "worker-7")
+
+
+def test_a_long_name_takes_no_room() -> None:
+    store = small_store(4)
+    for number in range(100):
+        store.hints.session(b"root", f"{number}" + "x" * (1 << 20), chain("a", 1))
+    kept = store.hints._sessions._wishes
+    assert len(kept) == 100
+    assert sum(map(sys.getsizeof, kept)) < 100 * 100
+
+
+def test_a_tenant_with_many_sessions_forgets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmkv.store.hints, "_MAX_CHUNKS", 100)
+    store = small_store(4)
+    store.hints.session(b"alice", "one", chain("alice", 5))
+    for number in range(1000):
+        store.hints.session(b"mallory", f"{number}", chain("a", 5))
+    assert store.hints._sessions.total <= 100
+    assert store.hints.end_session(b"alice", "one")
+
+
+def test_a_session_that_is_not_heard_of_is_forgotten() -> None:
+    clock = ManualClock()
+    store = small_store(4, clock=clock)
+    store.hints.session(b"alice", "one", chain("alice", 2))
+    clock.advance(2 * DAY)
+    store.reserve(())
+    assert not store.hints.end_session(b"alice", "one")

@@ -1,0 +1,178 @@
+"""What a client may wish for through vLLM's requests: what it costs others, whose it is, and when it is carried out."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from lmkv.policies import LRU, Quotas
+from lmkv.vllm.requests.options import RequestOptions
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, serve
+
+WHOLE = len(PROMPT) // CHUNK
+
+
+@pytest.fixture
+def engine() -> Iterator[SimulatedVLLM]:
+    with closing(engine_of(ram_chunks=16)) as made:
+        yield made
+
+
+def in_memory(engine: SimulatedVLLM, tokens: list[int], salt: str) -> int:
+    """How many leading chunks are in host memory."""
+    return engine.store.count_prefix(engine.scheduler.keys_of(tokens, salt, {}))[0]
+
+
+def mallory(engine: SimulatedVLLM, **params: Any) -> None:
+    for number in range(12):
+        serve(engine, [number, *PROMPT], salt="mallory", **params)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"lmkv.pin": 86_000},
+        {"agent_hint": {"priority": 9}},
+        {"agent_hint": {"waits_seconds": 86_000}},
+        {"agent_hint": {"cache_control": {"ttl": 86_000}}},
+    ],
+    ids=str,
+)
+def test_one_clients_wishes_leave_half_of_memory_to_others(engine: SimulatedVLLM, wish: dict[str, Any]) -> None:
+    mallory(engine, **wish)
+    for _ in range(2):
+        serve(engine, PROMPT, OTHERS[0], salt="alice")
+    assert in_memory(engine, PROMPT, "alice") == WHOLE + 1
+    assert in_memory(engine, OTHERS[0], "alice") == 2
+
+
+@pytest.mark.parametrize("wish", [{"lmkv.pin": 86_000}, {"agent_hint": {"priority": 9}}], ids=str)
+def test_a_tenant_keeps_its_quota_whatever_others_pin(wish: dict[str, Any]) -> None:
+    tenants = {"team:red": 0.7}
+    with closing(engine_of(ram_chunks=16, policy=lambda: Quotas(LRU, tenants))) as engine:
+        mallory(engine, **wish)
+        for _ in range(2):
+            for tokens in (PROMPT, OTHERS[0], OTHERS[1], OTHERS[2]):
+                serve(engine, tokens, salt="alice", **{"lmkv.tag.team": "red"})
+        kept = engine.store.hints.used_bytes()["cpu"]["team:red"]
+        assert kept == 10 * engine.store.slab.slot_bytes
+
+
+def test_a_stranger_ends_nobody_elses_session(engine: SimulatedVLLM) -> None:
+    serve(engine, OTHERS[0], salt="bob")
+    serve(engine, PROMPT, salt="alice", agent_hint={"session_id": "1"})
+    serve(engine, OTHERS[1], salt="mallory", agent_hint={"session_id": "1", "session_ended": True})
+    serve(engine, *OTHERS[2:5], salt="bob")
+    assert in_memory(engine, PROMPT, "alice") == WHOLE + 1
+    root = engine.scheduler.root_of("alice", {})
+    assert root is not None
+    assert engine.store.hints.end_session(root, "1")
+    serve(engine, *OTHERS[5:8], salt="bob")
+    assert in_memory(engine, PROMPT, "alice") < WHOLE
+
+
+@pytest.mark.parametrize("answer", [1, 2])
+def test_a_wish_is_about_all_that_the_request_stores(engine: SimulatedVLLM, answer: int) -> None:
+    """Also if the request ends in the step that has computed them, and before they are stored."""
+    hint = {"session_id": "s", "priority": 3}
+    params = {"lmkv.pin": 60, "agent_hint": hint}
+    engine.add(SimulatedRequest("r", list(PROMPT), len(PROMPT), answer, "a", params))
+    engine.finish()
+    assert engine.store.stats().pinned == WHOLE + 1
+    root = engine.scheduler.root_of("a", {})
+    assert root is not None
+    (session,) = engine.store.hints._sessions._wishes.values()
+    assert session.owner == root
+    policy: Any = engine.store._primary.policy
+    assert len(policy._kept) == WHOLE + 1
+
+
+def test_a_session_that_ends_with_its_only_request_is_given_up_first(engine: SimulatedVLLM) -> None:
+    serve(engine, OTHERS[0])
+    serve(engine, PROMPT, agent_hint={"session_id": "s", "session_ended": True})
+    serve(engine, *OTHERS[1:8])
+    assert in_memory(engine, OTHERS[0], "a") == 2
+    assert in_memory(engine, PROMPT, "a") == 0
+
+
+def test_names_of_clients_are_cut_and_printable_in_the_log(
+    engine: SimulatedVLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    forged = "cmpl-1\nERROR lmkv.vllm lmkv: audit: wrong KV in disk: request cmpl-7\x1b[2J\u202e" + "x" * 1_000_000
+    with caplog.at_level(logging.INFO, logger="lmkv"):
+        engine.add(SimulatedRequest(forged, list(PROMPT), len(PROMPT), 2, "a", {}))
+        engine.finish()
+        serve(engine, PROMPT)
+    texts = [record.getMessage() for record in caplog.records]
+    assert any("cmpl-1?ERROR" in text for text in texts)
+    assert all(text.isprintable() and len(text) < 500 for text in texts)
+    assert all(report["request"].isprintable() for report in engine.scheduler.observer.recent.snapshot()["requests"])
+
+
+class Counted(list[int]):
+    looked = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for each in super().__iter__():
+            self.looked += 1
+            yield each
+
+
+def test_no_token_is_looked_at_of_a_prefetch_that_is_too_long(engine: SimulatedVLLM) -> None:
+    tokens = Counted(range(1000))
+    request = SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", {"lmkv.prefetch_tokens": tokens})
+    assert RequestOptions.of(request, longest=999).prefetch_tokens == ()
+    assert tokens.looked == 0
+    assert len(RequestOptions.of(request, longest=1000).prefetch_tokens) == 1000
+
+
+def test_a_prefetch_of_another_prompt_counts_for_the_requests_tenant() -> None:
+    with closing(engine_of(ram_chunks=16, lower_chunks=60, policy=lambda: Quotas(LRU, {"team:red": 0.5}))) as engine:
+        tagged: dict[str, Any] = {"lmkv.tag.team": "red"}
+        serve(engine, PROMPT, **tagged)
+        assert engine.store.drain()
+        asks(engine, OTHERS[0], **tagged, **{"lmkv.prefetch_tokens": PROMPT})
+        works = list(engine.store._promoter._unreleased.values())
+        assert [work.tenant for work in works] == ["team:red"]
+
+
+def test_any_wishes_leave_slots_to_loads_and_end() -> None:
+    """Random wishes of several tenants: every byte that is loaded is compared, and nothing is left of them."""
+    rng = random.Random(7)
+    with closing(engine_of(ram_chunks=16, lower_chunks=40)) as engine:
+        for number in range(300):
+            hint = {
+                "session_id": rng.choice(["1", "2", None, 5, "x" * 1000]),
+                "session_ended": rng.random() < 0.2,
+                "priority": rng.choice([None, -1, 1, 9, 99, "high"]),
+                "waits_seconds": rng.choice([None, 1, 50, -1, float("nan"), 1e308]),
+                "cache_control": rng.choice([None, {}, {"ttl": 5}, {"ttl": "long"}]),
+                "context_management": rng.choice([None, {"edits": [{"type": "prefetch"}]}, {"edits": 5}]),
+            }
+            params = {
+                "agent_hint": hint,
+                "lmkv.pin": rng.choice([None, 5, 86_000, "soon", float("inf")]),
+                "lmkv.prefetch": rng.choice([None, True, "yes"]),
+                "lmkv.prefetch_tokens": rng.choice([None, PROMPT, OTHERS[0], [-1], "x"]),
+            }
+            tokens = rng.choice([PROMPT, *OTHERS])[: rng.randint(1, 29)]
+            request = SimulatedRequest(
+                f"r{number}", list(tokens), len(tokens), rng.randint(1, 3), rng.choice("abc"), params
+            )
+            engine.add(request)
+            engine.finish()
+            primary = engine.store._primary
+            assert primary.wished <= 14
+            assert engine.store.stats().pinned <= 8
+            engine.now += rng.choice([0.0, 0.0, 10.0, 400.0])
+        engine.now += 90_000.0
+        for _ in range(3):
+            engine.store.reserve(())
+        assert engine.store._primary.wished == engine.store.stats().pinned == 0
+        assert engine.store.hints._priorities.total == engine.store.hints._sessions.total == 0
