@@ -220,8 +220,8 @@ class LabelsKeys(Protocol):
 class DividesTier(Protocol):
     """A policy that gives each tenant a part of the tier."""
 
-    def part_of(self, key: ChunkKey) -> tuple[str, float]:
-        """The tenant of a chunk that is known or labelled, and that tenant's part, 0 to 1; "" for what is left."""
+    def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
+        """The tenant of a chunk, or else that of its parent, and this tenant's part, 0 to 1; "" for what is left."""
         ...
 
 

@@ -72,9 +72,9 @@ class Quotas:
         """Bytes of each tenant that has any."""
         return {tenant: used for tenant, used in self._used.items() if used}
 
-    def part_of(self, key: ChunkKey) -> tuple[str, float]:
-        """The tenant of a known or labelled chunk, and its quota, 0 to 1; what quotas leave is nobody's."""
-        tenant = self._tenants.get(key, NOBODY)
+    def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
+        """The tenant of a chunk, or else that of its parent, and its quota, 0 to 1; what quotas leave is nobody's."""
+        tenant = self._tenants.get(key, self._tenants.get(parent, NOBODY))
         return tenant, self.shares.get(tenant, max(0.0, 1.0 - sum(self.shares.values())))
 
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
@@ -93,9 +93,7 @@ class Quotas:
             del self._labelled[oldest], self._tenants[oldest]
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
-        tenant = self._tenants.get(key)
-        if tenant is None:
-            tenant = self._tenants.get(parent, NOBODY)
+        tenant, _ = self.part_of(key, parent)
         self._of(tenant).insert_chain((key,), size, (parent,))
         self._labelled.pop(key, None)
         self._tenants[key] = tenant

@@ -30,7 +30,7 @@ class SlotAllocator:
     def allocate(self, key: ChunkKey, after: AfterLock, protect: set[ChunkKey] | None = None) -> int | None:
         """A free slot for a chunk, evicting if need be. None: every slot is referenced or being flushed."""
         share = None if type(key) is bytes else self._primary.shares.get(type(key))
-        if share is not None and share.full and not self._evict_from(share, after):
+        if share is not None and share.full and not self._evict_from(share, key, after):
             return None
         while (slot := self._slab.allocate()) is None:
             if self._write_back and self._primary.flushing >= self._max_flushing:
@@ -55,9 +55,9 @@ class SlotAllocator:
             self._drop(victim, after)
         return bool(victims)
 
-    def _evict_from(self, share: Share, after: AfterLock) -> bool:
+    def _evict_from(self, share: Share, key: ChunkKey, after: AfterLock) -> bool:
         """Evict an entry of this kind to make room for another; False when all are in use."""
-        victim = self._primary.evict_from(share)
+        victim = self._primary.evict_from(share, key)
         if victim is not None:
             self._drop(victim, after)
         return victim is not None

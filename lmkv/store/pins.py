@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from attrs import define, field
 
@@ -21,7 +22,8 @@ class Pins:
     _primary: PrimaryTier
     _clock: Clock
     _share: float
-    _of_tenant: dict[str, _Pins] = field(init=False, factory=dict)
+    _of: dict[tuple[str, type], _Pins] = field(init=False, factory=dict)
+    """The pins of each tenant, by the type of the keys: chunks, tails and states have slots of their own."""
     _of_key: dict[ChunkKey, _Pins] = field(init=False, factory=dict)
 
     def __len__(self) -> int:
@@ -32,14 +34,17 @@ class Pins:
 
         Where pins exceed their share, the oldest of the owner with the most end, of a chain those at its tail first.
         """
-        entries = self._primary.leading_ready(keys)
-        if not entries:
-            return 0
-        tenant, part = self._primary.part_of(entries[0].key)
-        pins = self._of_tenant.setdefault(tenant, Wishes())
-        most = self._primary.slots_of(self._share * part)
+        entries, end = self._primary.leading_ready(keys), self._clock() + ttl
+        for kind, group in groupby(entries, lambda entry: type(entry.key)):
+            self._pin(list(group), kind, end, owner)
+        left = (number for number, entry in enumerate(entries) if entry.key not in self._of_key)
+        return next(left, len(entries))
+
+    def _pin(self, entries: Sequence[Entry], kind: type, end: float, owner: bytes) -> None:
+        tenant, part = self._primary.part_of(entries[0].key, entries[0].parent)
+        pins = self._of.setdefault((tenant, kind), Wishes())
+        most = self._primary.slots_of(self._share * part, kind)
         most = min(most, pins.total + self._primary.slots_for_wishes)
-        end = self._clock() + ttl
         for entry in reversed(entries[:most]):
             if self._of_key.get(entry.key) is not pins:
                 self.unpin(entry.key)
@@ -48,8 +53,6 @@ class Pins:
                 self._of_key[entry.key] = pins
             pins.add(entry.key, owner, size=1, end=end, value=entry)
         self._end(pins.excess(most))
-        left = (number for number, entry in enumerate(entries) if entry.key not in self._of_key)
-        return next(left, len(entries))
 
     def unpin(self, key: ChunkKey) -> bool:
         """End a pin; whether there was one."""
@@ -61,11 +64,11 @@ class Pins:
     def expire(self) -> None:
         """End pins whose time is over."""
         now = self._clock()
-        for pins in self._of_tenant.values():
+        for pins in self._of.values():
             self._end(pins.due(now))
 
     def clear(self) -> None:
-        for pins in self._of_tenant.values():
+        for pins in self._of.values():
             self._end(pins.clear())
 
     def _end(self, ended: Iterable[tuple[ChunkKey, Entry]]) -> None:

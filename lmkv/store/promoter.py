@@ -31,10 +31,10 @@ _MAX_KEPT: Final = 4096
 class _Work:
     """A promotion, and the state of it that callers do not see.
 
-    `end`: when its time to live is over. `owner`: of the request, `tenant`: of its chunks. `most`: slots that the
-    prefetches of this tenant may refer to. `missing`: keys that wait for `lookup`, or for slots while chunks are
-    flushed. `awaited`: entries that are not filled yet, by the tier that fills them. `chain`: everything that the
-    request wants; the promotion may be its beginning.
+    `end`: when its time to live is over. `owner`: of the request, `tenant`: of its chunks, `part`: of that tenant.
+    `missing`: keys that wait for `lookup`, or for slots while chunks are flushed. `awaited`: entries that are not
+    filled yet, by the tier that fills them. `chain`: everything that the request wants; the promotion may be its
+    beginning.
     """
 
     promotion: Promotion
@@ -42,7 +42,7 @@ class _Work:
     end: float
     owner: bytes
     tenant: str
-    most: int
+    part: float
     chain: Sequence[ChunkKey]
     missing: Sequence[ChunkKey] = ()
     lookup: SharedLookup | None = None
@@ -80,8 +80,8 @@ class Promoter:
     """The loads of the entries that are LOADING."""
     _prefetches: Counter[Entry] = field(init=False, factory=Counter)
     """How many prefetches refer to each entry; entries without any are absent."""
-    _prefetched: Counter[str] = field(init=False, factory=Counter)
-    """How many entries of each tenant prefetches refer to."""
+    _prefetched: Counter[tuple[str, type]] = field(init=False, factory=Counter)
+    """How many entries of each tenant, by the type of their keys, prefetches refer to."""
     _tenants: dict[Entry, str] = field(init=False, factory=dict)
     """The tenant that each of them counts for."""
     _kept: dict[str, Wishes[Promotion, _Work]] = field(init=False, factory=dict)
@@ -106,8 +106,7 @@ class Promoter:
         promotion = Promotion(self._lock, self.release, lambda: self.forked)
         end = math.inf if ttl is None else self._clock() + ttl
         tenant, part = self._primary.part_of(keys[0]) if keys else ("", 0.0)
-        most = self._primary.slots_of(self._prefetch_share * part)
-        work = self._unreleased[promotion] = _Work(promotion, prefetch, end, owner, tenant, most, chain)
+        work = self._unreleased[promotion] = _Work(promotion, prefetch, end, owner, tenant, part, chain)
         self._keep(work, after)
         if lookup is None:
             self._extend(work, keys, after)
@@ -125,7 +124,7 @@ class Promoter:
         parent = promotion.entries[-1].key if promotion.entries else b""
         entries, kept = self._primary.entries, None
         for index, key in enumerate(keys):
-            if work.prefetch and entries.get(key) not in self._prefetches and not self._finds_room(work, after):
+            if work.prefetch and not self._finds_room(work, key, after):
                 break
             entry = entries.get(key)
             if entry is not None and self.hangs(entry):
@@ -161,12 +160,16 @@ class Promoter:
             self._release(promotion, after)
 
     @locked
-    def _finds_room(self, work: _Work, after: AfterLock) -> bool:
-        """Whether one more slot may be prefetched into; owners with more prefetches lose their oldest for it."""
+    def _finds_room(self, work: _Work, key: ChunkKey, after: AfterLock) -> bool:
+        """Whether a slot may be prefetched into; owners with more prefetches lose their oldest for it."""
+        if self._primary.entries.get(key) in self._tenants:
+            return True
+        kind = type(key)
+        most = self._primary.slots_of(self._prefetch_share * work.part, kind)
         kept = self._kept.setdefault(work.tenant, Wishes())
-        while self._prefetched[work.tenant] >= work.most:
+        while self._prefetched[work.tenant, kind] >= most:
             mine = kept.owned(work.owner) + len(work.promotion.entries)
-            first = kept.oldest_of_most()
+            first = kept.oldest_of_most() if kind is bytes else None
             if first is None or kept.owned(first.owner) <= mine + 1:
                 return False
             self._release(first.value.promotion, after)
@@ -194,7 +197,7 @@ class Promoter:
             self._prefetches[entry] += 1
             if entry not in self._tenants:
                 self._tenants[entry] = work.tenant
-                self._prefetched[work.tenant] += 1
+                self._prefetched[work.tenant, type(entry.key)] += 1
                 self._primary.wished += 1
         elif load is not None and load.prefetch and not load.begun:
             # Queued again, with a demand's priority: whichever job comes first does the load.
@@ -321,7 +324,7 @@ class Promoter:
                 self._prefetches[entry] -= 1
                 if not self._prefetches[entry]:
                     del self._prefetches[entry]
-                    self._prefetched[self._tenants.pop(entry)] -= 1
+                    self._prefetched[self._tenants.pop(entry), type(entry.key)] -= 1
                     self._primary.wished -= 1
             self._primary.unref(entry)
             if entry.refs == 1 and entry in self._loads:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import lmkv.store.hints
+from lmkv.chunks.hashing import TailKey, state_keys
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
 from lmkv.protocols import ChunkKey, Tier
 from lmkv.store.tiered import TieredStore
@@ -397,3 +398,39 @@ def test_a_session_that_is_not_heard_of_is_forgotten() -> None:
     clock.advance(2 * DAY)
     store.reserve(())
     assert not store.hints.end_session(b"alice", "one")
+
+
+# -- tails and states, which have slots of their own ---------------------------------------------------------
+
+
+def with_state(name: str) -> list[ChunkKey]:
+    """A chunk and the state behind it."""
+    keys = chain(name, 1)
+    return [*keys, *state_keys(keys[-1], 1)]
+
+
+def with_tail(name: str) -> list[ChunkKey]:
+    keys = chain(name, 2)
+    return [keys[0], TailKey.of(keys[1], 5)]
+
+
+@pytest.mark.parametrize("of", [with_state, with_tail])
+def test_pins_leave_states_and_tails_to_others(of: Callable[[str], list[ChunkKey]]) -> None:
+    store = small_store(24)
+    for number in range(30):
+        keys = of(f"mallory {number}")
+        put(store, keys)
+        store.pin(keys, DAY, owner=b"mallory")
+    put(store, of("alice"))
+    assert in_memory(store, of("alice")) == [2]
+
+
+@pytest.mark.parametrize("of", [with_state, with_tail])
+def test_a_flood_of_states_or_tails_leaves_a_tenant_its_own(of: Callable[[str], list[ChunkKey]]) -> None:
+    store = with_quotas(64, alice=0.5)
+    alice = [of(f"alice {number}") for number in range(4)]
+    for keys in alice:
+        put_as(store, "alice", keys)
+    for number in range(100):
+        put(store, of(f"mallory {number}"))
+    assert in_memory(store, *alice) == [2, 2, 2, 2]

@@ -80,14 +80,15 @@ class PrimaryTier:
         slots = self.slab.num_slots
         return max(0, slots - max(1, slots // 8) - self.wished)
 
-    def slots_of(self, share: float) -> int:
-        """How many slots a share of them is, at least one unless it is 0."""
-        return max(1, int(self.slab.num_slots * share)) if share > 0 else 0
+    def slots_of(self, share: float, kind: type) -> int:
+        """How many slots for keys of a type a share of them is, at least one unless it is 0; tails keep one more."""
+        slots = self.shares[kind].limit - 1 if kind in self.shares else self.slab.num_slots
+        return min(slots, max(1, int(slots * share))) if share > 0 else 0
 
-    def part_of(self, key: ChunkKey) -> tuple[str, float]:
+    def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
         """The tenant that a chunk counts for, and its part of the slots; without quotas all are nobody's."""
         policy = self.policy
-        return policy.part_of(key) if isinstance(policy, DividesTier) else ("", 1.0)
+        return policy.part_of(key, parent) if isinstance(policy, DividesTier) else ("", 1.0)
 
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
         """The entries of the leading keys that are READY."""
@@ -171,7 +172,7 @@ class PrimaryTier:
         """A new entry, whose only reference is that of the writer or the load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
         if type(key) is not bytes and type(key) in self.shares:
-            self.shares[type(key)].add(entry)
+            self.shares[type(key)].add(entry, *self.part_of(key, parent))
         self.referenced += 1
         if state is _WRITING:
             self.writing += 1
@@ -272,9 +273,9 @@ class PrimaryTier:
         self.counters.evictions += len(evicted)
         self.slab.free(*free)
 
-    def evict_from(self, share: Share) -> Entry | None:
-        """The least recently used entry of a kind, evicted; the caller removes or flushes it. None: all are in use."""
-        victim = share.oldest_unused()
+    def evict_from(self, share: Share, key: ChunkKey) -> Entry | None:
+        """An entry of a kind, evicted for this key; the caller removes or flushes it. None: all are in use."""
+        victim = share.oldest_unused(self.part_of(key)[0])
         if victim is not None and victim.in_policy:
             victim.in_policy = False
             self.policy.discard(victim.key)

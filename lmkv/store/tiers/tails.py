@@ -33,35 +33,56 @@ class Share:
     """
 
     limit: int
-    _entries: OrderedDict[ChunkKey, Entry] = field(init=False, factory=OrderedDict)
+    _of: dict[str, OrderedDict[ChunkKey, Entry]] = field(init=False, factory=dict)
+    """The entries of each tenant."""
+    _parts: dict[str, float] = field(init=False, factory=dict)
+    _tenants: dict[ChunkKey, str] = field(init=False, factory=dict)
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._entries
+        return key in self._tenants
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._tenants)
 
     @property
     def full(self) -> bool:
         """Whether another entry must take the place of one of these."""
-        return len(self._entries) >= self.limit
+        return len(self._tenants) >= self.limit
 
-    def add(self, entry: Entry) -> None:
-        self._entries[entry.key] = entry
+    def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
+        """`part`: the tenant's, of all slots."""
+        self._tenants[entry.key] = tenant
+        self._parts[tenant] = part
+        self._of.setdefault(tenant, OrderedDict())[entry.key] = entry
 
     def discard(self, key: ChunkKey) -> None:
-        del self._entries[key]
+        del self._of[self._tenants.pop(key)][key]
 
     def touch(self, key: ChunkKey) -> None:
         """Note a use of the entry, if it is of this kind."""
-        if key in self._entries:
-            self._entries.move_to_end(key)
+        tenant = self._tenants.get(key)
+        if tenant is not None:
+            self._of[tenant].move_to_end(key)
 
     def count_ready(self) -> int:
-        return sum(entry.ready for entry in self._entries.values())
+        return sum(entry.ready for entries in self._of.values() for entry in entries.values())
 
-    def oldest_unused(self) -> Entry | None:
-        return next((entry for entry in self._entries.values() if not entry.refs), None)
+    def oldest_unused(self, tenant: str = "") -> Entry | None:
+        """The least recently used entry that nobody refers to, of whoever exceeds its part by the most.
+
+        `tenant`: who wants to add one.
+        """
+        over = {each: len(self._of[each]) - self._parts[each] * self.limit for each in self._of}
+        over[tenant] = over.get(tenant, 0.0) + 1
+        for each in sorted(self._of, key=over.__getitem__, reverse=True):
+            entries = self._of[each]
+            for _ in range(len(entries)):
+                entry = next(iter(entries.values()))
+                if not entry.refs:
+                    return entry
+                # In use, so used last. Otherwise each call would pass over it again.
+                entries.move_to_end(entry.key)
+        return None
 
 
 def shares(num_slots: int) -> dict[type, Share]:

@@ -121,6 +121,7 @@ class StatePlanner:
         missing = keys[self._store.count_prefix(keys)[1] :]
         if not missing or state.stored < chunks:
             return
+        self._store.hints.label(missing, state.tenants)
         reservation = self._store.reserve(missing, parent=chain[-1], protect=chain)
         slots = reservation.slots
         copies = [self._block_map.state_copy(slots[key], key.number, blocks) for key in missing if key in slots]

@@ -116,6 +116,7 @@ class StorePlanner:
         if self._by_prefix and self._store.catalog.longest_prefix(origin, tokens)[1] == tail.tokens:
             return
         chain = state.keys_with_tail(count)
+        self._store.hints.label([tail], state.tenants)
         reservation = self._store.reserve(
             [tail],
             parent=state.chain.parent(count),
