@@ -169,7 +169,7 @@ def test_any_wishes_leave_slots_to_loads_and_end() -> None:
             engine.finish()
             primary = engine.store._primary
             assert primary.wished <= 14
-            assert engine.store.stats().pinned <= 8
+            assert engine.store.stats().pinned <= 8 + 1, "and a tail"
             engine.now += rng.choice([0.0, 0.0, 10.0, 400.0])
         engine.now += 90_000.0
         for _ in range(3):
