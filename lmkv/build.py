@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 from attrs import evolve
 
@@ -24,6 +25,7 @@ from lmkv.memory.machine import check_in_memory, clamp_shared_memory
 from lmkv.policies import Quotas, make_admission, make_policy
 from lmkv.protocols import Backend, Policy, Tier
 from lmkv.store.tiered import TieredStore
+from lmkv.store.tiers.closing import close_all
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +46,27 @@ def build_store(
     # The client of a remote store may be a process of its own, which maps the slots.
     shared = shared or bool(config.remote_url + config.remote_urls)
     # Each rank maps the pages of its own part before it copies.
-    host = CPUPinnedBackend(
-        config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines
-    )
-    lower = list(_lower_tiers(config, namespace, config.authentication_bytes))
-    return TieredStore(
-        Tier(host, _policy(config)),
-        lower,
-        io_threads=io_threads(config, [tier.name for tier in lower]),
-        prefetch_share=config.prefetch_share,
-        pin_share=config.pin_share,
-        # With `local_cpu: false` chunks only pass through the slots.
-        retain=config.local_cpu,
-        spans=layout.spans,
-        sizes=layout.sizes,
-    )
+    with ExitStack() as opened:
+        host = CPUPinnedBackend(
+            config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines
+        )
+        opened.callback(host.close)
+        primary = Tier(host, _policy(config))
+        lower = list(_lower_tiers(config, namespace, config.authentication_bytes, opened))
+        store = TieredStore(
+            primary,
+            lower,
+            io_threads=io_threads(config, [tier.name for tier in lower]),
+            prefetch_share=config.prefetch_share,
+            pin_share=config.pin_share,
+            # With `local_cpu: false` chunks only pass through the slots.
+            retain=config.local_cpu,
+            spans=layout.spans,
+            sizes=layout.sizes,
+        )
+        # It owns them now. After an error before, nothing stays open: memory, above all, is promised to its owner.
+        opened.pop_all()
+    return store
 
 
 def io_threads(config: Config, tiers: Sequence[str]) -> int:
@@ -83,13 +91,13 @@ def stored_namespace(namespace: Namespace, key: bytes | None) -> Namespace:
     return evolve(namespace, extra={**dict(namespace.extra), "authentication": Authenticator(key).identifier})
 
 
-def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Iterator[Tier]:
-    """The lower tiers of a configuration, nearest first."""
+def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened: ExitStack) -> Iterator[Tier]:
+    """The lower tiers of a configuration, nearest first. `opened` closes their backends."""
     namespace = stored_namespace(namespace, key)
     if config.shared_memory:
-        yield _shared_memory_tier(config, config.shared_memory, namespace, key)
+        yield _shared_memory_tier(config, config.shared_memory, namespace, key, opened)
     if config.local_disk:
-        yield _disk_tier(config, config.local_disk, namespace, key)
+        yield _disk_tier(config, config.local_disk, namespace, key, opened)
     names: Counter[str] = Counter()
     for url in (*config.remote_url, *config.remote_urls):
         names[url.store_kind] += 1
@@ -105,11 +113,14 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None) -> Ite
             authentication_key=key,
         )
         backend = plugins.make(url.place, f"remote_url {url}", Backend, url.text, namespace.digest, options)
+        opened.callback(close_all, [(options.name, backend)])
         # No capacity: the remote store bounds and evicts by itself.
         yield Tier(backend, _policy(config))
 
 
-def _shared_memory_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None) -> Tier:
+def _shared_memory_tier(
+    config: Config, folder: str, namespace: Namespace, key: bytes | None, opened: ExitStack
+) -> Tier:
     """A tier of files in memory, which need neither O_DIRECT nor syncs."""
     backend = LocalDiskBackend(
         folder,
@@ -120,13 +131,14 @@ def _shared_memory_tier(config: Config, folder: str, namespace: Namespace, key: 
         authentication_key=key,
         name="shared_memory",
     )
+    opened.callback(backend.close)
     describe(folder, namespace)
     check_in_memory(folder)
     capacity = clamp_shared_memory(folder, config.max_shared_memory_bytes, used=backend.reserve_bytes(0))
     return Tier(backend, _policy(config), capacity_bytes=capacity)
 
 
-def _disk_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None) -> Tier:
+def _disk_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None, opened: ExitStack) -> Tier:
     backend = LocalDiskBackend(
         folder,
         namespace.digest,
@@ -138,6 +150,7 @@ def _disk_tier(config: Config, folder: str, namespace: Namespace, key: bytes | N
         shared=True,
         authentication_key=key,
     )
+    opened.callback(backend.close)
     describe(folder, namespace)
     return Tier(
         backend,

@@ -18,7 +18,10 @@ import pytest
 import torch
 
 from lmkv import Config, Engine, Variant
-from lmkv.errors import BackendUnavailable, ClosedError, UsageError, short_repr
+from lmkv.backends.null import NullBackend
+from lmkv.backends.remote.options import RemoteOptions
+from lmkv.errors import BackendUnavailable, ClosedError, ConfigError, UsageError, short_repr
+from lmkv.memory import slab_files
 from lmkv.protocols import Backend
 from lmkv.store.tiers.jobs import Job, Priority
 from tests.forked import Child
@@ -481,3 +484,73 @@ def is_closed(backend: Backend) -> bool:
         # Until then its slots belong to the store.
         return isinstance(error, ClosedError)
     return False
+
+
+# -- opens that fail, and closes that hang -------------------------------------------------------------
+
+
+class Refusing(NullBackend):
+    """A backend of another package. It has a thread and a file of its own until it is closed."""
+
+    def __init__(self, url: str, namespace: bytes, options: RemoteOptions) -> None:
+        super().__init__()
+        if "raise" in url:
+            raise RuntimeError("no such host")
+        self.name = options.name
+        self._file = os.memfd_create("refusing")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._over.wait, name="lmkv-refusing")
+        self._thread.start()
+        self._late = "late" in url
+
+    @property
+    def shared(self) -> bool:
+        if self._late:
+            raise RuntimeError("nobody knows")
+        return False
+
+    def close(self) -> None:
+        if not self._over.is_set():
+            self._over.set()
+            self._thread.join()
+            os.close(self._file)
+
+
+HERE = f"{__name__}:Refusing"
+UNABLE: dict[str, dict[str, Any]] = {
+    "a misspelt option": {"remote_url": f"{HERE}://a,redis://127.0.0.1:9?no_such_option=1"},
+    "a backend that raises": {"remote_url": f"{HERE}://a,{HERE}://raise"},
+    "a backend that raises later": {"remote_url": f"{HERE}://a,{HERE}://late"},
+    "a folder that is refused": {"remote_url": f"{HERE}://a", "local_disk": "/proc/nowhere", "max_local_disk_size": 1},
+    "a policy that does not exist": {"remote_url": f"{HERE}://a", "cache_policy": f"{__name__}:NoPolicy"},
+    "chunks that do not fit": {"remote_url": f"{HERE}://a", "max_local_cpu_size": 1e-6},
+    "a device without copier": {"remote_url": f"{HERE}://a"},
+}
+
+
+def held() -> tuple[int, set[str], int]:
+    """Descriptors, threads and promised bytes of this process."""
+    here = [os.stat(path).st_size for path, *_ in slab_files.slab_files() if path.startswith(f"/proc/{os.getpid()}/")]
+    return len(os.listdir("/proc/self/fd")), threads_of_lmkv(), sum(here)
+
+
+def fail_to_open(tell: Callable[[Any], None], name: str) -> None:
+    good = Config(chunk_size=CHUNK, max_local_cpu_size=0.001)
+    bad = Config.load(extra={"chunk_size": CHUNK, "max_local_cpu_size": 0.001, **UNABLE[name]})
+    tensors = [tensor.to("meta") for tensor in paged()] if "device" in name else paged()
+    tell(held())
+    for _ in range(60):
+        with contextlib.suppress(ConfigError, UsageError, BackendUnavailable, RuntimeError):
+            Engine.open(tensors, block_size=BLOCK, model="careless", config=bad).close()
+            tell("it did not fail")
+    tell(held())
+    with Engine.open(paged(), block_size=BLOCK, model="careless", config=good) as engine:
+        tell(engine.store(range(CHUNK), range(4)))
+
+
+@pytest.mark.parametrize("name", UNABLE)
+def test_opens_that_fail_give_everything_back(name: str) -> None:
+    with Child(fail_to_open, name) as child:
+        before, after = child.heard(), child.heard()
+        assert after == before
+        assert child.heard() == CHUNK

@@ -107,9 +107,14 @@ class AsyncAdapter:
         self.deadline = deadline
         self._lock = threading.Lock()
         self._closed = False
+        name = f"lmkv-aio-{inner.name}"
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=f"lmkv-aio-{inner.name}", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._loop.close()
+            raise
         if isinstance(inner, AsyncListsKeys):
             # On the instance, because `isinstance` looks for the attribute and not every backend has it.
             self.list_keys = partial(self._list_keys, inner)

@@ -382,15 +382,15 @@ class Engine:
 
     def close(self) -> None:
         """Finish the I/O under way, bounded in time, and release memory and files. Idempotent."""
-        if self.closed:
+        if self._store.forked:
             return
         with self._copy_lock:
-            if self._closed:
-                return
+            # A call that was interrupted is carried on by the next.
             self._closed = True
+            copier, self._copier = self._copier, None
             try:
-                if self._copier is not None:
-                    self._copier.close()
+                if copier is not None:
+                    copier.close()
             finally:
                 self._store.close()
 

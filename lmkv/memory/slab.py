@@ -79,10 +79,13 @@ class SlabMap:
         `part`: offset and bytes in each slot, when other processes populate the others. `share`: see `spans`.
         """
         if self._populator is None:
-            self._populator = threading.Thread(
+            populator = threading.Thread(
                 target=self._populate, args=(part or (0, self.slot_bytes), share), name="lmkv-populate", daemon=True
             )
-            self._populator.start()
+            # Without a thread copies pay for the page faults.
+            with contextlib.suppress(RuntimeError):
+                populator.start()
+                self._populator = populator
 
     def _populate(self, part: tuple[int, int], share: tuple[int, int]) -> None:
         lower_priority()
@@ -176,9 +179,13 @@ class Slab(SlabMap):
         if num_slots < 1:
             raise UsageError(f"capacity of {capacity_bytes} bytes holds no slot of {slot_bytes} bytes")
         self._fd = slab_files.create(engine, num_slots * slot_bytes) if shared else -1
-        super().__init__(self._fd, num_slots * slot_bytes, slot_bytes)
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._used = bytearray(num_slots)
+        try:
+            super().__init__(self._fd, num_slots * slot_bytes, slot_bytes)
+            self._free = list(range(num_slots - 1, -1, -1))
+            self._used = bytearray(num_slots)
+        except BaseException:
+            self._close_file()
+            raise
 
     def __repr__(self) -> str:
         return f"<Slab: {self.free_slots} of {self.num_slots} slots of {self.slot_bytes} bytes are free>"
@@ -227,6 +234,9 @@ class Slab(SlabMap):
 
     def close(self) -> None:
         super().close()
+        self._close_file()
+
+    def _close_file(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

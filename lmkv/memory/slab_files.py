@@ -37,7 +37,11 @@ os.register_at_fork(after_in_child=_in_this_process._at_fork_reinit)  # type: ig
 def create(engine: str, nbytes: int) -> int:
     """The descriptor of a new memory file for the slab of an engine."""
     fd = os.memfd_create(_prefix(engine) + secrets.token_hex(8), os.MFD_CLOEXEC)
-    os.ftruncate(fd, nbytes)
+    try:
+        os.ftruncate(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

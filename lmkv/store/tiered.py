@@ -31,6 +31,7 @@ from lmkv.store.promotion import Promotion
 from lmkv.store.reserver import Reserver
 from lmkv.store.shared_lookup import SharedLookup
 from lmkv.store.tiers.attempt import attempt
+from lmkv.store.tiers.closing import PATIENCE, close_all
 from lmkv.store.tiers.iopool import IOPool
 from lmkv.store.tiers.jobs import AfterLock, deletion
 from lmkv.store.tiers.locking import locked
@@ -107,7 +108,9 @@ class TieredStore:
         sizes: Sequence[int] = (),
         clock: Clock = time.monotonic,
     ) -> None:
-        self._lock = threading.Lock()
+        self._closed = self._ended = True
+        self.forked = False
+        self._lock, self._closing = threading.Lock(), threading.Lock()
         self._clock = clock
         self._observers: list[StoreObserver] = []
         self._primary = PrimaryTier(primary, retain=retain, spans=spans, sizes=sizes, observers=self._observers)
@@ -115,7 +118,9 @@ class TieredStore:
         nbytes = self._primary.payloads.nbytes
         for tier in lower:
             if self.slab.descriptor >= 0 and isinstance(tier.backend, RegistersMemory):
-                tier.backend.register_memory(self.slab.descriptor, self.slab.address, self.slab.nbytes)
+                memory = self.slab.descriptor, self.slab.address, self.slab.nbytes
+                register, name = partial(tier.backend.register_memory, *memory), tier.name
+                attempt(register, partial(logger.warning, "lmkv: tier %r takes no memory to register: %r", name))
         self._tiers = [LowerTier(tier, nbytes, self._lock, clock, self._observers) for tier in lower]
         self._shared = [tier for tier in self._tiers if tier.shared]
         # Writes must not refer to so many slots that loads find none.
@@ -132,11 +137,21 @@ class TieredStore:
         self._promoter = Promoter(*parts, self._allocator, self._pool, prefetch_share, clock)
         self._reserver = Reserver(*parts, self._allocator, self._promoter, self._flusher, self._pool)
         self.catalog = Catalog(*parts, self._promoter, self._observers)
-        self._closed = self.forked = False
+        self._scanners: list[TierScanner] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin to index the persistent tiers; nothing else is running yet."""
+        try:
+            for tier in self._tiers:
+                if tier.shared or isinstance(tier.backend, ListsKeys):
+                    self._scanners.append(TierScanner(tier, self._lock))
+        except BaseException:
+            for scanner in self._scanners:
+                scanner.stop(PATIENCE)
+            raise
         close_after_fork(self)
-        self._scanners = [
-            TierScanner(tier, self._lock) for tier in self._tiers if tier.shared or isinstance(tier.backend, ListsKeys)
-        ]
+        self._closed = self._ended = False
 
     def __repr__(self) -> str:
         tiers = " over ".join([self._primary.name, *(tier.name for tier in self._tiers)])
@@ -371,13 +386,18 @@ class TieredStore:
     def close(self, timeout: float = 5.0) -> None:
         """Finish the I/O under way, for at most `timeout` seconds, and close every backend. Idempotent.
 
-        A call that hangs is left behind on its daemon thread; promotions that wait for it fail.
+        A call that hangs is left behind on its daemon thread; promotions that wait for it fail. Backends have some
+        seconds more to close. One call that was interrupted is carried on by the next.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
+        with self._closing:
+            if not self._ended:
+                self._end(deadline)
+                self._ended = True
+
+    def _end(self, deadline: float) -> None:
         for scanner in self._scanners:
             scanner.stop(max(0.0, deadline - time.monotonic()))
         if not self._pool.close(max(0.0, deadline - time.monotonic())):
@@ -387,17 +407,18 @@ class TieredStore:
             self._primary.clear()
             for tier in self._tiers:
                 tier.close()
-        for backend in (*(tier.backend for tier in self._tiers), self._primary.backend):
-            attempt(backend.close, partial(logger.warning, "lmkv: closing %s failed: %r", backend.name))
+        # Host memory last: they may work on it.
+        close_all((tier.name, tier.backend) for tier in self._tiers)
+        close_all([(self._primary.name, self._primary.backend)])
 
     def after_fork(self) -> None:
         """Close the store in a forked child, which has none of the threads."""
-        self._closed = self.forked = self._promoter.forked = True
+        self._closed = self._ended = self.forked = self._promoter.forked = True
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
         self._pool.after_fork()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+        if not getattr(self, "_ended", True) and not sys.is_finalizing():
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
             if self._pool.runs_here():
                 # An I/O thread collects the garbage, perhaps under the pool's lock: it cannot wait for itself.

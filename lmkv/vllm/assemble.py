@@ -85,11 +85,15 @@ def make_scheduler(
     engines = vllm_config.parallel_config.data_parallel_size_local
     name = slab_name(str(transfer.engine_id), model.layout)
     store = build_store(config, model.namespace, model.layout, engine=name, engines=engines)
-    events = None if describe_blocks is None else EventRecorder(store, model.block_map, describe_blocks)
-    loaded = Loaded(compat.calling_core())
-    scheduler = Scheduler(store, model.namespace, model.block_map, options, events, loaded, loaded.adapter)
-    loaded.watch(scheduler)
-    scheduler.loading.stop_at = compat.stop_at
+    try:
+        events = None if describe_blocks is None else EventRecorder(store, model.block_map, describe_blocks)
+        loaded = Loaded(compat.calling_core())
+        scheduler = Scheduler(store, model.namespace, model.block_map, options, events, loaded, loaded.adapter)
+        loaded.watch(scheduler)
+        scheduler.loading.stop_at = compat.stop_at
+    except BaseException:
+        store.close()
+        raise
     return scheduler
 
 

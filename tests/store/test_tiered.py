@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from typing import Any
 
 import pytest
 from attrs import evolve
 
-from lmkv.errors import BackendUnavailable
+from lmkv.errors import BackendUnavailable, ClosedError
 from lmkv.outcomes import MISS, Presence, Read
 from lmkv.protocols import Chunk, ChunkKey
 from lmkv.store.tiered import TieredStore
+from lmkv.store.tiers import closing
 from lmkv.testing.clocks import ManualClock
 from tests.kit import (
     LIMIT,
@@ -585,6 +587,56 @@ def test_closing_while_a_backend_hangs_is_bounded_and_ends_every_wait() -> None:
     assert promotion.ready == 0
     promotion.release()
     gated.open()
+
+
+def test_a_backend_that_never_closes_is_left_behind_and_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stuck(Gated):
+        def close(self) -> None:
+            self.around("close", lambda: None)
+
+    monkeypatch.setattr(closing, "PATIENCE", 0.05)
+    below, other = Stuck(memory(10, "low")), Failing(memory(10, "other"))
+    below.shut("close")
+    store = small_store(4, lower(below), lower(other))
+    put_below(store, chain("a", 2))
+    store.close()
+    assert [record.message for record in caplog.records] == [
+        "lmkv: tier 'low' does not close; its thread is left behind"
+    ]
+    for backend in (other, store._primary.backend):
+        with pytest.raises(ClosedError):
+            backend.contains([])
+    store.close()
+    below.open()
+
+
+def test_a_close_that_was_interrupted_is_carried_on() -> None:
+    below = Gated(memory(10, "low"))
+    store = small_store(4, lower(below))
+    keys = chain("a", 2)
+    below.shut("write")
+    put(store, keys)
+    below.waiting("write")
+    main = threading.main_thread().ident
+    assert main is not None
+    waiting = store._pool._idle._waiters  # type: ignore[attr-defined]
+
+    def interrupt() -> None:
+        eventually(lambda: bool(waiting))
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        store.close(LIMIT)
+    thread.join()
+    below.open()
+    store.close(LIMIT)
+    for backend in (below, store._primary.backend):
+        with pytest.raises(ClosedError):
+            backend.contains([])
 
 
 def test_a_closed_store_has_nothing_and_takes_nothing() -> None:
