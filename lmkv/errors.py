@@ -15,9 +15,12 @@ _BEFORE_URL = re.compile(r"(?i)(?<=[\s,;'\"=(\[])(?=[a-z][a-z0-9+.-]*://)")
 _SCHEME = re.compile(
     r"(?i)://|\b(?:rediss?|valkeys?|infinistore|mooncake|mooncakestore|s3):/?|(?<!\S)(?=['\"]?[^\s:]*:(?!//)\S*@)"
 )
-_IN_QUERY = re.compile(r"([?&])([^=&#]*)=([^&]*)")
+# Also a name without a value, so that no character is looked at from every ? before it.
+_IN_QUERY = re.compile(r"([?&])([^=&#]*)(?:=([^&]*))?")
 SECRET = re.compile(r"(?i)passw|pass\b|pwd|pw\b|secret|token|key|credential|signature|proxy|\bsig")
 """Matches names of options whose values are never shown."""
+_READ, _SHOWN = 8000, 1000
+"""Characters that are read of a text from outside, and shown of it."""
 
 
 def mask_secrets(text: str) -> str:
@@ -44,11 +47,25 @@ def _masked_user(text: str) -> str:
 
 def _masked_option(found: re.Match[str]) -> str:
     start, name, value = found.groups()
+    if value is None:
+        return found[0]
     if SECRET.search(unquote(name)):
         return f"{start}{name}=***"
     plain = unquote(value)
     hidden = _masked_users(plain)
     return found[0] if hidden == plain else f"{start}{name}={hidden}"
+
+
+def outside(text: str) -> str:
+    """What a store or a client library says, for a message: its beginning in one line, printable, without passwords.
+
+    >>> outside("no: redis://cache:secret@host\\n\\x1b[2J" + 400 * "more ")[:40]
+    'no: redis://cache:***@host [2J more more'
+    """
+    # Masked before it is cut, and without its last word if that is cut: half a URL would keep its password.
+    read = text if len(text) <= _READ else text[:_READ].rpartition(" ")[0] or text[:_READ]
+    line = " ".join("".join(char if char.isprintable() else " " for char in mask_secrets(read)).split())
+    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 4]} ..."
 
 
 def _masked_repr(x: str, level: int) -> str:
@@ -75,13 +92,13 @@ def short_repr(value: object) -> str:
 
 
 def safe_repr(error: BaseException) -> str:
-    """The repr of an error; its type if the repr raises.
+    """The repr of an error, as `outside` shows it; its type if the repr raises.
 
     >>> safe_repr(ValueError("no"))
     "ValueError('no')"
     """
     try:
-        return repr(error)
+        return outside(repr(error))
     except Exception:
         return type(error).__name__
 
@@ -103,15 +120,18 @@ class UsageError(LmkvError):
 
 
 class BackendError(LmkvError):
-    """A backend failed at `action` for `key` (hex, empty when the whole backend is meant)."""
+    """A backend failed at `action` for `key` (hex, empty when the whole backend is meant).
+
+    `reason`: shown as `outside` does, because it may be a server's.
+    """
 
     def __init__(self, backend: str, action: str, key: str = "", reason: str = "") -> None:
         self.backend = backend
         self.action = action
         self.key = key
-        self.reason = reason
+        self.reason = outside(reason)
         of = f" of chunk {key}" if key else ""
-        super().__init__(f"backend {backend!r}: {action}{of} failed: {reason or 'no reason given'}")
+        super().__init__(f"backend {backend!r}: {action}{of} failed: {self.reason or 'no reason given'}")
 
     def __reduce__(self) -> tuple[type[BackendError], tuple[str, str, str, str]]:
         return type(self), (self.backend, self.action, self.key, self.reason)

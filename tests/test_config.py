@@ -18,7 +18,7 @@ from attrs.exceptions import FrozenInstanceError
 from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.config import GIB, Config, Setting, lmcache
 from lmkv.config.remote_url import RemoteURL
-from lmkv.errors import ConfigError, mask_secrets, short_repr
+from lmkv.errors import BackendError, ConfigError, mask_secrets, safe_repr, short_repr
 from lmkv.policies import FIFO, make_admission, make_policy
 
 DEFAULTS: dict[str, object] = {
@@ -658,10 +658,29 @@ def test_a_password_that_is_no_yaml_is_not_shown(tmp_path: Path, value: str) -> 
     assert "hunter2" not in str(refused.value)
 
 
-def test_masking_takes_time_by_the_length_alone() -> None:
-    texts = {f"{size}": "://a" * size + " a://b:c?a=%3A%2F%2F" * size for size in (1_000, 20_000)}
+@pytest.mark.parametrize(
+    "piece", ["://a a://b:c?a=%3A%2F%2F", "?a", "&a", "?a=b#", "?=", "redis:/", " a:", "'a:b@", " a://b:c@", "=a://"]
+)
+def test_masking_takes_time_by_the_length_alone(piece: str) -> None:
+    texts = {f"{size}": piece * size for size in (1_000, 20_000)}
     times = interleaved({size: partial(mask_secrets, text) for size, text in texts.items()}, 3, clock=time.thread_time)
     assert median_ratio(times, "20000", "1000") < 200, "20 times as long; squared it is 400"
+
+
+def test_a_name_in_the_environment_takes_time_by_its_length_alone() -> None:
+    names = {f"{size}": "LMKV_" + "PORT_1_TCP_" * size + "-" for size in (100, 2_000)}
+    looked = {size: partial(lmcache.SERVICE_LINK.fullmatch, name) for size, name in names.items()}
+    times = interleaved(looked, 3, clock=time.thread_time)
+    assert median_ratio(times, "2000", "100") < 200, "20 times as long; squared it is 400"
+
+
+def test_what_a_library_says_is_shown_in_a_line_and_without_its_passwords() -> None:
+    said = f"no\n\x1b[2J\u202e: redis://me:hunter2@host {' ' * 7_960}redis://me:hunter2{'x' * 400}@host"
+    for shown in (str(BackendError("redis", "read", "", said)), safe_repr(RuntimeError(said))):
+        assert shown.isprintable()
+        assert "redis://me:***@host" in shown
+        assert "hunter2" not in shown
+    assert len(safe_repr(RuntimeError("x" * 10**6))) <= 1000
 
 
 def test_a_password_from_a_file(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ PLAIN: Final = frozenset({"discard_partial_chunks", "skip_last_n_tokens", "lmcac
 """Keys that LMCache reads in `kv_connector_extra_config` without its prefix."""
 
 # Kubernetes sets such variables in every pod for a service whose name begins with "lmkv" or "lmcache".
-SERVICE_LINK: Final = re.compile(r"(LMKV|LMCACHE)_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
+SERVICE_LINK: Final = re.compile(
+    r"(LMKV|LMCACHE)_(\w{1,80}_)?(SERVICE_(HOST|PORT\w{0,80})|PORT(_\d{1,5}_(TCP|UDP|SCTP)\w{0,80})?)"
+)
 
 NOTHING: Final = frozenset({"", "none", "null", "false", "no", "off"})
 """Words for an option that is not set."""

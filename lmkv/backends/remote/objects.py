@@ -19,7 +19,7 @@ from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, split
 from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import ConfigError, mask_secrets
+from lmkv.errors import ConfigError, outside
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
@@ -40,6 +40,8 @@ _STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
 _MAX_REQUESTS = 32
 """Requests under way for one call of `contains` or `delete`."""
 _BATCH_NAMES = 1000
+_SAID = 10_000
+"""Characters of an error that are looked at."""
 _NO_SPACE = ("(os error 28)", "(os error 122)")
 
 
@@ -158,7 +160,7 @@ class ObjectStoreBackend(RemoteBackend):
         except exceptions.AlreadyExistsError:
             return PRESENT
         except exceptions.GenericError as error:
-            if any(code in str(error) for code in _NO_SPACE):
+            if any(code in str(error)[:_SAID] for code in _NO_SPACE):
                 return Written.rejected(_said(error))
             raise
         return STORED
@@ -191,7 +193,7 @@ open_url = ObjectStoreBackend
 
 def _said(error: Exception) -> str:
     # After a blank line come internals of obstore.
-    return mask_secrets(str(error).partition("\n\n")[0])
+    return outside(str(error)[:_SAID].partition("\n\n")[0])
 
 
 def _opened(

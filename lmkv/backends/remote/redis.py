@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs
 
 from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, batches, split_url
 from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, outside
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
@@ -26,11 +26,10 @@ try:
     from redis.backoff import ExponentialWithJitterBackoff
     from redis.cluster import ClusterNode
     from redis.retry import Retry
+
+    from lmkv.backends.remote.redis_answers import Answers, Cluster, within
 except ImportError as error:
     raise ConfigError("Redis and Valkey need redis-py: pip install 'lmkv[redis]'") from error
-
-if TYPE_CHECKING:
-    import socket
 
 T = TypeVar("T")
 
@@ -47,9 +46,8 @@ _FIXED = {"protocol", "decode_responses", "encoding"}
 """Options of redis-py that would change names or answers."""
 _BATCH_NAMES = 1000
 """Names in one round trip."""
-_MAX_LINE_BYTES = 1024
 _PIECE = 1 << 20
-"""Bytes that are sent with one deadline."""
+"""Bytes that are sent before the time is looked at again."""
 _REDIRECTIONS = 4
 
 
@@ -99,6 +97,7 @@ class RedisBackend(RemoteBackend):
             "socket_connect_timeout": options.timeout,
             "retry": self._retry,
             "protocol": 2,
+            "parser_class": Answers,
             **({"username": options.username} if options.username and not parts.username else {}),
             **({"password": options.password} if options.password and not parts.password else {}),
         }
@@ -123,17 +122,28 @@ class RedisBackend(RemoteBackend):
             raise self._translated(error, "list") from error
 
     def _list(self) -> Iterator[list[Listed]]:
-        batch: list[str] = []
         # The store may have other names below this prefix.
         of_chunk = re.compile(rf"{re.escape(self._root)}/[0-9a-f]{{{2 * KEY_BYTES}}}")
-        for found in self._connected().scan_iter(match=f"{_escaped(self._root)}/*", count=_BATCH_NAMES):
-            if of_chunk.fullmatch(name := found.decode("utf-8", "replace")):
-                batch.append(name)
-            if len(batch) == _BATCH_NAMES:
+        for found in self._scan():
+            names = [name for each in found if of_chunk.fullmatch(name := each.decode("utf-8", "replace"))]
+            for batch in batches(names, _BATCH_NAMES):
                 yield self._sized(batch)
-                batch = []
-        if batch:
-            yield self._sized(batch)
+
+    def _scan(self) -> Iterator[list[bytes]]:
+        client: Any = self._connected()
+        pattern = f"{_escaped(self._root)}/*"
+        for node in client.get_primaries() if self._is_cluster else [None]:
+            target = {} if node is None else {"target_nodes": node}
+            cursor: Any = 0
+            while True:
+                self._check_open()
+                with within(self.options.timeout):
+                    cursor, found = client.scan(cursor, pattern, _BATCH_NAMES, **target)
+                yield found
+                if node is not None:
+                    (cursor,) = cursor.values()
+                if not cursor:
+                    break
 
     def _sized(self, names: Sequence[str]) -> list[Listed]:
         sizes = self._for_each(names, lambda pipeline, name: pipeline.strlen(name))
@@ -145,15 +155,11 @@ class RedisBackend(RemoteBackend):
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         answers = self._for_each(names, lambda pipeline, name: pipeline.exists(name))
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return [bool(answer) for answer in answers]
+        return [_number(answer) > 0 for answer in answers]
 
     def _remove(self, names: Sequence[str]) -> None:
         for answer in self._for_each(names, lambda pipeline, name: pipeline.unlink(name)):
-            if isinstance(answer, Exception):
-                raise answer
+            _number(answer)
 
     def _for_each(self, names: Sequence[str], command: Callable[[Any, str], object]) -> list[Any]:
         """The answer or error of one command for each name."""
@@ -161,33 +167,47 @@ class RedisBackend(RemoteBackend):
         for batch in batches(names, _BATCH_NAMES):
             client: Any = self._connected()
             pipeline = client.pipeline() if self._is_cluster else client.pipeline(transaction=False)
-            with pipeline:
+            with within(self.options.timeout), pipeline:
                 for name in batch:
                     command(pipeline, name)
                 answers += pipeline.execute(raise_on_error=False)
         return answers
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
+        slow = len(into) / MIN_BYTES_PER_SECOND
+
         def get(connection: Any) -> bool:
             connection.send_command("GET", name)
-            reply = _Reply(connection, self.options.timeout)
-            nbytes = reply.length()
+            answers: Answers = connection._parser
+            nbytes = answers.length()
             if nbytes is not None:
-                self.codec.receive(key, nbytes, reply.fill, into)
-                reply.end()
+                with within(self.options.timeout + slow):
+                    self.codec.receive(key, nbytes, answers.fill, into)
+                    answers.end()
             return nbytes is not None
 
-        found: bool = self._retry.call_with_retry(lambda: self._routed(name, get), lambda error: None)
+        def routed() -> bool:
+            try:
+                return self._routed(name, get)
+            except exceptions.ResponseError as error:
+                if str(error).startswith("WRONGTYPE"):
+                    raise FormatError(str(error)) from error
+                raise
+
+        found: bool = self._retry.call_with_retry(routed, lambda error: None)
         return found
 
     def _put(self, name: str, chunk: Chunk) -> Written:
+        seconds = self.options.timeout + len(chunk.payload) / MIN_BYTES_PER_SECOND
+
         def exists(connection: Any) -> bool:
             connection.send_command("EXISTS", name)
-            return bool(connection.read_response())
+            return _number(connection.read_response()) > 0
 
         def put(connection: Any) -> Written:
-            connection.send_packed_command(command)
-            return STORED if connection.read_response() else PRESENT
+            connection.send_packed_command(_in_time(command, time.monotonic() + seconds))
+            with within(self.options.timeout):
+                return STORED if connection.read_response() else PRESENT
 
         try:
             # Look it up first, so that an existing value is not sent.
@@ -196,7 +216,7 @@ class RedisBackend(RemoteBackend):
             command = self._set_command(name.encode(), self.codec.header_of(chunk), chunk.payload)
             return self._routed(name, put)
         except exceptions.OutOfMemoryError as error:
-            return Written.rejected(str(error))
+            return Written.rejected(outside(str(error)))
 
     def _set_command(self, name: bytes, header: memoryview, payload: memoryview) -> list[bytes | memoryview]:
         options = [b"NX", *self._expiry]
@@ -227,7 +247,7 @@ class RedisBackend(RemoteBackend):
         # Made at the first call, because a cluster's client asks for its nodes when it is made.
         with self._connecting:
             if self._client is None:
-                self._client = RedisCluster.from_url(self._url, **self._client_options)
+                self._client = Cluster.from_url(self._url, **self._client_options)
             return self._client
 
     def _disconnect(self) -> None:
@@ -249,8 +269,11 @@ class RedisBackend(RemoteBackend):
         pool, asking = self._pool_of(client, name), False
         for _ in range(_REDIRECTIONS):
             try:
-                return self._with_connection(pool, work, asking)
+                with within(self.options.timeout):
+                    return self._with_connection(pool, work, asking)
             except exceptions.AskError as error:
+                if not self._is_cluster:
+                    raise
                 # MovedError derives from AskError.
                 asking = not isinstance(error, exceptions.MovedError)
                 pool = self._redirected(cast(RedisCluster, client), error)
@@ -258,7 +281,8 @@ class RedisBackend(RemoteBackend):
                 if isinstance(client, RedisCluster):
                     # A replica may have replaced the node.
                     pool.disconnect(inuse_connections=False)
-                    client.nodes_manager.initialize()
+                    with within(self.options.timeout):
+                        client.nodes_manager.initialize()
                 raise
         raise exceptions.ClusterDownError(f"{name} was redirected {_REDIRECTIONS} times")
 
@@ -299,47 +323,20 @@ class RedisBackend(RemoteBackend):
 open_url = RedisBackend
 
 
-class _Reply:
-    """The answer to a GET, read directly from the socket: redis-py's parser buffers nothing between commands."""
+def _number(answer: Any) -> int:
+    """An answer that must be a number. Raises the error that it is, and InvalidResponse."""
+    if isinstance(answer, Exception):
+        raise answer
+    if not isinstance(answer, int):
+        raise exceptions.InvalidResponse(f"{answer!r:.40} is no number")
+    return answer
 
-    def __init__(self, connection: Any, timeout: float) -> None:
-        self._connection = connection
-        self._socket: socket.socket = connection._get_socket()
-        self._deadline = time.monotonic() + timeout
 
-    def length(self) -> int | None:
-        """Length of the value; None when it does not exist. Raises the error that the server answers."""
-        line = bytearray()
-        while not line.endswith(b"\r\n"):
-            # One byte at a time, because the bytes after the line belong to the value.
-            byte = self._socket.recv(1)
-            if not byte or len(line) > _MAX_LINE_BYTES:
-                raise exceptions.ConnectionError("the connection was closed within an answer")
-            line += byte
-        kind, text = line[:1], line[1:-2].decode("utf-8", "replace")
-        if kind == b"-":
-            error = self._connection._parser.parse_error(text)
-            raise FormatError(text) if text.startswith("WRONGTYPE") else error
-        if kind != b"$":
-            raise exceptions.InvalidResponse(f"{text!r} instead of a value")
-        if text == "-1":
-            return None
-        self._deadline += int(text) / MIN_BYTES_PER_SECOND
-        return int(text)
-
-    def fill(self, view: memoryview) -> None:
-        """Fill `view` with the next bytes."""
-        while len(view):
-            if time.monotonic() > self._deadline:
-                raise exceptions.TimeoutError("the value took too long")
-            received = self._socket.recv_into(view)
-            if not received:
-                raise exceptions.ConnectionError("the connection was closed within a value")
-            view = view[received:]
-
-    def end(self) -> None:
-        """Read the line break after the value."""
-        self.fill(memoryview(bytearray(2)))
+def _in_time(pieces: Iterable[bytes | memoryview], deadline: float) -> Iterator[bytes | memoryview]:
+    for piece in pieces:
+        if time.monotonic() > deadline:
+            raise exceptions.TimeoutError("the value is taken too slowly")
+        yield piece
 
 
 def _escaped(text: str) -> str:

@@ -1,0 +1,190 @@
+"""`Answers`: redis-py's parser with bounds. Whatever listens at the address, an answer ends in time, and in bytes.
+
+It takes the place of redis-py's own parsers: those make whatever an answer announces, and hiredis holds the GIL
+meanwhile. Here as many bytes as have come are looked at, between calls that let other threads run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from socket import socket
+from ssl import SSLWantReadError
+from typing import Any, NoReturn
+
+from redis import RedisCluster, exceptions
+from redis._parsers import _RESP2Parser
+
+_MAX_LINE_BYTES = 4096
+_MAX_BYTES = 16 << 20
+_MAX_PARTS = 1 << 19
+"""Bytes and items of one answer, at most: a cluster's slots are the largest."""
+_MAX_DEPTH = 8
+_READ_BYTES = 1 << 16
+
+
+class _Limit(threading.local):
+    deadline: float | None = None
+
+
+_limit = _Limit()
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Have all answers to this thread come within this time together."""
+    before, _limit.deadline = _limit.deadline, time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        _limit.deadline = before
+
+
+class Answers:
+    """The answers on one connection, for one thread at a time: what redis-py asks of a parser."""
+
+    EXCEPTION_CLASSES = _RESP2Parser.EXCEPTION_CLASSES
+    parse_error = _RESP2Parser.parse_error
+
+    def __init__(self, socket_read_size: int) -> None:
+        self._buffer = None  # redis-py looks for its own
+        self._sock: socket | None = None
+        self._ahead = bytearray()
+        self._timeout = self._deadline = 0.0
+        self._bytes = self._parts = 0
+
+    def on_connect(self, connection: Any) -> None:
+        self._sock, self._timeout = connection._sock, connection.socket_timeout
+        self._ahead.clear()
+
+    def on_disconnect(self) -> None:
+        self._sock = None
+        self._ahead.clear()
+
+    def can_read(self, timeout: float = 0) -> bool:
+        """Whether there are bytes that nobody has asked for. Raises when the connection is closed."""
+        if not self._ahead and self._sock is not None:
+            self._sock.settimeout(timeout)
+            try:
+                with suppress(TimeoutError, BlockingIOError, SSLWantReadError):
+                    self._ahead += self._sock.recv(_READ_BYTES) or _closed()
+            finally:
+                self._sock.settimeout(self._timeout)
+        return bool(self._ahead)
+
+    def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
+        """The next answer: bytes, a number, None, an error, or a list of such."""
+        self._bytes, self._parts = _MAX_BYTES, _MAX_PARTS
+        with self._in_time():
+            return self._answer(_MAX_DEPTH)
+
+    def _answer(self, depth: int) -> Any:
+        kind, text = self._line()
+        if kind == b"+":
+            return text
+        if kind == b"-":
+            error = self.parse_error(text.decode("utf-8", "replace"))
+            if isinstance(error, exceptions.ConnectionError):
+                raise error
+            return error
+        number = _number(text)
+        if kind == b":":
+            return number
+        if number == -1 and kind in (b"$", b"*"):
+            return None
+        if kind == b"$" and 0 <= number <= self._bytes:
+            self._bytes -= number
+            value = bytearray(number + 2)
+            self._fill(memoryview(value))
+            return bytes(value[:-2])
+        if kind == b"*" and 0 <= number <= self._parts and depth:
+            self._parts -= number
+            return [self._answer(depth - 1) for _ in range(number)]
+        raise exceptions.InvalidResponse(f"an answer that begins with {bytes(kind + text[:40])!r}")
+
+    def length(self) -> int | None:
+        """Length of a value that `fill` reads; None when there is none. Raises the error that the server answers."""
+        with self._in_time():
+            kind, text = self._line()
+        if kind == b"-":
+            raise self.parse_error(text.decode("utf-8", "replace"))
+        number = _number(text)
+        if kind != b"$" or number < -1:
+            raise exceptions.InvalidResponse(f"{bytes(kind + text[:40])!r} instead of a value")
+        return None if number == -1 else number
+
+    def fill(self, view: memoryview) -> None:
+        """Fill `view` with the next bytes of a value."""
+        with self._in_time():
+            self._fill(view)
+
+    def end(self) -> None:
+        """Read the line break after a value."""
+        self.fill(memoryview(bytearray(2)))
+
+    # -- bytes ------------------------------------------------------------------------------------------------
+
+    def _line(self) -> tuple[bytes, bytes]:
+        """The first character of a line, and the others."""
+        while (end := self._ahead.find(b"\r\n", 0, _MAX_LINE_BYTES)) < 0:
+            if len(self._ahead) >= _MAX_LINE_BYTES:
+                raise exceptions.InvalidResponse("a line without an end")
+            self._read_ahead()
+        line = bytes(self._ahead[:end])
+        del self._ahead[: end + 2]
+        return line[:1], line[1:]
+
+    def _read_ahead(self) -> None:
+        room = bytearray(_READ_BYTES)
+        self._ahead += room[: self._receive(memoryview(room))]
+
+    def _fill(self, view: memoryview) -> None:
+        known = min(len(self._ahead), len(view))
+        view[:known] = self._ahead[:known]
+        del self._ahead[:known]
+        view = view[known:]
+        while len(view):
+            view = view[self._receive(view) :]
+
+    def _receive(self, view: memoryview) -> int:
+        if self._sock is None:
+            raise exceptions.ConnectionError("the connection is closed")
+        if (left := self._deadline - time.monotonic()) <= 0:
+            raise exceptions.TimeoutError("no answer in time")
+        self._sock.settimeout(left)
+        try:
+            received = self._sock.recv_into(view)
+        except TimeoutError:
+            raise exceptions.TimeoutError("no answer in time") from None
+        return received or _closed()
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        given = _limit.deadline
+        self._deadline = time.monotonic() + self._timeout if given is None else given
+        try:
+            yield
+        finally:
+            if self._sock is not None:
+                self._sock.settimeout(self._timeout)
+
+
+class Cluster(RedisCluster):
+    """redis-py's client of a cluster, which takes no parser as an option."""
+
+    def on_connect(self, connection: Any) -> None:
+        connection.set_parser(Answers)
+        super().on_connect(connection)
+
+
+def _closed() -> NoReturn:
+    raise exceptions.ConnectionError("the connection was closed by the server")
+
+
+def _number(text: bytes) -> int:
+    digits = text.removeprefix(b"-")
+    if not (digits.isdigit() and len(digits) <= 19):
+        raise exceptions.InvalidResponse(f"{text[:40]!r} is no number")
+    return int(text)
