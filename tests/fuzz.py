@@ -4,8 +4,8 @@
     python -m tests.fuzz headers -max_total_time=600
 
 What to fuzz is the first word: `headers` of chunks, `folders` with any files, configuration `files`, the connector's
-`extra` configuration, or `http` requests to the agent API. The rest are libFuzzer's options. It ends with a traceback
-at the first failure.
+`extra` configuration, `http` requests to the agent API, `traces` to simulate, or answers of `remotes`. The rest are
+libFuzzer's options. It ends with a traceback at the first failure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ with atheris.instrument_imports(include=["lmkv", "yaml"]):
     from tests.agent import test_fuzz_http
     from tests.agent.serving import service_of, store_over
     from tests.backends.disk.attacks.test_any_folder import test_any_folder
+    from tests.backends.remote.test_hostile import test_any_answers
     from tests.chunks.test_codec import test_sealed_lies_are_rejected_or_harmless
+    from tests.cli.test_simulate import test_any_lines_are_a_trace_or_are_refused
     from tests.test_fuzz import test_any_extra_configuration, test_any_file
 
 
@@ -44,6 +46,8 @@ def main() -> None:
             "files": test_any_file,
             "extra": test_any_extra_configuration,
             "http": any_request,
+            "traces": test_any_lines_are_a_trace_or_are_refused,
+            "remotes": test_any_answers,
         }
         if len(sys.argv) < 2 or sys.argv[1] not in targets:
             sys.exit(f"{__doc__}\nWhat to fuzz: {', '.join(targets)}")

@@ -17,7 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lmkv.cli.sizing import kv_size
-from lmkv.errors import LmkvError, UsageError
+from lmkv.errors import LmkvError, UsageError, outside, short_repr
 from lmkv.policies import Shadow, make_admission, make_policy
 from lmkv.simulation.clairvoyant import clairvoyant
 from lmkv.simulation.formats import read_trace
@@ -29,7 +29,7 @@ from lmkv.simulation.trace import Trace
 DEFAULT_TOKEN_BYTES = 131_072
 """KV of a token of an 8B model: 32 layers, 8 KV heads of 128, two bytes a value."""
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"([0-9.]+)\s*(%|[KMGT]?I?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s{0,9}(%|[KMGT]?I?B)?", re.IGNORECASE | re.ASCII)
 UNBOUNDED, CLAIRVOYANT = "Unbounded", "Clairvoyant"
 
 
@@ -99,14 +99,17 @@ def simulate(
         for table in tables(rows, token_bytes, assumed=model is None):
             console.print(table)
     if plot is not None:
-        draw(rows, plot)
+        try:
+            draw(rows, plot)
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(f"{plot} cannot be drawn: {outside(str(error))}") from error
 
 
 def size_of(text: str, chunk_bytes: int, unique: int) -> int:
     """Bytes of `5%` of the trace's chunks, `64GiB`, `64GB`, or a number of chunks."""
     found = _SIZE.fullmatch(text.strip())
     if not found:
-        raise UsageError(f"{text!r} is no size: give 5%, 64GiB, 64GB or a number of chunks")
+        raise UsageError(f"{short_repr(text)} is no size: give 5%, 64GiB, 64GB or a number of chunks")
     number, unit = float(found[1]), (found[2] or "").upper()
     if unit == "%":
         return int(unique * number / 100) * chunk_bytes

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lmkv.errors import UsageError
+from lmkv.errors import UsageError, outside, short_repr
 from lmkv.simulation.trace import KeyTable, Trace, TraceRequest, chunked
 
 _MOONCAKE_BLOCK, _SESSION_BLOCK, _RAG_BLOCK = 512, 64, 64
+_MAX_LINE = 16 << 20
+_MAX_BLOCKS = 1 << 20
+_MAX_ACCESSES = 1 << 27
+_MAX_TOKENS = 1 << 40
+_MAX_TIME = 1e15
+"""At most: characters of a line, blocks of a request, chunks of all, tokens, and seconds or milliseconds."""
 _RAG_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
 
 
@@ -20,21 +27,25 @@ def read_trace(path: Path, chunk_tokens: int | None = None, *, spread: float = 0
     """Read the trace in a file, or RAGPulse's in its folder; both may be compressed with zstd.
 
     `chunk_tokens`: None for the trace's own block. `spread`: sessions of a run-length file begin at uniformly random
-    times within this number of seconds; 0: as the file says. Raises UsageError for a file that is none of these.
+    times within this number of seconds; 0: as the file says. Raises UsageError for a file that is none of these, with
+    the line and what is wrong with it.
     """
     if path.is_dir():
         path = next(iter(sorted(path.glob("0_trace.jsonl*"))), path / "0_trace.jsonl")
-    try:
-        with open_text(path) as lines:
-            first = json.loads(next(lines, "null"))
-            reader, block = _reader(first, spread, seed)
-        with open_text(path) as lines:
-            size = chunk_tokens or block(first)
-            name = path.name.removesuffix(".zst").removesuffix(".jsonl").removesuffix("_trace")
-            name = path.absolute().parent.name if name == "0" else name
-            requests = list(reader(name, map(json.loads, filter(str.strip, lines)), size, path))
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UsageError(f"{path} cannot be read as a trace: {error!r}") from error
+    with parsed_lines(path) as lines:
+        first = next(lines, None)
+        reader, block = _reader(first, spread, seed)
+        size = chunk_tokens or block(first)
+    name = path.name.removesuffix(".zst").removesuffix(".jsonl").removesuffix("_trace")
+    name = path.absolute().parent.name if name == "0" else name
+    requests: list[TraceRequest] = []
+    left = _MAX_ACCESSES
+    with parsed_lines(path) as lines:
+        for request in reader(name, lines, size, path):
+            left -= len(request.keys)
+            if left < 0:
+                raise ValueError(f"its requests have more than {_MAX_ACCESSES:,} chunks")
+            requests.append(request)
     requests.sort(key=lambda request: request.time)
     return Trace(name, size, requests)
 
@@ -44,9 +55,9 @@ Reader = Callable[[str, Iterator[Any], int, Path], Iterator[TraceRequest]]
 
 def _reader(first: Any, spread: float, seed: int) -> tuple[Reader, Callable[[Any], int]]:
     if not isinstance(first, dict):
-        raise UsageError("its first line is no JSON object")
+        raise ValueError("it is no JSON object")
     if "lmkv_trace" in first:
-        return _recorded, lambda header: int(header["chunk_tokens"])
+        return _recorded, _recorded_block
     if "requests" in first:
 
         def sessions(name: str, lines: Iterator[Any], size: int, path: Path) -> Iterator[TraceRequest]:
@@ -62,12 +73,13 @@ def _mooncake(name: str, lines: Iterator[Any], size: int, _: Path) -> Iterator[T
     table = KeyTable(name)
     per = _blocks_per_chunk(size, _MOONCAKE_BLOCK)
     for line in lines:
-        blocks = line["hash_ids"]
+        blocks = _names(line["hash_ids"])
         # An id stands for all that comes before it, too.
         keys = (
             [table.key(block) for block in blocks] if per == 1 else table.chain(0, chunked(blocks, per, partial=True))
         )
-        yield TraceRequest(line["timestamp"] / 1000, keys, line["input_length"], line["output_length"])
+        tokens, output = _count(line["input_length"]), _count(line["output_length"])
+        yield TraceRequest(_seconds(line["timestamp"]) / 1000, keys, tokens, output)
 
 
 def _sessions(
@@ -75,38 +87,44 @@ def _sessions(
 ) -> Iterator[TraceRequest]:
     per = _blocks_per_chunk(size, _SESSION_BLOCK)
     for line in lines:
-        session = str(line["id"])
+        session = _session(line["id"])
         table = KeyTable(f"{name} {session}")
-        start = chance.uniform(0, spread) - line["requests"][0][0] if spread and line["requests"] else 0.0
-        for time, tokens, output, _, runs in line["requests"]:
+        requests = line["requests"]
+        start = chance.uniform(0, spread) - _seconds(requests[0][0]) if spread and requests else 0.0
+        for time, tokens, output, _, runs in requests:
+            if sum(_count(count) for _, count in runs) > _MAX_BLOCKS:
+                raise ValueError(f"a request has more than {_MAX_BLOCKS:,} blocks")
             blocks = [block for first, count in runs for block in range(first, first + count)]
             keys = table.chain(0, chunked(blocks, per, partial=False))
-            yield TraceRequest(start + time, keys, tokens, output, session)
+            yield TraceRequest(start + _seconds(time), keys, _count(tokens), _count(output), session)
 
 
 def _ragpulse(name: str, lines: Iterator[Any], size: int, path: Path) -> Iterator[TraceRequest]:
     lengths = _rag_lengths(path)
     table = KeyTable(name)
     for line in lines:
-        parts = [(part, number) for part in _RAG_PARTS for number in line["hash_ids"].get(part, ())]
-        total = sum(lengths[number] for _, number in parts)
+        parts = [(part, number) for part in _RAG_PARTS for number in _names(line["hash_ids"].get(part, []))]
+        total = _count(sum(lengths[number] for _, number in parts))
+        if total // size > _MAX_BLOCKS:
+            raise ValueError(f"a request has more than {_MAX_BLOCKS:,} chunks")
         keys = table.chain(0, _cut(parts, lengths, size))
-        yield TraceRequest(float(line["timestamp"]), keys, total, line["output_length"], line["session_id"])
+        output, session = _count(line["output_length"]), _session(line["session_id"])
+        yield TraceRequest(_seconds(float(line["timestamp"])), keys, total, output, session)
 
 
-def _rag_lengths(path: Path) -> dict[int, int]:
-    lengths: dict[int, int] = {}
+def _rag_lengths(path: Path) -> dict[Any, int]:
+    lengths: dict[Any, int] = {}
     for side in sorted(path.parent.glob("[1-9]_*.jsonl*")):
-        with open_text(side) as lines:
-            for entry in map(json.loads, filter(str.strip, lines)):
-                number = next(value for name, value in entry.items() if name.endswith("_id"))
-                lengths[number] = entry["token_length"]
+        with parsed_lines(side) as lines:
+            for entry in lines:
+                (number,) = _names([value for name, value in entry.items() if name.endswith("_id")][:1])
+                lengths[number] = _count(entry["token_length"])
     return lengths
 
 
-def _cut(parts: list[tuple[str, int]], lengths: dict[int, int], size: int) -> Iterator[object]:
+def _cut(parts: list[tuple[str, Any]], lengths: dict[Any, int], size: int) -> Iterator[object]:
     """The content of each whole chunk: which tokens of which parts."""
-    content: list[tuple[int, int, int]] = []
+    content: list[tuple[Any, int, int]] = []
     left = size
     for _, number in parts:
         at, length = 0, lengths[number]
@@ -119,34 +137,102 @@ def _cut(parts: list[tuple[str, int]], lengths: dict[int, int], size: int) -> It
                 content, left = [], size
 
 
+def _recorded_block(header: Any) -> int:
+    return _count(header["chunk_tokens"], 1)
+
+
 def _recorded(name: str, lines: Iterator[Any], size: int, _: Path) -> Iterator[TraceRequest]:
-    header = next(lines)
-    per = _blocks_per_chunk(size, header["chunk_tokens"])
+    per = _blocks_per_chunk(size, _recorded_block(next(lines)))
     table = KeyTable(name)
     for line in lines:
         keys = [table.key(key) for key in line["keys"].split()]
         keys = keys if per == 1 else keys[per - 1 :: per]
-        yield TraceRequest(line["t"], keys, line["tokens"], line.get("output", 0), line.get("session", ""))
+        tokens, output = _count(line["tokens"]), _count(line.get("output", 0))
+        yield TraceRequest(_seconds(line["t"]), keys, tokens, output, _session(line.get("session", "")))
 
 
 def _blocks_per_chunk(size: int, block: int) -> int:
     if size % block:
-        raise UsageError(f"a chunk must be a multiple of the trace's blocks of {block} tokens, not {size}")
+        raise ValueError(f"a chunk must be a multiple of the trace's blocks of {block} tokens, not {size}")
     return size // block
 
 
-def open_text(path: Path) -> io.TextIOBase:
-    """Lines of a file, decompressed if its name ends with .zst."""
-    if path.suffix != ".zst":
-        return path.open(encoding="utf-8")
-    try:
-        from compression import zstd  # Python 3.14
+# -- what a line may have ------------------------------------------------------------------------------------
 
-        return zstd.open(path, "rt", encoding="utf-8")  # type: ignore[no-any-return]
-    except ImportError:
-        pass
+
+def _count(value: Any, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= _MAX_TOKENS:
+        raise ValueError(f"{short_repr(value)} is no number of tokens or blocks")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    # nan is in no range
+    if type(value) not in (int, float) or not -_MAX_TIME <= value <= _MAX_TIME:
+        raise ValueError(f"{short_repr(value)} is no time")
+    return float(value)
+
+
+def _names(values: Any) -> list[Any]:
+    if not isinstance(values, list) or not {*map(type, values)} <= {int, str} or len(values) > _MAX_BLOCKS:
+        raise ValueError(f"{short_repr(values)} is no list of ids")
+    return values
+
+
+def _session(value: Any) -> str:
+    if type(value) not in (int, str):
+        raise ValueError(f"{short_repr(value)} is no session")
+    return str(value)
+
+
+@contextmanager
+def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
+    """The JSON of each line that is not blank, decompressed if the file's name ends with .zst.
+
+    Raises UsageError, also for whatever a block raises about the line that it has read last: with file and line.
+    """
+    at = 0
+
+    def parsed(file: Any) -> Iterator[Any]:
+        nonlocal at
+        while text := file.readline(_MAX_LINE + 1):
+            at += 1
+            if len(text) > _MAX_LINE:
+                raise ValueError(f"it has more than {_MAX_LINE:,} characters")
+            if text.strip():
+                yield json.loads(text)
+
     try:
-        import zstandard
-    except ImportError:
-        raise UsageError(f'{path} is compressed: pip install "lmkv[traces]", or decompress it') from None
-    return zstandard.open(path, "rt", encoding="utf-8")  # type: ignore[no-any-return]
+        if not path.is_file():
+            # A pipe would be waited for, and can be read once only.
+            raise ValueError("it is no file" if path.exists() else "there is no such file")
+        with _opened(path) as file:
+            yield parsed(file)
+    except (OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, UsageError):
+            raise
+        said = str(error) if type(error) is ValueError else repr(error)
+        raise UsageError(f"{path}{f', line {at}' if at else ''}: no trace: {outside(said)}") from error
+    except RecursionError as error:
+        raise UsageError(f"{path}, line {at}: no trace: it is nested too deeply") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    if path.suffix != ".zst":
+        with path.open(encoding="utf-8") as file:
+            yield file
+        return
+    zstd = _zstd(path)
+    try:
+        with zstd.open(path, "rt", encoding="utf-8") as file:
+            yield file
+    except zstd.ZstdError as error:
+        raise ValueError(f"it cannot be decompressed: {error}") from error
+
+
+def _zstd(path: Path) -> Any:
+    for name in ("compression.zstd", "zstandard"):  # the first is Python 3.14's
+        with suppress(ImportError):
+            return import_module(name)
+    raise UsageError(f'{path} is compressed: pip install "lmkv[traces]", or decompress it')

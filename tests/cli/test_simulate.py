@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
+from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
 from lmkv.cli.app import app
 from lmkv.cli.simulate import size_of
 from lmkv.errors import UsageError
+from lmkv.policies import Shadow, make_policy
+from lmkv.simulation.clairvoyant import clairvoyant
 from lmkv.simulation.formats import read_trace
+from lmkv.simulation.replay import replay
+from lmkv.simulation.tiers import replay_tiers
 
 
 @pytest.fixture
@@ -118,8 +125,129 @@ def test_sizes_are_read_as_people_write_them() -> None:
         size_of("much", 1, 1)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{}", "no json", '{"hash_ids": [1]}'])
-def test_what_is_no_trace_is_refused(content: str, tmp_path: Path) -> None:
+MOONCAKE: dict[str, Any] = {"timestamp": 5, "input_length": 1500, "output_length": 3, "hash_ids": [1, 2, 3]}
+SESSION: dict[str, Any] = {"id": "s", "requests": [[0.5, 200, 3, 0, [[0, 3]]]]}
+RAG: dict[str, Any] = {"timestamp": "5", "hash_ids": {"history": []}, "output_length": 2, "session_id": "s"}
+HEADER: dict[str, Any] = {"lmkv_trace": 1, "chunk_tokens": 16}
+RECORDED: dict[str, Any] = {"t": 0.5, "tokens": 40, "keys": "aa bb", "output": 3, "session": "s"}
+HUGE, DEEP = 10**400, "[" * 200_000
+
+
+def with_each(line: dict[str, Any], **values: list[Any]) -> list[str]:
+    """The line with each of these values in its place."""
+    return [json.dumps({**line, name: value}) for name, these in values.items() for value in these]
+
+
+no_runs: list[Any] = [[[0, 10**9]], [[0, 10**30]], [[0, -1]], [["a", 3]], [[0]], None, [[0, 1 << 19]] * 4]
+no_requests: list[Any] = [5, [5], [[0.5]], None, "no", {"a": 1}, [[None, 9, 3, 0, []]], [[0.5, None, 3, 0, []]]]
+no_records = with_each(
+    RECORDED,
+    keys=[None, 5, ["a"], {}],
+    tokens=[None, "40", -1, 1e400, HUGE, []],
+    t=[None, "0", 1e400, -1e400, HUGE, []],
+    output=[None],
+    session=[None, ["s"], {"a": 1}],
+)
+HOSTILE = [
+    *("", "[1]", "{}", "no json", "\0", DEEP, '{"hash_ids": [1]}', '{"hash_ids":' * 20_000),
+    *with_each(HEADER, chunk_tokens=[0, -1, None, "16", 1e400, HUGE, [], 1.5, True]),
+    *(f"{json.dumps(HEADER)}\n{line}" for line in [*no_records, "[]", DEEP]),
+    *with_each(
+        MOONCAKE,
+        timestamp=[None, "5", 10**399, 1e400, True],
+        hash_ids=[None, [[1]], [None], 5, "12", [1.5]],
+        input_length=["5", -5],
+        output_length=[None],
+    ),
+    *with_each(SESSION, requests=[*no_requests, *([[0.5, 200, 3, 0, runs]] for runs in no_runs)]),
+    *with_each(RAG, timestamp=["never", None, "nan", "9" * 400], session_id=[None]),
+    *with_each(RAG, hash_ids=[{"history": [5]}, {"history": "ab"}, {"history": None}, {"history": [[]]}]),
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("spread", [0, 60])
+def test_what_is_no_trace_is_refused_with_its_place(content: str, spread: int, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(content)
-    result = CliRunner().invoke(app, ["simulate", str(tmp_path / "x.jsonl")])
-    assert result.exit_code == 2
+    with pytest.raises(UsageError, match=r"x\.jsonl(, line [12])?: no trace: ") as refused:
+        read_trace(tmp_path / "x.jsonl", spread=spread)
+    assert len(str(refused.value)) < 600
+    assert str(refused.value).isprintable()
+    assert CliRunner().invoke(app, ["simulate", str(tmp_path / "x.jsonl")]).exit_code == 2
+
+
+def test_a_file_that_is_none_or_broken_is_no_trace(tmp_path: Path, sessions: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "not.zst").write_bytes(b"not compressed")
+    with zstandard.open(tmp_path / "cut.zst", "wt", encoding="utf-8") as file:
+        file.write(sessions.read_text())
+    whole = (tmp_path / "cut.zst").read_bytes()
+    (tmp_path / "cut.zst").write_bytes(whole[: len(whole) // 2])
+    with zstandard.open(tmp_path / "bomb.zst", "wt", encoding="utf-8") as file:
+        for _ in range(20):
+            file.write("0" * (1 << 20))
+    (tmp_path / "latin.jsonl").write_bytes(b"\xff\xfe")
+    for name in ("pipe", "not.zst", "cut.zst", "bomb.zst", "latin.jsonl", "none"):
+        with pytest.raises(UsageError, match=f"{name}(, line [0-9]+)?: no trace: "):
+            read_trace(tmp_path / name)
+    with pytest.raises(UsageError, match="/dev/zero: no trace: it is no file"):
+        read_trace(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--capacity", each] for each in ("9" * 400, "9" * 400 + "%", "1.2.3", "", "nan", ".", "1e9", "-1")),
+        *(["--plot", each] for each in ("/nowhere/at/all.png", "x.nonsense")),
+    ],
+)
+def test_what_an_option_cannot_be_is_said(options: list[str], sessions: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = CliRunner().invoke(app, ["simulate", str(sessions), *options])
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+
+
+odd = st.recursive(
+    st.one_of(
+        *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), st.integers(10**300, 10**310)),
+        *(st.integers(-2, 70), st.floats(0, 1e3), st.sampled_from(["", "aa bb", 1 << 40, 1 << 20, -0.0, 1e15])),
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def spoiled(draw: st.DrawFn, line: Any) -> Any:
+    """A line with something else at some places."""
+    if draw(st.integers(0, 5)) == 0:
+        return draw(odd)
+    if isinstance(line, dict):
+        return {name: draw(spoiled(value)) for name, value in line.items() if draw(st.integers(0, 19))}
+    return [draw(spoiled(each)) for each in line] if isinstance(line, list) else line
+
+
+hostile_lines = st.one_of(
+    *(st.binary(max_size=40), st.text(max_size=40).map(str.encode)),
+    st.sampled_from([MOONCAKE, SESSION, RAG, HEADER, RECORDED])
+    .flatmap(lambda line: st.one_of(st.just(line), spoiled(line)))
+    .map(lambda line: json.dumps(line).encode()),
+)
+
+
+@given(st.lists(hostile_lines, max_size=4), st.sampled_from([0, 60]), st.sampled_from([None, 16, 64, 512, 1000]))
+def test_any_lines_are_a_trace_or_are_refused(lines: list[bytes], spread: int, size: int | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "0_trace.jsonl"
+        path.write_bytes(b"\n".join(lines))
+        (Path(folder) / "1_side.jsonl").write_bytes(b'{"history_id": 1, "token_length": 70}')
+        try:
+            trace = read_trace(path, size, spread=spread)
+        except UsageError as error:
+            assert len(str(error)) < 2000  # noqa: PT017
+            return
+        for name in ("LRU", "ADAPTIVE"):
+            found = replay(trace, make_policy(name), 5, 1)
+            assert 0 <= found.hit_tokens <= max(0, trace.tokens)
+        assert clairvoyant(trace, 5)[0] >= 0
+        replay_tiers(trace, [Shadow(make_policy("LRU"), 3) for _ in range(2)], None, 1, router="least-loaded")

@@ -23,10 +23,13 @@ from lmkv.errors import (
     mask_secrets,
 )
 from lmkv.outcomes import HIT, MISS, Read, Written
-from lmkv.protocols import Chunk, ChunkKey
+from lmkv.protocols import Chunk, ChunkKey, Listed
 
 MIN_BYTES_PER_SECOND = 16 << 20
 """Slowest transfer of a value, in bytes per second, before it is given up."""
+_MAX_LISTED = 10_000_000
+_MAX_VALUE_BYTES = 1 << 36
+"""Chunks of a listing, and bytes of one of them, at most: more is no store's of chunks."""
 
 
 def split_url(url: str) -> SplitResult:
@@ -129,7 +132,10 @@ class RemoteBackend(ABC):
         self._check_open()
         names = [self.name_of(key) for key in keys]
         try:
-            return self._exist(names) if names else []
+            found = self._exist(names) if names else []
+            if len(found) != len(names):
+                raise ValueError(f"{len(found)} answers about {len(names)} names")
+            return found
         except Exception as error:
             raise self._translated(error, "contains") from error
 
@@ -162,6 +168,20 @@ class RemoteBackend(ABC):
         except Exception as error:
             raise self._translated(error, "delete") from error
 
+    def _listing(self, found: Iterator[list[Listed]]) -> Iterator[list[Listed]]:
+        """What a store lists, as long as that can be. Raises a `BackendError`."""
+        self._check_open()
+        count = 0
+        try:
+            for batch in found:
+                if (count := count + len(batch)) > _MAX_LISTED:
+                    raise ValueError(f"it lists more than {_MAX_LISTED:,} chunks")
+                yield [each for each in batch if each.nbytes <= _MAX_VALUE_BYTES]
+        except ClosedError:
+            raise
+        except Exception as error:
+            raise self._translated(error, "list") from error
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -178,7 +198,7 @@ class RemoteBackend(ABC):
         return translated
 
     def _reason(self, error: Exception) -> str:
-        """Text of a store's error, without secrets."""
+        """Text of a store's error."""
         return f"{type(error).__name__}: {error}"
 
     # -- requests to the store --------------------------------------------------------------------------------

@@ -101,12 +101,12 @@ class ObjectStoreBackend(RemoteBackend):
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """List the chunks of this namespace in batches, in no order."""
-        self._check_open()
-        try:
-            for batch in obstore.list(self._store, self._root, chunk_size=_BATCH_NAMES):
-                yield [Listed(key, each["size"]) for each in batch if (key := self._key_of(each["path"]))]
-        except (exceptions.BaseError, OSError) as error:
-            raise self._translated(error, "list") from error
+        return self._listing(self._list())
+
+    def _list(self) -> Iterator[list[Listed]]:
+        for batch in obstore.list(self._store, self._root, chunk_size=_BATCH_NAMES):
+            self._check_open()
+            yield [Listed(key, each["size"]) for each in batch if (key := self._key_of(each["path"]))]
 
     def _key_of(self, path: str) -> ChunkKey | None:
         """The key in a path; None for other objects."""

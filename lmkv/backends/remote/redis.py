@@ -115,11 +115,7 @@ class RedisBackend(RemoteBackend):
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """List the chunks of this namespace in batches, in no order."""
-        self._check_open()
-        try:
-            yield from self._list()
-        except Exception as error:
-            raise self._translated(error, "list") from error
+        return self._listing(self._list())
 
     def _list(self) -> Iterator[list[Listed]]:
         # The store may have other names below this prefix.

@@ -28,7 +28,7 @@ from lmkv.backends.remote.child import MAX_MESSAGE_BYTES, ROOM, SLAB, Part
 from lmkv.backends.remote.host_port import HostPortBackend
 from lmkv.backends.remote.value_codec import Fill, filler
 from lmkv.chunks.codec import FormatError
-from lmkv.errors import ConfigError, UsageError
+from lmkv.errors import ConfigError, UsageError, outside
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey
 
@@ -95,7 +95,7 @@ class SubprocessBackend(HostPortBackend):
 
     def _put(self, name: str, chunk: Chunk) -> Written:
         answer = self._client(name).put(name, self.codec.header_of(chunk), chunk.payload)
-        return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(answer)
+        return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(outside(answer))
 
     def _remove(self, names: Sequence[str]) -> None:
         for batch in batches(names, _batch_size(names)):
