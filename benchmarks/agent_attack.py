@@ -29,7 +29,9 @@ import httpx
 
 from benchmarks._timing import Row, arguments_of, finish
 from lmkv.agent.client import Client
-from lmkv.agent.http import Address, AgentServer, application
+from lmkv.agent.address import Address
+from lmkv.agent.http import application
+from lmkv.agent.server import AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.hashing import chunk_keys

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import socket
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
 
+from lmkv.agent.explanation import printable
+
 _UNIX = "unix:"
+_MAX_BYTES = 32 << 20
+_SHOWN = 500
+_OPENED = {f"connection.{how}.complete" for how in ("connect_tcp", "connect_unix_socket", "start_tls")}
 Answer = TypeVar("Answer")
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class _Calls(ABC, Generic[Answer]):
-    """Every call of the service. A subclass waits for its answer or awaits it. `timeout`: seconds, besides a `wait`."""
+    """Every call of the service. A subclass waits for its answer or awaits it.
 
-    def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0) -> None:
-        self._url = url
+    `timeout`: seconds for a whole answer, besides a `wait`. `most`: its bytes.
+    """
+
+    def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0, most: int = _MAX_BYTES) -> None:
+        self._url = url = _literal(url)
         self._timeout = timeout
+        self._most = most
         self._socket = url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
         self._base: dict[str, Any] = {
             "base_url": "http://engine" if self._socket else url,
-            "headers": _headers(token),
+            # Compressed answers would have no bound.
+            "headers": {"Accept-Encoding": "identity", **_headers(token)},
             # A service on this machine needs no proxy from the environment, nor credentials from ~/.netrc.
             "trust_env": url.startswith("https:"),
         }
@@ -36,8 +51,15 @@ class _Calls(ABC, Generic[Answer]):
         """Any call of the service, as its OpenAPI page has them."""
         ...
 
-    def _limit(self, body: Mapping[str, Any] | None) -> float:
-        return self._timeout + float((body or {}).get("wait", 0.0))
+    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[float, dict[str, Any]]:
+        """Seconds for the answer, and what httpx is asked."""
+        limit = self._timeout + float((body or {}).get("wait", 0.0))
+        return limit, {"method": method, "url": path, "json": body, "timeout": limit}
+
+    def _add(self, found: bytearray, part: bytes) -> None:
+        found += part
+        if len(found) > self._most:
+            raise ValueError(f"the answer has more than {self._most:,} bytes")
 
     def lookup(self, prompt: PromptLike, **scope: Any) -> Answer:
         """Look a prompt up: `total_tokens`, `hit_tokens` and the `sources` that have them."""
@@ -112,17 +134,20 @@ class Client(_Calls[dict[str, Any]]):
     token : str, optional
         The engine's `agent_token`.
     timeout : float
-        Seconds for an answer, besides the `wait` of a prefetch.
+        Seconds for a whole answer, besides the `wait` of a prefetch.
+    most : int
+        Bytes of an answer.
 
     Raises
     ------
     httpx.HTTPStatusError
-        Each call raises it for an answer that is an error, and httpx.TransportError if nobody answers.
+        Each call raises it for an answer that is an error, httpx.TransportError if nobody answers in time, and
+        ValueError for what is no answer of lmkv's.
 
     Notes
     -----
     Thread-safe. A prompt is a text, the messages of a chat, or a list of token ids. `cache_salt` and `tags` may
-    come with it, as the request that follows has them.
+    come with it, as the request that follows has them. `localhost` is 127.0.0.1, whatever else has that name.
 
     Examples
     --------
@@ -132,13 +157,20 @@ class Client(_Calls[dict[str, Any]]):
     >>> client.close()
     """
 
-    def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0) -> None:
-        super().__init__(url, token, timeout=timeout)
-        transport = httpx.HTTPTransport(uds=self._socket) if self._socket else None
-        self._http = httpx.Client(transport=transport, **self._base)
+    def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0, most: int = _MAX_BYTES) -> None:
+        super().__init__(url, token, timeout=timeout, most=most)
+        # Each call has a connection of its own, which a timer may end.
+        once = httpx.Limits(max_keepalive_connections=0)
+        transport = httpx.HTTPTransport(uds=self._socket, verify=False, limits=once) if self._socket else None
+        self._http = httpx.Client(transport=transport, limits=once, **self._base)
 
     def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return _answer(self._http.request(method, path, json=body, timeout=self._limit(body)))
+        limit, asked = self._asked(method, path, body)
+        found = bytearray()
+        with _ended_after(limit) as trace, self._http.stream(**asked, extensions={"trace": trace}) as response:
+            for part in response.iter_raw():
+                self._add(found, part)
+        return _decoded(_whole(response, found))
 
     def close(self) -> None:
         self._http.close()
@@ -153,13 +185,25 @@ class Client(_Calls[dict[str, Any]]):
 class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
     """`Client` for asyncio: the same calls, to be awaited."""
 
-    def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0) -> None:
-        super().__init__(url, token, timeout=timeout)
-        transport = httpx.AsyncHTTPTransport(uds=self._socket) if self._socket else None
+    def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0, most: int = _MAX_BYTES) -> None:
+        super().__init__(url, token, timeout=timeout, most=most)
+        transport = httpx.AsyncHTTPTransport(uds=self._socket, verify=False) if self._socket else None
         self._http = httpx.AsyncClient(transport=transport, **self._base)
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return _answer(await self._http.request(method, path, json=body, timeout=self._limit(body)))
+        return _decoded(await self.receive(method, path, body))
+
+    async def receive(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """The same answer, not decoded."""
+        limit, asked = self._asked(method, path, body)
+        found = bytearray()
+        try:
+            async with asyncio.timeout(limit), self._http.stream(**asked) as response:
+                async for part in response.aiter_raw():
+                    self._add(found, part)
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no whole answer within {limit:g} s") from None
+        return _whole(response, found)
 
     async def aclose(self) -> None:
         await self._http.aclose()
@@ -182,9 +226,56 @@ def _body(prompt: PromptLike, scope: Mapping[str, Any]) -> dict[str, Any]:
     return {kind: list(prompt), **scope}
 
 
-def _answer(response: httpx.Response) -> dict[str, Any]:
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[Any]:
+    """A trace for httpx: the connections of a call end after so long, however slowly the other side sends."""
+    opened: list[socket.socket] = []
+
+    def trace(event: str, about: Mapping[str, Any]) -> None:
+        if event in _OPENED:
+            opened.append(about["return_value"].get_extra_info("socket"))
+
+    def end() -> None:
+        for each in opened:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield trace
+    finally:
+        timer.cancel()
+
+
+def _literal(url: str) -> str:
+    """The URL with 127.0.0.1 for `localhost`, which may be ::1 as well: there another user may listen.
+
+    With TLS the certificate tells who it is.
+    """
+    if url.startswith(_UNIX):
+        return url
+    parsed = httpx.URL(url)
+    is_name = parsed.scheme == "http" and parsed.host.rstrip(".") == "localhost"
+    return str(parsed.copy_with(host="127.0.0.1")) if is_name else url
+
+
+def _whole(response: httpx.Response, found: bytearray) -> bytes:
+    """The body, unless it is an error's."""
     if response.is_error:
-        reason = f"{response.status_code} from {response.request.url}: {response.text}"
-        raise httpx.HTTPStatusError(reason, request=response.request, response=response)
-    answer: dict[str, Any] = response.json()
+        # Without the header that would have it decompressed.
+        answer = httpx.Response(response.status_code, content=bytes(found), request=response.request)
+        reason = f"{answer.status_code} from {response.request.url}: {printable(answer.text, _SHOWN)}"
+        raise httpx.HTTPStatusError(reason, request=response.request, response=answer)
+    return bytes(found)
+
+
+def _decoded(data: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("the answer is too deep") from error
+    if not isinstance(answer, dict):
+        raise ValueError("the answer is no object")
     return answer

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
-from lmkv.errors import LmkvError
+from lmkv.errors import LmkvError, safe_repr
+
+logger = logging.getLogger("lmkv.agent")
 
 _OF_TIER = ("name", "used_bytes", "chunks", "hits", "evictions")
 
@@ -20,15 +22,22 @@ class History:
         self._stats = stats
         self._interval = interval
         self._samples: deque[dict[str, Any]] = deque(maxlen=size)
+        self._failed = False
 
     async def run(self) -> None:
         while True:
-            # No engine answers, not even this one, because it is about to end.
-            with suppress(LmkvError):
+            try:
                 stats = await self._stats()
                 # A total that lacks an engine would look like a drop.
                 if not any("unavailable" in engine for engine in stats.get("engines", ())):
                     self._samples.append(_sample(stats))
+            except LmkvError:
+                # No engine answers, not even this one, because it is about to end.
+                pass
+            except Exception as error:
+                if not self._failed:
+                    logger.warning("lmkv: the history of the agent API lacks samples: %s", safe_repr(error))
+                self._failed = True
             await asyncio.sleep(self._interval)
 
     def snapshot(self) -> dict[str, Any]:

@@ -1,47 +1,42 @@
-"""`CacheService` over HTTP: a FastAPI application, and the thread that serves it."""
+"""`CacheService` over HTTP: a FastAPI application."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
-import logging
-import os
 import secrets
-import socket
-import stat
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from ipaddress import ip_address
 from typing import Annotated, Any
 from urllib.parse import quote
 
-from attrs import frozen
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.concurrency import run_in_threadpool
-from uvicorn import Config, Server
+from starlette.convertors import PathConvertor, register_url_convertor
 
-from lmkv.agent.connection import REQUEST_SECONDS, BoundedConnection, max_connections
 from lmkv.agent.guard import Guard, as_json, max_body_bytes, refused
 from lmkv.agent.history import History
-from lmkv.agent.pace import paced_loop
 from lmkv.agent.page import PAGE, PAGE_HEADERS
 from lmkv.agent.peers import Call, PeerError, Peers, answering, merged, merged_requests, merged_stats
 from lmkv.agent.reference import HEADERS, reference
 from lmkv.agent.service import CacheService, Prompt
-from lmkv.errors import ConfigError, LmkvError, UsageError, short_repr
-
-logger = logging.getLogger("lmkv.agent")
+from lmkv.errors import LmkvError, UsageError
 
 _BEARER = HTTPBearer(auto_error=False)
-_UNIX = "unix:"
-_END_LIMIT = 5.0
 _MAX_FIELDS = 256
+
+
+class _AnyText(PathConvertor):
+    """The rest of a path: slashes and line breaks, too."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("any_text", _AnyText())
 
 
 class PromptBody(BaseModel):
@@ -173,7 +168,7 @@ def application(
         answer = {"id": name, "cancelled": True}
         return await named(lambda: answer if service.cancel(name) else None, "DELETE", "prefetch", name)
 
-    @v1.delete("/session/{name:path}")
+    @v1.delete("/session/{name:any_text}")
     async def end_session(name: str) -> dict[str, Any]:
         """End a session of `agent_hint`: its chunks that no other session shares are evicted first."""
         answer = {"session": name, "ended": True}
@@ -212,7 +207,7 @@ def application(
         return history.snapshot()
 
     @v1.get("/trace")
-    async def trace(after: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
+    async def trace(after: Annotated[int, Query(ge=0, lt=1 << 63)] = 0) -> dict[str, Any]:
         """Which chunks the requests used from this number on, by names of this process alone: see lmkv record."""
         return dict(await run_in_threadpool(service.trace, after))
 
@@ -222,11 +217,11 @@ def application(
         return dict(await run_in_threadpool(service.value))
 
     @v1.get("/requests")
-    async def requests(limit: Annotated[int, Query(ge=1)] = 200) -> dict[str, Any]:
+    async def requests(limit: Annotated[int, Query(ge=1, lt=1 << 63)] = 200) -> dict[str, Any]:
         """Reports of the last requests, 200 at most, newest first: found and missed tokens."""
         return merged_requests(await peers.ask(service.requests, "GET", "/v1/requests"), limit)
 
-    @v1.get("/explain/{request:path}")
+    @v1.get("/explain/{request:any_text}")
     async def explain(request: str) -> dict[str, Any]:
         """Why a request was not loaded from the cache, or not all of it. Several prompts or answers have `parts`."""
         found = await peers.ask(lambda: service.explain(request), "GET", f"/v1/explain/{quote(request, safe='')}")
@@ -256,108 +251,3 @@ def application(
 async def _as_answer(_: Request, error: Exception) -> Response:
     status = error.status if isinstance(error, PeerError) else 400 if isinstance(error, UsageError) else 503
     return as_json(str(error), status)
-
-
-@frozen
-class Address:
-    """Where the service listens: a port of loopback, or the path of a unix socket."""
-
-    text: str
-
-    @property
-    def url(self) -> str:
-        """The address in the form that clients take."""
-        return self.text if self.text.startswith(_UNIX) else f"http://{self.text}"
-
-    def of_engine(self, number: int) -> Address:
-        """Address of one of a server's engines: the next port for each, or a socket of its own."""
-        if not number:
-            return self
-        host, _, port = self.text.rpartition(":")
-        unix = self.text.startswith(_UNIX) or not port.isdigit()
-        return Address(f"{self.text}.{number}" if unix else f"{host}:{int(port) + number}")
-
-    def bind(self) -> tuple[socket.socket, str]:
-        """`(socket, URL)`. Raises ConfigError for other addresses, OSError where it cannot be bound."""
-        # An empty path would be an abstract socket, which every user may open.
-        if self.text.startswith(f"{_UNIX}/") and "\0" not in self.text:
-            return _unix_socket(self.text.removeprefix(_UNIX)), self.text
-        host, _, port = self.text.rpartition(":")
-        host = host.strip("[]")
-        with suppress(ValueError):
-            loopback = ip_address("127.0.0.1" if host == "localhost" else host).is_loopback
-            if loopback and port.isdigit() and int(port) < 1 << 16:
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                bound = socket.create_server((host, int(port)), family=family)
-                literal = f"[{host}]" if ":" in host else host
-                return bound, f"http://{literal}:{bound.getsockname()[1]}"
-        raise ConfigError(
-            f"agent_listen = {short_repr(self.text)} must be a loopback address such as 127.0.0.1:8377, or unix:/path"
-        )
-
-
-def _unix_socket(path: str) -> socket.socket:
-    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
-        # A server that is too busy to accept connections does not answer either.
-        probe.settimeout(1)
-        if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
-            # The server of this socket has ended.
-            os.unlink(path)
-    bound = socket.socket(socket.AF_UNIX)
-    try:
-        bound.bind(path)
-        # Nobody can connect before `listen`, so the mode is right in time. An umask would change it for all threads.
-        os.chmod(path, 0o600)
-        # Listen before the thread runs, so that early callers wait instead of being refused, as at a port.
-        bound.listen()
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
-def _server_config(app: FastAPI) -> Config:
-    return Config(
-        app,
-        http=BoundedConnection,
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        backlog=max_connections(),
-        timeout_keep_alive=int(REQUEST_SECONDS),
-        timeout_graceful_shutdown=1,
-    )
-
-
-class AgentServer:
-    """Serves an application at `url`, in a thread of its own, until `close`."""
-
-    def __init__(self, make: Callable[[], FastAPI], address: Address) -> None:
-        self._socket, self.url = address.bind()
-        self._file = os.stat(self.url.removeprefix(_UNIX)) if self.url.startswith(_UNIX) else None
-        self._server = Server(_server_config(make()))
-        self._thread = threading.Thread(target=self._run, name="lmkv-agent", daemon=True)
-        self._thread.start()
-
-    def __repr__(self) -> str:
-        return f"<AgentServer {self.url}>"
-
-    def _run(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=paced_loop) as runner:
-                runner.run(self._server.serve([self._socket]))
-        except Exception:
-            logger.exception("lmkv: the agent API at %s has ended; the engine goes on without it", self.url)
-
-    def close(self) -> None:
-        """End the server, within seconds. Idempotent."""
-        with suppress(OSError):
-            # The path may be another server's socket by now. While ours is open, no other file has its inode.
-            if self._file and os.path.samestat(self._file, os.stat(path := self.url.removeprefix(_UNIX))):
-                os.unlink(path)
-        self._file = None
-        self._server.should_exit = True
-        self._thread.join(_END_LIMIT)
-        self._socket.close()

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from inspect import iscoroutinefunction
+from itertools import zip_longest
 from typing import Any
 
 import httpx
+from attrs import define
 from starlette.concurrency import run_in_threadpool
 
+from lmkv.agent.answers import checked
 from lmkv.agent.client import AsyncClient
+from lmkv.agent.explanation import printable
 from lmkv.errors import LmkvError
+from lmkv.protocols import Clock
+
+logger = logging.getLogger("lmkv.agent")
 
 Answer = dict[str, Any]
 Call = Callable[[], Answer | None] | Callable[[], Awaitable[Answer]]
@@ -21,7 +30,10 @@ Call = Callable[[], Answer | None] | Callable[[], Awaitable[Answer]]
 Url = Callable[[int], str]
 
 _RETRY, _AGAIN = 1.0, 10.0
+_FORGET = 300.0
+"""Seconds after which an engine that went away counts as one that does not exist."""
 _MAX_ENGINES = 1024
+_MAX_BYTES = 8 << 20
 _REFUSED = (400, 422)
 """Status codes of mistakes that the caller has to correct."""
 
@@ -34,43 +46,71 @@ class PeerError(LmkvError):
         self.status = status
 
 
+@define
+class _Other:
+    """Another engine. `away`: why it is not asked until it announces itself again, and since when."""
+
+    client: AsyncClient
+    away: str = ""
+    since: float = 0.0
+
+
 class Peers:
     """The engines of one server, by number. All but the first announce themselves to it, again and again.
 
-    `number`: this engine's. `url`: gives the URL of an engine's service. Called on the service's event loop only.
+    `number`: this engine's. `url`: gives the URL of an engine's service, at a socket of this user's alone, because it
+    is sent the token; may raise OSError. Called on the service's event loop only.
     """
 
-    def __init__(self, number: int = 0, url: Url | None = None, token: str | None = None) -> None:
+    def __init__(
+        self, number: int = 0, url: Url | None = None, token: str | None = None, clock: Clock = time.monotonic
+    ) -> None:
         self.number = number
         self._url = url
         self._token = token
-        self._others: dict[int, AsyncClient] = {}
+        self._clock = clock
+        self._others: dict[int, _Other] = {}
 
     def __repr__(self) -> str:
         return f"<Peers: {self.number} and {len(self._others)} others>"
 
     def announced(self, number: int) -> None:
-        """Note that another engine answers from now on."""
-        if self._url is not None and 0 < number < _MAX_ENGINES and number not in (self.number, *self._others):
-            self._others[number] = AsyncClient(self._url(number), self._token)
+        """Note that another engine answers from now on. Raises PeerError."""
+        if number in self._others:
+            self._others[number].away = ""
+        elif self._url is not None and 0 < number < _MAX_ENGINES and number != self.number:
+            self._others[number] = _Other(self._client_of(self._url, number))
+
+    def _client_of(self, url: Url, number: int) -> AsyncClient:
+        try:
+            return AsyncClient(url(number), self._token, most=_MAX_BYTES)
+        except OSError as error:
+            raise PeerError(f"the engines of this server cannot find each other: {error}") from error
 
     async def announce(self) -> None:
         """Announce this engine to the first one for ever, because that one may restart."""
-        if self._url is None or not self.number:
-            return
-        async with AsyncClient(self._url(0), self._token) as first:
-            while True:
-                try:
+        failed = False
+        while self._url is not None and self.number:
+            pause = _RETRY
+            try:
+                async with self._client_of(self._url, 0) as first:
                     await first.announce(self.number)
-                    await asyncio.sleep(_AGAIN)
-                except httpx.HTTPError:
-                    await asyncio.sleep(_RETRY)
+                pause = _AGAIN
+            except httpx.HTTPError:
+                # It is not there yet, or is about to restart.
+                pass
+            except Exception as error:
+                if not failed:
+                    logger.warning("lmkv: this engine cannot announce itself: %s", printable(str(error)))
+                failed = True
+            await asyncio.sleep(pause)
 
     async def ask(self, call: Call, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[int, Answer]:
         """Answers by engine; `call()` gives this one's. Engines that answer 404 are omitted; others give `unavailable`.
 
         An `engine` in the body is asked alone. Raises PeerError when it does not exist or does not answer.
         """
+        await self._forget()
         body = dict(body or {})
         wanted = body.pop("engine", None)
         numbers = [self.number, *sorted(self._others)]
@@ -87,25 +127,39 @@ class Peers:
         return found
 
     async def _other(self, number: int, method: str, path: str, body: Mapping[str, Any]) -> Answer | None:
-        try:
-            return await self._others[number].send(method, path, body if method == "POST" else None)
-        except httpx.HTTPStatusError as error:
-            if (status := error.response.status_code) in _REFUSED:
-                raise PeerError(_detail(error.response), status) from None
-            return None if status == 404 else {"unavailable": str(error)}
-        except (httpx.HTTPError, ValueError) as error:
-            # ValueError: the body or the answer is no JSON.
-            return {"unavailable": f"{type(error).__name__}: {error}"}
+        other = self._others[number]
+        if not other.away:
+            try:
+                return checked(
+                    method, path, await other.client.receive(method, path, body if method == "POST" else None)
+                )
+            except httpx.HTTPStatusError as error:
+                if (status := error.response.status_code) in _REFUSED:
+                    raise PeerError(_detail(error.response), status) from None
+                return None if status == 404 else {"unavailable": printable(str(error))}
+            except UnicodeEncodeError:
+                raise PeerError("the body is no text in UTF-8", 400) from None
+            except Exception as error:
+                # Nobody answers, or something else does: it will announce itself when it is there again.
+                other.away, other.since = printable(f"{type(error).__name__}: {error}"), self._clock()
+        return {"unavailable": other.away}
+
+    async def _forget(self) -> None:
+        """Forget the engines that went away long ago, so that totals do not lack them for ever."""
+        for number, other in list(self._others.items()):
+            if other.away and self._clock() > other.since + _FORGET:
+                del self._others[number]
+                await other.client.aclose()
 
     async def close(self) -> None:
         for other in self._others.values():
-            await other.aclose()
+            await other.client.aclose()
 
 
 def _detail(response: httpx.Response) -> str:
-    with suppress(ValueError, KeyError, TypeError):
-        return str(response.json()["detail"])
-    return response.text
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        return printable(str(response.json()["detail"]))
+    return printable(response.text)
 
 
 # -- adding up ----------------------------------------------------------------------------------------------
@@ -142,10 +196,10 @@ def merged_stats(answers: Mapping[int, Answer]) -> Answer:
     if "engines" not in whole:
         return whole
     here = answering(answers).values()
-    tiers = zip(*(answer["tiers"] for answer in here), strict=False)
-    whole["tiers"] = [_merged_tier(each, first=not number) for number, each in enumerate(tiers)]
+    tiers = zip_longest(*(answer["tiers"] for answer in here))
+    whole["tiers"] = [_merged_tier([*filter(None, each)], first=not number) for number, each in enumerate(tiers)]
     whole["hit_tokens"] = sum(answer["hit_tokens"] for answer in here)
-    whole["tenants"] = {tier: _summed(answer["tenants"][tier] for answer in here) for tier in whole["tenants"]}
+    whole["tenants"] = {tier: _summed(answer["tenants"].get(tier, {}) for answer in here) for tier in whole["tenants"]}
     whole["loads_off"] = any(answer["loads_off"] for answer in here)
     del whole["engine"]
     return whole
@@ -155,8 +209,8 @@ def _summed(used: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sum((Counter(each) for each in used), Counter[str]()))
 
 
-def _merged_tier(tiers: Iterable[Answer], *, first: bool) -> Answer:
-    columns = {name: [tier[name] for tier in tiers] for name in next(iter(tiers))}
+def _merged_tier(tiers: list[Answer], *, first: bool) -> Answer:
+    columns = {name: [tier[name] for tier in tiers] for name in tiers[0]}
     return {name: _merged_value(name, values, first=first) for name, values in columns.items()}
 
 

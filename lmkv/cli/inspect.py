@@ -76,7 +76,7 @@ def prune(
 def clear(
     path: Annotated[Path | None, typer.Argument(exists=True, file_okay=False, help=_FOLDER)] = None,
     namespace: Which = "",
-    url: Annotated[str, typer.Option(help="A running server's agent API: URL, HOST:PORT or unix:/path.")] = "",
+    url: Annotated[str, typer.Option(help="A running server's agent API: unix:/path, HOST:PORT or URL.")] = "",
     text: Annotated[str, typer.Option(help="With --url: only this prompt's chunks; - reads standard input.")] = "",
     tokens: server.TokenIds = "",
     cache_salt: server.Salt = None,
@@ -102,7 +102,7 @@ def clear(
             ask(f"Delete all chunks of {whose}?")
         with server.client_of(url, token_file) as client:
             answer = client.clear(prompt, namespace=namespace or None, **scope)
-        server.show(answer, lambda one: f"deleted {one['deleted_chunks']:,} chunks", as_json=as_json)
+            server.show(answer, lambda one: f"deleted {one['deleted_chunks']:,} chunks", as_json=as_json)
         return
     chunks = {one.digest: one.chunks for one in found_in(path, namespace)}
     count = sum(map(len, chunks.values()))

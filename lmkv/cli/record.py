@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from lmkv.agent.client import Client
 
 _POLL_SECONDS = 2.0
+_NEWEST = (1 << 63) - 1
 
 
 def record(
     out: Annotated[Path, typer.Argument(help="File to write: JSON lines.")],
-    url: Annotated[str, typer.Argument(help="URL, HOST:PORT or unix:/path; else agent_listen.")] = "",
+    url: Annotated[str, typer.Argument(help="unix:/path, HOST:PORT or URL; else agent_listen.")] = "",
     seconds: Annotated[float, typer.Option(min=0, help="How long to record; 0: until Ctrl+C.")] = 0.0,
     token_file: TokenFile = None,
 ) -> None:
@@ -38,7 +39,8 @@ def record(
 
 def written(client: Client, file: TextIO, seconds: float, poll: float = _POLL_SECONDS) -> Iterator[int]:
     """Record for `seconds`, 0 for ever, into `file`; gives the number of requests after each look."""
-    answer = client.trace()
+    # None of those before.
+    answer = client.trace(_NEWEST)
     after, count, end = answer["next"], 0, time.monotonic() + seconds if seconds else float("inf")
     header = {"lmkv_trace": 1, "chunk_tokens": answer["chunk_tokens"], "chunk_bytes": answer["chunk_bytes"]}
     file.write(json.dumps(header) + "\n")

@@ -9,11 +9,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from lmkv.agent.explanation import printable
 from lmkv.config import Config
 from lmkv.errors import ConfigError
 
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
     from lmkv.agent.client import Client
 
 DEFAULT = "127.0.0.1:8377"
+_MOST = 2048
+"""Items of a list that are looked at: more than there are engines, samples or requests."""
 
 Url = Annotated[
-    str, typer.Option(help=f"The server's agent API: URL, HOST:PORT or unix:/path; else agent_listen, else {DEFAULT}.")
+    str, typer.Option(help=f"The server's agent API: unix:/path, HOST:PORT or URL; else agent_listen, else {DEFAULT}.")
 ]
 TokenFile = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="The token is its first line; else agent_token.")
@@ -62,7 +66,7 @@ def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[...
         scope = scope_of(rest.pop("cache_salt"), rest.pop("tag"), rest.pop("engine"))
         with client_of(url, token_file) as client:
             answer, words = command(client, prompt, scope, **rest)
-        show(answer, words, as_json=as_json)
+            show(answer, words, as_json=as_json)
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[3:]
     common = inspect.signature(_common, eval_str=True).parameters.values()
@@ -154,11 +158,12 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
     except httpx.HTTPStatusError as error:
         fail(refusal(url, error.response.status_code, error.response.text))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error) or type(error).__name__
+        reason = printable(str(error) or type(error).__name__)
         fail(f"{url} does not answer ({reason}): is agent_listen set, or is it another --url?")
     except UnicodeEncodeError:
         fail("the prompt or one of its options is no text in UTF-8")
-    except ValueError:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
+        # What was answered has other fields, or other values in them.
         fail(f"{url} is something else than lmkv's agent API: give that with --url")
 
 
@@ -179,9 +184,23 @@ def refusal(url: str, status: int, text: str) -> str:
         return f"{url} wants another token: give the server's agent_token as LMKV_AGENT_TOKEN or with --token-file"
     try:
         detail = json.loads(text)["detail"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"{url} is something else than lmkv's agent API ({status}): give that with --url"
-    return f"{url}: {detail}"
+    return f"{url}: {printable(str(detail), 500)}"
+
+
+def clean(answer: Any) -> Any:
+    """What a server says, fit for a terminal. Raises ValueError for numbers that nothing has."""
+    match answer:
+        case str():
+            return printable(answer)
+        case list():
+            return [clean(each) for each in answer[:_MOST]]
+        case dict():
+            return {clean(name): clean(value) for name, value in islice(answer.items(), _MOST)}
+        case int() | float() if not abs(answer) < 1 << 63:
+            raise ValueError("a number without bounds")
+    return answer
 
 
 def fail(reason: object) -> NoReturn:
@@ -193,9 +212,11 @@ def show(answer: Answer, words: Words, *, as_json: bool) -> None:
     """Print one line for each engine."""
     if as_json:
         typer.echo(json.dumps(answer))
-    elif "engines" not in answer:
+        return
+    answer = clean(answer)
+    if "engines" not in answer:
         typer.echo(words(answer))
-    for each in [] if as_json else answer.get("engines", []):
+    for each in answer.get("engines", []):
         typer.echo(f"engine {each['engine']}: {unavailable(each) or words(each)}")
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmkv.cli.inspect import duration
-from lmkv.cli.server import TokenFile, client_of, unavailable
+from lmkv.cli.server import TokenFile, clean, client_of, unavailable
 from lmkv.config import GIB
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _BESIDE = 8
 
 
 def top(
-    url: Annotated[str, typer.Argument(help="URL, HOST:PORT or unix:/path; else agent_listen.")] = "",
+    url: Annotated[str, typer.Argument(help="unix:/path, HOST:PORT or URL; else agent_listen.")] = "",
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds from one look to the next.")] = 2.0,
     token_file: TokenFile = None,
     advise: Annotated[bool, typer.Option("--advise", help="Estimate the savings of more memory or disk.")] = False,
@@ -45,7 +45,7 @@ def top(
         if as_json:
             typer.echo(json.dumps(seen))
         elif advise:
-            for sentence in advice(seen["value"]):
+            for sentence in advice(clean(seen["value"])):
                 console.print(sentence)
         elif not console.is_terminal:
             console.print(picture(seen, rows=20))
@@ -77,6 +77,7 @@ def room(console: Console, seen: dict[str, Any]) -> int:
 
 
 def picture(seen: dict[str, Any], rows: int) -> Group:
+    seen = clean(seen)
     stats = seen["stats"]
     parts: list[RenderableType] = [headline(seen), Text(), tiers(stats["tiers"])]
     if value := sampled(seen):
@@ -213,8 +214,6 @@ def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
 
 
 def shortened(request: str, width: int = 20) -> str:
-    """A shortened id. Clients choose ids, so control characters must not reach the terminal."""
-    request = "".join(each if each.isprintable() else "?" for each in request)
     return request if len(request) <= width else f"{request[: width - 9]}…{request[-8:]}"
 
 

@@ -17,7 +17,7 @@ from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.tokenizer import tokenizer
 
 if TYPE_CHECKING:
-    from lmkv.agent.http import AgentServer
+    from lmkv.agent.server import AgentServer
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -30,8 +30,10 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
     if config.agent_listen is None:
         return None
     try:
-        from lmkv.agent.http import Address, AgentServer, application
+        from lmkv.agent.address import Address
+        from lmkv.agent.http import application
         from lmkv.agent.peers import Peers
+        from lmkv.agent.server import AgentServer
         from lmkv.agent.service import CacheService
     except ImportError as error:
         raise ConfigError(f'agent_listen needs fastapi and uvicorn: pip install "lmkv[agent]" ({error})') from error
@@ -63,9 +65,12 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
     token = config.token
     first, number = Address(config.agent_listen), compat.local_engine(vllm_config)
     address = first.of_engine(number)
-    peers = Peers(number, lambda other: first.of_engine(other).url, token)
+    inside = first.private if first.is_known else None
+    peers = Peers(number, inside and (lambda other: first.private(other).url), token)
     try:
-        server = AgentServer(lambda: application(service, token, peers, longest), address)
+        server = AgentServer(
+            lambda: application(service, token, peers, longest), address, inside and partial(inside, number)
+        )
     except OSError as error:
         logger.error("lmkv: the agent API cannot listen at %s: %s; going on without it", address.text, error)
         return None

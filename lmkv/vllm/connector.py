@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmkv.agent.http import AgentServer
+    from lmkv.agent.server import AgentServer
 
 compat.check_version(compat.vllm_version())
 compat.adopt_logging()

@@ -6,12 +6,15 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lmkv.agent.address import Address
 from lmkv.agent.client import Client
-from lmkv.agent.http import Address, AgentServer, application
+from lmkv.agent.http import application
 from lmkv.agent.peers import Peers
+from lmkv.agent.server import AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
@@ -85,7 +88,9 @@ def serving(*services: CacheService, token: str | None = TOKEN) -> Iterator[list
     # Sockets' paths are short; those of tests are not.
     first = Address(f"unix:/tmp/lmkv-{os.getpid()}-{next(_numbers)}.sock")
     servers = [
-        AgentServer(_application(service, token, number, first), first.of_engine(number))
+        AgentServer(
+            _application(service, token, number, first), first.of_engine(number), partial(first.private, number)
+        )
         for number, service in enumerate(services)
     ]
     try:
@@ -98,7 +103,7 @@ def serving(*services: CacheService, token: str | None = TOKEN) -> Iterator[list
 
 
 def _application(service: CacheService, token: str | None, number: int, first: Address) -> Callable[[], Any]:
-    return lambda: application(service, token, Peers(number, lambda other: first.of_engine(other).url, token))
+    return lambda: application(service, token, Peers(number, lambda other: first.private(other).url, token))
 
 
 def engines_of(answer: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-import lmkv.agent.connection
 import lmkv.agent.pace
+from lmkv.agent.address import Address
 from lmkv.agent.client import Client
-from lmkv.agent.connection import BoundedConnection, max_connections
-from lmkv.agent.http import Address, AgentServer, application
+from lmkv.agent.http import application
 from lmkv.agent.pace import paced_loop
+from lmkv.agent.server import AgentServer, max_connections
 from lmkv.store.tiered import TieredStore
 from tests.agent.serving import TOKEN, service_of, store_over
 from tests.kit import LIMIT, eventually
@@ -44,20 +44,14 @@ def server(store: TieredStore) -> Iterator[AgentServer]:
         yield server
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time for a request is over soon."""
-    monkeypatch.setattr(lmkv.agent.connection, "REQUEST_SECONDS", 0.1)
-
-
 def connect(server: AgentServer) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), LIMIT)
     connection.settimeout(LIMIT)
     return connection
 
 
-def connections(server: AgentServer) -> list[BoundedConnection]:
-    return [each for each in server._server.server_state.connections if isinstance(each, BoundedConnection)]
+def connections(server: AgentServer) -> list[Any]:
+    return list(server._servers[0].server_state.connections)
 
 
 def rest(connection: socket.socket) -> bytes:
@@ -111,47 +105,6 @@ def test_what_has_no_end_is_cut_off(server: AgentServer, beginning: bytes, more:
         eventually(lambda: len(connections(server)) <= 1, "the attacker's connection is closed")
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"",
-        b"GET",
-        b"GET / HTTP/1.1\r\nX: a",
-        b"POST /v1/lookup HTTP/1.1\r\n" + HOST + OWN + b"Content-Length: 100\r\n\r\n{",
-        b"POST /v1/lookup HTTP/1.1\r\n" + HOST + OWN + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab",
-    ],
-    ids=["nothing", "a word", "half a header", "half a body", "half a chunk"],
-)
-@pytest.mark.parametrize("goes_on", [False, True], ids=["silent", "slow"])
-@pytest.mark.usefixtures("impatient")
-def test_half_a_request_is_given_a_time(server: AgentServer, sent: bytes, goes_on: bool) -> None:
-    ended = threading.Event()
-    with connect(server) as connection:
-
-        def send_slowly() -> None:
-            with suppress(OSError):
-                while not ended.wait(0.01):
-                    connection.sendall(b"a")
-
-        connection.sendall(sent)
-        slow = threading.Thread(target=send_slowly)
-        if goes_on:
-            slow.start()
-        rest(connection)
-        ended.set()
-        if goes_on:
-            slow.join(LIMIT)
-    eventually(lambda: not connections(server), "it is forgotten")
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_connection_that_is_kept_is_not_kept_for_ever(server: AgentServer) -> None:
-    with connect(server) as connection:
-        connection.sendall(b"GET /v1/stats HTTP/1.1\r\n" + HOST + OWN + b"\r\n")
-        assert one_answer(connection).startswith(b"HTTP/1.1 200")
-        assert rest(connection) == b""
-
-
 def test_who_has_the_token_keeps_the_connection_and_others_do_not(server: AgentServer) -> None:
     with connect(server) as connection:
         for _ in range(3):
@@ -163,26 +116,35 @@ def test_who_has_the_token_keeps_the_connection_and_others_do_not(server: AgentS
             assert rest(connection).count(b"HTTP/1.1 ") == 1
 
 
-def test_connections_are_few_and_strangers_give_way(server: AgentServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmkv.agent.connection, "REQUEST_SECONDS", LIMIT)
+def test_connections_are_few_and_take_the_other_engines_none(store: TieredStore) -> None:
+    """A port that strangers fill answers nobody: but the engine has its files, and its server's engines it."""
     files = len(os.listdir("/proc/self/fd"))
-    asked = b"GET /v1/stats HTTP/1.1\r\n" + HOST + OWN + b"\r\n"
-    with ExitStack() as stack, connect(server) as known:
-        known.sendall(asked)
-        assert one_answer(known).startswith(b"HTTP/1.1 200")
-        [own] = connections(server)
-        for _ in range(2 * max_connections()):
-            stack.enter_context(connect(server)).sendall(b"GET / HTTP/1.1\r\nX: ")
-        eventually(lambda: len(connections(server)) == max_connections(), "there are as many as there may be")
-        # The clients' sockets, which are in this process as well, and the server's.
-        most = files + 3 * max_connections() + 5
-        eventually(lambda: len(os.listdir("/proc/self/fd")) <= most, "the others are closed")
-        known.sendall(asked)
-        assert one_answer(known).startswith(b"HTTP/1.1 200"), "who has shown the token keeps the connection"
-        assert own in connections(server)
+    first = Address(f"unix:/tmp/lmkv-{os.getpid()}-full.sock")
+    make = partial(application, service_of(store), TOKEN)
+    with closing(AgentServer(make, Address("127.0.0.1:0"), partial(first.private, 0))) as server:
+        with ExitStack() as stack, Client(first.private(0).url, TOKEN) as inside:
+            for _ in range(3 * max_connections()):
+                attacker = stack.enter_context(connect(server))
+                with suppress(OSError):
+                    attacker.sendall(b"GET / HTTP/1.1\r\nX: ")
+            eventually(lambda: len(connections(server)) == max_connections(), "there are as many as there may be")
+            # The clients' sockets, which are in this process as well, and the server's.
+            most = files + 4 * max_connections() + 10
+            eventually(lambda: len(os.listdir("/proc/self/fd")) <= most, "the others are closed")
+            with pytest.raises(httpx.TransportError), Client(server.url, TOKEN) as late:
+                late.stats()
+            assert inside.stats()["tiers"]
+        eventually(lambda: not connections(server), "all have gone")
         with Client(server.url, TOKEN) as late:
             assert late.stats()["tiers"]
-    eventually(lambda: not connections(server), "all have gone")
+
+
+def test_who_comes_last_is_told_that_it_is_full(server: AgentServer) -> None:
+    with ExitStack() as stack:
+        for _ in range(max_connections() - 1):
+            stack.enter_context(connect(server))
+        with Client(server.url, TOKEN) as late, pytest.raises(httpx.HTTPStatusError, match="503"):
+            late.stats()
 
 
 @pytest.mark.parametrize(("files", "most"), [(256, 32), (1 << 20, 128)])
@@ -198,7 +160,13 @@ def test_connections_leave_files_to_the_engine(files: int, most: int) -> None:
 def test_nothing_of_a_stranger_is_logged_a_line_each(
     server: AgentServer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for sent in (b"\0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\n\r\n"):
+    for sent in (
+        b"\0\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\n\r\n",
+        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\nno request at all\r\n\r\n",
+    ):
         with connect(server) as connection:
             connection.sendall(sent)
             assert rest(connection)

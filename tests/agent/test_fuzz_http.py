@@ -18,8 +18,10 @@ from attrs import frozen
 from hypothesis import example, given, strategies as st
 from pydantic import ValidationError
 
+from lmkv.agent.address import Address
 from lmkv.agent.guard import max_body_bytes
-from lmkv.agent.http import Address, AgentServer, PromptBody, application
+from lmkv.agent.http import PromptBody, application
+from lmkv.agent.server import AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.policies import LRU
@@ -319,7 +321,7 @@ def test_any_bytes_are_answered_or_cut_off(server: AgentServer, sent: bytes, cut
         logging.getLogger(name).addHandler(handler)
     try:
         back = all_answered(server.url, sent, cuts)
-        eventually(lambda: not server._server.server_state.connections, "it is closed")
+        eventually(lambda: not server._servers[0].server_state.connections, "it is closed")
     finally:
         for name in ("asyncio", "uvicorn.error", "lmkv.agent"):
             logging.getLogger(name).removeHandler(handler)

@@ -10,8 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lmkv.agent.http import Address, AgentServer, application
+from lmkv.agent.address import Address
+from lmkv.agent.http import application
 from lmkv.agent.page import PAGE
+from lmkv.agent.server import AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.policies import LRU, Quotas
 from tests.agent.serving import TOKEN, put, service_of, service_of_scheduler, store_over

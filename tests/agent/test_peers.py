@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from lmkv.agent.client import Client
-from lmkv.agent.http import AgentServer
+from lmkv.agent.server import AgentServer
 from lmkv.policies import LRU, Quotas
 from lmkv.store.tiered import TieredStore
 from tests.agent.serving import TOKEN, engines_of, keys_of, put, service_of, serving, store_over, tokenize

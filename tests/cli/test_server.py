@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lmkv.agent.http import AgentServer
+from lmkv.agent.server import AgentServer
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.agent import clear_namespace

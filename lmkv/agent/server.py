@@ -1,0 +1,147 @@
+"""`AgentServer`: the thread that serves the agent API, with bounds on what callers cost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+from fastapi import FastAPI
+from h11 import LocalProtocolError
+from uvicorn import Config, Server
+
+from lmkv.agent.address import UNIX, Address
+from lmkv.agent.pace import paced_loop
+
+logger = logging.getLogger("lmkv.agent")
+
+_KEEP_SECONDS = 10
+_HEADER_BYTES = 16 << 10
+_END_LIMIT = 5.0
+_MAX_CONNECTIONS = 128
+_SHARE_OF_FILES = 8
+"""Connections may take this fraction of the files that the process may open."""
+
+
+def max_connections() -> int:
+    """Most connections at a time: a small part of the files that the engine may open."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // _SHARE_OF_FILES)
+
+
+class _Door(socket.socket):
+    """A listening socket that closes what comes while there are `max_connections`: uvicorn counts requests alone."""
+
+    def __init__(self, address: Address) -> None:
+        bound, self.url = address.bind()
+        super().__init__(bound.family, bound.type, bound.proto, fileno=bound.detach())
+        self._most = max_connections()
+        self._accepted: WeakSet[socket.socket] = WeakSet()
+        self._file = os.stat(self.path) if self.path else None
+
+    @property
+    def path(self) -> str:
+        return self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        if sum(each.fileno() >= 0 for each in self._accepted) >= self._most:
+            connection.close()
+            raise ConnectionAbortedError
+        self._accepted.add(connection)
+        return connection, address
+
+    def remove(self) -> None:
+        """Remove the socket's file, unless the path is another server's by now. While it is open, its inode is ours."""
+        with suppress(OSError):
+            if self._file and os.path.samestat(self._file, os.stat(self.path)):
+                os.unlink(self.path)
+        self._file = None
+
+
+def _config(app: FastAPI, *, first: bool) -> Config:
+    return Config(
+        app,
+        # The other parser of uvicorn's bounds no header.
+        http="h11",
+        ws="none",
+        lifespan="on" if first else "off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        backlog=max_connections(),
+        limit_concurrency=max_connections(),
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+        timeout_keep_alive=_KEEP_SECONDS,
+        timeout_graceful_shutdown=1,
+    )
+
+
+class AgentServer:
+    """Serves an application at `url`, in a thread of its own, until `close`.
+
+    `inside`: gives the address at which the other engines of the server come in, so that strangers at a port take
+    them no connection. It may raise OSError, and the engine is then without the others.
+    """
+
+    def __init__(
+        self, make: Callable[[], FastAPI], address: Address, inside: Callable[[], Address] | None = None
+    ) -> None:
+        self._doors = [_Door(address)]
+        self.url = self._doors[0].url
+        try:
+            self._doors += [_Door(inside())] if inside else []
+        except OSError as error:
+            logger.warning("lmkv: the engines of one server cannot find each other: %s", error)
+        app = make()
+        self._servers = [Server(_config(app, first=not number)) for number, _ in enumerate(self._doors)]
+        self._thread = threading.Thread(target=self._run, name="lmkv-agent", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<AgentServer {self.url}>"
+
+    def _run(self) -> None:
+        thread = threading.get_ident()
+
+        def matters(record: logging.LogRecord) -> bool:
+            """Not what a stranger's bytes caused, or anybody could fill the log."""
+            error = record.exc_info and record.exc_info[1]
+            return record.thread != thread or (error is not None and not isinstance(error, LocalProtocolError))
+
+        uvicorn_logger = logging.getLogger("uvicorn.error")
+        uvicorn_logger.addFilter(matters)
+        try:
+            with asyncio.Runner(loop_factory=paced_loop) as runner:
+                runner.get_loop().set_exception_handler(_failed)
+                runner.run(self._serve())
+        except Exception:
+            logger.exception("lmkv: the agent API at %s has ended; the engine goes on without it", self.url)
+        finally:
+            uvicorn_logger.removeFilter(matters)
+
+    async def _serve(self) -> None:
+        await asyncio.gather(*(server.serve([door]) for server, door in zip(self._servers, self._doors, strict=True)))
+
+    def close(self) -> None:
+        """End the server, within seconds. Idempotent."""
+        for door in self._doors:
+            door.remove()
+        for server in self._servers:
+            server.should_exit = True
+        self._thread.join(_END_LIMIT)
+        for door in self._doors:
+            door.close()
+
+
+def _failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what failed on the loop, but not that uvicorn refused bytes after it had begun to answer."""
+    if not isinstance(context.get("exception"), LocalProtocolError):
+        loop.default_exception_handler(context)
