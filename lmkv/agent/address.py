@@ -102,10 +102,15 @@ def _unix_socket(path: str) -> socket.socket:
 # -- a folder of this user's alone ---------------------------------------------------------------------------
 
 
+def _bases() -> list[str]:
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    return [*([given] if given else []), tempfile.gettempdir(), "/tmp"]
+
+
 def _private_folder() -> Path:
     """The first of the user's folders for sockets that nobody else can change, made where it is missing."""
     refused: OSError | None = None
-    for base in filter(None, (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp")):
+    for base in _bases():
         try:
             folder = Path(os.path.realpath(base, strict=True), f"lmkv-{os.geteuid()}")
             with suppress(FileExistsError):

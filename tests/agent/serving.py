@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,24 +82,32 @@ def put(store: TieredStore, text: str, salt: str | None = None, **tags: str) -> 
     return keys
 
 
+def short_socket() -> Address:
+    """Sockets' paths are short; those of tests are not."""
+    return Address(f"unix:/tmp/lmkv-{os.getpid()}-{next(_numbers)}.sock")
+
+
 @contextmanager
-def serving(*services: CacheService, token: str | None = TOKEN) -> Iterator[list[AgentServer]]:
+def serving(
+    *services: CacheService, token: str | None = TOKEN, first: Address | None = None
+) -> Iterator[list[AgentServer]]:
     """The engines of one server, the first at a unix socket; the others have announced themselves to it."""
-    # Sockets' paths are short; those of tests are not.
-    first = Address(f"unix:/tmp/lmkv-{os.getpid()}-{next(_numbers)}.sock")
-    servers = [
-        AgentServer(
-            _application(service, token, number, first), first.of_engine(number), partial(first.private, number)
-        )
-        for number, service in enumerate(services)
-    ]
-    try:
+    first = first or short_socket()
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(one_of(service, first, number, token)) for number, service in enumerate(services)
+        ]
         with Client(servers[0].url, token) as client:
             eventually(lambda: len(engines_of(client.stats()) or [0]) == len(services), "the announcements")
         yield servers
-    finally:
-        for server in reversed(servers):
-            server.close()
+
+
+@contextmanager
+def one_of(service: CacheService, first: Address, number: int = 0, token: str | None = TOKEN) -> Iterator[AgentServer]:
+    """One of a server's engines."""
+    inside = partial(first.private, number)
+    with closing(AgentServer(_application(service, token, number, first), first.of_engine(number), inside)) as server:
+        yield server
 
 
 def _application(service: CacheService, token: str | None, number: int, first: Address) -> Callable[[], Any]:

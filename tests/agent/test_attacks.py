@@ -22,7 +22,7 @@ from lmkv.agent.http import application
 from lmkv.agent.pace import paced_loop
 from lmkv.agent.server import AgentServer, max_connections
 from lmkv.store.tiered import TieredStore
-from tests.agent.serving import TOKEN, service_of, store_over
+from tests.agent.serving import TOKEN, service_of, short_socket, store_over
 from tests.kit import LIMIT, eventually
 
 OWN = f"Authorization: Bearer {TOKEN}\r\n".encode()
@@ -119,7 +119,7 @@ def test_who_has_the_token_keeps_the_connection_and_others_do_not(server: AgentS
 def test_connections_are_few_and_take_the_other_engines_none(store: TieredStore) -> None:
     """A port that strangers fill answers nobody: but the engine has its files, and its server's engines it."""
     files = len(os.listdir("/proc/self/fd"))
-    first = Address(f"unix:/tmp/lmkv-{os.getpid()}-full.sock")
+    first = short_socket()
     make = partial(application, service_of(store), TOKEN)
     with closing(AgentServer(make, Address("127.0.0.1:0"), partial(first.private, 0))) as server:
         with ExitStack() as stack, Client(first.private(0).url, TOKEN) as inside:
@@ -226,7 +226,7 @@ def test_a_server_is_served_by_such_a_loop(server: AgentServer) -> None:
     with connect(server):
         eventually(lambda: bool(connections(server)))
         [one] = connections(server)
-        assert type(one.loop._selector).__module__ == lmkv.agent.pace.__name__  # type: ignore[attr-defined]
+        assert type(one.loop._selector).__module__ == lmkv.agent.pace.__name__
 
 
 def test_an_answer_without_the_token_says_that_the_connection_ends(server: AgentServer) -> None:
