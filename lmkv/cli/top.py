@@ -39,7 +39,8 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="One look, as one JSON object.")] = False,
 ) -> None:
     """Watch a running server's tiers and requests until Ctrl+C; print them once if the output is no terminal."""
-    console = Console(highlight=False)
+    # What tiers and requests are called is no markup.
+    console = Console(highlight=False, markup=False, emoji=False)
     with client_of(url, token_file) as client:
         seen = look(client)
         if as_json:

@@ -51,9 +51,9 @@ odd = values | st.sampled_from([2**63, -1, 10**4000, 1e308, "\x1b]0;owned\x07", 
 
 
 @st.composite
-def nearly(draw: st.DrawFn) -> dict[str, Any]:
+def nearly(draw: st.DrawFn, like: dict[str, Any] | None = None) -> dict[str, Any]:
     """An answer with something else in some place, or without that, or with more."""
-    answer: dict[str, Any] = json.loads(json.dumps(draw(st.sampled_from(ALIKE))))
+    answer: dict[str, Any] = json.loads(json.dumps(like or draw(st.sampled_from(ALIKE))))
     for _ in range(draw(st.integers(0, 2))):
         at: Any = answer
         while True:

@@ -158,7 +158,7 @@ def test_the_folder_is_its_users_alone(memory_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(PermissionError, match=r"others may replace"):
         first.private(3)
     memory_path.chmod(0o1777)
-    assert first.private(3)
+    assert first.private(3).text == f"unix:{path}"
 
 
 # -- answers that are none ---------------------------------------------------------------------------------
@@ -168,9 +168,12 @@ def test_the_folder_is_its_users_alone(memory_path: Path, monkeypatch: pytest.Mo
 def beside(store: TieredStore, answer: Answer | None = None) -> Iterator[tuple[Client, RudePeer]]:
     """Engine 0, and one that answers anything."""
     first = short_socket()
-    with one_of(service_of(store), first) as server, RudePeer(first.private(1), answer) as other:
-        with Client(server.url, TOKEN) as client:
-            yield client, other
+    with (
+        one_of(service_of(store), first) as server,
+        RudePeer(first.private(1), answer) as other,
+        Client(server.url, TOKEN) as client,
+    ):
+        yield client, other
 
 
 def without_end(_: bytes, connection: socket.socket) -> None:

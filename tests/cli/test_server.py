@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -16,13 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
 from lmkv.agent.server import AgentServer
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.agent import clear_namespace
-from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, service_of_scheduler, serving, store_over
+from tests.agent.rude import RudePeer, as_http, as_json
+from tests.agent.serving import (
+    NAMESPACE,
+    TOKEN,
+    put,
+    service_of,
+    service_of_scheduler,
+    serving,
+    short_socket,
+    store_over,
+)
+from tests.agent.test_fuzz_peers import REPORT, STATS, answers, nearly
 from tests.terminal import assert_top_follows
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
@@ -215,6 +228,82 @@ def test_another_server_is_one_line() -> None:
     assert "something else than lmkv's agent API" in refused("lookup", TEXT, "--url", f"127.0.0.1:{other.server_port}")
     other.shutdown()
     other.server_close()
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[RudePeer]:
+    """Something else, which answers in JSON."""
+    with RudePeer(short_socket()) as other:
+        yield other
+
+
+ABOUT_A_PROMPT = [["lookup", TEXT], ["prefetch", TEXT], ["pin", TEXT], ["unpin", TEXT], ["clear", "--yes"]]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(b"{}", b"[]", b"1", b"[" * 200_000, b'{"engines": [{}]}', b'{"engines": {"a": 1}}', b'{"sources": 1}'),
+        *(b'{"hit_tokens": "a", "total_tokens": [], "sources": {}}', b'{"sources": {"a": 1e999}}'),
+        b'{"deleted_chunks": null, "unpinned_chunks": [], "pinned_tokens": 1, "seconds": {}, "done": 1}',
+    ],
+    ids=lambda answer: answer[:30].decode(),
+)
+def test_an_answer_in_json_that_is_none_is_one_line(other: RudePeer, answer: bytes, tmp_path: Path) -> None:
+    other.bytes = as_http(answer)
+    commands: list[list[Any]] = [[*each, "--url"] for each in ABOUT_A_PROMPT]
+    for words in (*commands, ["top"], ["record", tmp_path / "trace"]):
+        assert "something else than lmkv's agent API" in refused(*words, other.url)
+
+
+def test_nothing_of_a_server_reaches_the_terminal_as_it_is(other: RudePeer) -> None:
+    escape = "\x1b]0;owned\x07\x9b2J[/bold]" * 1000
+    found = {"total_tokens": 9, "hit_tokens": 8, "sources": {escape: 8}}
+    other.bytes = as_json({**found, "engines": [{"engine": 0, **found}, {"engine": escape, "unavailable": escape}]})
+    shown = [run("lookup", TEXT, "--url", other.url).stdout]
+    other.bytes = as_http(json.dumps({"detail": escape}).encode(), 400)
+    shown.append(refused("lookup", TEXT, "--url", other.url))
+    other.bytes = f"HTTP/1.1 200 {escape}\r\n\r\n".encode()
+    shown.append(refused("lookup", TEXT, "--url", other.url))
+    for text in shown:
+        assert "".join(text.splitlines()).isprintable()
+        assert len(text) < 1500
+    assert all("owned" in text for text in shown[:2])
+
+
+HISTORY = {"interval": 10.0, "samples": [{"time": 1.0, "lookup_tokens": 9, "hit_tokens": hit} for hit in (1, 4)]}
+POINT = {"bytes": 1 << 30, "hit_ratio": 0.5, "saved_seconds": 9.0}
+VALUE = {
+    "sampled_requests": 90,
+    "sampled_share": 1.0,
+    "tiers": [{"name": "cpu", "bytes": 1 << 30, "points": [POINT] * 4, "without": POINT}],
+}
+REQUESTS = {"lookup_tokens": 9, "hit_tokens": 8, "requests": [REPORT, REPORT]}
+WHOLE = {"stats": {**STATS, "engines": [{"engine": 0, **STATS}]}, "history": HISTORY, "value": VALUE}
+
+
+@given(st.fixed_dictionaries({name: nearly(like) for name, like in {**WHOLE, "requests": REQUESTS}.items()}))
+def test_whatever_is_answered_top_shows_it_or_says_one_line(by_path: dict[str, Any]) -> None:
+    def answer(asked: bytes, connection: socket.socket) -> None:
+        connection.sendall(as_json(by_path[asked.split()[1].decode().split("/")[2]]))
+
+    with RudePeer(short_socket(), answer) as server:
+        for words in (["top"], ["top", "--advise"]):
+            done = run(*words, server.url)
+            assert type(done.exception) in (type(None), SystemExit), done.exception
+            assert "".join(done.output.splitlines()).isprintable()
+            assert len(done.output) < 100_000
+
+
+@given(st.sampled_from(ABOUT_A_PROMPT), answers)
+def test_whatever_is_answered_a_command_shows_it_or_says_one_line(
+    other: RudePeer, words: list[str], answer: bytes
+) -> None:
+    other.bytes = answer
+    done = run(*words, "--url", other.url)
+    assert type(done.exception) in (type(None), SystemExit), done.exception
+    assert "".join(done.output.splitlines()).isprintable()
+    assert len(done.output) < 100_000
 
 
 def test_what_is_no_prompt_is_refused() -> None:
