@@ -27,6 +27,8 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.policies import LRU
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
+from lmkv.testing.clocks import ManualClock
+from lmkv.vllm.observe.recorder import TraceRecorder
 from tests.agent.serving import SIZE, TOKEN, keys_of, tokenize
 from tests.kit import LIMIT, eventually
 
@@ -40,7 +42,8 @@ POSTS = [f"/v1/{verb}" for verb in ("lookup", "prefetch", "pin", "unpin", "clear
 @pytest.fixture(scope="module")
 def service() -> Iterator[CacheService]:
     store = TieredStore(Tier(CPUPinnedBackend(64 << 12, 4096), LRU()))
-    yield CacheService(store, keys_of, tokenize, chunk_size=SIZE, pin_ttl=60.0)
+    trace = TraceRecorder(SIZE, 4096, ManualClock()).since
+    yield CacheService(store, keys_of, tokenize, chunk_size=SIZE, pin_ttl=60.0, trace=trace)
     store.close()
 
 
@@ -154,8 +157,10 @@ paths = st.one_of(
     st.sampled_from(POSTS),
     st.sampled_from(["/v1/stats", "/", "/docs", "/openapi.json", "/v1/history", "//"]),
     st.sampled_from(["x", "-1", "5", "9" * 5000]).map(lambda limit: f"/v1/requests?limit={limit}"),
-    st.text(max_size=20).map(lambda name: f"/v1/prefetch/{name}"),
-    st.text(max_size=20).map(lambda name: f"/v1/explain/{name}"),
+    st.integers().map(lambda after: f"/v1/trace?after={after}"),
+    st.tuples(st.sampled_from(["prefetch", "explain", "session"]), st.text(max_size=20)).map(
+        lambda each: f"/v1/{each[0]}/{each[1]}"
+    ),
     st.text(max_size=20).map(lambda name: f"/{name}"),
 )
 methods = st.one_of(st.just("POST"), st.sampled_from(["GET", "DELETE", "PUT", "HEAD", "OPTIONS", "TRACE", "\u017f"]))
@@ -177,6 +182,8 @@ def refused_or_answered(service: CacheService, asked: Asked) -> int:
 
 @given(requests)
 @example(Asked("POST", "/v1/lookup", [(b"content-type", b"application/json")], b"{"))
+@example(Asked("GET", f"/v1/trace?after={1 << 63}", OWN, b""))
+@example(Asked("DELETE", "/v1/session/\n", OWN, b""))
 def test_any_request_is_answered_as_documented(service: CacheService, asked: Asked) -> None:
     refused_or_answered(service, asked)
 
@@ -316,7 +323,7 @@ class Sent(bytes):
 def test_any_bytes_are_answered_or_cut_off(server: AgentServer, sent: bytes, cuts: list[int]) -> None:
     errors: list[logging.LogRecord] = []
     handler = logging.Handler(logging.ERROR)
-    handler.emit = errors.append  # type: ignore[method-assign]
+    handler.emit = errors.append  # type: ignore[method-assign,assignment]
     for name in ("asyncio", "uvicorn.error", "lmkv.agent"):
         logging.getLogger(name).addHandler(handler)
     try:

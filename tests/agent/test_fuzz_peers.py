@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,18 +105,19 @@ class Engine:
 @contextmanager
 def beside_another(folder: Path) -> Iterator[Engine]:
     first = short_socket()
-    with store_over(folder) as store, one_of(service_of(store), first) as server:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch, store_over(folder) as store:
+        # Or the search would wait most of the time.
+        patch.setattr(lmkv.agent.pace, "_SHARE", 10.0)
         put(store, TEXT)
-        with RudePeer(first.private(1)) as other, Client(server.url, TOKEN) as client:
-            yield Engine(client, other)
+        server = stack.enter_context(one_of(service_of(store), first))
+        other = stack.enter_context(RudePeer(first.private(1)))
+        yield Engine(stack.enter_context(Client(server.url, TOKEN)), other)
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lmkv.agent.pace, "_SHARE", 10.0)
-        with beside_another(tmp_path_factory.mktemp("peers") / "kv") as engine:
-            yield engine
+    with beside_another(tmp_path_factory.mktemp("peers") / "kv") as engine:
+        yield engine
 
 
 def sent(engine: Engine, method: str, path: str, answer: bytes) -> tuple[int, dict[str, Any]]:

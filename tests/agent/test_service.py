@@ -30,8 +30,10 @@ from lmkv.errors import ConfigError, UsageError
 from lmkv.policies import LRU
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
+from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.agent import clear_namespace
-from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, store_over, tokenize
+from lmkv.vllm.observe.recorder import TraceRecorder
+from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, serving, store_over, tokenize
 from tests.kit import LIMIT, Gated, eventually
 
 
@@ -289,6 +291,28 @@ def test_the_last_hour_is_sampled(service: CacheService, store: TieredStore, cli
     first, *_, last = asyncio.run(sampled())
     assert last["time"] >= first["time"]
     assert [tier["chunks"] for tier in last["tiers"]] == [4, 4]
+
+
+@pytest.mark.parametrize("number", [0, 1 << 40, (1 << 63) - 1])
+def test_a_trace_begins_at_any_number(store: TieredStore, number: int) -> None:
+    recorder = TraceRecorder(4, 4096, ManualClock())
+    with serving(service_of(store, trace=recorder.since)) as (server,), Client(server.url, TOKEN) as client:
+        assert client.trace(number)["requests"] == []
+        for most in (1 << 63, 10**400, -1):
+            with pytest.raises(httpx.HTTPStatusError, match="422"):
+                client.trace(most)
+            with pytest.raises(httpx.HTTPStatusError, match="422"):
+                client.send("GET", f"/v1/requests?limit={most}")
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\n", "a\r\n", "a/b", "a%0A?#", "\u2028"])
+def test_any_name_is_one_of_a_request_or_a_session(store: TieredStore, name: str) -> None:
+    report = {"request": name, "time": 1.0, "tokens": 9, "vllm_tokens": 0, "hit_tokens": 8, "sources": {"cpu": 8}}
+    found = {"lookup_tokens": 9, "hit_tokens": 8, "requests": [report]}
+    store.hints.session(name, put(store, "a prompt of 23 letters,"))
+    with serving(service_of(store, requests=lambda: found)) as (server,), Client(server.url, TOKEN) as client:
+        assert client.explain(name)["request"] == name
+        assert client.end_session(name) == {"session": name, "ended": True}
 
 
 def test_the_async_client_does_the_same(store: TieredStore, server: AgentServer) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
 
 from lmkv.policies import LRU, Quotas
 from lmkv.vllm.requests.options import RequestOptions
@@ -137,40 +137,70 @@ def test_a_prefetch_of_another_prompt_counts_for_the_requests_tenant() -> None:
         tagged: dict[str, Any] = {"lmkv.tag.team": "red"}
         serve(engine, PROMPT, **tagged)
         assert engine.store.drain()
-        asks(engine, OTHERS[0], **tagged, **{"lmkv.prefetch_tokens": PROMPT})
+        asks(engine, OTHERS[0], **tagged | {"lmkv.prefetch_tokens": PROMPT})
         works = list(engine.store._promoter._unreleased.values())
         assert [work.tenant for work in works] == ["team:red"]
 
 
-def test_any_wishes_leave_slots_to_loads_and_end() -> None:
-    """Random wishes of several tenants: every byte that is loaded is compared, and nothing is left of them."""
-    rng = random.Random(7)
-    with closing(engine_of(ram_chunks=16, lower_chunks=40)) as engine:
-        for number in range(300):
-            hint = {
-                "session_id": rng.choice(["1", "2", None, 5, "x" * 1000]),
-                "session_ended": rng.random() < 0.2,
-                "priority": rng.choice([None, -1, 1, 9, 99, "high"]),
-                "waits_seconds": rng.choice([None, 1, 50, -1, float("nan"), 1e308]),
-                "cache_control": rng.choice([None, {}, {"ttl": 5}, {"ttl": "long"}]),
-                "context_management": rng.choice([None, {"edits": [{"type": "prefetch"}]}, {"edits": 5}]),
+anything: st.SearchStrategy[Any] = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just([]) | st.just({})
+)
+seconds = st.sampled_from([1, 50, 5000, 86_399]) | anything
+edits = st.fixed_dictionaries({"type": st.sampled_from(["prefetch", "evict", "offload"]) | anything})
+hints = st.fixed_dictionaries(
+    {},
+    optional={
+        "session_id": st.sampled_from(["1", "2", "x" * 1000]) | anything,
+        "session_ended": st.booleans() | anything,
+        "priority": st.integers(-2, 12) | anything,
+        "waits_seconds": seconds,
+        "cache_control": st.fixed_dictionaries({}, optional={"ttl": seconds}) | anything,
+        "context_management": st.fixed_dictionaries(
+            {
+                "edits": st.lists(
+                    st.fixed_dictionaries({"type": st.sampled_from(["prefetch", "evict", "offload"]) | anything})
+                )
             }
-            params = {
-                "agent_hint": hint,
-                "lmkv.pin": rng.choice([None, 5, 86_000, "soon", float("inf")]),
-                "lmkv.prefetch": rng.choice([None, True, "yes"]),
-                "lmkv.prefetch_tokens": rng.choice([None, PROMPT, OTHERS[0], [-1], "x"]),
-            }
-            tokens = rng.choice([PROMPT, *OTHERS])[: rng.randint(1, 29)]
-            request = SimulatedRequest(
-                f"r{number}", list(tokens), len(tokens), rng.randint(1, 3), rng.choice("abc"), params
-            )
-            engine.add(request)
+        )
+        | anything,
+    },
+)
+wishes = st.fixed_dictionaries(
+    {},
+    optional={
+        "agent_hint": hints | anything,
+        "lmkv.pin": seconds,
+        "lmkv.prefetch": st.just(True) | anything,
+        "lmkv.prefetch_tokens": st.sampled_from([PROMPT, OTHERS[0], [-1], [*PROMPT, "x"]]) | anything,
+        "lmkv.skip_save": anything,
+        "lmkv.skip_load": anything,
+        "lmkv.wait_for": st.integers(-1, 40) | anything,
+        "lmkv.tag.team": st.sampled_from(["red", "blue"]) | anything,
+        "max_load_tokens": st.integers(-1, 40) | anything,
+        "max_offload_tokens": st.integers(-1, 40) | anything,
+    },
+)
+asked = st.tuples(
+    st.sampled_from([PROMPT, *OTHERS[:3]]),
+    st.integers(1, len(PROMPT)),
+    st.integers(1, 3),
+    st.sampled_from("ab"),
+    wishes,
+    st.sampled_from([0.0, 0.0, 10.0, 400.0]),
+)
+
+
+@given(requests=st.lists(asked, max_size=12), quota=st.booleans())
+def test_any_wishes(requests: list[Any], quota: bool) -> None:
+    """Every byte that is loaded is compared; slots are left to loads; and nothing is left of any wish."""
+    policy = (lambda: Quotas(LRU, {"team:red": 0.5})) if quota else LRU
+    with closing(engine_of(ram_chunks=16, lower_chunks=40, policy=policy)) as engine:
+        for number, (tokens, length, answer, salt, params, passed) in enumerate(requests):
+            engine.add(SimulatedRequest(f"r{number}", tokens[:length], min(length, len(tokens)), answer, salt, params))
             engine.finish()
-            primary = engine.store._primary
-            assert primary.wished <= 14
+            assert engine.store._primary.wished <= 14
             assert engine.store.stats().pinned <= 8 + 1, "and a tail"
-            engine.now += rng.choice([0.0, 0.0, 10.0, 400.0])
+            engine.now += passed
         engine.now += 90_000.0
         for _ in range(3):
             engine.store.reserve(())
