@@ -107,9 +107,8 @@ class AsyncAdapter:
         self.deadline = deadline
         self._lock = threading.Lock()
         self._closed = False
-        name = f"lmkv-aio-{inner.name}"
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"lmkv-aio-{inner.name}", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
