@@ -198,7 +198,7 @@ class TakesHints(Protocol):
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
         """Evict a chain's keys, given head first, before all others (below 0), in turn (0) or last (above 0).
 
-        Among priorities above 0 the lowest goes first. Keys may be unknown, and are then not remembered.
+        Among priorities above 0 the lowest goes first. Keys may be unknown: they may be on their way to the tier.
         """
         ...
 

@@ -129,8 +129,8 @@ class Quotas:
             self._free[self._tenants[key]] += self._sizes[key]
 
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
-        for tenant in {self._tenants[key] for key in keys if key in self._sizes}:
-            policy = self._policies[tenant]
+        for tenant in {self._tenants.get(key, NOBODY) for key in keys}:
+            policy = self._of(tenant)
             if isinstance(policy, TakesHints):
                 policy.hint(keys, priority)
 

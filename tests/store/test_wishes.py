@@ -13,11 +13,11 @@ from hypothesis import given, strategies as st
 import lmkv.store.hints
 from lmkv.chunks.hashing import TailKey, state_keys
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
-from lmkv.protocols import ChunkKey, Tier
+from lmkv.protocols import ChunkKey, Policy, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.store.wishes import STEP, Wishes
 from lmkv.testing.clocks import ManualClock
-from tests.kit import LIMIT, NEVER, chain, listing_every, lower, memory, put, put_below, small_store
+from tests.kit import LIMIT, NEVER, Gated, chain, listing_every, lower, memory, put, put_below, small_store
 
 DAY = 86_000.0
 
@@ -432,3 +432,47 @@ def test_a_flood_of_states_or_tails_leaves_a_tenant_its_own(of: Callable[[str], 
     for number in range(100):
         put(store, of(f"mallory {number}"))
     assert in_memory(store, *alice) == [2, 2, 2, 2]
+
+
+# -- before the chunks are there -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_hint_waits_for_keys_that_are_on_their_way(name: str) -> None:
+    policy: Any = make_policy(name)
+    kept, given_up, other = chain("kept", 2), chain("given up", 2), chain("other", 2)
+    policy.hint(kept, 1)
+    policy.hint(given_up, -1)
+    for keys in (kept, other, given_up):
+        for at in reversed(range(2)):
+            policy.insert(keys[at], 10, keys[at - 1] if at else b"")
+        if keys is not given_up:
+            policy.touch(keys)
+    assert {*policy.evict(20)} == {*given_up}
+    assert {*policy.evict(20)} == {*other}
+
+
+@pytest.mark.parametrize("make", [lambda: LRU(), lambda: Quotas(LRU, {})], ids=["lru", "quotas"])
+def test_a_hint_holds_in_a_tier_that_is_still_being_written(make: Callable[[], Policy]) -> None:
+    gated = Gated(memory(8, "low"))
+    store = small_store(32, Tier(gated, make(), capacity_bytes=6 << 12))
+    gated.shut("write")
+    keys = chain("a", 4)
+    put(store, keys)
+    gated.waiting("write")
+    store.hints.give(keys[:2], 5, DAY)
+    gated.open()
+    assert store.drain(LIMIT)
+    for number in range(8):
+        put(store, chain(f"{number}", 1))
+        assert store.drain(LIMIT)
+    store.drop(keys)
+    assert store.count_prefix(keys) == (0, 2)
+
+
+def test_hints_about_keys_that_never_come_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = LRU()
+    monkeypatch.setattr("lmkv.policies.base.MAX_EARLY", 10)
+    for number in range(1000):
+        policy.hint(chain(f"{number}", 1), 1)
+    assert len(policy._early) == 10
