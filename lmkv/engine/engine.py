@@ -106,7 +106,8 @@ class Engine:
         self._pin_ttl = pin_ttl
         self._copier: Copier | None = make_copier(memory, layout, store.slab, rank) if memory else None
         self._copy_lock = threading.Lock()
-        self._pace_lock = threading.Lock()
+        # Of a thread, which alone can release it: an exception may come before it is known to be acquired.
+        self._pace_lock = threading.RLock()
         self._stored = self._retrieved = self._requested = 0
         self._closed = False
 
@@ -171,9 +172,9 @@ class Engine:
         keys = request.keys
         deadline = time.monotonic() + seconds(wait, "wait")
         done = self._store.count_prefix(keys)[1]
-        if wait and not self._pace_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return self._store.count_stored(keys[:done]) * self.chunk_size
         try:
+            if wait and not self._pace_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                return self._store.count_stored(keys[:done]) * self.chunk_size
             idle = False
             while done < len(keys):
                 if wait and not self._store.wait_for_room(deadline - time.monotonic()):
@@ -186,8 +187,11 @@ class Engine:
                 if stuck or (idle and not self._store.drain(deadline - time.monotonic())):
                     break
         finally:
-            if wait:
+            # No call before it, in which an exception could come.
+            try:  # noqa: SIM105
                 self._pace_lock.release()
+            except RuntimeError:
+                pass
         return self._store.count_stored(keys[:done]) * self.chunk_size
 
     def _store_window(self, request: Request, first: int, end: int) -> int:

@@ -9,6 +9,9 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
 from lmkv.store.tiered import TieredStore
 
+_MARGIN = 60.0
+"""Seconds from the end of a wait to the lease that follows it, at most."""
+
 
 def look_up_shared(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> None:
     """Ask shared tiers for chunks that the indexes do not know, for at most `timeout` seconds."""
@@ -22,10 +25,12 @@ def lease_window(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -
     lease = store.lease(keys)
     if lease:
         return lease
-    # At most half of host memory: the rest serves everybody else meanwhile.
-    promotion = store.promote(keys, limit=max(1, store.slab.num_slots // 2))
+    limit = seconds(timeout, "timeout")
+    # At most half of host memory: the rest serves everybody else meanwhile. It ends by itself should an exception come
+    # before it is known here.
+    promotion = store.promote(keys, limit=max(1, store.slab.num_slots // 2), ttl=max(limit, 0.0) + _MARGIN)
     try:
-        promotion.wait(seconds(timeout, "timeout"))
+        promotion.wait(limit)
         return store.lease(promotion.keys)
     finally:
         promotion.release()

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -231,6 +231,13 @@ class Slab(SlabMap):
                 raise UsageError(f"slot {slot} is not in use")
             used[slot] = 0
             self._free.append(slot)
+
+    def recount(self, used: Collection[int]) -> None:
+        """These slots are in use, and no others."""
+        self._free, self._used = (
+            [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used],
+            bytearray(slot in used for slot in range(self.num_slots)),
+        )
 
     def close(self) -> None:
         super().close()

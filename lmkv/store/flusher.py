@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
@@ -12,6 +12,7 @@ from typing import Literal
 from attrs import define, field
 
 from lmkv.protocols import Chunk, ChunkKey
+from lmkv.store.tiers.changes import Changes
 from lmkv.store.tiers.entry import Entry
 from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
@@ -25,19 +26,20 @@ _Copy = tuple[LowerTier, Entry]
 class _Flush:
     """Copies of one chain's chunks, head first. They refer to their chunks until the last of them has ended.
 
-    `chain`: to make room for one of its chunks, lower tiers evict none of the chunks before it. `late`: the rest of
-    the chain was copied before.
+    `running`, `ended`: how many of them are. `chain`: to make room for one of its chunks, lower tiers evict none of the
+    chunks before it. `late`: the rest of the chain was copied before.
     """
 
     chain: Sequence[ChunkKey]
     copies: list[_Copy]
     late: bool = False
-    left: int = field(init=False)
+    running: int = field(init=False, default=0)
+    ended: int = field(init=False, default=0)
     queued: deque[_Copy] = field(init=False)
     """Copies that no thread has begun."""
 
     def __attrs_post_init__(self) -> None:
-        self.left, self.queued = len(self.copies), deque(self.copies)
+        self.queued = deque(self.copies)
 
     def ancestors(self, key: ChunkKey) -> frozenset[ChunkKey]:
         return frozenset(takewhile(lambda other: other != key, self.chain))
@@ -48,11 +50,14 @@ class Flusher:
     """Makes copies in lower tiers. `on_slots_freed`: called without the lock when ended copies may have freed slots."""
 
     _lock: threading.Lock
+    _changes: Changes
     _primary: PrimaryTier
     _tiers: Sequence[LowerTier]
     _on_slots_freed: Callable[[AfterLock], None]
     _late: deque[tuple[_Copy, Sequence[ChunkKey]]] = field(init=False, factory=deque)
     """Copies that the pool had no room for, with their chains. They refer to no slot: eviction may come first."""
+    _flushes: dict[_Flush, None] = field(init=False, factory=dict)
+    """Those that have not ended."""
 
     @locked
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
@@ -104,19 +109,30 @@ class Flusher:
         """Queue copies, each of which refers to its entry already."""
         if copies:
             flush = _Flush(chain, list(copies), late)
-            # The same job for each: this runs on the scheduler's thread.
-            job = Job(partial(self._copy, flush), Priority.STORE, partial(self._refused, flush))
-            after.jobs += [job] * len(copies)
+            self._flushes[flush] = None
+            after.jobs += self._jobs(flush)
+
+    def _jobs(self, flush: _Flush) -> list[Job]:
+        # The same job for each: this runs on the scheduler's thread.
+        job = Job(partial(self._copy, flush), Priority.STORE, partial(self._refused, flush))
+        return [job] * len(flush.queued)
 
     def _copy(self, flush: _Flush, after: AfterLock) -> None:
         """Make the first copy that no thread has begun, on an I/O thread."""
-        tier, entry = flush.queued.popleft()
+        with self._lock, self._changes:
+            if not flush.queued:
+                # Its job was queued again, because an exception came while it was.
+                return
+            tier, entry = flush.queued.popleft()
+            flush.running += 1
         try:
             payload = self._primary.payloads.gather(entry.key, self._primary.slab.view(entry.slot))
             chunk = Chunk(entry.key, payload, entry.parent, entry.tokens)
             tier.write(chunk, lambda: not entry.removed, partial(flush.ancestors, entry.key))
         finally:
-            with self._lock:
+            with self._lock, self._changes:
+                flush.running -= 1
+                flush.ended += 1
                 self._end_copy(flush, after)
                 self._plan_late(after)
 
@@ -125,8 +141,10 @@ class Flusher:
 
         The pool refuses the last ones, and says so from the last to the first.
         """
-        copy = tier, entry = flush.queued.pop()
-        with self._lock:
+        with self._lock, self._changes:
+            if not flush.queued:
+                return
+            copy = tier, entry = flush.queued.pop()
             flush.copies.pop()
             self._primary.unref(entry)
             if entry.removed or len(self._late) >= self._primary.slab.num_slots:
@@ -150,10 +168,23 @@ class Flusher:
 
     @locked
     def _end_copy(self, flush: _Flush, after: AfterLock) -> None:
-        flush.left -= 1
-        if flush.left:
+        if len(flush.copies) > flush.ended:
             return
+        self._flushes.pop(flush, None)
         # Tail first, so that the head of the chain is evicted last, here and below.
         for _, entry in reversed(flush.copies):
             self._primary.unref(entry)
+        after.calls.append(self._on_slots_freed)
+
+    @locked
+    def recount(self, refs: Counter[Entry], after: AfterLock) -> None:
+        """Count the references of the copies, and queue again those that no thread has begun."""
+        for flush in list(self._flushes):
+            # Copies that were refused are the last ones.
+            del flush.copies[len(flush.queued) + flush.running + flush.ended :]
+            if len(flush.copies) <= flush.ended:
+                del self._flushes[flush]
+                continue
+            refs.update(entry for _, entry in flush.copies)
+            after.jobs += self._jobs(flush)
         after.calls.append(self._on_slots_freed)

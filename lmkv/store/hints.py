@@ -10,6 +10,7 @@ from typing import Final
 from attrs import define, field
 
 from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, SeesPrompts, TakesHints
+from lmkv.store.tiers.changes import Changes
 from lmkv.store.tiers.locking import locked
 from lmkv.store.wishes import Wishes
 
@@ -38,13 +39,14 @@ class Hints:
     >>> policy = LRU()
     >>> for name in (b"a", b"b"):
     ...     policy.insert(name, size=10)
-    >>> hints = Hints(threading.Lock(), {"cpu": policy}, clock=lambda: 0.0)
+    >>> hints = Hints(threading.Lock(), Changes(), {"cpu": policy}, clock=lambda: 0.0)
     >>> hints.session(b"root", "worker-7", [b"b"], ended=True)
     >>> policy.evict(5)
     [b'b']
     """
 
     _lock: threading.Lock
+    _changes: Changes
     _policies: Mapping[str, Policy]
     _clock: Clock
     _admissions: Sequence[object] = ()
@@ -61,7 +63,7 @@ class Hints:
 
     def give(self, keys: Chain, priority: int, seconds: float = DEFAULT_SECONDS, owner: bytes = b"") -> None:
         """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts."""
-        with self._lock:
+        with self._lock, self._changes:
             self._give(keys, priority)
             if keys and priority > 0:
                 for key in keys:
@@ -84,7 +86,7 @@ class Hints:
     def prompt(self, keys: Chain, tokens: int) -> None:
         """See `SeesPrompts.prompt`."""
         if self._prompted:
-            with self._lock:
+            with self._lock, self._changes:
                 for admission in self._prompted:
                     admission.prompt(keys, tokens)
 
@@ -92,13 +94,13 @@ class Hints:
         """Chunks with these keys belong to the first of these tenants that has a quota."""
         if not self._labelled or not names:
             return
-        with self._lock:
+        with self._lock, self._changes:
             for policy in self._labelled:
                 policy.label(keys, names)
 
     def used_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of each tenant in each tier that has quotas."""
-        with self._lock:
+        with self._lock, self._changes:
             tiers = self._policies.items()
             return {name: dict(policy.used_bytes()) for name, policy in tiers if isinstance(policy, LabelsKeys)}
 
@@ -107,12 +109,12 @@ class Hints:
 
         `ended`: the session has ended, too, so that all its chunks are given up that no other session shares.
         """
-        with self._lock:
+        with self._lock, self._changes:
             self._session(owner, name, keys, ended=ended)
 
     def end_session(self, owner: bytes, name: str) -> bool:
         """A session has ended, without another request: its chunks are given up. Returns whether it was known."""
-        with self._lock:
+        with self._lock, self._changes:
             branches = self._sessions.pop(_session_key(owner, name)) or []
             for branch in branches:
                 self._give(branch, -1)
@@ -140,6 +142,11 @@ class Hints:
             self._sessions.add(key, owner, size=size, end=self._clock() + _SESSION_SECONDS, value=branches)
             for _ in self._sessions.excess(_MAX_CHUNKS):
                 pass
+
+    @locked
+    def recount(self) -> None:
+        """After an exception: begin anew with the wishes that are known."""
+        self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
 
     @locked
     def expire(self) -> None:

@@ -6,44 +6,46 @@ A leased chunk stays. A chunk that was only looked up may be evicted before it i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeAlias
+
+from attrs import define, field
 
 from lmkv.protocols import ChunkKey
+from lmkv.store.tiers.changes import Changes
 from lmkv.store.tiers.entry import Entry
+from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.primary import PrimaryTier
 
 
 class Lease(AbstractContextManager["Lease"]):
     """Read references to the leading chunks of a request: their slots keep their bytes until `release`."""
 
-    def __init__(self, chunks: Sequence[Entry], lock: threading.Lock, primary: PrimaryTier) -> None:
-        self._chunks = chunks
-        self._lock = lock
-        self._primary = primary
-        self._released = False
+    def __init__(self, chunks: Sequence[Entry], release: Callable[[Lease], None]) -> None:
+        self.chunks = chunks
+        self._release = release
+        self.released = False
 
     def __repr__(self) -> str:
-        return f"<Lease of {len(self)} chunks{', released' if self._released else ''}>"
+        return f"<Lease of {len(self)} chunks{', released' if self.released else ''}>"
 
     def __len__(self) -> int:
-        return len(self._chunks)
+        return len(self.chunks)
 
     @property
     def slots(self) -> list[int]:
-        return [chunk.slot for chunk in self._chunks]
+        return [chunk.slot for chunk in self.chunks]
 
     @property
     def keys(self) -> list[ChunkKey]:
-        return [chunk.key for chunk in self._chunks]
+        return [chunk.key for chunk in self.chunks]
 
     def release(self) -> None:
         """Give the references back. Idempotent. Takes the store's lock."""
-        if not self._released:
-            self._released = True
-            with self._lock:
-                for chunk in reversed(self._chunks):
-                    self._primary.unref(chunk)
+        if not self.released:
+            self._release(self)
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -56,13 +58,7 @@ class Reservation(AbstractContextManager["Reservation"]):
     than wanted when there is no slot for the next one. Slots that are not committed are aborted at the end.
     """
 
-    def __init__(
-        self,
-        entries: dict[ChunkKey, Entry],
-        accepted: int,
-        commit: Callable[[Sequence[Entry]], None],
-        abort: Callable[[Sequence[Entry]], None],
-    ) -> None:
+    def __init__(self, entries: dict[ChunkKey, Entry], accepted: int, commit: _End, abort: _End) -> None:
         self._open = entries
         self._commit, self._abort = commit, abort
         self.accepted = accepted
@@ -75,6 +71,11 @@ class Reservation(AbstractContextManager["Reservation"]):
         """Slots to fill, by key, in the order of the wanted keys."""
         return {key: entry.slot for key, entry in self._open.items()}
 
+    @property
+    def chunks(self) -> list[Entry]:
+        """The entries of these slots."""
+        return list(self._open.values())
+
     def __len__(self) -> int:
         return len(self._open)
 
@@ -86,13 +87,74 @@ class Reservation(AbstractContextManager["Reservation"]):
         """The slots of `keys` (default: all) have no usable bytes: free them. Takes the store's lock."""
         self._end(keys, self._abort)
 
-    def _end(self, keys: Sequence[ChunkKey] | None, how: Callable[[Sequence[Entry]], None]) -> None:
-        if keys is None:
-            entries, self._open = list(self._open.values()), {}
-        else:
-            entries = [self._open.pop(key) for key in keys if key in self._open]
-        if entries:
-            how(entries)
+    def _end(self, keys: Sequence[ChunkKey] | None, how: _End) -> None:
+        wanted = [key for key in (self._open if keys is None else keys) if key in self._open]
+        if wanted:
+            how(self, wanted)
+
+    def take(self, keys: Sequence[ChunkKey]) -> list[Entry]:
+        """The entries of these keys, which are the caller's from now on. Called under the store's lock."""
+        taken = [self._open.pop(key, None) for key in keys]
+        return [entry for entry in taken if entry is not None]
 
     def __exit__(self, *_: object) -> None:
         self.abort()
+
+
+_End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey]], None]
+
+
+@define(eq=False, repr=False)
+class Holders:
+    """The leases and reservations that there are. `lock`: the store's.
+
+    `lost`: one went that was never ended: an exception came before anybody had it. Its slots are found by a recount.
+    """
+
+    _lock: threading.Lock
+    _changes: Changes
+    _primary: PrimaryTier
+    _holders: dict[int, weakref.ref[Lease | Reservation]] = field(init=False, factory=dict)
+
+    @locked
+    def add(self, holder: Lease | Reservation) -> None:
+        if holder:
+            self._holders[id(holder)] = weakref.ref(holder, self._lost)
+
+    @locked
+    def discard(self, holder: Lease | Reservation) -> None:
+        self._holders.pop(id(holder), None)
+
+    def _lost(self, _: object) -> None:
+        # The collector calls this, on any thread and at any time: it only sets a mark.
+        self._changes.lost = True
+
+    def lease(self, keys: Sequence[ChunkKey]) -> Lease:
+        """See `TieredStore.lease`."""
+        with self._lock, self._changes:
+            entries = self._primary.leading_ready(keys)
+            self._primary.use(entries)
+            lease = Lease(entries, self._release)
+            self.add(lease)
+        return lease
+
+    def _release(self, lease: Lease) -> None:
+        with self._lock, self._changes:
+            if not lease.released:
+                lease.released = True
+                self.discard(lease)
+                for chunk in reversed(lease.chunks):
+                    self._primary.unref(chunk)
+
+    @locked
+    def entries(self) -> Iterator[tuple[Entry, bool]]:
+        """Each reference to an entry, and whether its holder fills it."""
+        # A copy, because the collector may come in between.
+        for key, found in list(self._holders.items()):
+            holder = found()
+            if isinstance(holder, Reservation):
+                yield from ((entry, True) for entry in holder.chunks)
+            elif holder is not None and not holder.released:
+                yield from ((entry, False) for entry in holder.chunks)
+            elif holder is None:
+                self._holders.pop(key, None)

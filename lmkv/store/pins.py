@@ -71,6 +71,19 @@ class Pins:
         for pins in self._of.values():
             self._end(pins.clear())
 
+    def recount(self) -> list[Entry]:
+        """After an exception: the entries of the pins that are left, to which nothing else of this refers."""
+        self._of, self._of_key, entries = {group: pins.rebuilt() for group, pins in self._of.items()}, {}, []
+        for pins in self._of.values():
+            for key, entry in pins.items():
+                if key in self._of_key:
+                    pins.pop(key)
+                else:
+                    self._of_key[key] = pins
+                    entries.append(entry)
+        self._primary.wished = len(entries)
+        return entries
+
     def _end(self, ended: Iterable[tuple[ChunkKey, Entry]]) -> None:
         for key, entry in ended:
             del self._of_key[key]

@@ -15,6 +15,7 @@ from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.allocator import SlotAllocator
 from lmkv.store.promotion import Promotion
 from lmkv.store.shared_lookup import SharedLookup
+from lmkv.store.tiers.changes import Changes
 from lmkv.store.tiers.entry import Entry, State
 from lmkv.store.tiers.iopool import IOPool
 from lmkv.store.tiers.jobs import AfterLock, Job, Priority
@@ -46,6 +47,8 @@ class _Work:
     chain: Sequence[ChunkKey]
     missing: Sequence[ChunkKey] = ()
     lookup: SharedLookup | None = None
+    begun: bool = field(init=False, default=False)
+    """Whether `promote` has ended. If not, nobody has the promotion."""
     awaited: dict[Entry, str] = field(init=False, factory=dict)
 
 
@@ -66,6 +69,7 @@ class Promoter:
     """
 
     _lock: threading.Lock
+    _changes: Changes
     _primary: PrimaryTier
     _tiers: Sequence[LowerTier]
     _allocator: SlotAllocator
@@ -114,6 +118,7 @@ class Promoter:
             work.missing, work.lookup = keys, lookup
             self._waiting.append(work)
         self._allocator.keep_free(after)
+        work.begun = True
         return promotion
 
     @locked
@@ -154,10 +159,15 @@ class Promoter:
         """Note the size of a promotion with an end; too many of them end the oldest."""
         if work.end == math.inf or work.promotion.released:
             return
-        kept = self._kept.setdefault(work.tenant, Wishes())
-        kept.add(work.promotion, work.owner, size=1 + len(work.promotion.entries), end=work.end, value=work)
+        kept = self._keep_as(work)
         for promotion, _ in kept.excess(max(_MAX_KEPT, 4 * self._primary.slab.num_slots)):
             self._release(promotion, after)
+
+    def _keep_as(self, work: _Work) -> Wishes[Promotion, _Work]:
+        kept = self._kept.setdefault(work.tenant, Wishes())
+        if work.end < math.inf:
+            kept.add(work.promotion, work.owner, size=1 + len(work.promotion.entries), end=work.end, value=work)
+        return kept
 
     @locked
     def _finds_room(self, work: _Work, key: ChunkKey, after: AfterLock) -> bool:
@@ -208,7 +218,7 @@ class Promoter:
 
     def _load(self, entry: Entry, after: AfterLock) -> None:
         """I/O thread: fill the entry's slot from the tier, unless the load was cancelled or has begun before."""
-        with self._lock:
+        with self._lock, self._changes:
             load = self._loads.get(entry)
             if load is None or load.begun:
                 return
@@ -221,7 +231,7 @@ class Promoter:
                 payloads.scatter(entry.key, buffer, slot)
                 loaded = True
         finally:
-            with self._lock:
+            with self._lock, self._changes:
                 # READY before anybody is woken, and the load's own reference dropped last: the slot stays theirs.
                 if loaded:
                     self._primary.mark_ready(entry)
@@ -272,7 +282,7 @@ class Promoter:
 
     def _refused(self, entry: Entry, after: AfterLock) -> None:
         """Give up a load that the closed pool refused. Called without the lock."""
-        with self._lock:
+        with self._lock, self._changes:
             self._cancel_load(entry, after)
 
     @locked
@@ -305,7 +315,7 @@ class Promoter:
     def release(self, promotion: Promotion) -> None:
         """Release a promotion's chunks. Called without the lock; idempotent."""
         after = AfterLock()
-        with self._lock:
+        with self._lock, self._changes:
             self._release(promotion, after)
         after.run(self._pool.submit)
 
@@ -341,12 +351,63 @@ class Promoter:
 
     @locked
     def end_prefetches(self, after: AfterLock, removed: Collection[ChunkKey] | None = None) -> None:
-        """Release prefetches of which chunks were removed (default: all prefetches): the rest is useless alone."""
+        """Release prefetches of which chunks were removed: the rest is useless alone.
+
+        Default: all promotions with a time to live.
+        """
         for work in list(self._unreleased.values()):
-            if work.prefetch and work.end < math.inf:
+            if work.end < math.inf and (work.prefetch or removed is None):
                 promotion = work.promotion
                 if removed is None or any(entry.key in removed for entry in promotion.entries):
                     self._release(promotion, after)
+
+    # -- after an exception -------------------------------------------------------------------------------
+
+    @locked
+    def recount(self, refs: Counter[Entry]) -> set[Entry]:
+        """Count the references of promotions and loads; returns the entries that are being loaded."""
+        self._unreleased = {promotion: work for promotion, work in self._unreleased.items() if work.begun}
+        self._prefetches, self._prefetched, self._tenants = Counter(), Counter(), {}
+        self._kept = {}
+        for promotion, work in self._unreleased.items():
+            del promotion.entries[len(promotion.origins) :]
+            refs.update(promotion.entries)
+            self._keep_as(work)
+            if work.prefetch:
+                self._prefetches.update(promotion.entries)
+                self._tenants.update(dict.fromkeys(promotion.entries, work.tenant))
+        self._prefetched.update((tenant, type(entry.key)) for entry, tenant in self._tenants.items())
+        self._primary.wished += len(self._tenants)
+        refs.update(self._loads.keys())
+        return set(self._loads)
+
+    @locked
+    def reading(self, tier: LowerTier) -> list[ChunkKey]:
+        return [entry.key for entry, load in self._loads.items() if load.tier is tier]
+
+    @locked
+    def settle(self, after: AfterLock) -> None:
+        """After a recount: find out what each promotion waits for, and queue again what no thread has begun."""
+        # Somebody may wait for a promotion that was released, too.
+        works = dict.fromkeys(
+            (*self._unreleased.values(), *(work for waiting in self.waiters.values() for work in waiting))
+        )
+        self.waiters = {}
+        for work in works:
+            promotion, work.awaited = work.promotion, {}
+            del promotion.entries[len(promotion.origins) :]
+            for index, (entry, source) in enumerate(zip(promotion.entries, promotion.origins, strict=True)):
+                if entry.state is not State.READY and not entry.removed:
+                    work.awaited[entry] = source
+                    self.waiters.setdefault(entry, []).append(work)
+                elif not entry.ready:
+                    promotion.failed_at = min(index, len(promotion))
+            self._finish_if_complete(work, after)
+        self._waiting = [work for work in self._unreleased.values() if work.missing]
+        after.jobs += [work.lookup.job() for work in self._waiting if work.lookup and not work.lookup.done]
+        for entry, load in self._loads.items():
+            if not load.begun:
+                self._queue(entry, Priority.PREFETCH if load.prefetch else Priority.LOAD, after)
 
     @locked
     def close(self, after: AfterLock) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 
 from attrs import define, field
 
 from lmkv.errors import ClosedError
 from lmkv.protocols import ChunkKey
+from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.entry import Entry
 
 logger = logging.getLogger(__name__)
+
+_CALLBACK_FAILED = "lmkv: a done callback of a promotion failed; it was %r: %r"
 
 
 @define(eq=False, repr=False)
@@ -39,7 +43,7 @@ class Promotion:
     """The first of its chunks that will never arrive."""
     released: bool = field(init=False, default=False)
     _done: threading.Event = field(init=False, factory=threading.Event)
-    _callbacks: list[Callable[[], None]] = field(init=False, factory=list)
+    _callbacks: deque[Callable[[], None]] = field(init=False, factory=deque)
 
     def __repr__(self) -> str:
         state = "released" if self.released else "done" if self.done else "under way"
@@ -100,9 +104,10 @@ class Promotion:
         """End the promotion: nothing is under way any more. Called by the promoter, without the lock. Idempotent."""
         with self._lock:
             self._done.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            try:
-                callback()
-            except BaseException:  # the other callbacks belong to others
-                logger.exception("lmkv: a done callback of a promotion failed; it was %r", callback)
+        while True:
+            with self._lock:
+                callback = self._callbacks.popleft() if self._callbacks else None
+            if callback is None:
+                return
+            # The other callbacks belong to others.
+            attempt(callback, partial(logger.error, _CALLBACK_FAILED, callback))

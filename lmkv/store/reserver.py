@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from attrs import define
 
 from lmkv.protocols import ChunkKey
 from lmkv.store.allocator import SlotAllocator
 from lmkv.store.flusher import Flusher
-from lmkv.store.leases import Reservation
+from lmkv.store.leases import Holders, Reservation
 from lmkv.store.promoter import Promoter
+from lmkv.store.tiers.changes import Changes
 from lmkv.store.tiers.entry import Entry, State
 from lmkv.store.tiers.iopool import IOPool
 from lmkv.store.tiers.jobs import AfterLock
@@ -25,6 +27,8 @@ class Reserver:
     """Plans reservations, and publishes or frees their slots. `lock`: the store's."""
 
     _lock: threading.Lock
+    _changes: Changes
+    _holders: Holders
     _primary: PrimaryTier
     _tiers: Sequence[LowerTier]
     _allocator: SlotAllocator
@@ -80,7 +84,10 @@ class Reserver:
         self._primary.writing += fresh
         self._primary.counters.write_rejects += len(keys) - accepted
         chain = chain or keys
-        return Reservation(entries, accepted, lambda done: self._commit(done, chain), self._abort)
+        commit = partial(self._commit, chain=chain)
+        reservation = Reservation(entries, accepted, commit, self._abort)
+        self._holders.add(reservation)
+        return reservation
 
     @locked
     def _only_copies(self, keys: Sequence[ChunkKey], chain: Sequence[ChunkKey]) -> set[ChunkKey] | None:
@@ -97,10 +104,11 @@ class Reserver:
         here = entries.keys() & keys
         self._allocator.free_up(len(keys) - len(here), kept | here)
 
-    def _commit(self, entries: Sequence[Entry], chain: Sequence[ChunkKey]) -> None:
+    def _commit(self, reservation: Reservation, keys: Sequence[ChunkKey], chain: Sequence[ChunkKey]) -> None:
         after = AfterLock()
-        primary, waiters = self._primary, self._promoter.waiters
-        with self._lock:
+        with self._lock, self._changes:
+            primary, waiters = self._primary, self._promoter.waiters
+            entries = self._taken(reservation, keys)
             primary.mark_chain_ready(entries)
             for entry in entries if waiters else ():
                 if entry in waiters:
@@ -113,10 +121,17 @@ class Reserver:
             self._allocator.keep_free(after)
         after.run(self._pool.submit)
 
-    def _abort(self, entries: Sequence[Entry]) -> None:
+    def _abort(self, reservation: Reservation, keys: Sequence[ChunkKey]) -> None:
         after = AfterLock()
-        with self._lock:
-            for entry in entries:
+        with self._lock, self._changes:
+            for entry in self._taken(reservation, keys):
                 self._promoter.give_up(entry, after)
                 self._primary.unref(entry)
         after.run(self._pool.submit)
+
+    @locked
+    def _taken(self, reservation: Reservation, keys: Sequence[ChunkKey]) -> list[Entry]:
+        entries = reservation.take(keys)
+        if not reservation:
+            self._holders.discard(reservation)
+        return entries

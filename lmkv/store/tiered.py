@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from lmkv.memory.slab import Slab
@@ -24,13 +23,15 @@ from lmkv.store.catalog import Catalog
 from lmkv.store.flusher import Flusher
 from lmkv.store.forks import close_after_fork
 from lmkv.store.hints import Hints
-from lmkv.store.leases import Lease, Reservation
+from lmkv.store.leases import Holders, Lease, Reservation
 from lmkv.store.pins import Pins
 from lmkv.store.promoter import Promoter
 from lmkv.store.promotion import Promotion
+from lmkv.store.recount import Recount
 from lmkv.store.reserver import Reserver
 from lmkv.store.shared_lookup import SharedLookup
 from lmkv.store.tiers.attempt import attempt
+from lmkv.store.tiers.changes import Changes
 from lmkv.store.tiers.closing import PATIENCE, close_all
 from lmkv.store.tiers.iopool import IOPool
 from lmkv.store.tiers.jobs import AfterLock, deletion
@@ -111,6 +112,7 @@ class TieredStore:
         self._closed = self._ended = True
         self.forked = False
         self._lock, self._closing = threading.Lock(), threading.Lock()
+        self._changes = Changes()
         self._clock = clock
         self._observers: list[StoreObserver] = []
         self._primary = PrimaryTier(primary, retain=retain, spans=spans, sizes=sizes, observers=self._observers)
@@ -121,22 +123,29 @@ class TieredStore:
                 memory = self.slab.descriptor, self.slab.address, self.slab.nbytes
                 register, name = partial(tier.backend.register_memory, *memory), tier.name
                 attempt(register, partial(logger.warning, "lmkv: tier %r takes no memory to register: %r", name))
-        self._tiers = [LowerTier(tier, nbytes, self._lock, clock, self._observers) for tier in lower]
+        self._tiers = [LowerTier(tier, nbytes, self._lock, self._changes, clock, self._observers) for tier in lower]
         self._shared = [tier for tier in self._tiers if tier.shared]
         # Writes must not refer to so many slots that loads find none.
         self.max_pending_stores = max(1, min(_MAX_STORES, slots // 2)) if lower else slots
         """Chunks that can be stored at a time without a refused write to a lower tier."""
         self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
         self._pins = Pins(self._primary, clock, pin_share)
-        policies = {tier.name: tier.policy for tier in (primary, *lower)}
-        self.hints = Hints(self._lock, policies, clock, [tier.admission for tier in lower])
-        self._flusher = Flusher(self._lock, self._primary, self._tiers, self._resume)
+        orders = {self._primary.name: self._primary.order, **{tier.name: tier.index.order for tier in self._tiers}}
+        self.hints = Hints(self._lock, self._changes, orders, clock, [tier.admission for tier in lower])
+        self._flusher = Flusher(self._lock, self._changes, self._primary, self._tiers, self._resume)
         flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
         self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)
-        parts = self._lock, self._primary, self._tiers
-        self._promoter = Promoter(*parts, self._allocator, self._pool, prefetch_share, clock)
-        self._reserver = Reserver(*parts, self._allocator, self._promoter, self._flusher, self._pool)
-        self.catalog = Catalog(*parts, self._promoter, self._observers)
+        parts = self._primary, self._tiers
+        lock = self._lock, self._changes
+        self._promoter = Promoter(*lock, *parts, self._allocator, self._pool, prefetch_share, clock)
+        self._holders = Holders(*lock, self._primary)
+        self._reserver = Reserver(
+            *lock, self._holders, *parts, self._allocator, self._promoter, self._flusher, self._pool
+        )
+        self.catalog = Catalog(self._lock, *parts, self._promoter, self._observers)
+        self._recount = self._changes.repair = Recount(
+            self._holders, self._pins, self.hints, *parts, self._promoter, self._flusher, self._pool
+        )
         self._scanners: list[TierScanner] = []
         self._begin()
 
@@ -165,14 +174,6 @@ class TieredStore:
     def primary_name(self) -> str:
         return self._primary.name
 
-    @contextmanager
-    def _planned(self) -> Iterator[AfterLock]:
-        """Hold the lock; after its release, run everything that was planned under it."""
-        after = AfterLock()
-        with self._lock:
-            yield after
-        after.run(self._pool.submit)
-
     # -- looking ------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
@@ -191,16 +192,13 @@ class TieredStore:
 
     def lease(self, keys: Sequence[ChunkKey]) -> Lease:
         """Refer to the leading READY chunks of `keys` for reading, as many as there are."""
-        with self._lock:
-            entries = self._primary.leading_ready(keys)
-            self._primary.use(entries)
-        return Lease(entries, self._lock, self._primary)
+        return self._holders.lease(keys)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note the use of a chain's chunks, head first, in every tier."""
-        with self._lock:
-            for policy in (self._primary.policy, *(tier.index.policy for tier in self._tiers)):
-                policy.touch(keys)
+        with self._lock, self._changes:
+            for order in (self._primary.order, *(tier.index.order for tier in self._tiers)):
+                order.touch(keys)
 
     # -- writing ------------------------------------------------------------------------------------------
 
@@ -219,22 +217,32 @@ class TieredStore:
         `origins`: each chunk's `KeyChain.origin`, if `Catalog.longest_prefix` is to find it. `protect`: the whole
         chain, head first; its chunks before `keys` are not evicted unless a lower tier stores them.
         """
-        # Not `_planned`, whose generator takes long in caches that a copy has left cold.
         after = AfterLock()
-        with self._lock:
+        with self._lock, self._changes:
             self._expire(after)
             wanted = () if self._closed else keys
             reservation = self._reserver.reserve(wanted, parent, tokens, origins, protect, after)
-        after.run(self._pool.submit)
+        self._run(after, reservation.abort)
         return reservation
+
+    def _run(self, after: AfterLock, undo: Callable[[], None] = lambda: None) -> None:
+        """Do what was planned. `undo`: what the caller would have got, and gets an exception instead."""
+        try:
+            after.run(self._pool.submit)
+        except BaseException:
+            undo()
+            raise
 
     def write_to_shared(self, keys: Sequence[ChunkKey]) -> int:
         """Write leading chunks to shared tiers that lack them; how many chunks are there, or on their way.
 
         Chunks that are still being stored are written once they are committed.
         """
-        with self._planned() as after:
-            return self._flusher.write_to_shared(keys, after)
+        after = AfterLock()
+        with self._lock, self._changes:
+            count = self._flusher.write_to_shared(keys, after)
+        self._run(after)
+        return count
 
     # -- pins ---------------------------------------------------------------------------------------------
 
@@ -243,12 +251,12 @@ class TieredStore:
 
         Where pins exceed their share, the oldest of the `owner` with the most end.
         """
-        with self._lock:
+        with self._lock, self._changes:
             return self._pins.pin(keys, ttl, owner)
 
     def unpin(self, keys: Sequence[ChunkKey]) -> int:
         """End the pins of `keys`; returns how many there were."""
-        with self._lock:
+        with self._lock, self._changes:
             return sum(self._pins.unpin(key) for key in reversed(keys))
 
     @locked
@@ -278,17 +286,20 @@ class TieredStore:
         first for chunks that the indexes do not know. The promotion refers to its chunks until it is released; after
         `ttl` seconds the next call that wants slots releases it.
         """
-        with self._planned() as after:
+        after = AfterLock()
+        with self._lock, self._changes:
             self._expire(after)
             wanted = () if self._closed else keys[:limit]
             lookup = self._plan_shared_lookup(wanted, after, resume=True) if look_up_shared else None
-            return self._promoter.promote(
+            promotion = self._promoter.promote(
                 wanted, after, prefetch=prefetch, ttl=ttl, owner=owner, lookup=lookup, chain=keys
             )
+        self._run(after, promotion.release)
+        return promotion
 
     def _resume(self, after: AfterLock) -> None:
         """Go on with the promotions that waited for slots or for a shared lookup."""
-        with self._lock:
+        with self._lock, self._changes:
             self._expire(after)
             self._promoter.resume(after)
 
@@ -299,8 +310,11 @@ class TieredStore:
         """
         if not self._shared:
             return None
-        with self._planned() as after:
-            return None if self._closed else self._plan_shared_lookup(keys, after, states=states)
+        after = AfterLock()
+        with self._lock, self._changes:
+            lookup = None if self._closed else self._plan_shared_lookup(keys, after, states=states)
+        self._run(after)
+        return lookup
 
     @locked
     def _plan_shared_lookup(
@@ -325,8 +339,10 @@ class TieredStore:
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
         """Remove chunks from host memory, and stop their flushes. Leased chunks stay readable."""
-        with self._planned() as after:
+        after = AfterLock()
+        with self._lock, self._changes:
             self._drop(keys, after)
+        self._run(after)
 
     @locked
     def _drop(self, keys: Sequence[ChunkKey], after: AfterLock) -> None:
@@ -342,14 +358,16 @@ class TieredStore:
 
         None of them is served any more; `drain` waits until the bytes in lower tiers are deleted, too.
         """
-        with self._planned() as after:
+        after = AfterLock()
+        with self._lock, self._changes:
             known = sum(self.catalog.presence(key) is not Presence.MISS for key in keys)
             self._drop(keys, after)
             for tier in self._tiers:
                 # In tiers that cannot be read now, too: they would serve the chunks again later.
                 tier.index.mark_deleted(keys, unknown=tier.shared)
                 after.jobs.append(deletion(tier.reclaim))
-            return known
+        self._run(after)
+        return known
 
     def clear(self, *, lower: bool = True) -> int:
         """Remove everything, without `lower` from host memory alone; returns how many chunks that were.
@@ -357,14 +375,18 @@ class TieredStore:
         No earlier chunk is served any more, not even one that is being stored or loaded right now, or that another
         process has put into a shared tier. `drain` waits until the bytes in lower tiers are deleted, too.
         """
-        with self._planned() as after:
+        after = AfterLock()
+        with self._lock, self._changes:
             keys = set(self._primary.clear())
             self._pins.clear()
             self._promoter.end_prefetches(after)
             for tier in self._tiers if lower else ():
                 keys.update(tier.index.clear())
                 after.jobs.append(deletion(tier.delete_all))
-            return len(keys)
+            # Whatever an exception may have lost before comes back now.
+            self._recount(cut_short=False)
+        self._run(after)
+        return len(keys)
 
     # -- the rest -----------------------------------------------------------------------------------------
 
@@ -402,11 +424,13 @@ class TieredStore:
             scanner.stop(max(0.0, deadline - time.monotonic()))
         if not self._pool.close(max(0.0, deadline - time.monotonic())):
             logger.warning("lmkv: a backend hangs; its I/O thread is left behind")
-        with self._planned() as after:
+        after = AfterLock()
+        with self._lock, self._changes:
             self._promoter.close(after)
             self._primary.clear()
             for tier in self._tiers:
                 tier.close()
+        self._run(after)
         # Host memory last: they may work on it.
         close_all((tier.name, tier.backend) for tier in self._tiers)
         close_all([(self._primary.name, self._primary.backend)])

@@ -61,6 +61,7 @@ class _Ranked(Generic[K]):
 class Wish(NamedTuple, Generic[V]):
     owner: bytes
     size: int
+    end: float
     value: V
 
 
@@ -98,7 +99,7 @@ class Wishes(Generic[K, V]):
     def add(self, key: K, owner: bytes, *, size: int, end: float, value: V) -> None:
         """Enter a wish, in place of an earlier one with its key. An `end` of infinity is none."""
         self.pop(key)
-        self._wishes[key] = Wish(owner, size, value)
+        self._wishes[key] = Wish(owner, size, end, value)
         self._of.setdefault(owner, OrderedDict())[key] = None
         self._count(owner, size)
         if end < math.inf:
@@ -117,6 +118,9 @@ class Wishes(Generic[K, V]):
     def get(self, key: K) -> V | None:
         wish = self._wishes.get(key)
         return None if wish is None else wish.value
+
+    def items(self) -> list[tuple[K, V]]:
+        return [(key, wish.value) for key, wish in self._wishes.items()]
 
     def owned(self, owner: bytes) -> int:
         """The sizes of an owner's wishes together."""
@@ -139,6 +143,13 @@ class Wishes(Generic[K, V]):
         while self.total > limit and (found := self._most.first()) is not None:
             key = next(iter(self._of[found[1]]))
             yield key, self._ended(key)
+
+    def rebuilt(self) -> Wishes[K, V]:
+        """The same wishes, where an exception may have cut a call short."""
+        made: Wishes[K, V] = Wishes()
+        for key, wish in self._wishes.items():
+            made.add(key, wish.owner, size=wish.size, end=wish.end, value=wish.value)
+        return made
 
     def clear(self) -> Iterator[tuple[K, V]]:
         """End all, the last one first."""

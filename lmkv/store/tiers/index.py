@@ -20,6 +20,7 @@ from lmkv.protocols import ChunkKey, Listed, Policy
 from lmkv.store.tiers.freezer import Freezer
 from lmkv.store.tiers.late_writes import LateWrites
 from lmkv.store.tiers.observer import StoreObserver
+from lmkv.store.tiers.order import Content, Order
 
 
 class Victims(dict[ChunkKey, int]):
@@ -55,7 +56,7 @@ class TierIndex:
     def __init__(
         self, policy: Policy, capacity: int | None, name: str = "", observers: Sequence[StoreObserver] = ()
     ) -> None:
-        self.policy = policy
+        self.order = Order(policy, name, self._content, self._can_go)
         self.capacity = capacity
         self.used = self.other_namespace = 0
         self.clearing = False
@@ -65,7 +66,8 @@ class TierIndex:
         self._sizes: dict[ChunkKey, int] = {}
         self._doubted: set[ChunkKey] = set()
         self._rewriting: dict[ChunkKey, int] = {}
-        self._writing: set[ChunkKey] = set()
+        self._writing: dict[ChunkKey, int] = {}
+        self._reading: set[ChunkKey] = set()
         self.late_writes = LateWrites()
         self._tombstones: dict[ChunkKey, int] = {}
         self._reclaiming: set[ChunkKey] = set()
@@ -85,6 +87,10 @@ class TierIndex:
         deleted = len(self._tombstones) + len(self._reclaiming)
         return f"<TierIndex: {len(self)} chunks, {self.used}{of} bytes, {deleted} to be deleted>"
 
+    @property
+    def policy(self) -> Policy:
+        return self.order.policy
+
     def __contains__(self, key: ChunkKey) -> bool:
         return (key in self._sizes or key in self._unseen) and key not in self._doubted
 
@@ -100,12 +106,14 @@ class TierIndex:
 
     def begin_read(self, key: ChunkKey) -> None:
         """Keep a stored chunk from eviction while it is being read."""
-        self.policy.hold(key)
+        self._reading.add(key)
+        self.order.hold(key)
 
     def end_read(self, key: ChunkKey) -> None:
         """End a read, which counts as a use; the chunk may have been removed meanwhile."""
+        self._reading.discard(key)
         if self._has(key):
-            self.policy.release(key)
+            self.order.release(key)
 
     # -- writing ------------------------------------------------------------------------------------------
 
@@ -130,7 +138,7 @@ class TierIndex:
         if evicted is None:
             self._end_rewriting(key, stored=False, wanted=True)
             return None
-        self._writing.add(key)
+        self._writing[key] = nbytes
         self.used += nbytes
         self._tombstones |= evicted
         if key in self.late_writes:
@@ -150,7 +158,7 @@ class TierIndex:
         self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True, parent: ChunkKey = b""
     ) -> None:
         """End a write: index the chunk if it was `stored`; delete it if it is not `wanted` now."""
-        self._writing.discard(key)
+        self._writing.pop(key, None)
         self._note(key)
         self.used -= nbytes
         self._end_rewriting(key, stored=stored, wanted=wanted)
@@ -176,7 +184,7 @@ class TierIndex:
         return self._evict_bytes(needed - self.capacity, protect)
 
     def _evict_bytes(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> dict[ChunkKey, int] | None:
-        victims = self.policy.evict(nbytes, protect())
+        victims = self.order.evict(nbytes, protect())
         return None if victims is None else {key: self._drop(key) for key in victims}
 
     def _add(self, key: ChunkKey, nbytes: int, parent: ChunkKey = b"") -> None:
@@ -184,14 +192,9 @@ class TierIndex:
 
     def _add_all(self, keys: Sequence[ChunkKey], nbytes: int, parents: Sequence[ChunkKey]) -> None:
         """Index chunks of as many bytes each, as `Policy.insert_chain` takes them."""
-        # First, so that the index has no chunk that its policy refused, nor the policy one that the index has not.
-        try:
-            self.policy.insert_chain(keys, nbytes, parents)
-        except BaseException:
-            for key in keys:
-                self.policy.discard(key)
-            raise
-        self._sizes.update(dict.fromkeys(keys, nbytes))
+        self.order.insert_chain(keys, nbytes, parents)
+        # In the order of the policy, which may have to be made anew of them.
+        self._sizes.update(dict.fromkeys(reversed(keys), nbytes))
         self.used += nbytes * len(keys)
         for key in keys:
             self.other_namespace += _is_other_namespace(key)
@@ -222,7 +225,7 @@ class TierIndex:
         """Forget a chunk that the backend turned out not to have."""
         if self._has(key):
             self._drop(key)
-            self.policy.discard(key)
+            self.order.discard(key)
 
     def doubt(self, key: ChunkKey) -> None:
         """Doubt a chunk that could not be read, though its bytes may be right."""
@@ -240,8 +243,10 @@ class TierIndex:
         """Never serve these again, and have their bytes deleted; with `unknown` also unindexed keys."""
         for key in keys:
             if self._has(key):
-                self._tombstones[key] = self._drop(key)
-                self.policy.discard(key)
+                # First: bytes that nobody knows of would be found again one day.
+                self._tombstones[key] = self._sizes.get(key) or self._unseen[key]
+                self._drop(key)
+                self.order.discard(key)
             elif unknown and not self._is_deleted(key) and key not in self._writing:
                 self._note(key)
                 self._tombstones[key] = 0
@@ -287,7 +292,8 @@ class TierIndex:
         return self._scans[-1]
 
     def end_scan(self, scan: ScanGuard) -> None:
-        self._scans.remove(scan)
+        if scan in self._scans:
+            self._scans.remove(scan)
 
     def _note(self, key: ChunkKey) -> None:
         for scan in self._scans:
@@ -357,7 +363,7 @@ class TierIndex:
                     # Used since the last listing, perhaps by another process. Those before it were used earlier.
                     self._adopt(new)
                     new.clear()
-                    self.policy.touch([key])
+                    self.order.touch([key])
             elif not self._refuse_late(key, nbytes) and self._is_new(key, self._listing):
                 new[key] = nbytes
         self._adopt(new)
@@ -400,6 +406,27 @@ class TierIndex:
             self._unseen |= self._sizes
             self._sizes, self._unseen = self._unseen, {}
         self._listing = None
+
+    # -- after an exception -------------------------------------------------------------------------------
+
+    def recount(self, reading: Collection[ChunkKey]) -> None:
+        """Put everything right after a change that was cut short. `reading`: the keys that are being read."""
+        for key in self._sizes.keys() & self._unseen.keys():
+            del self._unseen[key]
+        sizes = self.sizes()
+        self.used = sum(sizes.values()) + sum(self._writing.values())
+        self.other_namespace = sum(map(_is_other_namespace, sizes))
+        self._doubted &= sizes.keys()
+        self._reading = set(reading)
+        self.order.rebuild()
+
+    def _content(self) -> Content:
+        # The newest were stored last; what a listing has not found yet was stored before it.
+        chains = (((key,), nbytes, (b"",)) for key, nbytes in self.sizes().items())
+        return Content(chains, [key for key in self._reading if self._has(key)])
+
+    def _can_go(self, key: ChunkKey) -> int:
+        return 0 if key in self._reading else self._sizes.get(key) or self._unseen.get(key, 0)
 
 
 def _is_other_namespace(key: ChunkKey) -> bool:

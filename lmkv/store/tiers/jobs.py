@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from attrs import define, field
+
+_TRIES = 10
+"""How often Ctrl-C may come into one thing that has to be done."""
 
 
 class Priority(IntEnum):
@@ -33,20 +37,43 @@ class AfterLock:
     """Plans made under a lock, to be run after its release. `calls` come after `jobs` and must not raise."""
 
     jobs: list[Job] = field(factory=list)
-    calls: list[Callable[[AfterLock], None]] = field(factory=list)
+    calls: deque[Callable[[AfterLock], None]] = field(factory=deque)
 
     def run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
         """Do everything, including plans that jobs and calls add meanwhile. No lock may be held.
 
-        `submit`: `IOPool.submit`, which queues jobs and returns the refused ones.
+        `submit`: `IOPool.submit`, which queues jobs and returns the refused ones. An exception of one, or Ctrl-C, keeps
+        no other from being done, and is raised at the end. What it has cut short is done again: that does no harm.
         """
+        raised: BaseException | None = None
+        tries = _TRIES
         while self.jobs or self.calls:
-            jobs, calls, self.jobs, self.calls = self.jobs, self.calls, [], []
+            try:
+                self._run(submit)
+            except BaseException as error:
+                raised, tries = error, tries - 1
+                if isinstance(error, Exception) or not tries:
+                    tries = _TRIES
+                    self._give_up()
+        if raised is not None:
+            raise raised
+
+    def _run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
+        if self.jobs:
             # A chain is unreferenced tail first: its head is evicted last.
-            for job in reversed(submit(jobs) if jobs else []):
-                job.refused(self)
-            for call in calls:
-                call(self)
+            self.calls.extendleft(job.refused for job in submit(self.jobs))
+            self.jobs = []
+        while self.calls and not self.jobs:
+            self.calls[0](self)
+            self.calls.popleft()
+
+    def _give_up(self) -> None:
+        """Leave out what has just failed."""
+        if self.jobs:
+            self.calls.extendleft(job.refused for job in self.jobs)
+            self.jobs = []
+        else:
+            self.calls.popleft()
 
 
 def deletion(work: Callable[[], None]) -> Job:

@@ -20,6 +20,7 @@ from lmkv.protocols import Admission, Chunk, ChunkKey, Clock, ListsKeys, Shared,
 from lmkv.store.tiers.answers import as_backend_error, checked, is_full, tier_answers
 from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.breaker import Breaker
+from lmkv.store.tiers.changes import Changes
 from lmkv.store.tiers.index import TierIndex, Victims
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.observer import StoreObserver
@@ -45,6 +46,7 @@ class LowerTier:
         tier: Tier,
         payload_bytes: Callable[[ChunkKey], int],
         lock: threading.Lock,
+        changes: Changes,
         clock: Clock,
         observers: Sequence[StoreObserver] = (),
     ) -> None:
@@ -55,7 +57,7 @@ class LowerTier:
         self.index = TierIndex(tier.policy, tier.capacity_bytes, tier.name, observers)
         self._admission = tier.admission
         self._payload_bytes = payload_bytes
-        self._lock = lock
+        self._lock, self._changes = lock, changes
         self._clock = clock
         self._counters = TierCounters()
         self.times: deque[tuple[Operation, float]] = deque(maxlen=_MAX_TIMES)
@@ -133,7 +135,7 @@ class LowerTier:
                 batch = keys[there : there + count]
                 answer = self.contains(batch)
                 found = list(compress(batch, answer if each else takewhile(bool, answer)))
-                with self._lock:
+                with self._lock, self._changes:
                     self.index.add_found({key: self._cost(key) for key in found}, scan)
                 there += len(found)
                 if len(found) < len(batch):
@@ -167,7 +169,7 @@ class LowerTier:
             return False
         started = self._clock()
         result = attempt(lambda: checked(self.backend.read(key, into), Read), self._failed_read(key))
-        with self._lock:
+        with self._lock, self._changes:
             self._reads.end(call, ok=tier_answers(result))
             self.count_read(result, len(into), self._clock() - started)
             deleted = self.judge(key, result)
@@ -226,7 +228,7 @@ class LowerTier:
         if self.index.clearing:
             self.delete_all()
         cost = self._cost(chunk.key)
-        with self._lock:
+        with self._lock, self._changes:
             begun = self._begin_write(chunk.key, cost, is_wanted, protect)
         if begun is None:
             return
@@ -238,7 +240,7 @@ class LowerTier:
         )
         if result.status is not WriteStatus.STORED:
             self._release_bytes(cost)
-        with self._lock:
+        with self._lock, self._changes:
             self._writes.end(call, ok=result.status is not WriteStatus.FAILED)
             self._count_write(result, len(chunk.payload), self._clock() - started)
             wanted = is_wanted()
@@ -285,7 +287,7 @@ class LowerTier:
         owed = self._reserve_bytes(cost)
         freed = self._reclaim(victims)
         while freed < owed:
-            with self._lock:
+            with self._lock, self._changes:
                 more = self._evict_more(owed - freed, protect)
             if more is None:
                 return Written.rejected("capacity")
@@ -314,7 +316,7 @@ class LowerTier:
         written = checked(self.backend.write(chunk), Written)
         if not is_full(written):
             return written
-        with self._lock:
+        with self._lock, self._changes:
             victims = self._evict_more(cost, protect)
         if not victims:
             return written
@@ -335,7 +337,7 @@ class LowerTier:
 
     def reclaim(self) -> None:
         """Delete the tombstones' bytes. A chunk that cannot be deleted stays a tombstone for the next write."""
-        with self._lock:
+        with self._lock, self._changes:
             victims = self.index.take_tombstones()
         if victims:
             self._tried("delete", lambda: self._reclaim(victims))
@@ -374,7 +376,7 @@ class LowerTier:
             freed = self._delete(victims)
             ok = True
         finally:
-            with self._lock:
+            with self._lock, self._changes:
                 self.index.reclaimed(victims, ok)
         return freed
 

@@ -6,7 +6,7 @@ table. Nothing here locks, waits, copies or calls back: the store calls it under
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from attrs import asdict
@@ -14,10 +14,11 @@ from attrs import asdict
 from lmkv.chunks.hashing import StateKey, TailKey
 from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
-from lmkv.protocols import ChunkKey, DividesTier, Tier
+from lmkv.protocols import ChunkKey, Policy, Tier
 from lmkv.store.tiers.entry import Entry, State
 from lmkv.store.tiers.freezer import Freezer
 from lmkv.store.tiers.observer import StoreObserver
+from lmkv.store.tiers.order import Content, Order
 from lmkv.store.tiers.prefixes import PrefixIndex
 from lmkv.store.tiers.stats import TierCounters, TierStats
 from lmkv.store.tiers.tails import Payloads, Share, shares
@@ -55,7 +56,7 @@ class PrimaryTier:
         self.name = tier.name
         self.backend = tier.backend
         self.slab = tier.backend.take_slab()
-        self.policy = tier.policy
+        self.order = Order(tier.policy, tier.name, self._content, self._can_go)
         self.slot_bytes = self.slab.slot_bytes
         self.entries: dict[ChunkKey, Entry] = {}
         self.counters = TierCounters()
@@ -75,6 +76,10 @@ class PrimaryTier:
         return f"<PrimaryTier {self.name!r}: {len(self.entries)} chunks, {free} of {of} slots free>"
 
     @property
+    def policy(self) -> Policy:
+        return self.order.policy
+
+    @property
     def slots_for_wishes(self) -> int:
         """Slots that pins and prefetches may still refer to: an eighth of all is left to loads and stores."""
         slots = self.slab.num_slots
@@ -87,8 +92,7 @@ class PrimaryTier:
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
         """The tenant that a chunk counts for, and its part of the slots; without quotas all are nobody's."""
-        policy = self.policy
-        return policy.part_of(key, parent) if isinstance(policy, DividesTier) else ("", 1.0)
+        return self.order.part_of(key, parent)
 
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
         """The entries of the leading keys that are READY."""
@@ -123,7 +127,7 @@ class PrimaryTier:
         """One more reference: until the last is dropped it is not evicted, nor its slot reused."""
         if not entry.refs:
             self.referenced += 1
-            self.policy.hold(entry.key)
+            self.order.hold(entry.key)
         elif entry.flushing:
             # It is wanted again while it is being copied to a lower tier: it stays.
             self._end_flush(entry)
@@ -140,10 +144,10 @@ class PrimaryTier:
         elif entry.flushing or not self._retain:
             self.remove(entry)
         elif entry.in_policy:
-            self.policy.release(entry.key)
+            self.order.release(entry.key)
         else:
             entry.in_policy = True
-            self.policy.insert_chain((entry.key,), self.slot_bytes, (entry.parent,))
+            self.order.insert_chain((entry.key,), self.slot_bytes, (entry.parent,))
 
     def unref_chain(self, entries: Sequence[Entry]) -> None:
         """Drop one reference to each entry of a chain, given head first. The policy gets all new ones at once."""
@@ -160,7 +164,7 @@ class PrimaryTier:
                 keys.append(entry.key)
                 parents.append(entry.parent)
         self.referenced -= len(keys)
-        self.policy.insert_chain(keys, self.slot_bytes, parents)
+        self.order.insert_chain(keys, self.slot_bytes, parents)
         for entry in reversed(rest):
             self.unref(entry)
 
@@ -230,7 +234,7 @@ class PrimaryTier:
         if type(entry.key) is not bytes and type(entry.key) in self.shares:
             self.shares[type(entry.key)].discard(entry.key)
         if entry.in_policy:
-            self.policy.discard(entry.key)
+            self.order.discard(entry.key)
         if entry.flushing:
             self._end_flush(entry)
         if not entry.refs:
@@ -247,7 +251,7 @@ class PrimaryTier:
 
     def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
         """Entries that the policy evicts for `slots` slots, or none; the caller removes or flushes them."""
-        evicted = self.policy.evict(slots * self.slot_bytes, protect)
+        evicted = self.order.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
         for entry in entries:
             entry.in_policy = False
@@ -257,7 +261,7 @@ class PrimaryTier:
     def evict(self, protect: frozenset[ChunkKey] | set[ChunkKey], slots: int) -> None:
         """Evict entries for `slots` slots, or none, and remove them."""
         entries, observers, free = self.entries, self._observers, []
-        evicted = self.policy.evict(slots * self.slot_bytes, protect) or ()
+        evicted = self.order.evict(slots * self.slot_bytes, protect) or ()
         for key in evicted:
             victim = entries[key]
             victim.in_policy = False
@@ -278,7 +282,7 @@ class PrimaryTier:
         victim = share.oldest_unused(self.part_of(key)[0])
         if victim is not None and victim.in_policy:
             victim.in_policy = False
-            self.policy.discard(victim.key)
+            self.order.discard(victim.key)
             self.counters.evictions += 1
         return victim
 
@@ -301,6 +305,71 @@ class PrimaryTier:
         for entry in list(self.entries.values()):
             self.remove(entry)
         return keys
+
+    def recount(self, refs: Mapping[Entry, int], filled: Collection[Entry]) -> None:
+        """Put everything right after a change that was cut short.
+
+        `refs`: how many refer to each entry. `filled`: entries that somebody will make READY, or remove. An exception
+        within leaves the same work to be done again: entries change first, and what is counted from them last.
+        """
+        entries = {}
+        for key, entry in self.entries.items():
+            entry.refs = refs.get(entry, 0)
+            entry.flushing = entry.flushing and entry.refs > 0
+            if self._stays(entry, filled):
+                entries[key] = entry
+                entry.in_policy = entry.state is _READY and not entry.flushing
+            elif entry.state is _READY:
+                for observer in self._observers:
+                    observer.removed(self.name, key)
+        for entry in self.entries.values():
+            entry.removed = entry.key not in entries
+        gone = [entry for entry in refs if entry.removed]
+        for entry in gone:
+            entry.refs = refs[entry]
+        slots = {entry.slot for entry in (*entries.values(), *gone)}
+        self.entries = entries
+        self.slab.recount(slots)
+        self.prefixes = PrefixIndex()
+        for entry in entries.values():
+            if entry.ready and entry.origin:
+                self.prefixes.add(entry.origin, entry.tokens, entry.key)
+        for kind, share in self.shares.items():
+            share.clear()
+            for entry in entries.values():
+                if type(entry.key) is kind:
+                    share.add(entry, *self.part_of(entry.key, entry.parent))
+        self.referenced = sum(entry.refs > 0 for entry in entries.values()) + len(gone)
+        self.writing = sum(entry.state is _WRITING for entry in entries.values())
+        self.loading = sum(entry.state is _LOADING for entry in entries.values())
+        self.flushing = sum(entry.flushing for entry in entries.values())
+        self.order.rebuild()
+
+    def _stays(self, entry: Entry, filled: Collection[Entry]) -> bool:
+        if entry.removed or (entry.state is not _READY and entry not in filled):
+            return False
+        return self._retain or entry.refs > 0
+
+    def _content(self) -> Content:
+        known = [entry for entry in self.entries.values() if entry.in_policy]
+        return Content(self._chains(known), [entry.key for entry in known if entry.refs])
+
+    def _chains(self, entries: Iterable[Entry]) -> Iterator[tuple[Sequence[ChunkKey], int, Sequence[ChunkKey]]]:
+        """The entries, each with those that were stored just after it and continue its chain."""
+        keys: list[ChunkKey] = []
+        parents: list[ChunkKey] = []
+        for entry in entries:
+            if keys and entry.parent != keys[-1]:
+                yield keys, self.slot_bytes, parents
+                keys, parents = [], []
+            keys.append(entry.key)
+            parents.append(entry.parent)
+        if keys:
+            yield keys, self.slot_bytes, parents
+
+    def _can_go(self, key: ChunkKey) -> int:
+        entry = self.entries.get(key)
+        return 0 if entry is None or entry.refs else self.slot_bytes
 
     def stats(self) -> TierStats:
         states = self.states.count_ready()

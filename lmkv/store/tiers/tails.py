@@ -64,6 +64,9 @@ class Share:
         if tenant is not None:
             self._of[tenant].move_to_end(key)
 
+    def clear(self) -> None:
+        self._of, self._tenants = {}, {}
+
     def count_ready(self) -> int:
         return sum(entry.ready for entries in self._of.values() for entry in entries.values())
 

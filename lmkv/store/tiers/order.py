@@ -1,0 +1,193 @@
+"""`Order`: a tier's eviction policy, which may be another package's, and what takes its place when it raises."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from attrs import define, field, frozen
+
+from lmkv.errors import safe_repr
+from lmkv.protocols import ChunkKey, DividesTier, LabelsKeys, Policy, TakesHints
+from lmkv.store.tiers.attempt import attempt
+
+logger = logging.getLogger(__name__)
+
+
+@define(eq=False)
+class Plain:
+    """The least recently used key goes first, and of a chain its tail. It knows no parents, and never raises."""
+
+    _sizes: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
+    _held: set[ChunkKey] = field(init=False, factory=set)
+
+    def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
+        for key in reversed(keys):
+            self._sizes[key] = size
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        for key in reversed(keys):
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+
+    def discard(self, key: ChunkKey) -> None:
+        self._sizes.pop(key, None)
+        self._held.discard(key)
+
+    def hold(self, key: ChunkKey) -> None:
+        self._held.add(key)
+
+    def release(self, key: ChunkKey) -> None:
+        self._held.discard(key)
+        self.touch([key])
+
+    def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
+        victims: list[ChunkKey] = []
+        for key, size in self._sizes.items():
+            if nbytes <= 0:
+                break
+            if key not in self._held and key not in protect:
+                victims.append(key)
+                nbytes -= size
+        if nbytes > 0:
+            return None
+        for key in victims:
+            del self._sizes[key]
+        return victims
+
+    def sizes(self) -> dict[ChunkKey, int]:
+        """Bytes of each known key."""
+        return dict(self._sizes)
+
+
+@frozen
+class Content:
+    """What a policy has to know. `chains`: as `Policy.insert_chain` takes them, least recently used first."""
+
+    chains: Iterable[tuple[Sequence[ChunkKey], int, Sequence[ChunkKey]]]
+    held: Iterable[ChunkKey]
+
+
+class Order:
+    """A policy whose exceptions end it, not its tier: then a `Plain` one goes on, and one line in the log says so.
+
+    `content`: what is in the tier. `can_go`: the bytes of a chunk that may be evicted, 0 for any other key. Called
+    under the store's lock.
+    """
+
+    def __init__(
+        self, policy: Policy, name: str, content: Callable[[], Content], can_go: Callable[[ChunkKey], int]
+    ) -> None:
+        self.policy = policy
+        self._name = name
+        self._content, self._can_go = content, can_go
+        self._new: Policy | None = attempt(lambda: copy.deepcopy(policy), lambda error: None)
+        """As it was before the first key."""
+        self._telling = False
+        # On the instance, because `isinstance` looks for the attributes and not every policy has them.
+        if isinstance(policy, TakesHints):
+            self.hint = partial(self._tell, "hint")
+        if isinstance(policy, LabelsKeys):
+            self.label = partial(self._tell, "label")
+            self.used_bytes = self._used_bytes
+
+    def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
+        try:
+            self.policy.insert_chain(keys, size, parents)
+        except Exception as error:
+            self._replace(error).insert_chain(keys, size, parents)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        try:
+            self.policy.touch(keys)
+        except Exception as error:
+            self._replace(error).touch(keys)
+
+    def discard(self, key: ChunkKey) -> None:
+        try:
+            self.policy.discard(key)
+        except Exception as error:
+            self._replace(error).discard(key)
+
+    def hold(self, key: ChunkKey) -> None:
+        try:
+            self.policy.hold(key)
+        except Exception as error:
+            self._replace(error).hold(key)
+
+    def release(self, key: ChunkKey) -> None:
+        try:
+            self.policy.release(key)
+        except Exception as error:
+            self._replace(error).release(key)
+
+    def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
+        if self._telling:
+            # That was cut short.
+            self.rebuild()
+        try:
+            victims = self.policy.evict(nbytes, protect)
+            if victims:
+                self._check(victims, nbytes)
+        except Exception as error:
+            return self._replace(error).evict(nbytes, protect)
+        return victims
+
+    def _check(self, victims: list[ChunkKey], nbytes: int) -> None:
+        sizes = list(map(self._can_go, victims))
+        if sum(sizes) < nbytes or not all(sizes) or len(set(victims)) < len(victims):
+            raise ValueError("it has evicted too little, or what is in use or not there")
+
+    def part_of(self, key: ChunkKey, parent: ChunkKey) -> tuple[str, float]:
+        """See `DividesTier`; without quotas all is nobody's."""
+        policy = self.policy
+        try:
+            return policy.part_of(key, parent) if isinstance(policy, DividesTier) else ("", 1.0)
+        except Exception as error:
+            self._replace(error)
+            return "", 1.0
+
+    def _tell(self, verb: str, keys: Sequence[ChunkKey], what: Any) -> None:
+        tell = getattr(self.policy, verb, None)
+        self._telling = True
+        try:
+            if tell is not None:
+                tell(keys, what)
+        except Exception as error:
+            self._replace(error)
+        self._telling = False
+
+    def _used_bytes(self) -> Mapping[str, int]:
+        policy = self.policy
+        try:
+            return dict(policy.used_bytes()) if isinstance(policy, LabelsKeys) else {}
+        except Exception as error:
+            self._replace(error)
+            return {}
+
+    def rebuild(self) -> None:
+        """Begin anew with a policy of the same kind, and what is in the tier."""
+        # A new object each time: what an exception cut short may have left any part of it in any state.
+        policy = attempt(lambda: copy.deepcopy(self._new), lambda error: None) or Plain()
+        try:
+            self.policy, self._telling = self._filled(policy), False
+        except Exception as error:
+            self._replace(error)
+
+    def _filled(self, policy: Policy) -> Policy:
+        content = self._content()
+        for keys, size, parents in content.chains:
+            policy.insert_chain(keys, size, parents)
+        for key in content.held:
+            policy.hold(key)
+        return policy
+
+    def _replace(self, error: Exception) -> Policy:
+        name, self._new = type(self.policy).__name__, None
+        logger.error("lmkv: tier %r goes on with LRU: its policy %s failed: %s", self._name, name, safe_repr(error))
+        self.policy = self._filled(Plain())
+        return self.policy

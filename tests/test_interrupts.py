@@ -1,0 +1,229 @@
+"""Ctrl-C within a call of the library: it raises, and leaves an engine that works, with all of its slots."""
+
+from __future__ import annotations
+
+import linecache
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import lmkv
+from lmkv import Config, Engine
+from tests.forked import Child
+from tests.kit import LIMIT, eventually
+
+BLOCK, CHUNK, BLOCKS = 4, 16, 64
+HALF = BLOCKS // 2
+LMKV = str(Path(lmkv.__file__).parent)
+
+
+class Paged:
+    """Paged tensors: the first half of the blocks has values of its own, into the other half they are loaded."""
+
+    def __init__(self, folder: str) -> None:
+        self.tensors = [torch.randn(BLOCKS, BLOCK, 2, 8) for _ in range(2)]
+        config = Config(
+            chunk_size=CHUNK,
+            # 24 slots.
+            max_local_cpu_size=24 * 8192 / 2**30,
+            local_disk=folder,
+            max_local_disk_size=0.001,
+            disk_min_free=0,
+            pin_ttl=3600.0,
+        )
+        self.engine = Engine.open(self.tensors, block_size=BLOCK, model="m", config=config)
+        self.store = self.engine._store
+        self.fresh = 0
+
+    def prompt(self, number: int, chunks: int = 6) -> tuple[list[int], range]:
+        return [number] * (chunks * CHUNK), range(chunks * CHUNK // BLOCK)
+
+    def works(self) -> None:
+        """What is stored now is found, and has the right bytes."""
+        self.fresh += 1
+        tokens, blocks = self.prompt(1_000_000 + self.fresh, 3)
+        for tensor in self.tensors:
+            tensor[:HALF] = torch.randn(HALF, BLOCK, 2, 8)
+            tensor[HALF:] = 0
+        assert self.engine.store(tokens, blocks) == len(tokens)
+        assert self.engine.retrieve(tokens, [HALF + block for block in blocks]) == len(tokens)
+        for tensor in self.tensors:
+            assert torch.equal(tensor[: len(blocks)], tensor[HALF : HALF + len(blocks)])
+
+    def is_whole(self) -> None:
+        """`clear` frees every slot."""
+        self.engine.clear()
+        assert self.engine.drain(LIMIT)
+        stats = self.engine.stats().store
+        assert (stats.leased, stats.pinned, stats.writing, stats.loading) == (0, 0, 0, 0)
+        assert self.store.slab.free_slots == self.store.slab.num_slots
+        for tier in self.store._tiers:
+            assert tier.index.used == len(tier.index) == 0
+
+    def calls(self, number: int) -> dict[str, Callable[[], object]]:
+        engine, (tokens, blocks) = self.engine, self.prompt(number)
+        other = [HALF + block for block in blocks]
+        return {
+            "store": lambda: engine.store(tokens, blocks),
+            "store and wait": lambda: engine.store([*tokens[:CHUNK], *tokens[CHUNK:]], blocks, wait=LIMIT),
+            "retrieve": lambda: engine.retrieve(tokens, other, timeout=LIMIT),
+            "prefetch": lambda: engine.prefetch(tokens),
+            "pin": lambda: engine.pin(tokens),
+            "unpin": lambda: engine.unpin(tokens),
+            "lookup": lambda: engine.lookup(tokens),
+            "forget": lambda: engine.clear(tokens),
+            "clear": engine.clear,
+        }
+
+    def prepare(self, name: str, number: int) -> None:
+        """Have the call do something: chunks are below for a load, in memory for a pin, and memory is full."""
+        tokens, blocks = self.prompt(number)
+        if not name.startswith("store"):
+            assert self.engine.store(tokens, blocks, wait=LIMIT) == len(tokens)
+            assert self.engine.drain(LIMIT)
+        if name in ("retrieve", "prefetch", "lookup", "forget"):
+            self.store.drop(self.engine.keys(tokens)[3:])
+        if name == "unpin":
+            self.engine.pin(tokens)
+        for filler in range(4):
+            tokens, blocks = self.prompt(500_000 + filler)
+            self.engine.store(tokens, blocks)
+
+
+@pytest.fixture
+def paged(tmp_path: Path) -> Iterator[Paged]:
+    paged = Paged(str(tmp_path))
+    with paged.engine:
+        yield paged
+
+
+class Interrupted:
+    """Raises KeyboardInterrupt before the nth line of lmkv's that this thread comes to, if it comes so far.
+
+    Not on a line that enters or leaves a `with`: there a signal never comes between the lock and the block.
+    """
+
+    def __init__(self, nth: int) -> None:
+        self._left = nth
+
+    @property
+    def happened(self) -> bool:
+        return self._left <= 0
+
+    def __enter__(self) -> Interrupted:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(LMKV) else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and not self._is_left_out(frame):
+            self._left -= 1
+            if not self._left:
+                raise KeyboardInterrupt
+        return self._line
+
+    @staticmethod
+    def _is_left_out(frame: FrameType) -> bool:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        return line.startswith(("with ", "finally:")) or "_lock.release()" in line
+
+
+CALLS = ("store", "store and wait", "retrieve", "prefetch", "pin", "unpin", "lookup", "forget", "clear")
+
+
+def interrupt_everywhere(paged: Paged, name: str, first: int, step: int) -> int:
+    """Interrupt a call at every `step`th line; how often."""
+    count = 0
+    while True:
+        paged.prepare(name, count)
+        call = paged.calls(count)[name]
+        with Interrupted(first + step * count) as interrupted, suppress(KeyboardInterrupt):
+            call()
+        assert not paged.store._lock.locked()
+        if not interrupted.happened:
+            return count
+        paged.works()
+        paged.is_whole()
+        count += 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_before_any_line_loses_no_slot(paged: Paged, name: str) -> None:
+    assert interrupt_everywhere(paged, name, first=3, step=11) > 2
+
+
+@pytest.mark.nightly("properties")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_before_every_line_loses_no_slot(paged: Paged, name: str) -> None:
+    interrupt_everywhere(paged, name, first=1, step=1)
+
+
+# -- real signals ------------------------------------------------------------------------------------------
+
+
+def be_interrupted(tell: Callable[[Any], None], folder: str, wanted: int, seed: int) -> None:
+    """Call an engine, with a signal every now and then, until as many have come into calls."""
+    paged, rng = Paged(folder), random.Random(seed)
+    inside, count, over = False, 0, threading.Event()
+
+    def interrupt(*_: object) -> None:
+        nonlocal count, inside
+        if inside:
+            count, inside = count + 1, False
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def send() -> None:
+        while not over.is_set():
+            time.sleep(random.expovariate(1000))
+            signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=send, daemon=True).start()
+    sides = 0
+    while count < wanted:
+        before = count
+        for _ in range(rng.randint(1, 4)):
+            call = rng.choice(list(paged.calls(rng.randint(0, 8)).values()))
+            inside = True
+            try:
+                call()
+            except KeyboardInterrupt:
+                continue
+            inside = False
+        if count > before:
+            sides += 1
+            paged.works()
+            if sides % 5 == 0:
+                paged.is_whole()
+    over.set()
+    paged.is_whole()
+    paged.engine.close()
+    tell(count)
+
+
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(10_000, marks=[pytest.mark.nightly("properties"), pytest.mark.timeout(1800)])]
+)
+def test_signals_at_any_moment_lose_no_slot(tmp_path: Path, count: int) -> None:
+    with Child(be_interrupted, str(tmp_path), count, count) as child:
+        assert child.heard() >= count
+        eventually(lambda: not child.alive)
