@@ -466,6 +466,20 @@ def test_a_group_shares_a_folder_that_was_given_to_it(everybodys: Path, mask: in
     assert not done_by_another(os.access, str(root), os.R_OK)
 
 
+def test_nobody_else_may_write_to_what_is_made_on_the_way_to_the_root(everybodys: Path) -> None:
+    before = os.umask(0)
+    try:
+        root = everybodys / "a" / "b" / "kv"
+        LocalDiskBackend(root, NAMESPACE).close()
+    finally:
+        os.umask(before)
+    made = [everybodys / "a", everybodys / "a" / "b", root, root / NAMESPACE.hex()]
+    assert [stat.S_IMODE(each.stat().st_mode) for each in made] == [0o755, 0o755, 0o700, 0o700]
+    (everybodys / "file").touch()
+    with pytest.raises(BackendUnavailable, match="there is a file"):
+        LocalDiskBackend(everybodys / "file" / "kv", NAMESPACE)
+
+
 def test_users_have_namespaces_of_their_own_below_one_root(shared: Path) -> None:
     for user in (1001, 1002):
         done_by_another(his_namespace, str(shared), bytes([user % 256]) * 32, bytes(32), 0o700, user=user)

@@ -15,10 +15,12 @@ from attrs import frozen
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.root import Root
-from lmkv.backends.disk.usage import Usage
+from lmkv.backends.disk.usage import NAME, PENDING, Usage
+from lmkv.outcomes import WriteStatus
 from lmkv.protocols import Chunk
-from tests.forked import Child, barrier
+from tests.forked import Child, Tell, barrier
 from tests.kit import LIMIT
+from tests.servers import stop
 from tests.store.shared_store import CHUNK, KEYS, THREADS, get, open_store, payload, put, stop_halfway, take_part
 
 COST = CHUNK + 4096
@@ -91,9 +93,10 @@ def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tupl
     assert sum(report["hits"] for report in use.reports) > 100
 
 
-def test_listings_in_the_middle_of_everything_make_them_exceed_it_by_little(tmp_path: Path) -> None:
-    use = use_together(tmp_path / "kv", (1, 2, 1), listing=True)
-    assert use.most <= BOUND
+def test_listings_in_the_middle_of_everything_lose_no_count(tmp_path: Path) -> None:
+    """Chunks that are written behind a listing count. What is being deleted does not, and may be there."""
+    use = use_together(tmp_path / "kv", (1, 2, 1, 2), listing=True)
+    assert use.most <= CAPACITY + 4 * COST
     assert sum(report["evictions"] for report in use.reports) > 500
     assert min(report["listings"] for report in use.reports) > 20
 
@@ -152,10 +155,73 @@ def test_what_another_process_deletes_first_is_subtracted_once(tmp_path: Path, m
 def test_what_is_reserved_in_the_middle_of_a_listing_counts(tmp_path: Path) -> None:
     usage = Usage(Root(str(tmp_path)))
     usage.reserve_bytes(100)
-    reserved = usage.reserved()
+    usage.wrote(100)
+    since = usage.listed_from()
     usage.reserve_bytes(10)
-    usage.set(70, reserved)
+    usage.set(70, since)
     assert usage.reserve_bytes(0) == 80
+
+
+def test_what_is_reserved_before_a_listing_and_written_behind_it_counts(tmp_path: Path) -> None:
+    disk, other = (LocalDiskBackend(tmp_path, bytes([name]) * 32) for name in (1, 2))
+    for _ in range(12):
+        disk.reserve_bytes(COST)
+    list(other.list_all())
+    for key in KEYS[:12]:
+        assert disk.write(Chunk(key, memoryview(payload(key)))).status is WriteStatus.STORED
+    assert other.reserve_bytes(0) == chunks_below(tmp_path) == 12 * COST
+    list(other.list_all())
+    assert other.reserve_bytes(0) == 12 * COST, "each once"
+    disk.reserve_bytes(COST)
+    disk.release_bytes(COST)
+    list(other.list_all())
+    assert disk.reserve_bytes(0) == 12 * COST
+    for each in (disk, other):
+        each.close()
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [NAME]
+
+
+def reserve_and_fork(tell: Tell, folder: str) -> None:
+    """Reserve room, and fork a child that lives on: it has no part in what its parent has reserved."""
+    disk = LocalDiskBackend(folder, bytes(32))
+    disk.reserve_bytes(5 * COST)
+    child = os.fork()
+    if not child:
+        signal.alarm(int(LIMIT))
+        signal.pause()
+    tell((os.getpid(), child))
+    signal.pause()
+
+
+def test_what_a_process_had_reserved_when_it_was_killed_counts_no_longer(tmp_path: Path) -> None:
+    other = LocalDiskBackend(tmp_path, bytes([1]) * 32)
+    with Child(reserve_and_fork, str(tmp_path)) as process:
+        parent, child = process.heard()
+        list(other.list_all())
+        assert other.reserve_bytes(0) == 5 * COST
+        stop(parent)
+        list(other.list_all())
+        assert other.reserve_bytes(0) == 5 * COST, "it may go on"
+        process.kill()
+    list(other.list_all())
+    os.kill(child, signal.SIGKILL)
+    assert other.reserve_bytes(0) == 0
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [NAME]
+
+
+@pytest.mark.parametrize("odd", ["pipe", "folder", "link", "short", "huge"])
+def test_what_is_no_number_of_a_process_counts_nothing(tmp_path: Path, odd: str) -> None:
+    disk, path = LocalDiskBackend(tmp_path, bytes(32)), tmp_path / f"{PENDING}1-2"
+    makes: dict[str, Callable[[], object]] = {
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "link": lambda: path.symlink_to("/etc/passwd"),
+        "short": lambda: path.write_bytes(b"\xff"),
+        "huge": lambda: path.write_bytes(b"\xff" * 100),
+    }
+    makes[odd]()
+    list(disk.list_all())
+    assert disk.reserve_bytes(0) == 0
 
 
 def test_what_another_model_left_makes_room(tmp_path: Path) -> None:

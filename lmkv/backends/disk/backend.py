@@ -221,12 +221,12 @@ class LocalDiskBackend:
         nbytes = folder.stat(name).st_size
         # Before the removal. A listing that sets the count in between still counts the file: too much until
         # the next one. The other way round the file would be subtracted twice, and the count be too low.
-        self._usage.release_bytes(nbytes)
+        self._usage.subtract(nbytes)
         try:
             folder.unlink(name)
         except OSError:
             # Another process may have removed it, and its bytes, first.
-            self._usage.release_bytes(-nbytes)
+            self._usage.subtract(-nbytes)
             raise
         self._space.give_back(nbytes)
         return nbytes
@@ -254,6 +254,7 @@ class LocalDiskBackend:
 
     def close(self) -> None:
         self._closed = True
+        self._usage.close()
 
     def _listing(self, scan: Iterator[Listed]) -> Iterator[list[Listed]]:
         minutes: defaultdict[float, list[Listed]] = defaultdict(list)
@@ -272,11 +273,11 @@ class LocalDiskBackend:
             yield batch
 
     def _count_all(self) -> Iterator[Listed]:
-        reserved, used = self._usage.reserved(), 0
+        since, used = self._usage.listed_from(), 0
         for found in chain(self._folder.scan(), self._folder.scan_others()):
             used += found.nbytes
             yield found
-        self._usage.set(used, reserved)
+        self._usage.set(used, since)
 
     def _read_in(self, folder: Folder, name: str, key: ChunkKey, into: memoryview) -> Read:
         try:
@@ -297,12 +298,14 @@ class LocalDiskBackend:
             replaced = self._bytes_to_replace(chunk, folder, name)
             if replaced is None:
                 return PRESENT
-            if not self._space.take(self.stored_bytes(len(chunk.payload))):
+            nbytes = self.stored_bytes(len(chunk.payload))
+            if not self._space.take(nbytes):
                 return Written.rejected("min_free")
             self._files.write(chunk, folder, name, replace=replaced > 0)
         self._unreadable.discard(chunk.key)
+        self._usage.wrote(nbytes)
         if replaced:
-            self._usage.release_bytes(replaced)
+            self._usage.subtract(replaced)
         return STORED
 
     def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:

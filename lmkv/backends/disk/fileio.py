@@ -16,6 +16,7 @@ import stat
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Self
 
 import numpy as np
 from attrs import define, field, frozen
@@ -230,10 +231,55 @@ def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
                 folder.unlink(name)
 
 
+class OwnFile:
+    """A file that is locked as long as this process has it: `is_abandoned` tells others when it has ended.
+
+    Forked children do not have it. Whoever drops it without `remove` leaves a file that is abandoned.
+    """
+
+    def __init__(self, fd: int, name: str) -> None:
+        self._fd, self._name, self._pid = fd, name, os.getpid()
+        self._key = object()
+        _open[self._key] = [name]
+
+    @classmethod
+    def made(cls, folder: Folder, name: str) -> Self:
+        """Make one that nobody else has. Raises `OSError`, also where a file cannot be locked."""
+        with folder.opened(name, os.O_CREAT | os.O_EXCL | os.O_RDWR) as fd:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                folder.unlink(name)
+                raise
+            # Another descriptor of the same lock.
+            return cls(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), name)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody has removed it. Raises `OSError`."""
+        return os.fstat(self._fd).st_nlink > 0
+
+    def write(self, data: bytes) -> None:
+        os.pwrite(self._fd, data, 0)
+
+    def remove(self, folder: Folder) -> None:
+        """Remove the file. Raises `OSError`."""
+        self.close()
+        folder.unlink(self._name)
+
+    def close(self) -> None:
+        # A forked child has closed it already, and may have another file of that number.
+        if os.getpid() == self._pid and _open.pop(self._key, None) is not None:
+            os.close(self._fd)
+
+    __del__ = close
+
+
 def is_abandoned(folder: Folder, name: str) -> bool:
     """Whether the writer of a temporary file has ended. False when that cannot be found out."""
     try:
-        with folder.opened(name, os.O_RDONLY) as fd:
+        # For writing, too, as NFS wants it for such a lock.
+        with folder.opened(name, os.O_RDWR) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
     except OSError:

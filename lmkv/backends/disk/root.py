@@ -64,7 +64,7 @@ class Root:
         # Check before anything is created: a link of another user may lead anywhere.
         with contextlib.suppress(FileNotFoundError):
             cls(os.path.abspath(os.fspath(path)))._walk()
-        os.makedirs(path, 0o700, exist_ok=True)
+        _make_folders(os.path.abspath(path))
         return cls.checked(path)
 
     def _walk(self) -> os.stat_result:
@@ -175,6 +175,17 @@ class Root:
         for depth, name in enumerate(names):
             with self.entered(*names[:depth]) as folder:
                 folder.make(name)
+
+
+def _make_folders(path: str) -> None:
+    """Make a folder for this user alone where missing; nobody else may write to those that are made above it."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    while missing:
+        with contextlib.suppress(FileExistsError):  # another process has made it
+            os.mkdir(missing.pop(), 0o755 if missing else 0o700)
 
 
 @cache

@@ -68,7 +68,7 @@ class Stopped:
 
 def fork_while_counting(tell: Tell, folder: str) -> None:
     """Fork while a thread has the count locked; go on living when it has let it go."""
-    stopped = Stopped("pwrite")
+    stopped = Stopped("pwrite", 1)  # the first notes what is pending
     counting = threading.Thread(target=Usage(Root(folder)).reserve_bytes, args=(100,))
     counting.start()
     stopped.wait_until_reached()

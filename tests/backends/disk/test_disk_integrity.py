@@ -318,6 +318,7 @@ def test_a_chunk_on_a_bad_sector_is_replaced_when_it_is_stored_again(
     assert specimen.path.stat().st_ino != before.st_ino
     assert read_back(specimen.backend, chunk) == PAYLOAD
     assert specimen.backend.reserve_bytes(0) == before.st_size, "what it replaced takes nothing any more"
+    specimen.backend.close()
     assert files_of(specimen.backend) == [Path(specimen.backend.path) / ".lmkv-use", specimen.path]
 
 

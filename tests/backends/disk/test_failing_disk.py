@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
+import logging
 import os
+import platform
 import resource
 import shutil
+import struct
 import subprocess
 import sys
 from collections import defaultdict
@@ -69,6 +74,48 @@ def test_the_breaker_reacts_to_every_error_of_the_moment(outcomes: dict[str, lis
         outcome["calls"] for outcome in outcomes[error] if outcome["every"] == 1 and "open" not in outcome["states"]
     }
     assert quiet <= {"list", "make"}
+
+
+def forbid(call: int, code: int) -> None:
+    """Have the kernel answer a system call of this process, and of all its threads, with an error."""
+    returns = [(0x20, 0, 0, 0), (0x15, 0, 1, call), (6, 0, 0, 0x50000 | code), (6, 0, 0, 0x7FFF0000)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in returns))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0, "no new privileges"
+    filters = struct.pack("HP", len(returns), ctypes.addressof(program))
+    assert libc.prctl(22, 2, ctypes.create_string_buffer(filters)) == 0, "filter system calls"
+
+
+FLOCK = {"x86_64": 73, "aarch64": 32}
+
+
+def store_without_locks(tell: Tell, folder: str, code: int) -> None:
+    forbid(FLOCK[platform.machine()], code)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lmkv").addHandler(handler)
+    for _ in range(2):
+        store = open_store(folder, 1, 4 * (CHUNK + 4096))
+        for key in KEYS[:10]:
+            put(store, [key])
+            assert store.drain(LIMIT)
+            store.drop([key])
+        served = sum(get(store, [key]) for key in KEYS[:10])
+        store.close()
+    tell((served, records, sorted(os.listdir(folder))))
+
+
+@pytest.mark.skipif(platform.machine() not in FLOCK, reason="the number of the system call is another one")
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_used_and_said_once(tmp_path: Path, code: int) -> None:
+    with Child(store_without_locks, str(tmp_path), code) as child:
+        served, records, names = child.heard()
+    assert served == 4
+    (said,) = (each for each in records if "cannot be locked" in each)
+    assert str(tmp_path) in said
+    assert "give each engine its own" in said
+    assert names == [".lmkv-use", (b"\1" * 32).hex()]
 
 
 def without_descriptors(tell: Tell, folder: str, chunks: int) -> None:
