@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from lmkv.config import GIB, Config, Setting, lmcache
 from lmkv.config.remote_url import RemoteURL
 from lmkv.errors import BackendError, ConfigError, mask_secrets, safe_repr, short_repr
 from lmkv.policies import FIFO, make_admission, make_policy
+from tests.kit import LIMIT
 
 DEFAULTS: dict[str, object] = {
     "chunk_size": 256,
@@ -691,6 +694,28 @@ def test_a_password_from_a_file(tmp_path: Path) -> None:
         load(remote_password_file=str(tmp_path / "secret"), remote_password="x")
     with pytest.raises(ConfigError, match="cannot be read"):
         _ = load(remote_password_file=str(tmp_path / "none")).password
+
+
+def test_a_password_from_a_pipe_and_from_what_is_no_file(tmp_path: Path) -> None:
+    """As the shell's `<(...)` is one, with a writer that takes its time."""
+    reads, writes = os.pipe()
+    config = load(remote_password_file=f"/dev/fd/{reads}")
+    answers: list[str | None] = []
+    reader = threading.Thread(target=lambda: answers.append(config.password))
+    reader.start()
+    os.write(writes, b"hun")
+    os.write(writes, b"ter2\n")
+    os.close(writes)
+    reader.join(LIMIT)
+    os.close(reads)
+    assert answers == ["hunter2"]
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "huge").write_bytes(b"x" * (1 << 18))
+    for name in ("/dev/zero", str(tmp_path), str(tmp_path / "pipe"), str(tmp_path / "huge")):
+        with pytest.raises(ConfigError, match=r"remote_password_file .*cannot be read: it "):
+            _ = load(remote_password_file=name).password
+        with pytest.raises(ConfigError, match=r"authentication_key_file .*cannot be read: it "):
+            _ = load(authentication_key_file=name).authentication_bytes
 
 
 def test_the_agent_api_needs_a_token_where_anybody_may_connect(tmp_path: Path) -> None:

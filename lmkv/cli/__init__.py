@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC, EPIPE
 
 
 def main() -> None:
@@ -13,4 +15,15 @@ def main() -> None:
         if error.name not in {"typer", "rich"}:
             raise
         sys.exit('The lmkv command needs its extra: pip install "lmkv[cli]"')
-    app()
+    try:
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in {ENOSPC, EDQUOT, EFBIG, EIO, EPIPE, EBADF}:
+            raise
+        # What is left in the buffer would be an error again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1 if isinstance(error, BrokenPipeError) else f"lmkv: the output cannot be written: {error.strerror}")

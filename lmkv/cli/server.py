@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from lmkv.agent.explanation import printable
-from lmkv.config import Config
+from lmkv.config import Config, read_named
 from lmkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
 def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
     """`(URL, token)`: the given ones, or those of the server's settings, if this command finds them."""
     try:
-        token = token_file.read_text().partition("\n")[0].strip() if token_file else None
+        token = read_named(token_file).decode().partition("\n")[0].strip() if token_file else None
         if not url or token is None:
             config = Config.load()
             url, token = url or config.agent_listen or DEFAULT, token or config.token

@@ -13,8 +13,10 @@ from attrs import frozen
 from lmkv.chunks import codec
 from lmkv.chunks.layout import align_up
 from lmkv.cli.states import StateSize, layer_kinds, state_size
+from lmkv.config import read_named
 
 Settings = Mapping[str, Any]
+_MOST_BYTES = 16 << 20
 
 
 class KVDtype(StrEnum):
@@ -106,13 +108,13 @@ def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSiz
             parts=1 if latent else ranks,
             states=state_size(text, BYTES[_loaded_as(given) if dtype is not KVDtype.FLOAT32 else dtype]),
         )
-    except (KeyError, IndexError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{model} does not describe a transformer that generates text: {error!r}") from None
 
 
 def _read(file: Path) -> Settings:
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(read_named(file, _MOST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read, and nothing is downloaded: {error}") from None
     if not isinstance(config, dict):

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
@@ -19,6 +18,7 @@ from attrs import Attribute, field, fields, frozen
 from lmkv.chunks.authentication import MIN_KEY_BYTES
 from lmkv.config import lmcache
 from lmkv.config.folders import are_nested
+from lmkv.config.named_file import read_named
 from lmkv.config.parsers import (
     Parse,
     Share,
@@ -358,7 +358,7 @@ class Config:
 
     def _content(self, name: str) -> bytes:
         try:
-            return Path(getattr(self, name)).read_bytes()
+            return read_named(getattr(self, name))
         except OSError as error:
             self._refuse(name, f"cannot be read: {error}")
 

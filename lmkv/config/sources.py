@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from lmkv.config import lmcache
 from lmkv.config.lmcache import EXTRA, SERVICE_LINK, VARIABLE
-from lmkv.errors import ConfigError, short_repr
+from lmkv.config.named_file import read_named
+from lmkv.errors import ConfigError, outside, short_repr
 
 KEYWORD: Final = "keyword"
 ENV_PREFIX: Final = "LMKV_"
@@ -65,7 +66,7 @@ def read_yaml(path: Path) -> dict[Any, object]:
             return super().construct_mapping(node, deep)
 
     try:
-        content = yaml.load(path.read_text("utf-8"), Loader)
+        content = yaml.load(read_named(path).decode(), Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"file {path}: {_yaml_reason(error)}") from None
     if content is None:
@@ -79,7 +80,7 @@ def _yaml_reason(error: Exception) -> str:
     """The error and its line, without quoting the file, which may have passwords."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem is None or mark is None:
-        return str(error)
+        return outside(str(error))
     problem = re.sub(r"(['\"]).{2,}\1", "...", problem)
     place = f"line {mark.line + 1}, column {mark.column + 1}"
     return f"{place}: {problem}; a value with : # or a sign before it needs quotes"

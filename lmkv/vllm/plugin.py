@@ -47,8 +47,10 @@ def replaces_connector(arguments: Sequence[str], folder: Path = Path()) -> bool:
     given = " ".join(arguments).replace("_", "-")
     options = re.search(r"--config[ =](\S+)", " ".join(arguments))
     if options is not None:
-        with suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
-            found = yaml.safe_load((folder / options[1]).read_text())
+        from lmkv.config import read_named
+
+        with suppress(OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
+            found = yaml.safe_load(read_named(folder / options[1]))
             given += " " + " ".join(f"--{name} {value}" for name, value in found.items()).replace("_", "-")
     return NAME in given and "--kv-offloading-size" in given
 

@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.cli.app import app
 from lmkv.config import Config
 from tests.kit import LIMIT
@@ -238,3 +240,56 @@ def test_brackets_without_end_are_no_traceback(command: list[str]) -> None:
     done = CliRunner().invoke(app, [*command, "--extra", "[" * 100_000])
     assert (done.exit_code, type(done.exception)) == (2, SystemExit)
     assert "nested too deeply" in done.stderr
+
+
+COMMANDS = [
+    "doctor",
+    "config show",
+    "config show --json",
+    "version",
+    "--help",
+    "config --help",
+    "inspect --json FOLDER",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_output_that_cannot_be_written_is_one_sentence(command: str, tmp_path: Path) -> None:
+    LocalDiskBackend(tmp_path, bytes(32)).close()
+    words = [
+        sys.executable,
+        "-c",
+        "from lmkv.cli import main; main()",
+        *command.replace("FOLDER", str(tmp_path)).split(),
+    ]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT, check=False)
+    assert done.stderr == "lmkv: the output cannot be written: No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_an_output_that_nobody_reads_any_more_ends_quietly() -> None:
+    words = [sys.executable, "-c", "from lmkv.cli import main; main()", "config", "show"]
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "wb") as output:
+        done = subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, timeout=LIMIT, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("arguments", [["show"], ["check"], ["migrate"]], ids=" ".join)
+@pytest.mark.parametrize("kind", ["/dev/zero", "folder", "pipe", "huge"])
+def test_a_configuration_file_that_is_none_is_said_at_once(arguments: list[str], kind: str, tmp_path: Path) -> None:
+    named = Path(kind) if kind == "/dev/zero" else tmp_path / kind
+    makes: dict[str, Callable[[], object]] = {
+        "folder": named.mkdir,
+        "pipe": lambda: os.mkfifo(named),
+        "huge": lambda: named.write_bytes(b"#" * (1 << 20)),
+    }
+    makes.get(kind, lambda: None)()
+    given = {"LMKV_CONFIG_FILE": str(named)} if arguments == ["show"] else {}
+    started = time.monotonic()
+    done = run(*arguments, *([] if given else [named]), **given)
+    assert time.monotonic() - started < LIMIT
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+    assert done.stderr.startswith(f"file {named}: it ")

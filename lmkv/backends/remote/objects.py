@@ -5,6 +5,7 @@ obstore signs, connects and retries. A header and its payload are sent without j
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -213,6 +214,8 @@ def _opened(
     limits = {"timeout": f"{timeout * 1000:.0f}ms", "connect_timeout": f"{timeout * 1000:.0f}ms"}
     given = (unquote(parts.username or "") or username, unquote(parts.password or "") or password)
     authorities = options.get("ssl_ca_certs")
+    if authorities and os.path.exists(authorities) and not os.path.isfile(authorities):
+        raise ValueError("ssl_ca_certs names no file")
     options = {name: value for name, value in options.items() if name != "ssl_ca_certs"}
     places = [options[name] for name in ("endpoint", "base_url") if name in options]
     # obstore panics on an invalid URL.

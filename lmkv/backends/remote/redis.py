@@ -6,6 +6,7 @@ memory to the socket and from the socket into the caller's memory.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -42,6 +43,7 @@ _SCHEMES = {
     "valkey+cluster": "redis",
     "valkeys+cluster": "rediss",
 }
+_FILES = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 _FIXED = {"protocol", "decode_responses", "encoding"}
 """Options of redis-py that would change names or answers."""
 _BATCH_NAMES = 1000
@@ -86,8 +88,12 @@ class RedisBackend(RemoteBackend):
         super().__init__(url, namespace, options)
         parts = split_url(url)
         self._url = _SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
-        if fixed := _FIXED & parse_qs(parts.query).keys():
+        given = parse_qs(parts.query)
+        if fixed := _FIXED & given.keys():
             raise ConfigError(f"{self._safe_url}: {', '.join(sorted(fixed))} cannot be chosen")
+        for name in _FILES & given.keys():
+            if any(os.path.exists(path) and not os.path.isfile(path) for path in given[name]):
+                raise ConfigError(f"{self._safe_url}: {name} names no file")
         self._is_cluster = parts.scheme.endswith("cluster")
         self._expiry = [b"EX", str(options.ttl).encode()] if options.ttl else []
         backoff = ExponentialWithJitterBackoff(base=0.01, cap=0.1)

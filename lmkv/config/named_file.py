@@ -1,0 +1,51 @@
+"""Reads files that somebody has named: whatever is there, in bounded time and size."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import time
+from typing import Final
+
+SMALL: Final = 1 << 17
+"""Bytes of a file with settings or a secret, at most."""
+_WRITER: Final = 1.0
+_PATIENCE: Final = 30.0
+"""Seconds to wait for somebody who writes into a pipe, and for all that is written."""
+
+
+def read_named(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
+    """The content of a file, or what is written into a pipe, as the shell's `<(...)` is one.
+
+    Raises OSError for anything else, also for more than `limit` bytes.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
+            raise OSError("it is a folder" if stat.S_ISDIR(mode) else "it is no file")
+        until, data = time.monotonic() + _PATIENCE, bytearray()
+        while len(data) <= limit and (part := _part(fd, limit + 1, until, begun=bool(data) or stat.S_ISREG(mode))):
+            data += part
+        if len(data) > limit:
+            raise OSError(f"it has more than {limit:,} bytes")
+        return bytes(data)
+    finally:
+        os.close(fd)
+
+
+def _part(fd: int, most: int, until: float, *, begun: bool) -> bytes:
+    """The next bytes; none at the end. `begun`: without a writer this is the end."""
+    patience = max(0.0, until - time.monotonic())
+    try:
+        if (part := os.read(fd, most)) or begun:
+            return part
+        patience = min(patience, _WRITER)
+    except BlockingIOError:
+        pass  # there is a writer, who has not written yet
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    if not poll.poll(patience * 1000):
+        raise OSError("it is a pipe, and nobody writes into it")
+    return os.read(fd, most)
