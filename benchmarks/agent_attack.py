@@ -25,10 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
-import httpx
-
 from benchmarks._timing import Row, arguments_of, finish
-from lmkv.agent.client import Client
 from lmkv.agent.address import Address
 from lmkv.agent.http import application
 from lmkv.agent.server import AgentServer
@@ -75,13 +72,6 @@ def answered(request: bytes) -> Sent:
     return send
 
 
-def slow_body(connection: socket.socket) -> None:
-    connection.sendall(POST + b"Content-Length: 1000000\r\n\r\n")
-    while True:
-        connection.sendall(b"a")
-        time.sleep(0.01)
-
-
 def idle(connection: socket.socket) -> None:
     connection.sendall(b"GET / HTTP/1.1\r\nX: ")
     connection.recv(1)
@@ -96,7 +86,6 @@ ATTACKS: dict[str, tuple[int, Sent]] = {
     "pages": (THREADS, answered(GET)),
     "pipelined requests": (THREADS, endless(b"", GET * 1000)),
     "huge bodies": (THREADS, endless(POST + b"Content-Length: 1000000000000\r\n\r\n", b"a" * BLOCK)),
-    "slow bodies": (IDLE, slow_body),
     "chunked bodies": (THREADS, endless(POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 10_000)),
     "chunked bodies of pages": (
         THREADS,
@@ -152,14 +141,12 @@ def steps(seconds: float) -> float:
 def measured(names: list[str], seconds: float, rounds: int, url: str) -> list[Row]:
     port = int(url.rpartition(":")[2])
     ratios: dict[str, list[float]] = {name: [] for name in names}
-    waits: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in random.sample(names, len(names)):
             alone = steps(seconds / 2)
             with attacked(name, port):
                 steps(seconds / 4)
                 beside = steps(seconds)
-                waits[name].append(waited(url))
             alone = statistics.mean((alone, steps(seconds / 2)))
             ratios[name].append(alone / beside)
     rows = []
@@ -167,16 +154,7 @@ def measured(names: list[str], seconds: float, rounds: int, url: str) -> list[Ro
         ratio = statistics.median(ratios[name])
         beside = f"steps alone, of those beside: {name}"
         rows.append(Row(beside, ratio, "", target=TARGET, met=ratio <= TARGET))
-        rows.append(Row(f"a call with the token, meanwhile: {name}", statistics.median(waits[name]), "s"))
     return rows
-
-
-def waited(url: str) -> float:
-    """Seconds until an answer, or until nobody waits for one any more."""
-    begin = time.monotonic()
-    with Client(url, TOKEN, timeout=60) as client, suppress(httpx.HTTPError):
-        client.stats()
-    return time.monotonic() - begin
 
 
 def main() -> int:

