@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lmkv.agent.explanation import printable
 from lmkv.cli.inspect import duration
 from lmkv.cli.server import TokenFile, clean, client_of, unavailable
 from lmkv.config import GIB
@@ -215,6 +216,8 @@ def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
 
 
 def shortened(request: str, width: int = 20) -> str:
+    """A shortened id. Clients choose ids, so control characters must not reach the terminal."""
+    request = printable(request)
     return request if len(request) <= width else f"{request[: width - 9]}…{request[-8:]}"
 
 
