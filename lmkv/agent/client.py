@@ -77,9 +77,9 @@ class _Calls(ABC, Generic[Answer]):
         """Stop the prefetch with this `id`."""
         return self.send("DELETE", f"/v1/prefetch/{quote(name, safe='')}")
 
-    def end_session(self, name: str) -> Answer:
-        """Evict the chunks of the session with this `session_id` first."""
-        return self.send("DELETE", f"/v1/session/{quote(name, safe='')}")
+    def end_session(self, name: str, **scope: Any) -> Answer:
+        """Evict the chunks of the session with this `session_id` first, with its requests' `cache_salt` and `tags`."""
+        return self.send("DELETE", f"/v1/session/{quote(name, safe='')}", scope or None)
 
     def pin(self, prompt: PromptLike, *, seconds: float | None = None, **scope: Any) -> Answer:
         """Pin a prompt's chunks: `pinned_tokens`, and for how many `seconds`."""

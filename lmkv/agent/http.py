@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -74,6 +74,15 @@ class PromptBody(BaseModel):
         return Prompt(self.text, self.messages, self.tokens, self.cache_salt, self.tags, template)
 
 
+class SessionBody(BaseModel):
+    """`cache_salt`, `tags`: those of the session's requests; others have sessions of their own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    cache_salt: str | None = None
+    tags: dict[str, str] = Field(default={}, max_length=_MAX_FIELDS)
+
+
 class PrefetchBody(PromptBody):
     """`wait`: seconds to wait for its end. `id`: a name for it; random unless it is given."""
 
@@ -133,8 +142,14 @@ def application(
         fields = body.model_dump(exclude_defaults=True)
         return merged(await peers.ask(call, "POST", path, fields))
 
-    async def named(call: Callable[[], dict[str, Any] | None], method: str, kind: str, name: str) -> dict[str, Any]:
-        found = await peers.ask(call, method, f"/v1/{kind}/{quote(name, safe='')}")
+    async def named(
+        call: Callable[[], dict[str, Any] | None],
+        method: str,
+        kind: str,
+        name: str,
+        body: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        found = await peers.ask(call, method, f"/v1/{kind}/{quote(name, safe='')}", body)
         if not found:
             raise HTTPException(404, f"there is no {kind} {name}, or its time is over")
         return merged(found)
@@ -169,10 +184,15 @@ def application(
         return await named(lambda: answer if service.cancel(name) else None, "DELETE", "prefetch", name)
 
     @v1.delete("/session/{name:any_text}")
-    async def end_session(name: str) -> dict[str, Any]:
+    async def end_session(name: str, body: SessionBody | None = None) -> dict[str, Any]:
         """End a session of `agent_hint`: its chunks that no other session shares are evicted first."""
-        answer = {"session": name, "ended": True}
-        return await named(lambda: answer if service.end_session(name) else None, "DELETE", "session", name)
+        body = body or SessionBody()
+
+        def end() -> dict[str, Any] | None:
+            known = service.end_session(name, body.cache_salt, body.tags)
+            return {"session": name, "ended": True} if known else None
+
+        return await named(end, "DELETE", "session", name, body.model_dump(exclude_defaults=True))
 
     @v1.post("/pin")
     async def pin(body: PinBody) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class Peers:
         if not other.away:
             try:
                 return checked(
-                    method, path, await other.client.receive(method, path, body if method == "POST" else None)
+                    method, path, await other.client.receive(method, path, body if body or method == "POST" else None)
                 )
             except httpx.HTTPStatusError as error:
                 if (status := error.response.status_code) in _REFUSED:

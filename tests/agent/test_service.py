@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
@@ -309,10 +309,22 @@ def test_a_trace_begins_at_any_number(store: TieredStore, number: int) -> None:
 def test_any_name_is_one_of_a_request_or_a_session(store: TieredStore, name: str) -> None:
     report = {"request": name, "time": 1.0, "tokens": 9, "vllm_tokens": 0, "hit_tokens": 8, "sources": {"cpu": 8}}
     found = {"lookup_tokens": 9, "hit_tokens": 8, "requests": [report]}
-    store.hints.session(name, put(store, "a prompt of 23 letters,"))
+    store.hints.session(b"", name, put(store, "a prompt of 23 letters,"))
     with serving(service_of(store, requests=lambda: found)) as (server,), Client(server.url, TOKEN) as client:
         assert client.explain(name)["request"] == name
         assert client.end_session(name) == {"session": name, "ended": True}
+
+
+def test_a_session_is_ended_with_the_salt_and_tags_of_its_requests(store: TieredStore) -> None:
+    def root_of(salt: str | None, tags: Mapping[str, str]) -> bytes:
+        return f"{salt} {sorted(tags.items())}".encode()
+
+    store.hints.session(root_of("alice", {"team": "red"}), "1", put(store, "a prompt of 23 letters,"))
+    with serving(service_of(store, root_of=root_of)) as (server,), Client(server.url, TOKEN) as client:
+        for scope in ({}, {"cache_salt": "mallory"}, {"cache_salt": "alice"}, {"tags": {"team": "red"}}):
+            with pytest.raises(httpx.HTTPStatusError, match="404"):
+                client.end_session("1", **scope)
+        assert client.end_session("1", cache_salt="alice", tags={"team": "red"})["ended"]
 
 
 def test_the_async_client_does_the_same(store: TieredStore, server: AgentServer) -> None:
