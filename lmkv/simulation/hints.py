@@ -10,7 +10,6 @@ from lmkv.policies.base import BRANCHES
 from lmkv.protocols import ChunkKey, Policy, TakesHints
 from lmkv.simulation.trace import Trace
 from lmkv.store.hints import Hints
-from lmkv.store.tiers.changes import Changes
 
 
 def sessions_of(trace: Trace) -> list[bytes]:
@@ -38,7 +37,7 @@ class EndHints:
     def __init__(self, trace: Trace, policy: Policy, share: float) -> None:
         if not isinstance(policy, TakesHints):
             raise UsageError(f"{policy!r} takes no hints")
-        self._hints = Hints(threading.Lock(), Changes(), {"": policy}, lambda: 0.0)
+        self._hints = Hints(threading.Lock(), {"": policy}, lambda: 0.0)
         self._requests = trace.requests
         self._sessions = sessions = sessions_of(trace)
         self._last = dict(zip(sessions, range(len(sessions)), strict=True))

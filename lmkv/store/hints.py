@@ -39,17 +39,17 @@ class Hints:
     >>> policy = LRU()
     >>> for name in (b"a", b"b"):
     ...     policy.insert(name, size=10)
-    >>> hints = Hints(threading.Lock(), Changes(), {"cpu": policy}, clock=lambda: 0.0)
+    >>> hints = Hints(threading.Lock(), {"cpu": policy}, clock=lambda: 0.0)
     >>> hints.session(b"root", "worker-7", [b"b"], ended=True)
     >>> policy.evict(5)
     [b'b']
     """
 
     _lock: threading.Lock
-    _changes: Changes
     _policies: Mapping[str, Policy]
     _clock: Clock
     _admissions: Sequence[object] = ()
+    _changes: Changes = field(factory=Changes)
     _labelled: list[LabelsKeys] = field(init=False)
     _prompted: list[SeesPrompts] = field(init=False)
     _priorities: Wishes[ChunkKey, Chain] = field(init=False, factory=Wishes)

@@ -10,7 +10,6 @@ from lmkv.config import Config
 from lmkv.errors import ConfigError
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
 from lmkv.store.hints import Hints
-from lmkv.store.tiers.changes import Changes
 from lmkv.testing.clocks import ManualClock
 from tests.kit import chain
 
@@ -23,7 +22,7 @@ def filled(name: str = "LRU") -> tuple[Hints, object, ManualClock]:
         for at in reversed(range(4)):
             policy.insert(keys[at], 10, keys[at - 1] if at else b"")
         policy.touch(keys)
-    return Hints(threading.Lock(), Changes(), {"cpu": policy}, clock), policy, clock
+    return Hints(threading.Lock(), {"cpu": policy}, clock), policy, clock
 
 
 def expire(hints: Hints) -> None:
@@ -91,7 +90,7 @@ def test_a_chunk_that_the_session_has_replaced_is_given_up() -> None:
 
 def test_labels_reach_the_policies_with_quotas() -> None:
     quotas = Quotas(LRU, {"alice": 0.5})
-    hints = Hints(threading.Lock(), Changes(), {"cpu": quotas, "disk": LRU()}, ManualClock())
+    hints = Hints(threading.Lock(), {"cpu": quotas, "disk": LRU()}, ManualClock())
     hints.label(A, ["nobody", "alice"])
     quotas.insert(A[0], 10)
     quotas.insert(A[1], 10, A[0])
