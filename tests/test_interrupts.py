@@ -34,8 +34,8 @@ class Paged:
         self.tensors = [torch.randn(BLOCKS, BLOCK, 2, 8) for _ in range(2)]
         config = Config(
             chunk_size=CHUNK,
-            # 24 slots.
-            max_local_cpu_size=24 * 8192 / 2**30,
+            # 24 slots, which the fillers of `prepare` take.
+            max_local_cpu_size=24 * 4096 / 2**30,
             local_disk=folder,
             max_local_disk_size=0.001,
             disk_min_free=0,
@@ -55,7 +55,7 @@ class Paged:
         for tensor in self.tensors:
             tensor[:HALF] = torch.randn(HALF, BLOCK, 2, 8)
             tensor[HALF:] = 0
-        assert self.engine.store(tokens, blocks) == len(tokens)
+        assert self.engine.store(tokens, blocks, wait=LIMIT) == len(tokens)
         assert self.engine.retrieve(tokens, [HALF + block for block in blocks]) == len(tokens)
         for tensor in self.tensors:
             assert torch.equal(tensor[: len(blocks)], tensor[HALF : HALF + len(blocks)])

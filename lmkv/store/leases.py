@@ -88,12 +88,14 @@ class Reservation(AbstractContextManager["Reservation"]):
         self._end(keys, self._abort)
 
     def _end(self, keys: Sequence[ChunkKey] | None, how: _End) -> None:
-        wanted = [key for key in (self._open if keys is None else keys) if key in self._open]
-        if wanted:
-            how(self, wanted)
+        if self._open:
+            how(self, keys)
 
-    def take(self, keys: Sequence[ChunkKey]) -> list[Entry]:
-        """The entries of these keys, which are the caller's from now on. Called under the store's lock."""
+    def take(self, keys: Sequence[ChunkKey] | None) -> list[Entry]:
+        """The entries of these keys (None: all), the caller's from now on. Called under the store's lock."""
+        if keys is None:
+            entries, self._open = list(self._open.values()), {}
+            return entries
         taken = [self._open.pop(key, None) for key in keys]
         return [entry for entry in taken if entry is not None]
 
@@ -101,7 +103,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         self.abort()
 
 
-_End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey]], None]
+_End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey] | None], None]
 
 
 @define(eq=False, repr=False)

@@ -13,6 +13,7 @@ from attrs import define, field
 from lmkv.errors import ClosedError
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiers.attempt import attempt
+from lmkv.store.tiers.bell import Bell
 from lmkv.store.tiers.entry import Entry
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,9 @@ class Promotion:
     failed_at: int | None = field(init=False, default=None)
     """The first of its chunks that will never arrive."""
     released: bool = field(init=False, default=False)
-    _done: threading.Event = field(init=False, factory=threading.Event)
+    done: bool = field(init=False, default=False)
+    """Whether nothing is under way any more."""
+    _bell: Bell = field(init=False, factory=Bell)
     _callbacks: deque[Callable[[], None]] = field(init=False, factory=deque)
 
     def __repr__(self) -> str:
@@ -75,10 +78,6 @@ class Promotion:
         """`sources` of the chunks that are `ready`."""
         return dict(Counter(self.origins[: self.ready]))
 
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until done, at most `timeout` seconds. Returns `done`.
 
@@ -86,12 +85,12 @@ class Promotion:
         """
         if not self.done and self._is_forked():
             raise ClosedError("a promotion belongs to the process that this one was forked from")
-        return self._done.wait(timeout)
+        return self._bell.wait_for(lambda: self.done, timeout)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call back once done (at once if it is), on whichever thread finishes it. Must not block."""
         with self._lock:
-            if not self._done.is_set():
+            if not self.done:
                 self._callbacks.append(callback)
                 return
         callback()
@@ -103,7 +102,8 @@ class Promotion:
     def finish(self) -> None:
         """End the promotion: nothing is under way any more. Called by the promoter, without the lock. Idempotent."""
         with self._lock:
-            self._done.set()
+            self.done = True
+        self._bell.ring()
         while True:
             with self._lock:
                 callback = self._callbacks.popleft() if self._callbacks else None

@@ -104,7 +104,7 @@ class Reserver:
         here = entries.keys() & keys
         self._allocator.free_up(len(keys) - len(here), kept | here)
 
-    def _commit(self, reservation: Reservation, keys: Sequence[ChunkKey], chain: Sequence[ChunkKey]) -> None:
+    def _commit(self, reservation: Reservation, keys: Sequence[ChunkKey] | None, chain: Sequence[ChunkKey]) -> None:
         after = AfterLock()
         with self._lock, self._changes:
             primary, waiters = self._primary, self._promoter.waiters
@@ -121,7 +121,7 @@ class Reserver:
             self._allocator.keep_free(after)
         after.run(self._pool.submit)
 
-    def _abort(self, reservation: Reservation, keys: Sequence[ChunkKey]) -> None:
+    def _abort(self, reservation: Reservation, keys: Sequence[ChunkKey] | None) -> None:
         after = AfterLock()
         with self._lock, self._changes:
             for entry in self._taken(reservation, keys):
@@ -130,7 +130,7 @@ class Reserver:
         after.run(self._pool.submit)
 
     @locked
-    def _taken(self, reservation: Reservation, keys: Sequence[ChunkKey]) -> list[Entry]:
+    def _taken(self, reservation: Reservation, keys: Sequence[ChunkKey] | None) -> list[Entry]:
         entries = reservation.take(keys)
         if not reservation:
             self._holders.discard(reservation)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 from attrs import define, field
 
 from lmkv.protocols import ChunkKey, Clock
+from lmkv.store.tiers.bell import Bell
 from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.lower import LowerTier
 
@@ -31,7 +31,8 @@ class SharedLookup:
     _clock: Clock
     _started: float = field(init=False)
     seconds: float = field(init=False, default=0.0)
-    _done: threading.Event = field(init=False, factory=threading.Event)
+    done: bool = field(init=False, default=False)
+    _bell: Bell = field(init=False, factory=Bell)
 
     def __attrs_post_init__(self) -> None:
         self._started = self._clock()
@@ -40,13 +41,9 @@ class SharedLookup:
         state = "done" if self.done else "under way"
         return f"<SharedLookup {state}: {len(self._keys)} chunks in {', '.join(tier.name for tier in self._tiers)}>"
 
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until done, at most `timeout` seconds. Returns `done`."""
-        return self._done.wait(timeout)
+        return self._bell.wait_for(lambda: self.done, timeout)
 
     def job(self) -> Job:
         return Job(self._run, Priority.LOAD, self._end)
@@ -66,5 +63,6 @@ class SharedLookup:
 
     def _end(self, after: AfterLock) -> None:
         self.seconds = self._clock() - self._started
-        self._done.set()
+        self.done = True
+        self._bell.ring()
         after.calls.append(self._on_done)

@@ -332,8 +332,9 @@ class TieredStore:
         """Wait until the persistent tiers are indexed, at most `timeout` seconds; whether they are."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for scanner in self._scanners:
-            scanner.listed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return all(scanner.listed.is_set() for scanner in self._scanners) and not self._closed
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            scanner.bell.wait_for(partial(getattr, scanner, "listed"), left)
+        return all(scanner.listed for scanner in self._scanners) and not self._closed
 
     # -- removing -----------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class TierIndex:
     def __init__(
         self, policy: Policy, capacity: int | None, name: str = "", observers: Sequence[StoreObserver] = ()
     ) -> None:
-        self.order = Order(policy, name, self._content, self._can_go)
+        self.order = Order(policy, name, self._content, self._freed)
         self.capacity = capacity
         self.used = self.other_namespace = 0
         self.clearing = False
@@ -425,8 +425,9 @@ class TierIndex:
         chains = (((key,), nbytes, (b"",)) for key, nbytes in self.sizes().items())
         return Content(chains, [key for key in self._reading if self._has(key)])
 
-    def _can_go(self, key: ChunkKey) -> int:
-        return 0 if key in self._reading else self._sizes.get(key) or self._unseen.get(key, 0)
+    def _freed(self, keys: Sequence[ChunkKey]) -> int:
+        sizes = [self._sizes.get(key) or self._unseen.get(key, 0) for key in keys]
+        return sum(sizes) if all(sizes) and self._reading.isdisjoint(keys) else 0
 
 
 def _is_other_namespace(key: ChunkKey) -> bool:

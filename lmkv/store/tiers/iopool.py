@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
+from lmkv.store.tiers.bell import Bell
 from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
 
@@ -30,12 +31,10 @@ class IOPool:
         self._queues: dict[Priority, deque[Job]] = {priority: deque() for priority in Priority}
         self._lock = threading.Lock()
         self._wakeup = threading.Condition(self._lock)
-        self._idle = threading.Condition(self._lock)
-        self._room = threading.Condition(self._lock)
+        self._idle, self._room = Bell(), Bell()
         self._threads: list[threading.Thread] = []
         self._running = 0
-        self._stores = 0
-        """Stores that wait or run."""
+        self._storing_now = 0
         self._closed = False
 
     def submit(self, jobs: Sequence[Job]) -> list[Job]:
@@ -55,7 +54,6 @@ class IOPool:
         full = job.priority is Priority.STORE and self._stores >= self._max_stores
         if not (self._closed or full):
             queue.append(job)
-            self._stores += job.priority is Priority.STORE
         return not (self._closed or full)
 
     @locked
@@ -88,14 +86,16 @@ class IOPool:
                         return
                     self._wakeup.wait()
                 self._running += 1
+                self._storing_now += job.priority is Priority.STORE
             try:
                 self._do(job)
             finally:
                 del job
                 with self._lock:
                     self._running -= 1
-                    if not self._pending:
-                        self._idle.notify_all()
+                    idle = not self._pending
+                if idle:
+                    self._idle.ring()
 
     def _do(self, job: Job) -> None:
         after = AfterLock()
@@ -114,16 +114,19 @@ class IOPool:
     def _end_store(self) -> None:
         """Count a store as ended before its follow-ups run: one of them may take its place."""
         with self._lock:
-            self._stores -= 1
-            self._room.notify_all()
+            self._storing_now -= 1
+        self._room.ring()
 
     @locked
     def _drop_queues(self) -> None:
-        self._stores -= len(self._queues[Priority.STORE])
         for queue in self._queues.values():
             queue.clear()
-        if not self._running:
-            self._idle.notify_all()
+
+    @property
+    @locked
+    def _stores(self) -> int:
+        """Stores that wait or run."""
+        return self._storing_now + len(self._queues[Priority.STORE])
 
     @property
     @locked
@@ -138,14 +141,18 @@ class IOPool:
 
     def wait_for_room(self, stores: int, timeout: float) -> bool:
         """Wait until the pool would take `stores` stores, at most `timeout` seconds; True when it would."""
-        with self._lock:
-            return self._room.wait_for(lambda: self._stores + stores <= self._max_stores, timeout)
+
+        def has_room() -> bool:
+            with self._lock:
+                return self._stores + stores <= self._max_stores
+
+        return self._room.wait_for(has_room, timeout)
 
     def after_fork(self) -> None:
         """In a child process: there are no threads, and the lock may have been held by one of them."""
         self._lock = threading.Lock()
-        self._wakeup, self._idle, self._room = (threading.Condition(self._lock) for _ in range(3))
-        self._threads, self._running, self._stores, self._closed = [], 0, 0, True
+        self._wakeup, self._idle, self._room = threading.Condition(self._lock), Bell(), Bell()
+        self._threads, self._running, self._storing_now, self._closed = [], 0, 0, True
         for queue in self._queues.values():
             queue.clear()
 
@@ -155,8 +162,7 @@ class IOPool:
 
     def drain(self, timeout: float) -> bool:
         """Wait until nothing waits or runs, at most `timeout` seconds; True when that is so."""
-        with self._lock:
-            return self._idle.wait_for(lambda: not self._pending, timeout)
+        return self._idle.wait_for(lambda: not self.pending, timeout)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Finish the waiting jobs, for at most `timeout` seconds, then end the threads. Idempotent.
@@ -169,6 +175,7 @@ class IOPool:
             self._closed = True
             self._drop_queues()
             self._wakeup.notify_all()
+        self._idle.ring()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()) + 0.05)
         return not any(thread.is_alive() for thread in self._threads)

@@ -75,16 +75,16 @@ class Content:
 class Order:
     """A policy whose exceptions end it, not its tier: then a `Plain` one goes on, and one line in the log says so.
 
-    `content`: what is in the tier. `can_go`: the bytes of a chunk that may be evicted, 0 for any other key. Called
-    under the store's lock.
+    `content`: what is in the tier. `freed`: the bytes of these chunks, 0 if one is in use or not there. Called under
+    the store's lock.
     """
 
     def __init__(
-        self, policy: Policy, name: str, content: Callable[[], Content], can_go: Callable[[ChunkKey], int]
+        self, policy: Policy, name: str, content: Callable[[], Content], freed: Callable[[Sequence[ChunkKey]], int]
     ) -> None:
         self.policy = policy
         self._name = name
-        self._content, self._can_go = content, can_go
+        self._content, self._freed = content, freed
         self._new: Policy | None = attempt(lambda: copy.deepcopy(policy), lambda error: None)
         """As it was before the first key."""
         self._telling = False
@@ -131,16 +131,11 @@ class Order:
             self.rebuild()
         try:
             victims = self.policy.evict(nbytes, protect)
-            if victims:
-                self._check(victims, nbytes)
+            if victims and (self._freed(victims) < nbytes or len(set(victims)) < len(victims)):
+                raise ValueError("it has evicted too little, or what is in use or not there")
         except Exception as error:
             return self._replace(error).evict(nbytes, protect)
         return victims
-
-    def _check(self, victims: list[ChunkKey], nbytes: int) -> None:
-        sizes = list(map(self._can_go, victims))
-        if sum(sizes) < nbytes or not all(sizes) or len(set(victims)) < len(victims):
-            raise ValueError("it has evicted too little, or what is in use or not there")
 
     def part_of(self, key: ChunkKey, parent: ChunkKey) -> tuple[str, float]:
         """See `DividesTier`; without quotas all is nobody's."""

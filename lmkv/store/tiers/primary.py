@@ -7,6 +7,7 @@ table. Nothing here locks, waits, copies or calls back: the store calls it under
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Protocol, runtime_checkable
 
 from attrs import asdict
@@ -25,6 +26,7 @@ from lmkv.store.tiers.tails import Payloads, Share, shares
 
 # Looking a member up in its enum takes as long as everything else that is done with it here.
 _WRITING, _LOADING, _READY = State.WRITING, State.LOADING, State.READY
+_refs = attrgetter("refs")
 
 
 @runtime_checkable
@@ -56,7 +58,7 @@ class PrimaryTier:
         self.name = tier.name
         self.backend = tier.backend
         self.slab = tier.backend.take_slab()
-        self.order = Order(tier.policy, tier.name, self._content, self._can_go)
+        self.order = Order(tier.policy, tier.name, self._content, self._freed)
         self.slot_bytes = self.slab.slot_bytes
         self.entries: dict[ChunkKey, Entry] = {}
         self.counters = TierCounters()
@@ -367,9 +369,9 @@ class PrimaryTier:
         if keys:
             yield keys, self.slot_bytes, parents
 
-    def _can_go(self, key: ChunkKey) -> int:
-        entry = self.entries.get(key)
-        return 0 if entry is None or entry.refs else self.slot_bytes
+    def _freed(self, keys: Sequence[ChunkKey]) -> int:
+        found = list(map(self.entries.get, keys))
+        return 0 if None in found or any(map(_refs, found)) else len(found) * self.slot_bytes
 
     def stats(self) -> TierStats:
         states = self.states.count_ready()

@@ -18,6 +18,7 @@ from typing import TypeVar
 from lmkv.errors import safe_repr
 from lmkv.protocols import ListsKeys, SharesRoom
 from lmkv.store.tiers.attempt import attempt
+from lmkv.store.tiers.bell import Bell
 from lmkv.store.tiers.lower import LowerTier
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ PAUSE_SECONDS = 5e-5
 
 
 class TierScanner:
-    """Lists one tier on a thread of its own. `lock`: the store's. `listed` is set once a listing has ended."""
+    """Lists one tier on a thread of its own. `lock`: the store's. `listed`: one has ended, and the `bell` rang."""
 
     def __init__(self, tier: LowerTier, lock: threading.Lock, interval: float = INTERVAL) -> None:
         self._tier = tier
@@ -45,7 +46,7 @@ class TierScanner:
         self._interval = interval
         self._stop = threading.Event()
         self._failures = 0
-        self.listed = threading.Event()
+        self.listed, self.bell = False, Bell()
         self._thread = threading.Thread(target=self._run, name=f"lmkv-index-{tier.name}", daemon=True)
         self._thread.start()
 
@@ -53,8 +54,12 @@ class TierScanner:
         """End the thread, waiting at most `timeout` seconds for a listing under way. Idempotent."""
         self._stop.set()
         # Wake everybody who waits for the listing.
-        self.listed.set()
+        self._end_listing()
         self._thread.join(timeout)
+
+    def _end_listing(self) -> None:
+        self.listed = True
+        self.bell.ring()
 
     def _run(self) -> None:
         took = 0.0
@@ -62,7 +67,7 @@ class TierScanner:
             started = time.monotonic()
             done = attempt(self._list, self._failed)
             if done:
-                self.listed.set()
+                self._end_listing()
                 if not self._tier.shared:
                     return
             before, took = took, time.monotonic() - started
@@ -86,7 +91,7 @@ class TierScanner:
             if not index.begin_listing():
                 return False
         if not isinstance(backend, ListsKeys):
-            self.listed.set()
+            self._end_listing()
             self._stop.wait(self._interval)
             self._forget_vanished()
             return True
