@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
+from hypothesis import event, given, strategies as st
 
 from lmkv.backends.remote.base import RemoteBackend
+from lmkv.backends.remote.infinistore import InfiniStoreBackend
 from lmkv.backends.remote.objects import ObjectStoreBackend
 from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
+from lmkv.backends.remote.value_codec import ValueCodec
+from lmkv.chunks.format import ChunkFormat
 from lmkv.errors import BackendError
-from lmkv.outcomes import ReadStatus, WriteStatus
+from lmkv.outcomes import HIT, ReadStatus, WriteStatus
+from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, new_key
 from tests.backends.remote.hostile import Answer, Endpoint, longest_pause, of_http, of_redis
 from tests.backends.remote.server_suite import GIVEN_UP
@@ -26,10 +32,10 @@ PAUSE = 2.0
 """Seconds that a thread may wait for the interpreter on a busy machine; whole answers took it for 4 to 40."""
 
 
-def every_call(backend: RemoteBackend) -> Iterator[tuple[str, object]]:
-    """The name and the outcome of each call, an error if it raised one of lmkv's. Each ends in time."""
-    chunk = chunk_of(5000)
-    into = memoryview(bytearray(5000))
+def every_call(backend: RemoteBackend, chunk: Chunk | None = None) -> Iterator[tuple[str, object]]:
+    """The name and the outcome of each call, an error if it raised one of lmkv's. Each ends in time, and none lies."""
+    chunk = chunk or chunk_of(5000)
+    into = memoryview(bytearray(len(chunk.payload)))
     calls: dict[str, Callable[[], Any]] = {
         "contains": lambda: backend.contains([chunk.key, new_key()]),
         "read": lambda: backend.read(chunk.key, into),
@@ -45,6 +51,8 @@ def every_call(backend: RemoteBackend) -> Iterator[tuple[str, object]]:
             outcome = error
         assert time.monotonic() - started < GIVEN_UP, f"{name} took too long"
         assert len(str(outcome)) < 3000
+        if outcome is HIT:
+            assert into == chunk.payload
         yield name, outcome
 
 
@@ -118,3 +126,115 @@ def test_an_error_page_of_s3_is_read_in_no_time_and_shown_in_a_line(status: str)
                 backend.contains([new_key()])
     assert str(refused.value).isprintable()
     assert pause[0] < PAUSE
+
+
+# -- any answers ----------------------------------------------------------------------------------------------
+
+CHUNK = Chunk(bytes([7]) * 32, memoryview(bytes(range(60))))
+NAME = f"lmkv:{NAMESPACE.hex()}/{CHUNK.key.hex()}"
+VALUE = bytes(ValueCodec(ChunkFormat(NAMESPACE, max_tokens=0)).header_of(CHUNK)) + bytes(CHUNK.payload)
+
+
+def of_parts(*parts: st.SearchStrategy[bytes] | bytes) -> st.SearchStrategy[bytes]:
+    return st.tuples(*(part if isinstance(part, st.SearchStrategy) else st.just(part) for part in parts)).map(b"".join)
+
+
+@st.composite
+def near(draw: st.DrawFn, value: bytes) -> bytes:
+    """The value, or one that is somewhere another."""
+    at, more = draw(st.integers(0, len(value))), draw(st.binary(max_size=3))
+    return draw(st.sampled_from([value, value[:at], value[:at] + more + value[at + len(more) :], value + more]))
+
+
+numbers = st.one_of(
+    st.sampled_from([0, 1, -1, 2, 404, 200, 507, len(VALUE), len(VALUE) - 1, 2**31 - 1, 2**32 - 1, 2**63, 10**30]),
+    st.integers(-5, 10),
+)
+digits = numbers.map(lambda number: b"%d" % number)
+errors = st.sampled_from(
+    [*(b"ERR no", b"MOVED 1 127.0.0.1:1", b"ASK 5", b"MOVED x", b"WRONGTYPE no", b"OOM", b"LOADING", b"NOAUTH"), b""]
+)
+words = st.one_of(digits, errors, near(VALUE), st.sampled_from([NAME.encode(), b"OK", b""]), st.binary(max_size=9))
+of_resp = st.recursive(
+    st.one_of(
+        *(of_parts(kind, text, b"\r\n") for kind in (b":", b"+", b"-", b"$", b"*") for text in (digits, words)),
+        words.map(lambda word: b"$%d\r\n%b\r\n" % (len(word), word)),
+    ),
+    lambda inner: st.lists(inner, max_size=4).map(lambda parts: b"*%d\r\n%b" % (len(parts), b"".join(parts))),
+    max_leaves=6,
+)
+of_redis_that_has_it = st.sampled_from([b":1\r\n", b":0\r\n", b"$%d\r\n%b\r\n" % (len(VALUE), VALUE), b"$-1\r\n"])
+of_infinistore = st.one_of(
+    st.lists(numbers.map(lambda number: struct.pack("<I", number % 2**32)), max_size=6).map(b"".join),
+    near(struct.pack("<III", 200, 0, len(VALUE)) + VALUE),
+)
+LISTING = """<?xml version="1.0" encoding="UTF-8"?><ListBucketResult><Name>bucket</Name><KeyCount>1</KeyCount>
+<IsTruncated>false</IsTruncated><Contents><Key>NAME</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>
+<ETag>"1"</ETag><Size>60</Size></Contents></ListBucketResult>""".replace("NAME", NAME).encode()
+DELETED = f"<DeleteResult><Deleted><Key>{NAME}</Key></Deleted></DeleteResult>".encode()
+bodies = st.one_of(near(VALUE), near(LISTING), near(DELETED), st.binary(max_size=30))
+DATE = b"Thu, 01 Jan 2026 00:00:00 GMT"
+dates = st.sampled_from([DATE, b"never", b"Thu, 99 Jan 99999 00:00:00 GMT", b""])
+
+
+@st.composite
+def of_s3(draw: st.DrawFn) -> bytes:
+    body = draw(bodies)
+    if draw(st.booleans()):
+        lines = [b"HTTP/1.1 200 OK", b"Content-Length: %d" % len(body), b'ETag: "1"', b"Last-Modified: " + DATE]
+        return b"\r\n".join([*lines, b"", body])
+    status = draw(
+        st.sampled_from([200, 200, 200, 204, 206, 301, 304, 400, 403, 404, 409, 412, 416, 429, 500, 503, 999])
+    )
+    length = draw(st.sampled_from([b"%d" % len(body)] * 4 + [b"0", b"-1", b"%d" % 2**63, b"x"]))
+    lines = [b"HTTP/1.1 %d x" % status, b"Content-Length: " + length, b"ETag: " + draw(st.sampled_from([b'"1"', b""]))]
+    lines += [b"Last-Modified: " + draw(dates), *draw(st.lists(st.sampled_from(ODD_HEADERS), max_size=2))]
+    return b"\r\n".join([*lines, b"", body])
+
+
+ODD_HEADERS = [
+    *(b"Content-Range: bytes 0-4/5", b"Content-Range: bytes x", b"Transfer-Encoding: chunked", b"Connection: close"),
+    *(b"Content-Encoding: gzip", b"Location: http://127.0.0.1:1/", b"Retry-After: 999999999", b"x" * 5000 + b": y"),
+]
+KINDS: dict[str, tuple[Any, str, st.SearchStrategy[bytes]]] = {
+    "redis": (RedisBackend, "redis://127.0.0.1:{}", of_resp | of_redis_that_has_it),
+    "cluster": (RedisBackend, "redis+cluster://127.0.0.1:{}", of_resp),
+    "s3": (ObjectStoreBackend, "s3://bucket?endpoint=http://127.0.0.1:{}&region=x", of_s3()),
+    "azure": (ObjectStoreBackend, "az://bucket?endpoint=http://127.0.0.1:{}/me", of_s3()),
+    "infinistore": (InfiniStoreBackend, "infinistore://127.0.0.1:{}", of_infinistore),
+}
+
+
+def in_turn(answers: list[bytes], *, greets: bool) -> Answer:
+    """One answer after the other, and the last for ever."""
+    left = iter(answers)
+
+    def answer(received: bytes) -> Iterator[bytes]:
+        if greets and received.startswith(b"*") and b"\r\nCLIENT\r\n" in received:
+            yield from of_redis(b"")(received)
+        else:
+            yield next(left, answers[-1])
+
+    return answer
+
+
+@st.composite
+def answering(draw: st.DrawFn) -> tuple[str, list[bytes], bool, bool]:
+    kind = draw(st.sampled_from(sorted(KINDS)))
+    answers = draw(st.lists(st.one_of(KINDS[kind][2], KINDS[kind][2], st.binary(max_size=30)), min_size=1, max_size=6))
+    return kind, answers, draw(st.sampled_from([True, True, False])), draw(st.sampled_from([True, True, False]))
+
+
+@given(answering())
+def test_any_answers(given: tuple[str, list[bytes], bool, bool]) -> None:
+    """An outcome of lmkv's, in time, and never a byte that is not the chunk's."""
+    kind, answers, greets, closes = given
+    make, url, _ = KINDS[kind]
+    name, word = ("me", "c2VjcmV0") if "://bucket" in url else (None, None)
+    options = RemoteOptions(timeout=0.1, chunk_tokens=0, username=name, password=word)
+    with (
+        Endpoint(in_turn(answers, greets=greets), closes=closes) as endpoint,
+        closing(make(url.format(endpoint.port), NAMESPACE, options)) as backend,
+    ):
+        for name, outcome in every_call(backend, CHUNK):
+            event(f"{kind} {name} {getattr(outcome, 'status', type(outcome).__name__)}")
