@@ -59,8 +59,8 @@ def _masked_option(found: re.Match[str]) -> str:
 def outside(text: str) -> str:
     """What a store or a client library says, for a message: its beginning in one line, printable, without passwords.
 
-    >>> outside("no: redis://cache:secret@host\\n\\x1b[2J" + 400 * "more ")[:40]
-    'no: redis://cache:***@host [2J more more'
+    >>> outside("refused: redis://cache:secret@host " + "more " * 9_000)[:40]
+    'refused: redis://cache:***@host more mor'
     """
     # Masked before it is cut, and without its last word if that is cut: half a URL would keep its password.
     read = text if len(text) <= _READ else text[:_READ].rpartition(" ")[0] or text[:_READ]

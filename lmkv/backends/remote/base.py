@@ -136,7 +136,7 @@ class RemoteBackend(ABC):
             if len(found) != len(names):
                 raise ValueError(f"{len(found)} answers about {len(names)} names")
             return found
-        except Exception as error:
+        except BaseException as error:
             raise self._translated(error, "contains") from error
 
     def read(self, key: ChunkKey, into: memoryview) -> Read:
@@ -147,7 +147,7 @@ class RemoteBackend(ABC):
         except FormatError as error:
             # Corrupt, so that it is deleted: as long as it is there, its chunk is not written again.
             return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
-        except Exception as error:
+        except BaseException as error:
             return Read.failed(self._translated(error, "read", key))
 
     def write(self, chunk: Chunk) -> Written:
@@ -156,7 +156,7 @@ class RemoteBackend(ABC):
         name = self.name_of(chunk.key)
         try:
             return self._put(name, chunk)
-        except Exception as error:
+        except BaseException as error:
             return Written.failed(self._translated(error, "write", chunk.key))
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -165,7 +165,7 @@ class RemoteBackend(ABC):
         try:
             if names:
                 self._remove(names)
-        except Exception as error:
+        except BaseException as error:
             raise self._translated(error, "delete") from error
 
     def _listing(self, found: Iterator[list[Listed]]) -> Iterator[list[Listed]]:
@@ -177,9 +177,7 @@ class RemoteBackend(ABC):
                 if (count := count + len(batch)) > _MAX_LISTED:
                     raise ValueError(f"it lists more than {_MAX_LISTED:,} chunks")
                 yield [each for each in batch if each.nbytes <= _MAX_VALUE_BYTES]
-        except ClosedError:
-            raise
-        except Exception as error:
+        except BaseException as error:
             raise self._translated(error, "list") from error
 
     def close(self) -> None:
@@ -191,7 +189,15 @@ class RemoteBackend(ABC):
         if self._closed:
             raise ClosedError(f"backend {self.name!r} is closed")
 
-    def _translated(self, error: Exception, action: str, key: ChunkKey = b"") -> BackendError:
+    def _translated(self, error: BaseException, action: str, key: ChunkKey = b"") -> BackendError:
+        """The `BackendError` for a client's error. Raises one that is not the client's, as Ctrl-C is."""
+        if isinstance(error, ClosedError):
+            raise error
+        if not isinstance(error, Exception):
+            # A panic in a Rust library is no Exception.
+            if type(error).__module__ != "pyo3_runtime":
+                raise error
+            error = RuntimeError(str(error))
         kind = BackendUnavailable if self._is_unavailable(error) else BackendError
         translated = kind(self.name, action, key.hex(), self._reason(error))
         translated.__cause__ = error

@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, parse_qsl, unquote
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, split_url
 from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
@@ -38,6 +38,9 @@ _STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
 }
 """Scheme -> class of obstore, and its options for a name and a password."""
 
+_ENDPOINT = re.compile(
+    r"https?://([\w.-]{1,253}|\[[0-9a-f:.]{2,45}\])(:\d{1,5})?(/[!-?A-~]{0,2000})?", re.ASCII | re.IGNORECASE
+)
 _MAX_REQUESTS = 32
 """Requests under way for one call of `contains` or `delete`."""
 _BATCH_NAMES = 1000
@@ -219,7 +222,7 @@ def _opened(
     options = {name: value for name, value in options.items() if name != "ssl_ca_certs"}
     places = [options[name] for name in ("endpoint", "base_url") if name in options]
     # obstore panics on an invalid URL.
-    if not all(re.fullmatch(r"https?://[^/@]+(/[^@]*)?", place) for place in places):
+    if not all(_ENDPOINT.fullmatch(place) and (urlsplit(place).port or 1) > 0 for place in places):
         raise ValueError("an endpoint must be http://host:port or https://host:port, without a password")
     if any(char.isspace() for value in options.values() for char in value):
         raise ValueError("an option has a blank")

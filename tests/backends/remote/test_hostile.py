@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
 import pytest
 from hypothesis import event, given, strategies as st
 
+from lmkv.backends.remote import base
 from lmkv.backends.remote.base import RemoteBackend
 from lmkv.backends.remote.infinistore import InfiniStoreBackend
 from lmkv.backends.remote.objects import ObjectStoreBackend
@@ -19,9 +20,9 @@ from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.backends.remote.value_codec import ValueCodec
 from lmkv.chunks.format import ChunkFormat
-from lmkv.errors import BackendError
+from lmkv.errors import BackendError, ConfigError
 from lmkv.outcomes import HIT, ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, Listed
 from lmkv.testing.backend_suite import chunk_of, new_key
 from tests.backends.remote.hostile import Answer, Endpoint, longest_pause, of_http, of_redis
 from tests.backends.remote.server_suite import GIVEN_UP
@@ -126,6 +127,59 @@ def test_an_error_page_of_s3_is_read_in_no_time_and_shown_in_a_line(status: str)
                 backend.contains([new_key()])
     assert str(refused.value).isprintable()
     assert pause[0] < PAUSE
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://host:x",
+        "http://host:99999",
+        "http://:80",
+        "http://[",
+        "http://[::1",
+        "http://a\\b",
+        "http://%zz",
+        "http://\u00e9",
+    ],
+)
+@pytest.mark.parametrize("url", ["s3://bucket?region=x&endpoint=", "az://bucket?endpoint=", "gs://bucket?base_url="])
+def test_an_endpoint_that_is_no_url_is_refused(url: str, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"an endpoint must be http://host:port|Port out of range"):
+        ObjectStoreBackend(url + endpoint, NAMESPACE, RemoteOptions(username="me", password="c2VjcmV0"))
+
+
+def test_a_panic_of_the_client_is_an_error_like_any_other() -> None:
+    """A host of this name has no form for the network, which obstore's client finds when it signs."""
+    url = "s3://bucket?region=x&endpoint=http://xn--a"
+    with closing(ObjectStoreBackend(url, NAMESPACE, RemoteOptions(username="me", password="x"))) as backend:
+        refuses_all(backend)
+
+
+class Answering(InfiniStoreBackend):
+    """Its client answers anything."""
+
+    answers: list[bool]
+    lists: list[list[Listed]]
+
+    def _exist(self, names: Sequence[str]) -> list[bool]:
+        return self.answers
+
+    def list_keys(self) -> Iterator[list[Listed]]:
+        return self._listing(iter(self.lists))
+
+
+def test_answers_are_as_many_as_names_and_a_listing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Answering("infinistore://127.0.0.1:1", NAMESPACE)) as backend:
+        for answers in ([], [True], [True] * 3):
+            backend.answers = answers
+            with pytest.raises(BackendError, match=f"{len(answers)} answers about 2 names"):
+                backend.contains([new_key(), new_key()])
+        sound, absurd = Listed(new_key(), 5000), Listed(new_key(), 1 << 60)
+        backend.lists = [[sound, absurd]] * 5
+        assert list(backend.list_keys()) == [[sound]] * 5
+        monkeypatch.setattr(base, "_MAX_LISTED", 9)
+        with pytest.raises(BackendError, match="it lists more than 9 chunks"):
+            list(backend.list_keys())
 
 
 # -- any answers ----------------------------------------------------------------------------------------------
