@@ -48,7 +48,7 @@ CALLS = [
     *(("GET", "/v1/stats"), ("GET", "/v1/requests"), ("POST", "/v1/lookup"), ("POST", "/v1/pin")),
     *(("GET", "/v1/prefetch/mine"), ("GET", "/v1/explain/cmpl-1"), ("DELETE", "/v1/session/mine")),
 ]
-odd = values | st.sampled_from([2**63, -1, 10**4000, 1e308, "\x1b]0;owned\x07"])
+odd = values | st.sampled_from([2**63, -1, 10**4000, 1e308, "\x1b]0;owned\x07", "[/b]", "[bold]"])
 
 
 @st.composite

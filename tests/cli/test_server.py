@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from typer.testing import CliRunner
 
 from lmkv.agent.server import AgentServer
@@ -273,7 +273,7 @@ def test_nothing_of_a_server_reaches_the_terminal_as_it_is(other: RudePeer) -> N
 
 HISTORY = {"interval": 10.0, "samples": [{"time": 1.0, "lookup_tokens": 9, "hit_tokens": hit} for hit in (1, 4)]}
 POINT = {"bytes": 1 << 30, "hit_ratio": 0.5, "saved_seconds": 9.0}
-VALUE = {
+VALUE: dict[str, Any] = {
     "sampled_requests": 90,
     "sampled_share": 1.0,
     "tiers": [{"name": "cpu", "bytes": 1 << 30, "points": [POINT] * 4, "without": POINT}],
@@ -283,16 +283,21 @@ WHOLE = {"stats": {**STATS, "engines": [{"engine": 0, **STATS}]}, "history": HIS
 
 
 @given(st.fixed_dictionaries({name: nearly(like) for name, like in {**WHOLE, "requests": REQUESTS}.items()}))
+@example({**WHOLE, "requests": REQUESTS, "value": {**VALUE, "tiers": [{**VALUE["tiers"][0], "name": "[/b]"}]}})
 def test_whatever_is_answered_top_shows_it_or_says_one_line(by_path: dict[str, Any]) -> None:
     def answer(asked: bytes, connection: socket.socket) -> None:
         connection.sendall(as_json(by_path[asked.split()[1].decode().split("/")[2]]))
 
     with RudePeer(short_socket(), answer) as server:
         for words in (["top"], ["top", "--advise"]):
-            done = run(*words, server.url)
-            assert type(done.exception) in (type(None), SystemExit), done.exception
-            assert "".join(done.output.splitlines()).isprintable()
-            assert len(done.output) < 100_000
+            shown_or_refused(*words, server.url)
+
+
+def shown_or_refused(*words: str) -> None:
+    done = run(*words)
+    assert type(done.exception) in (type(None), SystemExit), done.exception
+    assert "".join(done.output.splitlines()).isprintable()
+    assert len(done.output) < 100_000
 
 
 @given(st.sampled_from(ABOUT_A_PROMPT), answers)
@@ -300,10 +305,7 @@ def test_whatever_is_answered_a_command_shows_it_or_says_one_line(
     other: RudePeer, words: list[str], answer: bytes
 ) -> None:
     other.bytes = answer
-    done = run(*words, "--url", other.url)
-    assert type(done.exception) in (type(None), SystemExit), done.exception
-    assert "".join(done.output.splitlines()).isprintable()
-    assert len(done.output) < 100_000
+    shown_or_refused(*words, "--url", other.url)
 
 
 def test_what_is_no_prompt_is_refused() -> None:
