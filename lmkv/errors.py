@@ -56,6 +56,16 @@ def _masked_option(found: re.Match[str]) -> str:
     return found[0] if hidden == plain else f"{start}{name}={hidden}"
 
 
+def printable(text: str, most: int = 200) -> str:
+    """The beginning of what somebody else has named or said, for a line of a log, a page or a terminal.
+
+    >>> printable("a\\x1b[2Jb\\nc", 7)
+    'a?[2Jb…'
+    """
+    shown = text if len(text) <= most else f"{text[: most - 1]}…"
+    return shown if shown.isprintable() else "".join(each if each.isprintable() else "?" for each in shown)
+
+
 def outside(text: str) -> str:
     """What a store or a client library says, for a message: its beginning in one line, printable, without passwords.
 

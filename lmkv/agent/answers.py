@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from attrs import fields, resolve_types
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from lmkv.agent.explanation import printable
+from lmkv.errors import printable
 from lmkv.store.tiers.stats import TierStats
 
 Number = Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)]

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import httpx
 
-from lmkv.agent.explanation import printable
+from lmkv.errors import printable
 
 _UNIX = "unix:"
 _MAX_BYTES = 32 << 20

@@ -43,13 +43,3 @@ def _miss(missed: Mapping[str, Any]) -> str:
     where = "" if tier is None else f" from {tier}" if missed["reason"] == "evicted" else f" in {tier}"
     when = "" if ago is None else f" {ago:.0f} s before"
     return f"{missed['tokens']:,} were missed: {missed['reason'].replace('_', ' ')}{where}{when}."
-
-
-def printable(text: str, most: int = 200) -> str:
-    """What somebody else has written, fit for a terminal and a line of a log.
-
-    >>> printable("a\\x1b[2Jb\\nc", 7)
-    'a?[2Jb…'
-    """
-    shown = text if len(text) <= most else f"{text[: most - 1]}…"
-    return "".join(each if each.isprintable() else "?" for each in shown)

@@ -18,8 +18,7 @@ from starlette.concurrency import run_in_threadpool
 
 from lmkv.agent.answers import checked
 from lmkv.agent.client import AsyncClient
-from lmkv.agent.explanation import printable
-from lmkv.errors import LmkvError
+from lmkv.errors import LmkvError, printable
 from lmkv.protocols import Clock
 
 logger = logging.getLogger("lmkv.agent")

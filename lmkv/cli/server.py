@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lmkv.agent.explanation import printable
 from lmkv.config import Config, read_named
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from lmkv.agent.client import Client

@@ -15,10 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lmkv.agent.explanation import printable
 from lmkv.cli.inspect import duration
 from lmkv.cli.server import TokenFile, clean, client_of, unavailable
 from lmkv.config import GIB
+from lmkv.errors import printable
 
 if TYPE_CHECKING:
     from lmkv.agent.client import Client

@@ -12,6 +12,7 @@ from attrs import define, field
 from cachetools import LRUCache
 
 from lmkv.chunks.namespace import Namespace
+from lmkv.errors import printable
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -107,6 +108,6 @@ class Adapters:
         self._known.pop(number, None)
 
     def _unknown(self, path: str, number: int, why: str) -> str:
-        logger.warning("lmkv: requests with the adapter %s are not cached: %s", path, why)
+        logger.warning("lmkv: requests with the adapter %s are not cached: %s", printable(path), why)
         self._known[number] = path, ("", ())
         return ""

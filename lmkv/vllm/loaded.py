@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
+from lmkv.errors import printable, safe_repr
 from lmkv.memory.readback import factors
 from lmkv.vllm import code
 from lmkv.vllm.fields import as_json
@@ -145,7 +146,11 @@ def adapter(worker: Any, lora: Any) -> Adapter | None:
         before = stamps(folder_of(str(lora.lora_path)))
         return _adapter_digest(manager.lmkv_load(lora)), before
     except Exception as error:
-        logger.warning("lmkv: a worker does not tell what it has loaded of the adapter %s: %r", lora.lora_path, error)
+        logger.warning(
+            "lmkv: a worker does not tell what it has loaded of the adapter %s: %s",
+            printable(str(lora.lora_path)),
+            safe_repr(error),
+        )
         return None
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, Self
+from typing import Protocol, Self
 
 from attrs import define, field
 
 from lmkv.chunks.hashing import KeyChain, StateKey, TailKey, hash_prompt, state_keys
 from lmkv.chunks.namespace import Namespace, salt_label
+from lmkv.errors import printable
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
@@ -23,19 +24,6 @@ from lmkv.vllm.requests.patience import Patience
 
 BlockTables = Sequence[list[int]]
 """Block ids of a request in the order of its tokens, one list for each KV cache group."""
-
-
-NAME_CHARACTERS: Final = 200
-
-
-def printable(text: str) -> str:
-    """The beginning of a client's text for log lines, pages and terminals.
-
-    >>> printable("cmpl-1" + chr(10) + "ERROR")
-    'cmpl-1?ERROR'
-    """
-    cut = text[:NAME_CHARACTERS]
-    return cut if cut.isprintable() else "".join(each if each.isprintable() else "?" for each in cut)
 
 
 class Request(Protocol):
