@@ -65,13 +65,20 @@ def came(listener: socket.socket) -> bool:
 # -- a name with two addresses -----------------------------------------------------------------------------
 
 
+def a_stranger() -> socket.socket:
+    """A listener at ::1 whose port is free at 127.0.0.1."""
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", 0)) as free:
+            return socket.create_server(("::1", free.getsockname()[1]), family=socket.AF_INET6)
+
+
 def with_two_names(tell: Tell, hosts: str, folder: str) -> None:
     """In a namespace where localhost is ::1 first, as in most /etc/hosts, and where somebody else listens."""
     assert ctypes.CDLL(None, use_errno=True).unshare(0x20000) == 0
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "--bind", hosts, "/etc/hosts"], check=True)
     found: list[Any] = [socket.getaddrinfo("localhost", 80)[0][4][0]]
-    with store_over(Path(folder)) as store, socket.create_server(("::1", 0), family=socket.AF_INET6) as stranger:
+    with store_over(Path(folder)) as store, a_stranger() as stranger:
         put(store, TEXT)
         name = f"localhost:{stranger.getsockname()[1]}"
         with serving(service_of(store), service_of(store), first=Address(name)) as servers:

@@ -71,7 +71,7 @@ def test_ids_that_clients_choose_do_no_harm(engine: SimulatedVLLM) -> None:
         serve(engine, name, PROMPT)
     long, odd = engine.scheduler.observer.recent.snapshot()["requests"]
     assert (odd["request"], odd["running"]) == ("?", False)
-    assert (long["request"], long["running"]) == ("x" * 200, False)
+    assert (long["request"], long["running"]) == ("x" * 199 + "…", False)
     assert shortened("\x1b]0;mine\x07") == "?]0;mine?"
 
 
