@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from functools import partial
@@ -16,6 +17,8 @@ from lmkv.outcomes import Read, ReadStatus, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncBackend(Protocol):
@@ -106,7 +109,7 @@ class AsyncAdapter:
         self.inner = inner
         self.deadline = deadline
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._stopped = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"lmkv-aio-{inner.name}", daemon=True)
         try:
@@ -167,6 +170,7 @@ class AsyncAdapter:
             reason = f"it took more than {self.deadline} s"
             raise BackendUnavailable(self.name, "close", reason=reason) from error
         finally:
+            self._stopped = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(self.deadline)
 
@@ -187,10 +191,13 @@ class AsyncAdapter:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
+        while not self._stopped:
+            # SystemExit in a coroutine, for one, ends the loop, but not the other calls.
+            try:
+                self._loop.run_forever()
+            except BaseException as error:
+                logger.exception("lmkv: the event loop of %r goes on after %s", self.inner, type(error).__name__)
+        self._loop.close()
 
     async def _cancel_and_close(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -11,6 +11,7 @@ from lmkv.chunks.hashing import state_keys
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey, Policy
 from lmkv.store.promoter import Promoter
+from lmkv.store.tiers.guests import GuardedObserver
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.lower import LowerTier, Operation, first_with
 from lmkv.store.tiers.observer import StoreObserver
@@ -135,7 +136,7 @@ class Catalog:
     def add_observer(self, observer: StoreObserver) -> None:
         """Notify it from now on of chunks that enter and leave tiers. For earlier ones: `replay_to`."""
         with self._lock:
-            self._observers.append(observer)
+            self._observers.append(GuardedObserver(observer))
 
     def replay_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
         """Call `observer.stored` for each chunk and each tier that has it; returns whether any does, by chunk."""

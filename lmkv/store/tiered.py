@@ -131,7 +131,8 @@ class TieredStore:
         self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
         self._pins = Pins(self._primary, clock, pin_share)
         orders = {self._primary.name: self._primary.order, **{tier.name: tier.index.order for tier in self._tiers}}
-        self.hints = Hints(self._lock, orders, clock, [tier.admission for tier in lower], self._changes)
+        prompted = [tier.admission for tier in self._tiers if tier.admission and tier.admission.sees_prompts]
+        self.hints = Hints(self._lock, orders, clock, prompted, self._changes)
         self._flusher = Flusher(self._lock, self._changes, self._primary, self._tiers, self._resume)
         flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
         self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from attrs import evolve
 
 from lmkv.errors import BackendUnavailable, ClosedError
 from lmkv.outcomes import MISS, Presence, Read
-from lmkv.protocols import Chunk, ChunkKey
+from lmkv.policies import LRU
+from lmkv.protocols import Chunk, ChunkKey, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.store.tiers import closing
 from lmkv.testing.clocks import ManualClock
@@ -33,6 +35,8 @@ from tests.kit import (
     small_store,
     versions,
 )
+
+VERBS = ("insert_chain", "touch", "discard", "hold", "release", "evict", "hint")
 
 
 def kept(store: TieredStore, keys: list[ChunkKey]) -> list[bool]:
@@ -414,6 +418,114 @@ def test_an_admission_that_raises_admits_nothing_and_leaks_nothing() -> None:
     assert_idle(store)
     assert len(get(store, keys)) == 2
     assert store.stats().tiers[1].chunks == 0
+
+
+class Broken(LRU):
+    """Of another package. Its methods may be replaced."""
+
+
+def broken(verb: str, after: int) -> Broken:
+    """A policy that does it well `after` times, and raises from then on."""
+    policy, left = Broken(), [after]
+    method = getattr(policy, verb)
+
+    def call(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("of another package")
+        return method(*args)
+
+    setattr(policy, verb, call)
+    return policy
+
+
+def lying(policy: Broken, answer: list[ChunkKey]) -> Broken:
+    policy.evict = lambda nbytes, protect=frozenset(): answer  # type: ignore[method-assign]
+    return policy
+
+
+POLICIES = {
+    **{f"{verb} {after}": partial(broken, verb, after) for verb in VERBS for after in (0, 2, 5)},
+    "what is not there": lambda: lying(Broken(), [bytes(32)]),
+    "what is in use": lambda: lying(Broken(), chain("held", 1)),
+    "nothing": lambda: lying(Broken(), []),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("below", [False, True])
+def test_a_policy_that_fails_costs_no_slot_and_no_call(
+    below: bool, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, other = POLICIES[name](), LRU()
+    medium = memory(12, "low")
+    policies = (other, policy) if below else (policy, other)
+    store = TieredStore(Tier(memory(6), policies[0]), [Tier(medium, policies[1], capacity_bytes=8 * SLOT)])
+    with store.reserve(chain("held", 1)) as reservation:
+        store.slab.view(reservation.slots[chain("held", 1)[0]])[:] = payload(chain("held", 1)[0])
+        reservation.commit()
+    assert store.drain(LIMIT)
+    with store.lease(chain("held", 1)) as lease:
+        for number in range(8):
+            keys = chain(f"{number}", 4)
+            put(store, keys)
+            assert store.drain(LIMIT)
+            store.touch(keys)
+            store.hints.give(keys, 1)
+            get(store, chain(f"{number - 1}", 4))
+            store.drop(keys[2:])
+            assert len(get(store, keys)) >= 1
+        assert versions(store, lease) == [0]
+    assert_idle(store)
+    assert store.stats().tiers[1].used_bytes == len(medium._slots) * SLOT <= 8 * SLOT
+    store.clear()
+    assert store.drain(LIMIT)
+    assert store.slab.free_slots == 6
+    told = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert len(told) == 1
+    assert "goes on with LRU" in told[0]
+    store.close()
+
+
+def test_an_observer_that_raises_is_told_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
+    class Raises:
+        calls = 0
+
+        def stored(self, tier: str, key: ChunkKey) -> None:
+            self.calls += 1
+            raise ValueError("of another package")
+
+        removed = stored
+
+    store, observer = small_store(4, lower(memory(10, "low"), 2)), Raises()
+    store.catalog.add_observer(observer)
+    for name in "abc":
+        put(store, chain(name, 2))
+        assert store.drain(LIMIT)
+    assert_idle(store)
+    assert observer.calls == 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_reads_that_hang_keep_their_slots_and_are_counted() -> None:
+    gated, clock = Gated(memory(10, "low")), ManualClock()
+    store = small_store(8, lower(gated), io_threads=4, clock=clock)
+    keys = chain("a", 2)
+    put_below(store, keys)
+    gated.shut("read")
+    promotion = store.promote(keys)
+    gated.waiting("read", 2)
+    assert store.stats().tiers[1].hung_reads == 0
+    clock.advance(6)
+    assert store.stats().tiers[1].hung_reads == 2
+    put(store, keys)
+    assert promotion.wait(LIMIT)
+    promotion.release()
+    assert store.slab.free_slots == 8 - 2 - 2, "the reads may still write into theirs"
+    gated.open()
+    assert store.drain(LIMIT)
+    assert store.stats().tiers[1].hung_reads == 0
+    assert_idle(store)
 
 
 def test_a_chunk_that_is_being_read_is_not_evicted_from_its_tier() -> None:

@@ -44,6 +44,12 @@ class Breaker:
             return not (self._running and self._hangs())
         return self._probe is None and self.state == "half-open"
 
+    @property
+    def hanging(self) -> int:
+        """How many calls have run for longer than the patience."""
+        now = self.clock()
+        return sum(now - started > self.patience for started in self._running.values())
+
     def _hangs(self) -> bool:
         oldest = next(iter(self._running.values()))
         return self.clock() - oldest > self.patience

@@ -14,13 +14,14 @@ from typing import Literal
 
 import attrs
 
-from lmkv.errors import BackendUnavailable, CorruptChunkError, safe_repr
+from lmkv.errors import BackendUnavailable, CorruptChunkError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
-from lmkv.protocols import Admission, Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
+from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
 from lmkv.store.tiers.answers import as_backend_error, checked, is_full, tier_answers
 from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.breaker import Breaker
 from lmkv.store.tiers.changes import Changes
+from lmkv.store.tiers.guests import GuardedAdmission
 from lmkv.store.tiers.index import TierIndex, Victims
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.observer import StoreObserver
@@ -55,7 +56,7 @@ class LowerTier:
         self.name = tier.name
         self.write_mode = tier.write
         self.index = TierIndex(tier.policy, tier.capacity_bytes, tier.name, observers)
-        self._admission = tier.admission
+        self.admission = None if tier.admission is None else GuardedAdmission(tier.admission, tier.name)
         self._payload_bytes = payload_bytes
         self._lock, self._changes = lock, changes
         self._clock = clock
@@ -83,19 +84,14 @@ class LowerTier:
     @locked
     def wants(self, key: ChunkKey) -> bool:
         """Whether the key should be written here: it is not, nor is it being written, and it is admitted."""
-        return not self.index.knows(key) and (self._admission is None or self._admits(self._admission, key))
-
-    def _admits(self, admission: Admission, key: ChunkKey) -> bool:
-        def failed(error: Exception) -> bool:
-            logger.warning("lmkv: tier %r: its admission failed: %s", self.name, safe_repr(error))
-            return False
-
-        return attempt(lambda: admission.admit(key), failed)
+        return not self.index.knows(key) and (self.admission is None or self.admission.admit(key))
 
     def _cost(self, key: ChunkKey) -> int:
         """Bytes that the chunk takes on the medium."""
         nbytes, backend = self._payload_bytes(key), self.backend
-        return backend.stored_bytes(nbytes) if isinstance(backend, SizesChunks) else nbytes
+        if not isinstance(backend, SizesChunks):
+            return nbytes
+        return attempt(lambda: checked(backend.stored_bytes(nbytes), int), lambda error: nbytes)
 
     def stats(self) -> TierStats:
         return TierStats(
@@ -104,6 +100,7 @@ class LowerTier:
             chunks=len(self.index) - self.index.other_namespace,
             used_bytes=self.index.used,
             capacity_bytes=self.index.capacity,
+            hung_reads=self._reads.hanging,
             breaker=self._reads.state,
             write_breaker=self._writes.state,
         )
@@ -135,8 +132,10 @@ class LowerTier:
                 batch = keys[there : there + count]
                 answer = self.contains(batch)
                 found = list(compress(batch, answer if each else takewhile(bool, answer)))
+                # Not under the lock: a backend of another package may hang.
+                sizes = {key: self._cost(key) for key in found}
                 with self._lock, self._changes:
-                    self.index.add_found({key: self._cost(key) for key in found}, scan)
+                    self.index.add_found(sizes, scan)
                 there += len(found)
                 if len(found) < len(batch):
                     break
@@ -154,9 +153,12 @@ class LowerTier:
         if call is None:
             return []
         answer: list[bool] = []
-        ok = self._tried("contains", lambda: answer.extend(self.backend.contains(keys)))
-        with self._lock:
-            self._reads.end(call, ok)
+        ok = False
+        try:
+            ok = self._tried("contains", lambda: answer.extend(self.backend.contains(keys)))
+        finally:
+            with self._lock:
+                self._reads.end(call, ok)
         return answer
 
     # -- reading ------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Order:
             self.rebuild()
         try:
             victims = self.policy.evict(nbytes, protect)
-            if victims and (self._freed(victims) < nbytes or len(set(victims)) < len(victims)):
+            if victims is not None and (self._freed(victims) < nbytes or len(set(victims)) < len(victims)):
                 raise ValueError("it has evicted too little, or what is in use or not there")
         except Exception as error:
             return self._replace(error).evict(nbytes, protect)

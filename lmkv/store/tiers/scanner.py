@@ -65,7 +65,8 @@ class TierScanner:
         took = 0.0
         while not self._stop.is_set():
             started = time.monotonic()
-            done = attempt(self._list, self._failed)
+            # Twice, because a handler of logs may raise, too.
+            done = attempt(lambda: attempt(self._list, self._failed), lambda error: False)
             if done:
                 self._end_listing()
                 if not self._tier.shared:

@@ -40,7 +40,8 @@ class TierStats(TierCounters):
 
     `states`: of recurrent layers, in host memory; lower tiers count them as chunks. `breaker`: "open" while the tier
     keeps failing and counts as empty, "half-open" when it is about to be tried again. `write_breaker`: the same for
-    writes alone, while stored chunks are still served.
+    writes alone, while stored chunks are still served. `hung_reads`: reads that have run for more than five seconds;
+    each keeps a slot of host memory until it ends.
     """
 
     name: str
@@ -50,6 +51,7 @@ class TierStats(TierCounters):
     states: int = 0
     breaker: BreakerState = "closed"
     write_breaker: BreakerState = "closed"
+    hung_reads: int = 0
 
 
 @frozen
