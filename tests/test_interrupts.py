@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import linecache
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
-import lmkv
 from lmkv import Config, Engine
 from tests.forked import Child
+from tests.interrupted import Interrupted
 from tests.kit import LIMIT, eventually
 
 BLOCK, CHUNK, BLOCKS = 4, 16, 64
 HALF = BLOCKS // 2
-LMKV = str(Path(lmkv.__file__).parent)
 
 
 class Paged:
@@ -105,42 +101,6 @@ def paged(tmp_path: Path) -> Iterator[Paged]:
     paged = Paged(str(tmp_path))
     with paged.engine:
         yield paged
-
-
-class Interrupted:
-    """Raises KeyboardInterrupt before the nth line of lmkv's that this thread comes to, if it comes so far.
-
-    Not on a line that enters or leaves a `with`: there a signal never comes between the lock and the block.
-    """
-
-    def __init__(self, nth: int) -> None:
-        self._left = nth
-
-    @property
-    def happened(self) -> bool:
-        return self._left <= 0
-
-    def __enter__(self) -> Interrupted:
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(LMKV) else None
-
-    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and not self._is_left_out(frame):
-            self._left -= 1
-            if not self._left:
-                raise KeyboardInterrupt
-        return self._line
-
-    @staticmethod
-    def _is_left_out(frame: FrameType) -> bool:
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        return line.startswith(("with ", "finally:")) or "_lock.release()" in line
 
 
 CALLS = ("store", "store and wait", "retrieve", "prefetch", "pin", "unpin", "lookup", "forget", "clear")

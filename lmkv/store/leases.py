@@ -110,7 +110,7 @@ _End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey] | None], None]
 class Holders:
     """The leases and reservations that there are. `lock`: the store's.
 
-    `lost`: one went that was never ended: an exception came before anybody had it. Its slots are found by a recount.
+    One may be gone that was never ended: an exception came before anybody had it. A recount finds its slots.
     """
 
     _lock: threading.Lock
@@ -121,15 +121,12 @@ class Holders:
     @locked
     def add(self, holder: Lease | Reservation) -> None:
         if holder:
-            self._holders[id(holder)] = weakref.ref(holder, self._lost)
+            # The collector calls this, on any thread and at any time.
+            self._holders[id(holder)] = weakref.ref(holder, self._changes.lost.append)
 
     @locked
     def discard(self, holder: Lease | Reservation) -> None:
         self._holders.pop(id(holder), None)
-
-    def _lost(self, _: object) -> None:
-        # The collector calls this, on any thread and at any time: it only sets a mark.
-        self._changes.lost = True
 
     def lease(self, keys: Sequence[ChunkKey]) -> Lease:
         """See `TieredStore.lease`."""

@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -385,6 +385,24 @@ def test_backends_say_what_they_are(tmp_path: Path) -> None:
     adapter = AsyncAdapter(AsyncFileBackend(tmp_path / "files"), deadline=5.0)
     assert repr(adapter) == f"AsyncAdapter(AsyncFileBackend('{tmp_path}/files'), deadline=5.0)"
     adapter.close()
+
+
+def test_an_exit_in_a_coroutine_ends_its_own_call_alone(tmp_path: Path) -> None:
+    class Exits(AsyncFileBackend):
+        exits = True
+
+        async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+            if self.exits:
+                self.exits = False
+                raise SystemExit(1)
+            return await super().contains(keys)
+
+    adapter = AsyncAdapter(Exits(tmp_path / "files"), deadline=LIMIT)
+    with pytest.raises(SystemExit):
+        adapter.contains([bytes(32)])
+    assert adapter.contains([bytes(32)]) == [False]
+    adapter.close()
+    assert not adapter._thread.is_alive()
 
 
 def test_the_disk_is_shared_only_when_told(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import copy
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -21,13 +22,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.outcomes import Presence
-from lmkv.policies import AdmitNone, SecondTouch
+from lmkv.policies import LRU, AdmitNone, SecondTouch
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiers.entry import State
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
+from tests.interrupted import Interrupted
 from tests.kit import SLOT, Residents, chain, lower, memory, payload, small_store
 from tests.store.stepped import Pausing, stepped
 
@@ -60,19 +62,45 @@ class Open:
 
 @pytest.fixture(autouse=True)
 def no_warnings_of_faults(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "lmkv")
+    caplog.set_level(logging.CRITICAL, "lmkv")
+
+
+class Unreliable(LRU):
+    """A policy of another package, which raises from the 25th of its calls on."""
+
+    calls = 0
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls >= 25:
+            raise RuntimeError("of another package")
+
+    def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
+        super().insert_chain(keys, size, parents)
+        self._count()
+
+    def hold(self, key: ChunkKey) -> None:
+        self._count()
+        super().hold(key)
+
+    def evict(self, nbytes: int, protect: Set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
+        self._count()
+        return super().evict(nbytes, protect)
+
+
+ORDERS = ["LRU", "FIFO", f"{__name__}:Unreliable"]
 
 
 class StoreMachine(RuleBasedStateMachine):
     @initialize(
         slots=st.integers(1, 7),
-        policy=st.sampled_from(["LRU", "FIFO"]),
+        policy=st.sampled_from(ORDERS),
         tiers=st.lists(
             st.fixed_dictionaries(
                 {
                     "slots": st.integers(1, 8),
                     "write": st.sampled_from(["through", "back"]),
-                    "policy": st.sampled_from(["LRU", "FIFO"]),
+                    "policy": st.sampled_from(ORDERS),
                     "admission": st.sampled_from([None, None, SecondTouch, AdmitNone]),
                 }
             ),
@@ -221,6 +249,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock.advance(seconds)
         if poll:
             self.store.reserve(())
+
+    # -- interrupts ---------------------------------------------------------------------------------------
+
+    @rule(span=spans, nth=st.integers(1, 40), verb=st.sampled_from(["lease", "touch", "count_prefix", "lookup"]))
+    def interrupt(self, span: tuple[str, int, int], nth: int, verb: str) -> None:
+        """Ctrl-C in a call whose result nobody gets."""
+        with suppress(KeyboardInterrupt), Interrupted(nth):
+            getattr(self.store, verb)(keys_of(span))
+        self.store.reserve(())
 
     # -- removing -----------------------------------------------------------------------------------------
 
@@ -401,6 +438,7 @@ def _one_step(machine: StoreMachine, rng: random.Random) -> None:
         (4, lambda: machine.promote(span, rng.random() < 0.5, rng.choice([None, 2]), rng.choice([None, 1.0]))),
         (5, lambda: machine.promotions and machine.end_promotion(rng.randint(0, 7))),
         (1, lambda: machine.pin(span, rng.choice([None, 0.5, 3.0]))),
+        (2, lambda: machine.interrupt(span, rng.randint(1, 40), rng.choice(["lease", "touch", "lookup"]))),
         (1, lambda: machine.time_passes(rng.choice([0.1, 1.0, 70.0]), rng.random() < 0.5)),
         (4, lambda: machine.remove(span, rng.choice(["drop"] * 6 + ["delete"] * 2 + ["clear"]))),
         (14, lambda: machine.io_moves(_moves(rng))),
@@ -419,13 +457,13 @@ def drive(seed: int, steps: int) -> Counter[str]:
         {
             "slots": rng.randint(1, 8),
             "write": rng.choice(["through", "through", "back"]),
-            "policy": rng.choice(["LRU", "FIFO"]),
+            "policy": rng.choice(ORDERS),
             "admission": rng.choice([None, None, None, SecondTouch]),
         }
         for _ in range(rng.choice([1, 1, 2]))
     ]
     error_rate = rng.choice([0.0, 0.0, 0.02, 0.2])
-    machine.start(rng.randint(2, 7), rng.choice(["LRU", "FIFO"]), tiers, error_rate, rng.random() < 0.9, seed)
+    machine.start(rng.randint(2, 7), rng.choice(ORDERS), tiers, error_rate, rng.random() < 0.9, seed)
     for _ in range(steps):
         _one_step(machine, rng)
         machine.what_is_found_was_committed()

@@ -24,8 +24,8 @@ class Changes:
 
     repair: Callable[[], None] = field(default=lambda: None)
     cut_short: bool = False
-    lost: bool = False
-    """Something else has to be counted anew."""
+    lost: list[object] = field(init=False, factory=list)
+    """What else has to be counted anew. To append to a list is C's: no Ctrl-C comes into it, wherever it is done."""
 
     def __enter__(self) -> None:
         if self.cut_short or self.lost:
@@ -38,5 +38,6 @@ class Changes:
 
     def put_right(self) -> None:
         """Locked. Repair now."""
-        self.cut_short, self.lost = True, False
+        self.cut_short = True
+        self.lost.clear()
         attempt(self.repair, lambda error: logger.error("lmkv: a store cannot be put right: %s", safe_repr(error)))
