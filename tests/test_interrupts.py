@@ -127,7 +127,7 @@ def test_an_interrupt_before_any_line_loses_no_slot(paged: Paged, name: str) -> 
     assert interrupt_everywhere(paged, name, first=3, step=11) > 2
 
 
-@pytest.mark.nightly("properties")
+@pytest.mark.nightly("histories")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_before_every_line_loses_no_slot(paged: Paged, name: str) -> None:
@@ -178,7 +178,7 @@ def be_interrupted(tell: Callable[[Any], None], folder: str, wanted: int, seed: 
 
 
 @pytest.mark.parametrize(
-    "count", [300, pytest.param(10_000, marks=[pytest.mark.nightly("properties"), pytest.mark.timeout(1800)])]
+    "count", [300, pytest.param(10_000, marks=[pytest.mark.nightly("histories"), pytest.mark.timeout(1800)])]
 )
 def test_signals_at_any_moment_lose_no_slot(tmp_path: Path, count: int) -> None:
     with Child(be_interrupted, str(tmp_path), count, count) as child:

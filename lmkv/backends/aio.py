@@ -110,8 +110,8 @@ class AsyncAdapter:
         self.deadline = deadline
         self._lock = threading.Lock()
         self._closed = self._stopped = False
-        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"lmkv-aio-{inner.name}", daemon=True)
+        self._loop = asyncio.new_event_loop()
         try:
             self._thread.start()
         except RuntimeError:
