@@ -39,6 +39,8 @@ def model(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Write a small Qwen3-like model with random weights and a tokenizer for text, with a chat template."""
+    if text and text.is_char_device():
+        sys.exit(f"{text} is no file")  # it may have no end
     size = vocab or (8192 if text else 1024)
     made = SmallModel(layers=layers, hidden=hidden, dtype=dtype, seed=seed, vocab=size)
     try:

@@ -121,3 +121,9 @@ def test_a_place_where_nothing_can_be_written_is_an_error_in_a_line(tmp_path: Pa
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
     assert "the model cannot be written: [Errno 20]" in str(result.exception) + result.output
+
+
+def test_a_device_is_no_text(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["model", str(tmp_path / "model"), "--text", "/dev/zero"])
+    assert (result.exit_code, str(result.exception)) == (1, "/dev/zero is no file")
+    assert not (tmp_path / "model").exists()
