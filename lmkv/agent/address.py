@@ -56,9 +56,9 @@ class Address:
 
         Raises OSError without a folder that is this user's alone.
         """
-        # A port is a network namespace's, and folders may be common to several.
-        network = os.stat("/proc/self/ns/net").st_ino if os.path.exists("/proc/self/ns/net") else 0
-        name = hashlib.sha256(f"{network} {self.text}".encode(errors="surrogateescape")).hexdigest()[:_NAME_DIGITS]
+        # An address means something in one container alone, and folders may be common to several.
+        container = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("mnt", "net")]
+        name = hashlib.sha256(f"{container} {self.text}".encode(errors="surrogateescape")).hexdigest()[:_NAME_DIGITS]
         return Address(f"{UNIX}{_private_folder()}/{name}.{number}")
 
     def bind(self) -> tuple[socket.socket, str]:

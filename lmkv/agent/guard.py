@@ -21,8 +21,6 @@ def max_body_bytes(longest: int) -> int:
 
 
 PROTECTED = "/v1/"
-ADMITTED = "admitted"
-"""Key in the state of a request that has shown the token, or needs none."""
 _SHOWN_ERRORS = 3
 
 
@@ -41,7 +39,6 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif self._admits(scope):
-            scope.setdefault("state", {})[ADMITTED] = True
             await self._answer(scope, _bounded(receive, self._most), send)
         elif scope["path"].startswith(PROTECTED):
             refusal = as_json("the header Authorization: Bearer TOKEN is missing or wrong", 401)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lmkv.agent.client import Client
 
 DEFAULT = "127.0.0.1:8377"
+_FULL = 503
 _MOST = 2048
 """Items of a list that are looked at: more than there are engines, samples or requests."""
 
@@ -184,6 +185,8 @@ def refusal(url: str, status: int, text: str) -> str:
     try:
         detail = json.loads(text)["detail"]
     except (ValueError, KeyError, TypeError, RecursionError):
+        if status == _FULL:
+            return f"{url} has as many connections as it may have: try again"
         return f"{url} is something else than lmkv's agent API ({status}): give that with --url"
     return f"{url}: {printable(str(detail), 500)}"
 

@@ -14,13 +14,16 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 import lmkv.agent.pace
+import lmkv.agent.server
 from lmkv.agent.address import Address
 from lmkv.agent.client import Client
 from lmkv.agent.http import application
 from lmkv.agent.pace import paced_loop
 from lmkv.agent.server import AgentServer, max_connections
+from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
 from tests.agent.serving import TOKEN, service_of, short_socket, store_over
 from tests.kit import LIMIT, eventually
@@ -105,6 +108,15 @@ def test_what_has_no_end_is_cut_off(server: AgentServer, beginning: bytes, more:
         eventually(lambda: len(connections(server)) <= 1, "the attacker's connection is closed")
 
 
+def test_a_connection_that_is_kept_is_not_kept_for_ever(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmkv.agent.server, "_KEEP_SECONDS", 0)
+    make = partial(application, service_of(store), TOKEN)
+    with closing(AgentServer(make, Address("127.0.0.1:0"))) as server, connect(server) as connection:
+        connection.sendall(b"GET /v1/stats HTTP/1.1\r\n" + HOST + OWN + b"\r\n")
+        assert one_answer(connection).startswith(b"HTTP/1.1 200")
+        assert rest(connection) == b""
+
+
 def test_who_has_the_token_keeps_the_connection_and_others_do_not(server: AgentServer) -> None:
     with connect(server) as connection:
         for _ in range(3):
@@ -145,6 +157,8 @@ def test_who_comes_last_is_told_that_it_is_full(server: AgentServer) -> None:
             stack.enter_context(connect(server))
         with Client(server.url, TOKEN) as late, pytest.raises(httpx.HTTPStatusError, match="503"):
             late.stats()
+        done = CliRunner().invoke(app, ["lookup", "a", "--url", server.url], env={"LMKV_AGENT_TOKEN": TOKEN})
+        assert "as many connections as it may have: try again" in done.output
 
 
 @pytest.mark.parametrize(("files", "most"), [(256, 32), (1 << 20, 128)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,20 @@ from lmkv.agent.client import Client
 from lmkv.agent.server import AgentServer
 from lmkv.policies import LRU, Quotas
 from lmkv.store.tiered import TieredStore
-from tests.agent.serving import TOKEN, engines_of, keys_of, put, service_of, serving, store_over, tokenize
+from tests.agent.serving import (
+    TOKEN,
+    engines_of,
+    keys_of,
+    put,
+    service_of,
+    service_of_scheduler,
+    serving,
+    store_over,
+    tokenize,
+)
 from tests.kit import LIMIT
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
+from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
 
 TEXT = "the 24 bytes of a prompt"
 
@@ -151,6 +163,31 @@ def test_what_one_refuses_is_said(client: Client) -> None:
     for engine in (0, 1):
         with pytest.raises(httpx.HTTPStatusError, match=r"400 .*one of text, messages and tokens"):
             client.send("POST", "/v1/lookup", {"engine": engine})
+
+
+def test_what_an_engine_answers_is_passed_on_whole(tmp_path: Path) -> None:
+    """Every field that an answer has is one that another engine expects."""
+    with store_over(tmp_path / "kv") as store, closing(engine_of(ram_chunks=6)) as engine:
+        for number, tokens in enumerate([PROMPT, *OTHERS, PROMPT]):
+            engine.add(SimulatedRequest(f"cmpl-{number}", list(tokens), len(tokens), 1, "a"))
+            engine.finish()
+        services = service_of(store), service_of_scheduler(engine.scheduler, CHUNK)
+        with (
+            serving(*services) as servers,
+            Client(servers[0].url, TOKEN) as all_of,
+            Client(servers[1].url, TOKEN) as one,
+        ):
+            told, own = engines_of(all_of.stats())[1], one.stats()
+            assert {**told, "time": 0} == {**own, "time": 0, "engine": 1}
+            reports = [{**report, "engine": 1} for report in one.requests()["requests"]]
+            assert all_of.requests()["requests"] == reports
+            assert any("missed" in report for report in reports)
+            assert all_of.explain("cmpl-0") == {**one.explain("cmpl-0"), "engine": 1}
+            for call in ("lookup", "pin", "unpin", "clear"):
+                path = f"/v1/{call}"
+                assert set(all_of.send("POST", path, {"tokens": PROMPT, "engine": 1})) == set(
+                    one.send("POST", path, {"tokens": PROMPT})
+                )
 
 
 def test_the_other_engines_answer_for_themselves(stores: list[TieredStore], servers: list[AgentServer]) -> None:
