@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import selectors
 import time
 
@@ -29,7 +30,9 @@ class _PacedSelector(selectors.DefaultSelector):
         self._computed, self._time = computed, now
         if self._allowance < 0:
             time.sleep(min(-self._allowance / _SHARE, _MAX_PAUSE))
-        return super().select(timeout)
+        # One at a time, or many callers together would compute for long until the next pause.
+        ready = super().select(timeout)
+        return [random.choice(ready)] if ready else ready
 
 
 def paced_loop() -> asyncio.AbstractEventLoop:

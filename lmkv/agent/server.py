@@ -23,7 +23,7 @@ from lmkv.agent.pace import paced_loop
 logger = logging.getLogger("lmkv.agent")
 
 _KEEP_SECONDS = 10
-_HEADER_BYTES = 16 << 10
+_HEADER_BYTES = _READ_BYTES = 16 << 10
 _END_LIMIT = 5.0
 _MAX_CONNECTIONS = 128
 _SHARE_OF_FILES = 8
@@ -41,6 +41,8 @@ class _Door(socket.socket):
 
     def __init__(self, address: Address) -> None:
         bound, self.url = address.bind()
+        # What comes with one read is parsed without a pause.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)
         super().__init__(bound.family, bound.type, bound.proto, fileno=bound.detach())
         self._most = max_connections()
         self._accepted: WeakSet[socket.socket] = WeakSet()

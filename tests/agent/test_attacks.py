@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import selectors
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -234,6 +235,28 @@ class TestPace:
         loop.run_forever()
         loop.close()
         assert clocks.pauses == []
+
+    def test_callers_are_served_one_at_a_time(self) -> None:
+        """Or what all of them have sent would be parsed without a pause."""
+        with closing(paced_loop()) as loop, ExitStack() as stack:
+            selector = loop._selector  # type: ignore[attr-defined]
+            for _ in range(9):
+                one, other = map(stack.enter_context, socket.socketpair())
+                one.send(b"a")
+                selector.register(other, selectors.EVENT_READ)
+            seen = set()
+            while len(seen) < 9:
+                [(key, _)] = selector.select(0)
+                seen.add(key.fd)
+
+
+def test_one_read_is_short(server: AgentServer) -> None:
+    with connect(server) as connection:
+        eventually(lambda: bool(connections(server)))
+        [one] = connections(server)
+        read = one.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        assert read <= 32 << 10
+        assert connection.fileno() >= 0
 
 
 def test_a_server_is_served_by_such_a_loop(server: AgentServer) -> None:
