@@ -72,7 +72,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         return {key: entry.slot for key, entry in self._open.items()}
 
     @property
-    def chunks(self) -> list[Entry]:
+    def _chunks(self) -> list[Entry]:
         """The entries of these slots."""
         return list(self._open.values())
 
@@ -152,7 +152,7 @@ class Holders:
         for key, found in list(self._holders.items()):
             holder = found()
             if isinstance(holder, Reservation):
-                yield from ((entry, True) for entry in holder.chunks)
+                yield from ((entry, True) for entry in holder._chunks)
             elif holder is not None and not holder.released:
                 yield from ((entry, False) for entry in holder.chunks)
             elif holder is None:
