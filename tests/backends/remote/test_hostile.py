@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import event, given, strategies as st
 
+pytest.importorskip("redis")
+pytest.importorskip("obstore")
+
 from lmkv.backends.remote import base
 from lmkv.backends.remote.base import RemoteBackend
 from lmkv.backends.remote.infinistore import InfiniStoreBackend
