@@ -39,8 +39,14 @@ class Recount:
     _flusher: Flusher
     _pool: IOPool
 
-    def __call__(self, *, cut_short: bool = True) -> None:
-        """`cut_short`: say so in the log."""
+    def __call__(self) -> None:
+        self._count(self._tiers, cut_short=True)
+
+    def after_clear(self, *, lower: bool) -> None:
+        """Count anew what was just emptied, without `lower` host memory alone: an index may have millions of chunks."""
+        self._count(self._tiers if lower else (), cut_short=False)
+
+    def _count(self, tiers: Sequence[LowerTier], *, cut_short: bool) -> None:
         after = AfterLock()
         self._hints.recount()
         refs = Counter(self._pins.recount())
@@ -50,7 +56,7 @@ class Recount:
         filled = self._promoter.recount(refs) | {entry for entry, fills in held if fills}
         self._primary.recount(refs, filled)
         self._promoter.settle(after)
-        for tier in self._tiers:
+        for tier in tiers:
             tier.index.recount(self._promoter.reading(tier))
             after.jobs.append(deletion(tier.delete_all if tier.index.clearing else tier.reclaim))
         # The plans run after the lock's release, as all plans do.

@@ -386,7 +386,7 @@ class TieredStore:
                 keys.update(tier.index.clear())
                 after.jobs.append(deletion(tier.delete_all))
             # Whatever an exception may have lost before comes back now.
-            self._recount(cut_short=False)
+            self._recount.after_clear(lower=lower)
         self._run(after)
         return len(keys)
 

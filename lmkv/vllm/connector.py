@@ -161,7 +161,11 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             if kv_events.are_wanted(vllm_config):
                 self._describe_blocks = kv_events.BlockDescriber.of(kv_cache_config, self._model.block_map)
             self._scheduler = assemble.make_scheduler(vllm_config, config, self._model, self._describe_blocks)
-            self._agent = start_agent(config, vllm_config, self._scheduler, self._model)
+            try:
+                self._agent = start_agent(config, vllm_config, self._scheduler, self._model)
+            except BaseException:
+                self._scheduler.close()
+                raise
         else:
             self._worker = assemble.make_worker(vllm_config, config, self._model)
             layers = self._model.layers if config.use_layerwise else ()
