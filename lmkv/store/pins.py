@@ -43,7 +43,8 @@ class Pins:
     def _pin(self, entries: Sequence[Entry], kind: type, end: float, owner: bytes) -> None:
         tenant, part = self._primary.part_of(entries[0].key, entries[0].parent)
         pins = self._of.setdefault((tenant, kind), Wishes())
-        most = self._primary.slots_of(self._share * part, kind)
+        # One of a kind is left to others: a small memory has one slot for tails.
+        most = min(self._primary.slots_of(self._share * part, kind), self._primary.slots_of(1.0, kind) - 1)
         most = min(most, pins.total + self._primary.slots_for_wishes)
         for entry in reversed(entries[:most]):
             if self._of_key.get(entry.key) is not pins:

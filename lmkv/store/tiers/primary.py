@@ -88,9 +88,9 @@ class PrimaryTier:
         return max(0, slots - max(1, slots // 8) - self.wished)
 
     def slots_of(self, share: float, kind: type) -> int:
-        """How many slots for keys of a type a share of them is, at least one unless it is 0; tails keep one more."""
-        slots = self.shares[kind].limit - 1 if kind in self.shares else self.slab.num_slots
-        return min(slots, max(1, int(slots * share))) if share > 0 else 0
+        """How many slots for keys of a type a share of them is, at least one unless it is 0."""
+        slots = self.shares[kind].limit if kind in self.shares else self.slab.num_slots
+        return max(1, int(slots * share)) if share > 0 else 0
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
         """The tenant that a chunk counts for, and its part of the slots; without quotas all are nobody's."""
