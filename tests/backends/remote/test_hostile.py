@@ -116,7 +116,7 @@ def test_a_redis_that_answers_bit_by_bit_is_given_up(greets: bool) -> None:
             refuses_all(backend)
 
 
-ERROR = b"<Error><Code>Bad</Code><Message>" + b"?a" * 10_000 + b"</Message></Error>"
+ERROR = b"<Error><Code>Bad</Code><Message>" + b"?a" * 40_000 + b"</Message></Error>"
 
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "403 Forbidden", "500 Internal Server Error", "301 Moved"])
