@@ -67,32 +67,32 @@ ALLOWED: dict[str, frozenset[str]] = {
 """Room -> other rooms that it may import. A room is a folder or a module at the root, "" the package."""
 
 BUDGET = {
-    "errors": 59,
+    "errors": 69,
     "outcomes": 40,
-    "protocols": 104,
-    "chunks": 557,
+    "protocols": 108,
+    "chunks": 559,
     "plugins": 33,
-    "policies": 1062,
-    "simulation": 359,
-    "config": 713,
-    "memory": 1375,
-    "store.tiers": 1364,
-    "store": 1193,
-    "backends": 366,
-    "backends.disk": 989,
-    "backends.remote": 1347,
-    "build": 111,
-    "engine": 490,
+    "policies": 1114,
+    "simulation": 420,
+    "config": 763,
+    "memory": 1392,
+    "store.tiers": 1777,
+    "store": 1610,
+    "backends": 375,
+    "backends.disk": 1099,
+    "backends.remote": 1514,
+    "build": 124,
+    "engine": 495,
     "": 60,
-    "agent": 930,
-    "vllm": 2655,
-    "vllm.requests": 331,
+    "agent": 1204,
+    "vllm": 2677,
+    "vllm.requests": 358,
     "vllm.observe": 793,
-    "vllm.scheduler": 1786,
+    "vllm.scheduler": 1810,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 16770
+WHOLE = 18396
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
