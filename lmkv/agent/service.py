@@ -15,6 +15,7 @@ from cachetools import TTLCache
 
 from lmkv.agent.explanation import explained
 from lmkv.chunks.hashing import StateKey, TailKey, state_keys
+from lmkv.chunks.namespace import tenants_of
 from lmkv.errors import LmkvError, UsageError
 from lmkv.protocols import ChunkKey
 from lmkv.store.boundaries import Boundaries
@@ -208,6 +209,7 @@ class CacheService:
         tokens, keys = self._read(prompt)
         keys = self._found(keys, len(tokens)) if self._boundaries.states else keys
         owner = self._owner(prompt)
+        self._store.hints.label(keys, tenants_of(prompt.cache_salt, prompt.tags.items()))
         promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, owner=owner, look_up_shared=True)
         prefetch = _Prefetch(promotion, keys, Future())
         self.cancel(name, prefetch)

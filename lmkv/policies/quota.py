@@ -34,7 +34,8 @@ class Quotas:
 
     Notes
     -----
-    A chunk belongs to the tenant that `label` named for it before it was inserted, or else to that of its parent.
+    A chunk belongs to the tenant that `label` names for it, or else to that of its parent. Other chunks are nobody's,
+    as after a restart, until their tenant asks for them.
 
     Examples
     --------
@@ -56,7 +57,8 @@ class Quotas:
     """Bytes of each tenant's chunks that are not held."""
     _tenants: dict[ChunkKey, str] = field(init=False, factory=dict)
     """The tenant of each known key, and of each key that was labelled lately."""
-    _labelled: dict[ChunkKey, None] = field(init=False, factory=dict)
+    _labelled: dict[str, dict[ChunkKey, None]] = field(init=False, factory=dict)
+    """The keys of each tenant that were labelled and are not known yet."""
     _sizes: dict[ChunkKey, int] = field(init=False, factory=dict)
     _held: set[ChunkKey] = field(init=False, factory=set)
 
@@ -78,24 +80,38 @@ class Quotas:
         return tenant, self.shares.get(tenant, max(0.0, 1.0 - sum(self.shares.values())))
 
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
-        """Chunks with these keys, once they are inserted, belong to the first of these tenants that has a quota.
+        """Chunks of a chain, given head first, belong to the first of these tenants that has a quota.
 
-        Known keys keep theirs.
+        Known ones of another tenant stay that one's; those that were nobody's come to this one.
         """
         tenant = next((name for name in names if name in self.shares), NOBODY)
-        for key in keys:
+        if tenant == NOBODY:
+            return
+        labelled = self._labelled.setdefault(tenant, {})
+        for at in reversed(range(len(keys))):
+            key = keys[at]
             if key not in self._sizes:
                 self._tenants[key] = tenant
-                self._labelled.pop(key, None)
-                self._labelled[key] = None
-        while len(self._labelled) > _MAX_LABELLED:
-            oldest = next(iter(self._labelled))
-            del self._labelled[oldest], self._tenants[oldest]
+                labelled.pop(key, None)
+                labelled[key] = None
+            elif self._tenants[key] == NOBODY:
+                self._move(key, tenant, keys[at - 1] if at else b"")
+        while len(labelled) > _MAX_LABELLED:
+            oldest = next(iter(labelled))
+            del labelled[oldest], self._tenants[oldest]
+
+    def _move(self, key: ChunkKey, tenant: str, parent: ChunkKey) -> None:
+        size, held = self._sizes[key], key in self._held
+        self.discard(key)
+        self._tenants[key] = tenant
+        self.insert(key, size, parent)
+        if held:
+            self.hold(key)
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
         tenant, _ = self.part_of(key, parent)
         self._of(tenant).insert_chain((key,), size, (parent,))
-        self._labelled.pop(key, None)
+        self._labelled.get(tenant, {}).pop(key, None)
         self._tenants[key] = tenant
         self._sizes[key] = size
         self.total_bytes += size
@@ -181,3 +197,4 @@ class Quotas:
 
 
 _MAX_LABELLED = 1 << 16
+"""Labels of one tenant that wait for their chunks."""

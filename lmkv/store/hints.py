@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Final
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, SeesPrompts, TakesHints
 from lmkv.store.tiers.changes import Changes
@@ -17,20 +19,30 @@ from lmkv.store.wishes import Wishes
 DEFAULT_SECONDS: Final = 300.0
 _SESSION_SECONDS: Final = 86_400.0
 """A session that has not been heard of for so long is forgotten."""
-_MAX_CHUNKS: Final = 1 << 18
-"""Most chunks of all priorities, and of all sessions, about 20 MiB of keys."""
+MAX_HINTED: Final = 1 << 18
+"""Most chunks of all sessions, and of all priorities, about 20 MiB of keys."""
 _MAX_BRANCHES: Final = 16
 """Most branches of a session: an agent's own conversation, and those of agents that it has started."""
 
 Chain = Sequence[ChunkKey]
 
 
+@frozen
+class _Priority:
+    """A wish for a chain's priority. `session`: whose end ends it, too."""
+
+    last: ChunkKey
+    priority: int
+    session: bytes
+
+
 @define(eq=False, repr=False)
 class Hints:
     """Passes hints on to policies that take them. Thread-safe. `lock`: the store's.
 
-    An `owner` is the root of a request's keys: two owners' sessions of one name are two sessions. Where there are too
-    many priorities or sessions, the oldest of the owner with the most chunks are forgotten.
+    An `owner` is the root of a request's keys: two owners' sessions of one name are two sessions. All priorities
+    together are for `most` chunks: beyond that the oldest of the owner with the most chunks end, as with sessions. A
+    chunk has the highest of the priorities that are wished for it.
 
     Examples
     --------
@@ -50,10 +62,14 @@ class Hints:
     _clock: Clock
     _admissions: Sequence[object] = ()
     _changes: Changes = field(factory=Changes)
+    _most: int = MAX_HINTED
     _labelled: list[LabelsKeys] = field(init=False)
     _prompted: list[SeesPrompts] = field(init=False)
-    _priorities: Wishes[ChunkKey, Chain] = field(init=False, factory=Wishes)
-    """Chains with a priority, by their last key."""
+    _priorities: Wishes[_Priority, Chain] = field(init=False, factory=Wishes)
+    _wished: dict[ChunkKey, Counter[int]] = field(init=False, factory=dict)
+    """How often each priority is wished for a chunk."""
+    _ending: dict[ChunkKey, dict[_Priority, None]] = field(init=False, factory=dict)
+    """The wishes whose chain ends with a chunk."""
     _sessions: Wishes[bytes, list[Chain]] = field(init=False, factory=Wishes)
     """The branches of each session, by their last chains."""
 
@@ -61,27 +77,87 @@ class Hints:
         self._labelled = [policy for policy in self._policies.values() if isinstance(policy, LabelsKeys)]
         self._prompted = [admission for admission in self._admissions if isinstance(admission, SeesPrompts)]
 
-    def give(self, keys: Chain, priority: int, seconds: float = DEFAULT_SECONDS, owner: bytes = b"") -> None:
-        """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts."""
+    def give(
+        self, keys: Chain, priority: int, seconds: float = DEFAULT_SECONDS, owner: bytes = b"", session: str = ""
+    ) -> None:
+        """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; 0 ends those for just this chain.
+
+        The end of the `session` ends it, too. A shorter or lower wish ends no other.
+        """
         with self._lock, self._changes:
-            self._give(keys, priority)
-            if keys and priority > 0:
-                for key in keys:
-                    # A wish about a beginning of this chain is part of this one.
-                    self._priorities.pop(key)
-                end = self._clock() + seconds
-                self._priorities.add(keys[-1], owner, size=len(keys), end=end, value=keys)
-                for _, chain in self._priorities.excess(_MAX_CHUNKS):
-                    self._give(chain, 0)
+            if priority < 0:
+                self._give_up(keys)
+                return
+            # The beginning of a prompt is what others need.
+            keys = keys[: self._most]
+            if keys and priority:
+                self._wish(keys, _Priority(keys[-1], priority, _session_key(owner, session)), seconds, owner)
+            elif keys:
+                for wish in list(self._ending.get(keys[-1], ())):
+                    self._end(wish, self._priorities.pop(wish))
 
     @locked
-    def _give(self, keys: Chain, priority: int) -> None:
-        if not keys:
-            return
-        self._priorities.pop(keys[-1])
+    def _wish(self, keys: Chain, wish: _Priority, seconds: float, owner: bytes) -> None:
+        end = self._clock() + seconds
+        for key in keys:
+            for other in list(self._ending.get(key, ())):
+                known = self._priorities.wish(other)
+                if known is None or other.session != wish.session or other.priority > wish.priority:
+                    continue
+                if other == wish:
+                    end = max(end, known.end)
+                if known.end <= end:
+                    # It is about a beginning of this chain, and so a part of this wish.
+                    self._uncount(other, self._priorities.pop(other))
+        self._priorities.add(wish, owner, size=len(keys), end=end, value=keys)
+        self._ending.setdefault(wish.last, {})[wish] = None
+        for key in keys:
+            self._wished.setdefault(key, Counter())[wish.priority] += 1
+        self._apply(keys)
+        for ended, chain in self._priorities.excess(self._most):
+            self._end(ended, chain)
+
+    @locked
+    def _end(self, wish: _Priority, chain: Chain | None) -> None:
+        if chain is not None:
+            self._uncount(wish, chain)
+            self._apply(chain)
+
+    def _uncount(self, wish: _Priority, chain: Chain | None) -> None:
+        ending = self._ending.get(wish.last, {})
+        ending.pop(wish, None)
+        if not ending:
+            self._ending.pop(wish.last, None)
+        for key in chain or ():
+            counts = self._wished[key]
+            counts[wish.priority] -= 1
+            if not counts[wish.priority]:
+                del counts[wish.priority]
+            if not counts:
+                del self._wished[key]
+
+    @locked
+    def _apply(self, keys: Chain) -> None:
+        """Have the policies know the priorities that these chunks have now."""
+        for priority, group in groupby(keys, lambda key: max(self._wished.get(key, (0,)))):
+            self._tell(list(group), priority)
+
+    @locked
+    def _tell(self, keys: Chain, priority: int) -> None:
         for policy in self._policies.values():
             if isinstance(policy, TakesHints):
                 policy.hint(keys, priority)
+
+    @locked
+    def _give_up(self, keys: Chain, session: bytes = b"") -> None:
+        """Give up what no priority is wished for. Those of the session itself end."""
+        for key in keys if session else ():
+            for wish in list(self._ending.get(key, ())):
+                if wish.session == session:
+                    self._end(wish, self._priorities.pop(wish))
+        wished = [number for number, key in enumerate(keys) if key in self._wished]
+        if left := keys[wished[-1] + 1 :] if wished else keys:
+            self._tell(left, -1)
 
     def prompt(self, keys: Chain, tokens: int) -> None:
         """See `SeesPrompts.prompt`."""
@@ -115,9 +191,10 @@ class Hints:
     def end_session(self, owner: bytes, name: str) -> bool:
         """A session has ended, without another request: its chunks are given up. Returns whether it was known."""
         with self._lock, self._changes:
-            branches = self._sessions.pop(_session_key(owner, name)) or []
+            key = _session_key(owner, name)
+            branches = self._sessions.pop(key) or []
             for branch in branches:
-                self._give(branch, -1)
+                self._give_up(branch, key)
         return bool(branches)
 
     @locked
@@ -130,35 +207,44 @@ class Hints:
             if at >= 0 and len(keys) > at and keys[at] == branch[at]:
                 branches.remove(branch)
                 if len(keys) == at + 1 or keys[at + 1] != branch[at + 1]:
-                    self._give(branch, -1)
+                    self._give_up(branch)
                 break
         branches.append(keys)
         if ended:
             for branch in branches:
-                self._give(branch, -1)
+                self._give_up(branch, key)
         elif name:
             branches = branches[-_MAX_BRANCHES:]
             size = 1 + sum(map(len, branches))
             self._sessions.add(key, owner, size=size, end=self._clock() + _SESSION_SECONDS, value=branches)
-            for _ in self._sessions.excess(_MAX_CHUNKS):
+            for _ in self._sessions.excess(MAX_HINTED):
                 pass
 
     @locked
     def recount(self) -> None:
-        """After an exception: begin anew with the wishes that are known."""
+        """After an exception: begin anew with the wishes that are known, and tell the policies, which are new."""
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
+        self._wished, self._ending = {}, {}
+        for wish, chain in self._priorities.items():
+            self._ending.setdefault(wish.last, {})[wish] = None
+            for key in chain:
+                self._wished.setdefault(key, Counter())[wish.priority] += 1
+        for chain in [chain for _, chain in self._priorities.items()]:
+            self._apply(chain)
 
     @locked
     def expire(self) -> None:
         """End priorities whose time is over, and forget old sessions."""
         now = self._clock()
-        for _, chain in self._priorities.due(now):
-            self._give(chain, 0)
+        for wish, chain in self._priorities.due(now):
+            self._end(wish, chain)
         for _ in self._sessions.due(now):
             pass
 
 
 def _session_key(owner: bytes, name: str) -> bytes:
-    """A digest: names of clients may have any length."""
+    """A digest: names of clients may have any length. Without a name there is no session."""
+    if not name:
+        return b""
     text = name.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=32, key=hashlib.sha256(owner).digest()).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -30,7 +31,7 @@ class Pins:
         return len(self._of_key)
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes) -> int:
-        """Pin the leading READY chunks for `ttl` seconds; returns how many. Pinning again moves the end.
+        """Pin the leading READY chunks for `ttl` seconds; returns how many. No pin ends sooner for it.
 
         Where pins exceed their share, the oldest of the owner with the most end, of a chain those at its tail first.
         """
@@ -41,18 +42,21 @@ class Pins:
         return next(left, len(entries))
 
     def _pin(self, entries: Sequence[Entry], kind: type, end: float, owner: bytes) -> None:
-        tenant, part = self._primary.part_of(entries[0].key, entries[0].parent)
+        primary = self._primary
+        tenant, part = primary.part_of(entries[0].key, entries[0].parent)
         pins = self._of.setdefault((tenant, kind), Wishes())
-        # One of a kind is left to others: a small memory has one slot for tails.
-        most = min(self._primary.slots_of(self._share * part, kind), self._primary.slots_of(1.0, kind) - 1)
-        most = min(most, pins.total + self._primary.slots_for_wishes)
+        others = sum(other.total for (each, _), other in self._of.items() if each == tenant) - pins.total
+        # A share of the slots, for tails and states a share of theirs as well.
+        most = min(primary.slots_of(self._share * part, bytes) - others, primary.slots_of(self._share * part, kind))
+        most = max(0, min(most, pins.total + primary.slots_for_wishes(kind)))
         for entry in reversed(entries[:most]):
-            if self._of_key.get(entry.key) is not pins:
+            known = pins.wish(entry.key)
+            if known is None:
                 self.unpin(entry.key)
-                self._primary.ref(entry)
-                self._primary.wished += 1
+                primary.ref(entry)
+                primary.wish(kind, 1)
                 self._of_key[entry.key] = pins
-            pins.add(entry.key, owner, size=1, end=end, value=entry)
+            pins.add(entry.key, owner, size=1, end=max(end, known.end if known else end), value=entry)
         self._end(pins.excess(most))
 
     def unpin(self, key: ChunkKey) -> bool:
@@ -82,11 +86,11 @@ class Pins:
                 else:
                     self._of_key[key] = pins
                     entries.append(entry)
-        self._primary.wished = len(entries)
+        self._primary.wished = Counter(type(entry.key) for entry in entries)
         return entries
 
     def _end(self, ended: Iterable[tuple[ChunkKey, Entry]]) -> None:
         for key, entry in ended:
             del self._of_key[key]
-            self._primary.wished -= 1
+            self._primary.wish(type(key), -1)
             self._primary.unref(entry)

@@ -25,7 +25,7 @@ from lmkv.store.tiers.primary import PrimaryTier
 from lmkv.store.wishes import Wishes
 
 _MAX_KEPT: Final = 4096
-"""Promotions with an end, and chunks of theirs, that are kept at least."""
+"""Prefetches, and chunks of theirs, that are kept at least."""
 
 
 @define(eq=False)
@@ -89,7 +89,7 @@ class Promoter:
     _tenants: dict[Entry, str] = field(init=False, factory=dict)
     """The tenant that each of them counts for."""
     _kept: dict[str, Wishes[Promotion, _Work]] = field(init=False, factory=dict)
-    """The promotions with an end, by tenant."""
+    """The prefetches, and other promotions with an end, by tenant."""
 
     @locked
     def promote(
@@ -157,7 +157,7 @@ class Promoter:
     @locked
     def _keep(self, work: _Work, after: AfterLock) -> None:
         """Note the size of a promotion with an end; too many of them end the oldest."""
-        if work.end == math.inf or work.promotion.released:
+        if work.promotion.released:
             return
         kept = self._keep_as(work)
         for promotion, _ in kept.excess(max(_MAX_KEPT, 4 * self._primary.slab.num_slots)):
@@ -165,7 +165,7 @@ class Promoter:
 
     def _keep_as(self, work: _Work) -> Wishes[Promotion, _Work]:
         kept = self._kept.setdefault(work.tenant, Wishes())
-        if work.end < math.inf:
+        if work.prefetch or work.end < math.inf:
             kept.add(work.promotion, work.owner, size=1 + len(work.promotion.entries), end=work.end, value=work)
         return kept
 
@@ -174,16 +174,20 @@ class Promoter:
         """Whether a slot may be prefetched into; owners with more prefetches lose their oldest for it."""
         if self._primary.entries.get(key) in self._tenants:
             return True
-        kind = type(key)
-        most = self._primary.slots_of(self._prefetch_share * work.part, kind)
+        primary, kind, share = self._primary, type(key), self._prefetch_share * work.part
+        if kind is not bytes and self._prefetched[work.tenant, kind] >= primary.slots_of(share, kind):
+            return False
         kept = self._kept.setdefault(work.tenant, Wishes())
-        while self._prefetched[work.tenant, kind] >= most:
+        while self._prefetched_by(work.tenant) >= primary.slots_of(share, bytes):
             mine = kept.owned(work.owner) + len(work.promotion.entries)
-            first = kept.oldest_of_most() if kind is bytes else None
+            first = kept.oldest_of_most()
             if first is None or kept.owned(first.owner) <= mine + 1:
                 return False
             self._release(first.value.promotion, after)
-        return self._primary.slots_for_wishes > 0
+        return primary.slots_for_wishes(kind) > 0
+
+    def _prefetched_by(self, tenant: str) -> int:
+        return sum(self._prefetched[tenant, kind] for kind in (bytes, *self._primary.shares))
 
     def _begin_load(self, entry: Entry, tier: LowerTier, prefetch: bool, after: AfterLock) -> None:
         self._loads[entry] = _Load(tier, prefetch)
@@ -208,7 +212,7 @@ class Promoter:
             if entry not in self._tenants:
                 self._tenants[entry] = work.tenant
                 self._prefetched[work.tenant, type(entry.key)] += 1
-                self._primary.wished += 1
+                self._primary.wish(type(entry.key), 1)
         elif load is not None and load.prefetch and not load.begun:
             # Queued again, with a demand's priority: whichever job comes first does the load.
             load.prefetch = False
@@ -335,7 +339,7 @@ class Promoter:
                 if not self._prefetches[entry]:
                     del self._prefetches[entry]
                     self._prefetched[self._tenants.pop(entry), type(entry.key)] -= 1
-                    self._primary.wished -= 1
+                    self._primary.wish(type(entry.key), -1)
             self._primary.unref(entry)
             if entry.refs == 1 and entry in self._loads:
                 # Nobody else waits for this read.
@@ -377,7 +381,7 @@ class Promoter:
                 self._prefetches.update(promotion.entries)
                 self._tenants.update(dict.fromkeys(promotion.entries, work.tenant))
         self._prefetched.update((tenant, type(entry.key)) for entry, tenant in self._tenants.items())
-        self._primary.wished += len(self._tenants)
+        self._primary.wished.update(type(entry.key) for entry in self._tenants)
         refs.update(self._loads.keys())
         return set(self._loads)
 

@@ -48,7 +48,6 @@ class Recount:
 
     def _count(self, tiers: Sequence[LowerTier], *, cut_short: bool) -> None:
         after = AfterLock()
-        self._hints.recount()
         refs = Counter(self._pins.recount())
         held = list(self._holders.entries())
         refs.update(entry for entry, _ in held)
@@ -59,6 +58,8 @@ class Recount:
         for tier in tiers:
             tier.index.recount(self._promoter.reading(tier))
             after.jobs.append(deletion(tier.delete_all if tier.index.clearing else tier.reclaim))
+        # Their policies are new, too.
+        self._hints.recount()
         # The plans run after the lock's release, as all plans do.
         self._pool.submit([Job(partial(_run, after, cut_short), Priority.LOAD, lambda after: None)])
 

@@ -8,6 +8,7 @@ method plans these under it into an `AfterLock`, which runs after its release. T
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from lmkv.store.allocator import SlotAllocator
 from lmkv.store.catalog import Catalog
 from lmkv.store.flusher import Flusher
 from lmkv.store.forks import close_after_fork
-from lmkv.store.hints import Hints
+from lmkv.store.hints import MAX_HINTED, Hints
 from lmkv.store.leases import Holders, Lease, Reservation
 from lmkv.store.pins import Pins
 from lmkv.store.promoter import Promoter
@@ -132,7 +133,7 @@ class TieredStore:
         self._pins = Pins(self._primary, clock, pin_share)
         orders = {self._primary.name: self._primary.order, **{tier.name: tier.index.order for tier in self._tiers}}
         prompted = [tier.admission for tier in self._tiers if tier.admission and tier.admission.sees_prompts]
-        self.hints = Hints(self._lock, orders, clock, prompted, self._changes)
+        self.hints = Hints(self._lock, orders, clock, prompted, self._changes, self._most_hinted(lower, retain))
         self._flusher = Flusher(self._lock, self._changes, self._primary, self._tiers, self._resume)
         flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
         self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)
@@ -166,6 +167,11 @@ class TieredStore:
     def __repr__(self) -> str:
         tiers = " over ".join([self._primary.name, *(tier.name for tier in self._tiers)])
         return f"<TieredStore {tiers}{' (closed)' if self._closed else ''}: {self._primary!r}>"
+
+    def _most_hinted(self, lower: Sequence[Tier], retain: bool) -> int:
+        """Half of the chunks of host memory, where chunks stay there; else of the largest tier."""
+        sizes = [tier.capacity_bytes or math.inf for tier in lower] if not retain else []
+        return max(1, int(min(MAX_HINTED, max([self.slab.nbytes, *sizes]) // self._primary.slot_bytes // 2)))
 
     @property
     def slab(self) -> Slab:

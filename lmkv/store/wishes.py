@@ -115,9 +115,8 @@ class Wishes(Generic[K, V]):
         self._ends.drop(key)
         return wish.value
 
-    def get(self, key: K) -> V | None:
-        wish = self._wishes.get(key)
-        return None if wish is None else wish.value
+    def wish(self, key: K) -> Wish[V] | None:
+        return self._wishes.get(key)
 
     def items(self) -> list[tuple[K, V]]:
         return [(key, wish.value) for key, wish in self._wishes.items()]

@@ -331,8 +331,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(used) == store.slab.num_slots - store.slab.free_slots
         stats, prefetched = store.stats(), store._promoter._prefetches
         assert stats.writing == store._primary.writing >= 0
-        assert stats.pinned + len(prefetched) == store._primary.wished
-        assert store._primary.wished <= len(store.slab._used) - max(1, len(store.slab._used) // 8)
+        assert stats.pinned + len(prefetched) == store._primary.wished.total()
+        assert store._primary.wished.total() <= len(store.slab._used) - max(1, len(store.slab._used) // 8)
         assert max(stats.pinned, len(prefetched)) <= max(1, len(store.slab._used) // 2)
         assert stats.primary.chunks == sum(entry.ready for entry in entries)
         assert len(store._primary.policy.sizes()) == sum(entry.in_policy for entry in entries)

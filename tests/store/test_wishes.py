@@ -125,7 +125,7 @@ def prefetches(store: TieredStore, number: int) -> None:
 def test_a_call_looks_at_no_more_after_many_wishes(
     wish: Callable[[TieredStore, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lmkv.store.hints, "_MAX_CHUNKS", 2000)
+    monkeypatch.setattr(lmkv.store.hints, "MAX_HINTED", 2000)
     store = small_store(64)
     put(store, chain("a", 4))
     looked = []
@@ -380,7 +380,7 @@ def test_a_long_name_takes_no_room() -> None:
 
 
 def test_a_tenant_with_many_sessions_forgets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmkv.store.hints, "_MAX_CHUNKS", 100)
+    monkeypatch.setattr(lmkv.store.hints, "MAX_HINTED", 100)
     store = small_store(4)
     store.hints.session(b"alice", "one", chain("alice", 5))
     for number in range(1000):

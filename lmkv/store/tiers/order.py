@@ -169,13 +169,16 @@ class Order:
         # A new object each time: what an exception cut short may have left any part of it in any state.
         policy = attempt(lambda: copy.deepcopy(self._new), lambda error: None) or Plain()
         try:
-            self.policy, self._telling = self._filled(policy), False
+            self.policy, self._telling = self._filled(policy, self.policy), False
         except Exception as error:
             self._replace(error)
 
-    def _filled(self, policy: Policy) -> Policy:
+    def _filled(self, policy: Policy, before: Policy | None = None) -> Policy:
+        """`before`: tells whose the chunks are, where tenants have quotas."""
         content = self._content()
         for keys, size, parents in content.chains:
+            if isinstance(before, DividesTier) and isinstance(policy, LabelsKeys):
+                policy.label(keys, [before.part_of(keys[0])[0]])
             policy.insert_chain(keys, size, parents)
         for key in content.held:
             policy.hold(key)

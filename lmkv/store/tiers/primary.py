@@ -6,6 +6,7 @@ table. Nothing here locks, waits, copies or calls back: the store calls it under
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol, runtime_checkable
@@ -63,8 +64,8 @@ class PrimaryTier:
         self.entries: dict[ChunkKey, Entry] = {}
         self.counters = TierCounters()
         self.referenced = self.writing = self.loading = self.flushing = 0
-        self.wished = 0
-        """Slots that pins and prefetches refer to."""
+        self.wished: Counter[type] = Counter()
+        """Slots that pins and prefetches refer to, by the type of the keys."""
         self._retain = retain
         self._observers = observers
         self._freezer = Freezer()
@@ -81,11 +82,18 @@ class PrimaryTier:
     def policy(self) -> Policy:
         return self.order.policy
 
-    @property
-    def slots_for_wishes(self) -> int:
-        """Slots that pins and prefetches may still refer to: an eighth of all is left to loads and stores."""
-        slots = self.slab.num_slots
-        return max(0, slots - max(1, slots // 8) - self.wished)
+    def slots_for_wishes(self, kind: type) -> int:
+        """Slots that pins and prefetches may still refer to: an eighth, of each kind, is left to loads and stores."""
+        slots: int = self.slab.num_slots
+        left = slots - max(1, slots // 8) - self.wished.total()
+        if kind in self.shares:
+            limit = self.shares[kind].limit
+            left = min(left, limit - limit // 8 - self.wished[kind])
+        return max(0, left)
+
+    def wish(self, kind: type, count: int) -> None:
+        """Note that a pin or a prefetch refers to another slot, or no longer."""
+        self.wished[kind] += count
 
     def slots_of(self, share: float, kind: type) -> int:
         """How many slots for keys of a type a share of them is, at least one unless it is 0."""
@@ -129,6 +137,8 @@ class PrimaryTier:
         """One more reference: until the last is dropped it is not evicted, nor its slot reused."""
         if not entry.refs:
             self.referenced += 1
+            if type(entry.key) in self.shares:
+                self.shares[type(entry.key)].hold(entry.key)
             self.order.hold(entry.key)
         elif entry.flushing:
             # It is wanted again while it is being copied to a lower tier: it stays.
@@ -143,9 +153,13 @@ class PrimaryTier:
         self.referenced -= 1
         if entry.removed:
             self.slab.free(entry.slot)
-        elif entry.flushing or not self._retain:
+            return
+        if entry.flushing or not self._retain:
             self.remove(entry)
-        elif entry.in_policy:
+            return
+        if type(entry.key) in self.shares:
+            self.shares[type(entry.key)].release(entry.key)
+        if entry.in_policy:
             self.order.release(entry.key)
         else:
             entry.in_policy = True
@@ -157,7 +171,8 @@ class PrimaryTier:
         parents: list[ChunkKey] = []
         rest: list[Entry] = []
         for entry in entries:
-            if entry.refs > 1 or entry.in_policy or entry.removed or entry.flushing or not self._retain:
+            usual = entry.refs == 1 and not (entry.in_policy or entry.removed or entry.flushing) and self._retain
+            if not usual or type(entry.key) in self.shares:
                 rest.append(entry)
             else:
                 # `unref` for the most frequent case, inlined as below.
@@ -292,6 +307,8 @@ class PrimaryTier:
         """Keep a victim until its flush, its only reference, has ended; longer if it is leased."""
         victim.flushing = True
         victim.refs = 1
+        if type(victim.key) in self.shares:
+            self.shares[type(victim.key)].hold(victim.key)
         self.referenced += 1
         self.flushing += 1
 

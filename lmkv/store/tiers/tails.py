@@ -7,7 +7,7 @@ A key is a tail if `type(key) is TailKey`, which is asked of every chunk and twi
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from attrs import define, field, frozen
@@ -33,58 +33,67 @@ class Share:
     """
 
     limit: int
-    _of: dict[str, OrderedDict[ChunkKey, Entry]] = field(init=False, factory=dict)
-    """The entries of each tenant."""
-    _parts: dict[str, float] = field(init=False, factory=dict)
+    _entries: dict[ChunkKey, Entry] = field(init=False, factory=dict)
+    _idle: dict[str, OrderedDict[ChunkKey, Entry]] = field(init=False, factory=dict)
+    """The entries of each tenant that nobody refers to."""
     _tenants: dict[ChunkKey, str] = field(init=False, factory=dict)
+    _counts: Counter[str] = field(init=False, factory=Counter)
+    _parts: dict[str, float] = field(init=False, factory=dict)
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._tenants
+        return key in self._entries
 
     def __len__(self) -> int:
-        return len(self._tenants)
+        return len(self._entries)
 
     @property
     def full(self) -> bool:
         """Whether another entry must take the place of one of these."""
-        return len(self._tenants) >= self.limit
+        return len(self._entries) >= self.limit
 
     def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
         """`part`: the tenant's, of all slots."""
-        self._tenants[entry.key] = tenant
+        self._entries[entry.key], self._tenants[entry.key] = entry, tenant
+        self._counts[tenant] += 1
         self._parts[tenant] = part
-        self._of.setdefault(tenant, OrderedDict())[entry.key] = entry
+        self._idle.setdefault(tenant, OrderedDict())
+        if not entry.refs:
+            self.release(entry.key)
 
     def discard(self, key: ChunkKey) -> None:
-        del self._of[self._tenants.pop(key)][key]
+        self.hold(key)
+        del self._entries[key]
+        self._counts[self._tenants.pop(key)] -= 1
+
+    def hold(self, key: ChunkKey) -> None:
+        """Somebody refers to the entry."""
+        self._idle[self._tenants[key]].pop(key, None)
+
+    def release(self, key: ChunkKey) -> None:
+        """Nobody does any more, which counts as a use."""
+        self._idle[self._tenants[key]][key] = self._entries[key]
 
     def touch(self, key: ChunkKey) -> None:
         """Note a use of the entry, if it is of this kind."""
-        tenant = self._tenants.get(key)
-        if tenant is not None:
-            self._of[tenant].move_to_end(key)
+        if key in self._entries and key in (idle := self._idle[self._tenants[key]]):
+            idle.move_to_end(key)
 
     def clear(self) -> None:
-        self._of, self._tenants = {}, {}
+        self._entries, self._idle, self._tenants, self._counts = {}, {}, {}, Counter()
 
     def count_ready(self) -> int:
-        return sum(entry.ready for entries in self._of.values() for entry in entries.values())
+        return sum(entry.ready for entry in self._entries.values())
 
     def oldest_unused(self, tenant: str = "") -> Entry | None:
         """The least recently used entry that nobody refers to, of whoever exceeds its part by the most.
 
         `tenant`: who wants to add one.
         """
-        over = {each: len(self._of[each]) - self._parts[each] * self.limit for each in self._of}
+        over = {each: self._counts[each] - self._parts[each] * self.limit for each in self._idle}
         over[tenant] = over.get(tenant, 0.0) + 1
-        for each in sorted(self._of, key=over.__getitem__, reverse=True):
-            entries = self._of[each]
-            for _ in range(len(entries)):
-                entry = next(iter(entries.values()))
-                if not entry.refs:
-                    return entry
-                # In use, so used last. Otherwise each call would pass over it again.
-                entries.move_to_end(entry.key)
+        for each in sorted(self._idle, key=over.__getitem__, reverse=True):
+            if self._idle[each]:
+                return next(iter(self._idle[each].values()))
         return None
 
 

@@ -42,7 +42,7 @@ class AgentHint:
         return cls(
             session=session if isinstance(session, str) else "",
             ended="evict" in kinds or _field(value, "session_ended") is True,
-            priority=max(-1, min(priority, _MAX_PRIORITY)) if type(priority) is int else 0,
+            priority=max(0, min(priority, _MAX_PRIORITY)) if type(priority) is int else 0,
             waits=seconds(_field(value, "waits_seconds")),
             ttl=seconds(_DEFAULT_TTL if control is not None and ttl is None else ttl),
             prefetch="prefetch" in kinds,

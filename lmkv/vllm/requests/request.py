@@ -9,7 +9,7 @@ from typing import Protocol, Self
 from attrs import define, field
 
 from lmkv.chunks.hashing import KeyChain, StateKey, TailKey, hash_prompt, state_keys
-from lmkv.chunks.namespace import Namespace, salt_label
+from lmkv.chunks.namespace import Namespace, tenants_of
 from lmkv.errors import printable
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
@@ -164,8 +164,7 @@ class RequestState:
             adapter = adapters.identity(lora)
         root = request_root(namespace, request, options.tags, identity or "", adapter)
         number = int(getattr(lora, "lora_int_id", 0))
-        salt = getattr(request, "cache_salt", None)
-        tenants = [*([salt_label(salt)] if salt else ()), *(f"{name}:{value}" for name, value in options.tags)]
+        tenants = tenants_of(getattr(request, "cache_salt", None), options.tags)
         state = cls(
             request,
             root,

@@ -271,7 +271,7 @@ class Scheduler:
             self._store.hints.session(state.root, hint.session, wanted, ended=hint.ended)
         if not hint.ended and (hint.priority or hint.waits or hint.ttl):
             seconds = hint.waits or hint.ttl or self._options.pin_ttl
-            self._store.hints.give(wanted, hint.priority or 1, seconds, state.root)
+            self._store.hints.give(wanted, hint.priority or 1, seconds, state.root, hint.session)
 
     def _answer(self, state: RequestState) -> dict[str, Any]:
         """The answer to the request's `kv_transfer_params`."""

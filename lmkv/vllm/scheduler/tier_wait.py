@@ -88,7 +88,7 @@ class TierWait:
         keys = self._boundaries.wanted(keys)
         ready, found = self.match(state, keys)
         if ready < found <= self.max_promoted:
-            state.promotion = self.promote(keys[:found], prefetch=True)
+            state.promotion = self.promote(keys[:found], prefetch=True, owner=state.root)
             self._yield(state.promotion)
 
     def _yield(self, promotion: Promotion) -> None:
@@ -99,11 +99,17 @@ class TierWait:
             time.sleep(_YIELD)
 
     def promote(
-        self, keys: Sequence[ChunkKey], *, prefetch: bool = False, limit: int | None = None, ttl: float | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        prefetch: bool = False,
+        limit: int | None = None,
+        ttl: float | None = None,
+        owner: bytes = b"",
     ) -> Promotion:
         """Promote chunks, and measure how fast their tiers deliver them, the time in queues included."""
         started = self._clock()
-        promotion = self._store.promote(keys, prefetch=prefetch, limit=limit, ttl=ttl)
+        promotion = self._store.promote(keys, prefetch=prefetch, limit=limit, ttl=ttl, owner=owner)
 
         def measure() -> None:
             for tier, (nbytes, at) in promotion.delivered.items():
@@ -170,7 +176,7 @@ class TierWait:
         if not state.patience.lasts(self._clock(), lambda: self.limit(keys, ready, found, first), ready):
             self._give_up(state, keys, ready, found)
             return False
-        if promotion is None or (promotion.done and len(promotion) < found):
+        if promotion is None or promotion.released or (promotion.done and len(promotion) < found):
             # Promoted again, now as a load: a prefetch may have been cut short by its share of the slots.
             # The old promotion is released afterwards, so that its chunks stay referenced.
             demanded = self.promote(keys[:found])

@@ -217,7 +217,9 @@ of_resp = st.recursive(
         *(of_parts(kind, text, b"\r\n") for kind in (b":", b"+", b"-", b"$", b"*") for text in (digits, words)),
         words.map(lambda word: b"$%d\r\n%b\r\n" % (len(word), word)),
     ),
-    lambda inner: st.lists(inner, min_size=1, max_size=4).map(lambda parts: b"*%d\r\n%b" % (len(parts), b"".join(parts))),
+    lambda inner: st.lists(inner, min_size=1, max_size=4).map(
+        lambda parts: b"*%d\r\n%b" % (len(parts), b"".join(parts))
+    ),
     max_leaves=6,
 )
 of_redis_that_has_it = st.sampled_from([b":1\r\n", b":0\r\n", b"$%d\r\n%b\r\n" % (len(VALUE), VALUE), b"$-1\r\n"])

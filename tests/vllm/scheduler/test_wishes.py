@@ -198,11 +198,11 @@ def test_any_wishes(requests: list[Any], quota: bool) -> None:
         for number, (tokens, length, answer, salt, params, passed) in enumerate(requests):
             engine.add(SimulatedRequest(f"r{number}", tokens[:length], min(length, len(tokens)), answer, salt, params))
             engine.finish()
-            assert engine.store._primary.wished <= 14
+            assert engine.store._primary.wished.total() <= 14
             assert engine.store.stats().pinned <= 8 + 1, "and a tail"
             engine.now += passed
         engine.now += 90_000.0
         for _ in range(3):
             engine.store.reserve(())
-        assert engine.store._primary.wished == engine.store.stats().pinned == 0
+        assert engine.store._primary.wished.total() == engine.store.stats().pinned == 0
         assert engine.store.hints._priorities.total == engine.store.hints._sessions.total == 0
