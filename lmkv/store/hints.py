@@ -41,8 +41,8 @@ class Hints:
     """Passes hints on to policies that take them. Thread-safe. `lock`: the store's.
 
     An `owner` is the root of a request's keys: two owners' sessions of one name are two sessions. All priorities
-    together are for `most` chunks: beyond that the oldest of the owner with the most chunks end, as with sessions. A
-    chunk has the highest of the priorities that are wished for it.
+    together are for `most` chunks: beyond that the oldest of the owner with the most end, as with sessions. A chunk has
+    the highest of the priorities that are wished for it.
 
     Examples
     --------
@@ -114,8 +114,9 @@ class Hints:
         for key in keys:
             self._wished.setdefault(key, Counter())[wish.priority] += 1
         self._apply(keys)
-        for ended, chain in self._priorities.excess(self._most):
-            self._end(ended, chain)
+        # A chunk that several wishes are about is kept once, but noted for each.
+        while len(self._wished) > self._most or self._priorities.total > MAX_HINTED:
+            self._end(*self._priorities.shed())
 
     @locked
     def _end(self, wish: _Priority, chain: Chain | None) -> None:

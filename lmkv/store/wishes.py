@@ -139,9 +139,15 @@ class Wishes(Generic[K, V]):
 
     def excess(self, limit: int) -> Iterator[tuple[K, V]]:
         """End wishes until all together do not exceed the limit."""
-        while self.total > limit and (found := self._most.first()) is not None:
-            key = next(iter(self._of[found[1]]))
-            yield key, self._ended(key)
+        while self.total > limit and self._wishes:
+            yield self.shed()
+
+    def shed(self) -> tuple[K, V]:
+        """End the first wish of the owner with the most. There must be one."""
+        found = self._most.first()
+        assert found is not None
+        key = next(iter(self._of[found[1]]))
+        return key, self._ended(key)
 
     def rebuilt(self) -> Wishes[K, V]:
         """The same wishes, where an exception may have cut a call short."""

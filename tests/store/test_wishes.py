@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import lmkv.store.hints
-from lmkv.chunks.hashing import TailKey, state_keys
+from lmkv.chunks.hashing import StateKey, TailKey, state_keys
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
 from lmkv.protocols import ChunkKey, Policy, Tier
 from lmkv.store.tiered import TieredStore
@@ -476,3 +476,165 @@ def test_hints_about_keys_that_never_come_are_few(monkeypatch: pytest.MonkeyPatc
     for number in range(1000):
         policy.hint(chain(f"{number}", 1), 1)
     assert len(policy._early) == 10
+
+
+# -- what another wish, a restart or a repair must not take -------------------------------------------------
+
+
+def kept_after(store: TieredStore, clock: ManualClock, keys: list[ChunkKey], seconds: float) -> int:
+    clock.advance(seconds)
+    for number in range(40):
+        put(store, chain(f"flood {seconds} {number}", 1))
+    return in_memory(store, keys)[0]
+
+
+@pytest.mark.parametrize("first", ["long", "short"])
+@pytest.mark.parametrize("of", ["the same", "a longer one"])
+def test_no_wish_ends_another(first: str, of: str) -> None:
+    clock = ManualClock()
+    store = small_store(16, clock=clock)
+    prompt, longer = chain("a", 3), chain("a", 5)
+    put(store, longer)
+    wishes = [(prompt, 3600.0), (prompt if of == "the same" else longer, 10.0)]
+    for keys, seconds in wishes if first == "long" else wishes[::-1]:
+        store.hints.give(keys, 1, seconds, owner=b"root")
+    assert kept_after(store, clock, prompt, 11) == 3
+    assert kept_after(store, clock, prompt, 3600) == 0
+
+
+@pytest.mark.parametrize("of", ["the same", "a longer one"])
+def test_no_pin_ends_another(of: str) -> None:
+    clock = ManualClock()
+    store = small_store(16, clock=clock)
+    prompt, longer = chain("a", 3), chain("a", 5)
+    put(store, longer)
+    store.pin(prompt, 3600.0)
+    store.pin(prompt if of == "the same" else longer, 0.001)
+    assert kept_after(store, clock, prompt, 11) == 3
+    assert kept_after(store, clock, prompt, 3600) == 0
+
+
+def test_a_chunk_has_the_highest_of_its_priorities() -> None:
+    clock = ManualClock()
+    store = small_store(16, clock=clock)
+    keys = chain("a", 3)
+    put(store, keys)
+    policy: Any = store._primary.policy
+    store.hints.give(keys, 2, 100)
+    store.hints.give(keys, 7, 10)
+    assert {policy._kept[key] for key in keys} == {7}
+    clock.advance(11)
+    store.reserve(())
+    assert {policy._kept[key] for key in keys} == {2}
+    store.hints.give(keys, 0)
+    assert not policy._kept
+    assert not store.hints._wished
+    assert not store.hints._ending
+
+
+def test_the_end_of_a_session_ends_its_own_wishes_alone() -> None:
+    store = small_store(16)
+    keys = chain("a", 3)
+    put(store, keys)
+    policy: Any = store._primary.policy
+    store.hints.give(keys, 1, 100, b"root", "mine")
+    store.hints.session(b"root", "mine", keys, ended=True)
+    assert len(policy._first) == 3
+    store.touch(keys)
+    store.hints.give(keys, 1, 100, b"root", "another's")
+    store.hints.session(b"root", "mine", keys, ended=True)
+    assert not policy._first
+    assert len(policy._kept) == 3
+
+
+def test_priorities_of_one_owner_leave_those_of_others() -> None:
+    store = small_store(32)
+    alice = chain("alice", 4)
+    put(store, alice)
+    store.hints.give(alice, 1, DAY, owner=b"alice")
+    for number in range(200):
+        keys = chain(f"mallory {number}", 2)
+        put(store, keys)
+        store.hints.give(keys, 9, DAY, owner=b"mallory")
+    assert in_memory(store, alice) == [4]
+
+
+def test_one_clients_wishes_leave_an_eighth_of_the_states() -> None:
+    store = small_store(96, lower(memory(600, "low")), pin_share=1.0, prefetch_share=1.0)
+    for number in range(80):
+        keys = with_state(f"mallory {number}")[1:]
+        put(store, keys)
+        assert store.drain(LIMIT)
+        store.pin(keys, DAY) or store.promote(keys, prefetch=True, ttl=DAY)
+    states = store._primary.states
+    assert store._primary.wished[StateKey] == states.limit - states.limit // 8
+    for number in range(20):
+        put(store, with_state(f"alice {number}")[1:])
+    assert states.count_ready() == states.limit
+
+
+def test_a_store_of_a_state_looks_at_no_state_that_is_in_use() -> None:
+    looked = []
+    for slots in (96, 960):
+        store = small_store(slots, pin_share=1.0)
+        for number in range(slots):
+            keys = with_state(f"mallory {number}")[1:]
+            put(store, keys)
+            store.pin(keys, DAY)
+        with Looked() as seen:
+            put(store, with_state("alice")[1:])
+        looked.append(seen.lines)
+    assert looked[1] <= looked[0] + 10
+
+
+def test_a_tenants_wishes_for_all_kinds_of_keys_are_within_its_quota() -> None:
+    store = with_quotas(96, alice=0.5, bob=0.5)
+    for number in range(60):
+        keys = with_state(f"alice {number}")
+        put_as(store, "alice", keys)
+        store.pin(keys, DAY, owner=b"alice")
+    assert store.stats().pinned <= 24
+
+
+def test_what_was_nobodys_is_a_tenants_once_it_asks() -> None:
+    """After a restart an index knows the chunks of a disk, and not whose they are."""
+    policy = Quotas(LRU, {"alice": 0.5})
+    alice = chain("alice", 4)
+    for at in reversed(range(4)):
+        policy.insert(alice[at], 10, alice[at - 1] if at else b"")
+    policy.hold(alice[0])
+    policy.label(alice, ["alice"])
+    assert policy.used_bytes() == {"alice": 40}
+    for number in range(20):
+        if number > 5:
+            policy.evict(10)
+        policy.insert(bytes([number]) * 32, 10)
+    assert policy.used_bytes()["alice"] == 40
+    policy.release(alice[0])
+    policy.label(alice, ["bob"])
+    assert policy.used_bytes()["alice"] == 40
+    assert (policy.evict(100) or [])[-4:] == alice[::-1]
+
+
+def test_labels_of_others_push_out_no_tenants() -> None:
+    policy = Quotas(LRU, {"alice": 0.5})
+    alice = chain("alice", 4)
+    policy.label(alice, ["alice"])
+    for number in range(70):
+        policy.label(chain(f"mallory {number}", 1000), ["mallory"])
+    for key in alice:
+        policy.insert(key, 10)
+    assert policy.used_bytes() == {"alice": 40}
+
+
+def test_a_repair_forgets_neither_tenants_nor_priorities() -> None:
+    store = with_quotas(16, alice=0.5)
+    alice, kept = chain("alice", 4), chain("kept", 3)
+    put_as(store, "alice", alice)
+    put(store, kept)
+    store.hints.give(kept, 3, DAY)
+    store._changes.lost.append(None)
+    for number in range(40):
+        put(store, chain(f"flood {number}", 1))
+    assert in_memory(store, alice, kept) == [4, 3]
+    assert store.hints.used_bytes()["cpu"]["alice"] == 4 * store._primary.slot_bytes
