@@ -26,15 +26,16 @@ from lmkv.agent.server import AgentServer
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.chunks.namespace import salt_label
 from lmkv.errors import ConfigError, UsageError
-from lmkv.policies import LRU
+from lmkv.policies import LRU, Quotas
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.agent import clear_namespace
 from lmkv.vllm.observe.recorder import TraceRecorder
 from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, serving, store_over, tokenize
-from tests.kit import LIMIT, Gated, eventually
+from tests.kit import LIMIT, Gated, eventually, memory
 
 
 @pytest.fixture
@@ -313,6 +314,19 @@ def test_any_name_is_one_of_a_request_or_a_session(store: TieredStore, name: str
     with serving(service_of(store, requests=lambda: found)) as (server,), Client(server.url, TOKEN) as client:
         assert client.explain(name)["request"] == name
         assert client.end_session(name) == {"session": name, "ended": True}
+
+
+def test_a_prefetch_counts_for_the_tenant_of_its_salt(tmp_path: Path) -> None:
+    shares = {salt_label("alice"): 0.5, salt_label("bob"): 0.5}
+    host = Tier(CPUPinnedBackend(32 << 12, 4096), Quotas(LRU, shares))
+    with closing(TieredStore(host, [Tier(memory(64, "low"), LRU())])) as store:
+        keys = put(store, "a prompt of 23 letters,", "alice")
+        store.drop(keys)
+        state, ended = service_of(store).prefetch(Prompt(text="a prompt of 23 letters,", cache_salt="alice"), "mine")
+        eventually(ended.done, "the prefetch")
+        assert state()["ready_tokens"] == 23
+        service_of(store).cancel("mine")
+        assert set(store.hints.used_bytes()["cpu"]) == {salt_label("alice")}
 
 
 def test_a_session_is_ended_with_the_salt_and_tags_of_its_requests(store: TieredStore) -> None:
