@@ -322,10 +322,11 @@ def test_a_prefetch_counts_for_the_tenant_of_its_salt(tmp_path: Path) -> None:
     with closing(TieredStore(host, [Tier(memory(64, "low"), LRU())])) as store:
         keys = put(store, "a prompt of 23 letters,", "alice")
         store.drop(keys)
-        state, ended = service_of(store).prefetch(Prompt(text="a prompt of 23 letters,", cache_salt="alice"), "mine")
+        service = service_of(store)
+        state, ended = service.prefetch(Prompt(text="a prompt of 23 letters,", cache_salt="alice"), "mine")
         eventually(ended.done, "the prefetch")
         assert state()["ready_tokens"] == 23
-        service_of(store).cancel("mine")
+        service.cancel("mine")
         assert set(store.hints.used_bytes()["cpu"]) == {salt_label("alice")}
 
 
