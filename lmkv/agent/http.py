@@ -15,7 +15,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from starlette.concurrency import run_in_threadpool
 from starlette.convertors import PathConvertor, register_url_convertor
 
 from lmkv.agent.guard import Guard, as_json, max_body_bytes, refused
@@ -112,13 +111,13 @@ def application(
     """
     peers = peers or Peers()
 
-    def authorized(given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> None:
+    async def authorized(given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> None:
         # The guard has checked already. This declares the token in the OpenAPI document.
         if token is not None and not hmac.compare_digest((given.credentials if given else "").encode(), token.encode()):
             raise HTTPException(401, "the header Authorization: Bearer TOKEN is missing or wrong")
 
     async def stats_of_all() -> dict[str, Any]:
-        return merged_stats(await peers.ask(service.stats, "GET", "/v1/stats"))
+        return merged_stats(await peers.ask(_at_once(service.stats), "GET", "/v1/stats"))
 
     history = History(stats_of_all)
 
@@ -143,11 +142,7 @@ def application(
         return merged(await peers.ask(call, "POST", path, fields))
 
     async def named(
-        call: Callable[[], dict[str, Any] | None],
-        method: str,
-        kind: str,
-        name: str,
-        body: Mapping[str, Any] | None = None,
+        call: Call, method: str, kind: str, name: str, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         found = await peers.ask(call, method, f"/v1/{kind}/{quote(name, safe='')}", body)
         if not found:
@@ -165,7 +160,8 @@ def application(
         name = body.id = body.id or secrets.token_hex(8)
 
         async def begun() -> dict[str, Any]:
-            state, ended = await run_in_threadpool(lambda: service.prefetch(body.prompt(), name))
+            loop = asyncio.get_running_loop()
+            state, ended = await loop.run_in_executor(None, lambda: service.prefetch(body.prompt(), name))
             with suppress(TimeoutError, asyncio.CancelledError):
                 await asyncio.wait_for(asyncio.wrap_future(ended), body.wait)
             return state()
@@ -175,13 +171,14 @@ def application(
     @v1.get("/prefetch/{name}")
     async def prefetched(name: str) -> dict[str, Any]:
         """How far a prefetch is."""
-        return await named(lambda: service.prefetched(name), "GET", "prefetch", name)
+        return await named(_at_once(lambda: service.prefetched(name)), "GET", "prefetch", name)
 
     @v1.delete("/prefetch/{name}")
     async def cancel(name: str) -> dict[str, Any]:
         """Stop a prefetch, and keep its chunks no longer than any others."""
         answer = {"id": name, "cancelled": True}
-        return await named(lambda: answer if service.cancel(name) else None, "DELETE", "prefetch", name)
+        call = _at_once(lambda: answer if service.cancel(name) else None)
+        return await named(call, "DELETE", "prefetch", name)
 
     @v1.delete("/session/{name:any_text}")
     async def end_session(name: str, body: SessionBody | None = None) -> dict[str, Any]:
@@ -229,22 +226,23 @@ def application(
     @v1.get("/trace")
     async def trace(after: Annotated[int, Query(ge=0, lt=1 << 63)] = 0) -> dict[str, Any]:
         """Which chunks the requests used from this number on, by names of this process alone: see lmkv record."""
-        return dict(await run_in_threadpool(service.trace, after))
+        return dict(service.trace(after))
 
     @v1.get("/value")
     async def value() -> dict[str, Any]:
         """Estimates of the hits with more or less of each tier, from a sample of this engine's requests."""
-        return dict(await run_in_threadpool(service.value))
+        return dict(await asyncio.get_running_loop().run_in_executor(None, service.value))
 
     @v1.get("/requests")
     async def requests(limit: Annotated[int, Query(ge=1, lt=1 << 63)] = 200) -> dict[str, Any]:
         """Reports of the last requests, 200 at most, newest first: found and missed tokens."""
-        return merged_requests(await peers.ask(service.requests, "GET", "/v1/requests"), limit)
+        return merged_requests(await peers.ask(_at_once(service.requests), "GET", "/v1/requests"), limit)
 
     @v1.get("/explain/{request:any_text}")
     async def explain(request: str) -> dict[str, Any]:
         """Why a request was not loaded from the cache, or not all of it. Several prompts or answers have `parts`."""
-        found = await peers.ask(lambda: service.explain(request), "GET", f"/v1/explain/{quote(request, safe='')}")
+        call = _at_once(lambda: service.explain(request))
+        found = await peers.ask(call, "GET", f"/v1/explain/{quote(request, safe='')}")
         parts = [{"engine": n, **part} for n, one in answering(found).items() for part in one.pop("parts", [one])]
         if not parts:
             raise HTTPException(404, f"request {request} is not among the last ones that were scheduled")
@@ -266,6 +264,15 @@ def application(
 
     app.include_router(v1)
     return app
+
+
+def _at_once(call: Callable[[], dict[str, Any] | None]) -> Call:
+    """A call of the loop's thread, for what takes little time: it does not wait behind others' prompts."""
+
+    async def made() -> dict[str, Any] | None:
+        return call()
+
+    return made
 
 
 async def _as_answer(_: Request, error: Exception) -> Response:

@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 from attrs import define
-from starlette.concurrency import run_in_threadpool
 
 from lmkv.agent.answers import checked
 from lmkv.agent.client import AsyncClient
@@ -24,8 +23,8 @@ from lmkv.protocols import Clock
 logger = logging.getLogger("lmkv.agent")
 
 Answer = dict[str, Any]
-Call = Callable[[], Answer | None] | Callable[[], Awaitable[Answer]]
-"""A plain function runs in one of a few threads, so a call that waits for long should be a coroutine function."""
+Call = Callable[[], Answer | None] | Callable[[], Awaitable[Answer | None]]
+"""A plain function waits for one of the loop's few worker threads; a coroutine function runs on the loop at once."""
 Url = Callable[[int], str]
 
 _RETRY, _AGAIN = 1.0, 10.0
@@ -117,7 +116,8 @@ class Peers:
             raise PeerError(f"there is no such engine; there are {', '.join(map(str, numbers))}", 400)
         asked = numbers if wanted is None else [wanted]
         others = [self._other(number, method, path, body) for number in asked if number != self.number]
-        own = call if iscoroutinefunction(call) else lambda: run_in_threadpool(call)
+        loop = asyncio.get_running_loop()
+        own = call if iscoroutinefunction(call) else lambda: loop.run_in_executor(None, call)
         mine = [own()] if self.number in asked else []
         answers = await asyncio.gather(*mine, *others)
         found = {number: answer for number, answer in zip(asked, answers, strict=True) if answer is not None}

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -18,7 +19,7 @@ from h11 import LocalProtocolError
 from uvicorn import Config, Server
 
 from lmkv.agent.address import UNIX, Address
-from lmkv.agent.pace import paced_loop
+from lmkv.agent.pace import Pace, paced_loop
 
 logger = logging.getLogger("lmkv.agent")
 
@@ -102,6 +103,7 @@ class AgentServer:
             self._doors += [_Door(inside())] if inside else []
         except OSError as error:
             logger.warning("lmkv: the engines of one server cannot find each other: %s", error)
+        self._pace = Pace()
         app = make()
         self._servers = [Server(_config(app, first=not number)) for number, _ in enumerate(self._doors)]
         self._thread = threading.Thread(target=self._run, name="lmkv-agent", daemon=True)
@@ -121,7 +123,7 @@ class AgentServer:
         uvicorn_logger = logging.getLogger("uvicorn.error")
         uvicorn_logger.addFilter(matters)
         try:
-            with asyncio.Runner(loop_factory=paced_loop) as runner:
+            with asyncio.Runner(loop_factory=partial(paced_loop, self._pace)) as runner:
                 runner.get_loop().set_exception_handler(_failed)
                 runner.run(self._serve())
         except Exception:
@@ -138,6 +140,7 @@ class AgentServer:
             door.remove()
         for server in self._servers:
             server.should_exit = True
+        self._pace.end()
         self._thread.join(_END_LIMIT)
         for door in self._doors:
             door.close()

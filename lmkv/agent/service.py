@@ -27,6 +27,10 @@ _MAX_KEYS = 1 << 18
 _OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
 """vLLM's id of a request: the number of the answer if `n` asks for several, the caller's id, the number of the prompt
 if a call may have several, and eight hexadecimal digits."""
+_USUAL, _WIDEST = 8, 128
+"""Characters of a token: more than texts have on average, and as many as a token may have."""
+_AT_A_CUT = 256
+"""Tokens that the beginning of a text may have and the whole does not."""
 _SHARED_LOOKUP_LIMIT = 1.0
 """Seconds that a lookup waits for shared tiers."""
 
@@ -70,6 +74,13 @@ Deleted = Callable[[Sequence[ChunkKey] | None], None]
 
 def _size(prefetch: _Prefetch) -> int:
     return min(1 + len(prefetch.keys), _MAX_KEYS)
+
+
+def _characters(message: Mapping[str, Any]) -> int:
+    """Those of a message's text, which may be in parts."""
+    content = message.get("content")
+    parts = [each.get("text") for each in content if isinstance(each, dict)] if isinstance(content, list) else [content]
+    return sum(len(part) for part in parts if isinstance(part, str))
 
 
 def _no_requests() -> Mapping[str, Any]:
@@ -308,9 +319,7 @@ class CacheService:
         if len(given) != 1:
             raise UsageError("give one of text, messages and tokens")
         tokens = self._tokens_of(prompt) if prompt.tokens is None else prompt.tokens
-        if self._longest is not None and len(tokens) > self._longest:
-            reason = f"the prompt has {len(tokens):,} tokens, and this engine takes {self._longest:,} at most"
-            raise UsageError(f"{reason} (max_model_len)")
+        self._check(len(tokens))
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
 
     def _found(self, keys: list[ChunkKey], tokens: int) -> list[ChunkKey]:
@@ -325,9 +334,23 @@ class CacheService:
         """The states behind any of these chunks."""
         return [state for key in keys for state in state_keys(key, self._boundaries.states)]
 
+    def _check(self, tokens: int, more: str = "") -> None:
+        if self._longest is not None and tokens > self._longest:
+            reason = f"the prompt has {more}{tokens:,} tokens, and this engine takes {self._longest:,} at most"
+            raise UsageError(f"{reason} (max_model_len)")
+
     def _tokens_of(self, prompt: Prompt) -> Sequence[int]:
+        """Tokens of a text or a chat. What is much too long is refused without making tokens of all of it."""
+        text, messages = prompt.text, prompt.messages or ()
         try:
-            return self._tokenize(prompt.text if prompt.text is not None else prompt.messages or (), prompt.template)
+            if text is not None:
+                usual = len(text) if self._longest is None else _USUAL * self._longest
+                if len(text) > usual:
+                    self._check(len(self._tokenize(text[:usual], prompt.template)) - _AT_A_CUT, "more than ")
+                return self._tokenize(text, prompt.template)
+            # What a template leaves out is not known.
+            self._check(max(len(messages), sum(map(_characters, messages)) // _WIDEST), "at least ")
+            return self._tokenize(messages, prompt.template)
         except LmkvError:
             raise
         except Exception as error:

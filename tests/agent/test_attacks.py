@@ -6,7 +6,9 @@ import os
 import resource
 import selectors
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -22,11 +24,12 @@ import lmkv.agent.server
 from lmkv.agent.address import Address
 from lmkv.agent.client import Client
 from lmkv.agent.http import application
-from lmkv.agent.pace import paced_loop
+from lmkv.agent.pace import _LOOP, _WORK, Pace, paced_loop
 from lmkv.agent.server import AgentServer, max_connections
+from lmkv.agent.service import CacheService, Prompt
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
-from tests.agent.serving import TOKEN, service_of, short_socket, store_over
+from tests.agent.serving import SIZE, TOKEN, keys_of, service_of, short_socket, store_over, tokenize
 from tests.kit import LIMIT, eventually
 
 OWN = f"Authorization: Bearer {TOKEN}\r\n".encode()
@@ -244,10 +247,83 @@ class TestPace:
                 one, other = map(stack.enter_context, socket.socketpair())
                 one.send(b"a")
                 selector.register(other, selectors.EVENT_READ)
-            seen = set()
+            seen: set[int] = set()
             while len(seen) < 9:
                 [(key, _)] = selector.select(0)
                 seen.add(key.fd)
+
+    def test_what_workers_compute_is_of_the_same_tenth(self, clocks: SimpleNamespace) -> None:
+        """And they do not keep the loop from its half."""
+        pace = Pace()
+        computed = dict.fromkeys((_LOOP, _WORK), 0.0)
+
+        def work() -> None:
+            computed[_WORK] += 0.3
+            clocks.computed += 0.3
+            clocks.now += 0.3
+
+        while clocks.now < 500:
+            pace.work(work)
+            while pace.spend(_LOOP, 0.01) == 0.0:
+                computed[_LOOP] += 0.01
+        assert 0.09 < sum(computed.values()) / clocks.now <= 0.102
+        assert min(computed.values()) / clocks.now > 0.04
+        assert max(clocks.pauses) <= 1.0
+
+
+def test_callers_with_the_token_take_a_tenth_at_most(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are made at the same pace, a few at a time, and what is quick does not wait for them."""
+    monkeypatch.setattr(lmkv.agent.pace, "_SAVED", 0.1)
+    computed: list[float] = []
+    together: list[int] = []
+    working: list[int] = []
+
+    def compute(prompt: Any, template: Any) -> list[int]:
+        working.append(1)
+        together.append(len(working))
+        begun = time.thread_time()
+        while time.thread_time() < begun + 0.02:
+            pass
+        computed.append(time.thread_time() - begun)
+        working.pop()
+        return [1, 2, 3]
+
+    service = CacheService(store, keys_of, compute, chunk_size=SIZE, pin_ttl=60.0)
+    with (
+        closing(AgentServer(lambda: application(service, TOKEN), Address("127.0.0.1:0"))) as server,
+        ExitStack() as stack,
+    ):
+        clients = [stack.enter_context(Client(server.url, TOKEN, timeout=LIMIT)) for _ in range(20)]
+        pool = stack.enter_context(ThreadPoolExecutor(20))
+        begun = time.monotonic()
+        answers = [pool.submit(client.lookup, "a text") for client in clients]
+        clients[0].stats()
+        assert not all(answer.done() for answer in answers)
+        assert {answer.result(LIMIT)["total_tokens"] for answer in answers} == {3}
+        assert sum(computed) < 0.2 * (time.monotonic() - begun)
+    assert max(together) <= 2
+
+
+@pytest.mark.parametrize("prompt", ["a b " * 1000, [{"role": "user", "content": "a"}] * 101])
+def test_what_is_too_long_is_not_made_into_tokens(store: TieredStore, prompt: Any) -> None:
+    most = 0
+
+    def count(prompt: Any, template: Any) -> list[int]:
+        nonlocal most
+        most = max(most, len(prompt))
+        return tokenize(prompt)
+
+    service = CacheService(store, keys_of, count, chunk_size=SIZE, pin_ttl=60.0, longest=100)
+    server = AgentServer(lambda: application(service, TOKEN), Address("127.0.0.1:0"))
+    refused = pytest.raises(httpx.HTTPStatusError, match="this engine takes 100 at most")
+    with closing(server), Client(server.url, TOKEN) as client, refused:
+        client.lookup(prompt)
+    assert most <= 800
+
+
+def test_a_long_text_of_few_tokens_is_taken(store: TieredStore) -> None:
+    service = CacheService(store, keys_of, lambda text, _: [len(text)], chunk_size=SIZE, pin_ttl=60.0, longest=100)
+    assert service.lookup(Prompt(text=" " * 10_000))["total_tokens"] == 1
 
 
 def test_one_read_is_short(server: AgentServer) -> None:
