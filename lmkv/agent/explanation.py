@@ -16,7 +16,7 @@ ADVICE = {
     "slower": "Computing it is faster than that tier: load_or_recompute measures both.",
     "not_promoted": "It could not be read, or host memory had no room for it: see max_local_cpu_size.",
     "limited": "The request's max_load_tokens forbids more.",
-    "skip_load": "The request asks for no loads with lmkv.skip_load, or its prompt has no tokens.",
+    "skip_load": "The request asks for no loads with lmkv.skip_load, has no tokens, or its tags are unclear.",
     "not_taken": "vLLM did without the tokens that were found, for prompt log-probabilities or another connector.",
     "failed": "A load for this request failed before: see the log.",
     "audited": "It was found, and computed all the same to compare both: see audit_rate.",

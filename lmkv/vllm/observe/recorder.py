@@ -49,7 +49,7 @@ class TraceRecorder:
             "keys": " ".join(map(self._name, keys)),
         }
         if state.options.hint.session:
-            noted["session"] = self._name(state.options.hint.session.encode())
+            noted["session"] = self._name(state.options.hint.session.encode("utf-8", "surrogatepass"))
         with self._lock:
             self._noted.append(noted)
             self._count += 1

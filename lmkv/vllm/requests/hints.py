@@ -9,6 +9,9 @@ from attrs import define
 
 _DEFAULT_TTL = 300.0
 _MAX_PRIORITY = 9
+_MAX_EDITS = 64
+_MAX_SESSION = 1024
+"""Edits, and characters of a session's id, at most."""
 
 
 @define
@@ -20,7 +23,8 @@ class AgentHint:
     other one shares are evicted first. `priority`: above 0, its chunks are evicted last. `waits`: seconds until the
     session probably comes back, from a tool or a person: its chunks are evicted last until then.
 
-    All else in it is ignored: parts of a request, and `offload` (every chunk is offloaded as it is computed).
+    All else in it is ignored: parts of a request, and `offload` (every chunk is offloaded as it is computed),
+    more than 64 edits, and an id of more than 1,024 characters.
     """
 
     ttl: float = 0.0
@@ -36,11 +40,11 @@ class AgentHint:
         control = _field(value, "cache_control")
         ttl = _field(control, "ttl") if control is not None else None
         edits = _field(_field(value, "context_management"), "edits")
-        edits = edits if isinstance(edits, list | tuple) else ()
-        kinds = {str(_field(edit, "type")) for edit in edits}
+        edits = edits if isinstance(edits, list | tuple) and len(edits) <= _MAX_EDITS else ()
+        kinds = [_field(edit, "type") for edit in edits]
         session, priority = _field(value, "session_id"), _field(value, "priority")
         return cls(
-            session=session if isinstance(session, str) else "",
+            session=session if isinstance(session, str) and len(session) <= _MAX_SESSION else "",
             ended="evict" in kinds or _field(value, "session_ended") is True,
             priority=max(0, min(priority, _MAX_PRIORITY)) if type(priority) is int else 0,
             waits=seconds(_field(value, "waits_seconds")),

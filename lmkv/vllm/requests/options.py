@@ -12,6 +12,13 @@ from lmkv.vllm.requests.hints import AgentHint, seconds
 
 MAX_TOKENS: Final = 1 << 20
 """Tokens of the longest prompt of a server that does not say."""
+MAX_TAGS: Final = 64
+MAX_TAG_CHARACTERS: Final = 4096
+"""Tags of a request, and characters of their names and values together, at most."""
+_MAX_KEYS: Final = 256
+_MAX_NUMBER: Final = 1 << 32
+_TAG: Final = "lmkv.tag."
+_NUMBERS: Final = (int, float, bool, type(None))
 
 
 @define
@@ -21,8 +28,11 @@ class RequestOptions:
     `skip_save`, `skip_load`: store or load nothing. `report`: answer with the tokens that were loaded. `prefetch`:
     promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to
     prefetch, ignored if no prompt may have so many. `pin`: seconds to pin the request's chunks after it ends.
-    `tag.<name>`: share only with equal tags. `wait_for`: wait until this number of leading tokens is found: another
-    server is just storing them.
+    `tag.<name>`: share only with equal tags, of a text, a number, a boolean or null. `wait_for`: wait until this number
+    of leading tokens is found: another server is just storing them.
+
+    A request with other tags, too many or too long ones, or more than 256 keys has no wishes, and is not cached: it is
+    unclear with whom it would share.
 
     `max_load_tokens`, `max_offload_tokens`, which are vLLM's: most tokens that are loaded beyond vLLM's own
     hit, and most leading tokens that are stored. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
@@ -49,6 +59,9 @@ class RequestOptions:
         """The options of a vLLM request. `longest`: tokens of the longest prompt."""
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
+        tags = _tags(params)
+        if tags is None:
+            return cls(skip_save=True, skip_load=True, report=_is_true(params.get("lmkv.report")))
         nameless, whole = not has_tokens(request), must_be_computed(request)
         hint = AgentHint.of(getattr(request, "agent_hint", None) or params.get("agent_hint"))
         return cls(
@@ -63,25 +76,47 @@ class RequestOptions:
             max_load_tokens=_limit(params.get("max_load_tokens")),
             max_offload_tokens=_limit(params.get("max_offload_tokens")),
             remote_decode=_is_true(params.get("do_remote_decode")),
-            tags=tuple(sorted((str(k)[9:], str(v)) for k, v in params.items() if str(k).startswith("lmkv.tag."))),
+            tags=tags,
         )
 
 
+def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
+    """Names and values of the tags. None if one cannot be read, or if there are too many to look at."""
+    if len(params) > _MAX_KEYS:
+        return None
+    found, room = [], MAX_TAG_CHARACTERS
+    for key, value in params.items():
+        if isinstance(key, str) and key.startswith(_TAG):
+            text = _text(value)
+            if text is None or (room := room - len(key) + len(_TAG) - len(text)) < 0:
+                return None
+            found.append((key.removeprefix(_TAG), text))
+    return tuple(sorted(found)) if len(found) <= MAX_TAGS else None
+
+
+def _text(value: object) -> str | None:
+    """A text, or what Python writes for a number, a boolean or None."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    small = type(value) is not int or value.bit_length() <= MAX_TAG_CHARACTERS
+    return repr(value) if type(value) in _NUMBERS and small else None
+
+
 def _is_true(value: object) -> bool:
-    return value is True or (isinstance(value, str) and value.lower() in ("1", "true", "yes", "on"))
+    return value is True or (isinstance(value, str) and len(value) <= 4 and value.lower() in ("1", "true", "yes", "on"))
 
 
 def _token_ids(value: object, longest: int) -> tuple[int, ...]:
     """The token ids of a list, () for anything else: a client's mistake must not fail the request."""
     if not isinstance(value, list | tuple) or len(value) > longest:
         return ()
-    valid = all(isinstance(token, int) and 0 <= token < 2**32 for token in value)
+    valid = all(isinstance(token, int) and 0 <= token < _MAX_NUMBER for token in value)
     return tuple(value) if valid else ()
 
 
 def _tokens(value: object) -> int:
-    return value if isinstance(value, int) and 0 < value < 2**32 else 0
+    return value if isinstance(value, int) and 0 < value < _MAX_NUMBER else 0
 
 
 def _limit(value: object) -> int | None:
-    return value if type(value) is int and value >= 0 else None
+    return value if type(value) is int and 0 <= value < _MAX_NUMBER else None

@@ -153,6 +153,9 @@ def test_hints_come_as_a_field_of_the_request_too() -> None:
         ({"cache_control": {"ttl": "long"}}, AgentHint()),
         ({"context_management": {"edits": "prefetch"}}, AgentHint()),
         ({"context_management": {"edits": [None, {"type": "evict"}]}}, AgentHint(ended=True)),
+        ({"context_management": {"edits": [{"type": 10**5000}, {"type": []}]}}, AgentHint()),
+        ({"context_management": {"edits": [{"type": "evict"}] * 1000}}, AgentHint()),
+        ({"session_id": "a" * 2000, "priority": 10**5000}, AgentHint(priority=9)),
     ],
 )
 def test_a_hint_that_cannot_be_read_is_none(value: object, expected: AgentHint) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from lmkv.policies import LRU, Quotas
-from lmkv.vllm.requests.options import RequestOptions
+from lmkv.vllm.requests.options import MAX_TAG_CHARACTERS, MAX_TAGS, RequestOptions
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
-from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, serve
+from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, missed, serve
 
 WHOLE = len(PROMPT) // CHUNK
 
@@ -130,6 +131,87 @@ def test_no_token_is_looked_at_of_a_prefetch_that_is_too_long(engine: SimulatedV
     assert RequestOptions.of(request, longest=999).prefetch_tokens == ()
     assert tokens.looked == 0
     assert len(RequestOptions.of(request, longest=1000).prefetch_tokens) == 1000
+
+
+def of_params(params: object) -> RequestOptions:
+    return RequestOptions.of(SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", params))  # type: ignore[arg-type]
+
+
+class Unseen(dict[str, Any]):
+    def items(self) -> Any:
+        raise AssertionError("its keys are looked at")
+
+
+no_tokens: list[Any] = []
+NO_TAGS: dict[str, dict[str, Any]] = {
+    "many": {f"lmkv.tag.{number}": "x" for number in range(MAX_TAGS + 1)},
+    "long": {"lmkv.tag.a": "x" * MAX_TAG_CHARACTERS},
+    "a long name": {f"lmkv.tag.{'a' * MAX_TAG_CHARACTERS}": "x"},
+    "beside many": Unseen(dict.fromkeys(map(str, range(300))) | {"lmkv.tag.a": "x"}),
+    "digits": {"lmkv.tag.a": 10**5000},
+    "a list": {"lmkv.tag.a": []},
+    "deep": {"lmkv.tag.a": functools.reduce(lambda inner, _: [inner], range(100_000), no_tokens)},
+}
+
+
+@pytest.mark.parametrize("params", NO_TAGS.values(), ids=NO_TAGS)
+def test_a_request_whose_tags_are_unclear_shares_with_nobody(engine: SimulatedVLLM, params: dict[str, Any]) -> None:
+    wishes = {"lmkv.report": True, "lmkv.pin": 60, "agent_hint": {"session_id": "1", "session_ended": True}}
+    params |= wishes
+    assert of_params(params) == RequestOptions(skip_save=True, skip_load=True, report=True)
+    before = engine.total("lmkv_stored_tokens")
+    request = SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", params)
+    engine.add(request)
+    engine.finish()
+    assert engine.total("lmkv_stored_tokens") == before
+    serve(engine, PROMPT)
+    report = missed(engine, PROMPT, **{**params, **wishes}) if type(params) is dict else {"reason": "skip_load"}
+    assert report["reason"] == "skip_load"
+
+
+def test_as_many_tags_as_there_may_be_are_all_kept() -> None:
+    tags = {f"lmkv.tag.{number}": number for number in range(MAX_TAGS)}
+    assert of_params(tags).tags == tuple(sorted((str(number), str(number)) for number in range(MAX_TAGS)))
+    assert of_params(
+        {"lmkv.tag.a": True, "lmkv.tag.b": None, "lmkv.tag.c": 1.5, "lmkv.tag.d": "x", "lmkv.tag": 1}
+    ).tags == (("a", "True"), ("b", "None"), ("c", "1.5"), ("d", "x"))
+
+
+odd = st.recursive(
+    st.one_of(
+        *(st.none(), st.booleans(), st.integers(), st.floats(), st.binary(max_size=9)),
+        st.text(st.characters(), max_size=9),
+        st.sampled_from(["\ud800", "true", "x" * 5000, object()]),
+        # By name: neither can be shown.
+        st.sampled_from(["digits", "deep"]).map(lambda name: NO_TAGS[name]["lmkv.tag.a"]),
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=6,
+)
+hints = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(("session_id", "session_ended", "priority", "waits_seconds"), odd),
+        "cache_control": odd | st.fixed_dictionaries({"ttl": odd}),
+        "context_management": odd
+        | st.fixed_dictionaries({"edits": odd | st.lists(st.fixed_dictionaries({"type": odd}))}),
+    },
+)
+names = ("skip_save", "skip_load", "report", "prefetch", "prefetch_tokens", "pin", "wait_for", "tag.a", "tag.\ud800")
+keys = (*(f"lmkv.{name}" for name in names), "max_load_tokens", "max_offload_tokens", "do_remote_decode")
+asking: dict[Any, Any] = {**dict.fromkeys(keys, odd), "agent_hint": odd | hints, 5: odd}
+
+
+@given(st.fixed_dictionaries({}, optional=asking) | odd)
+@example({"agent_hint": {"session_id": "\ud800"}})
+def test_whatever_a_request_asks_it_is_served(params: object) -> None:
+    options = of_params(params)
+    assert len(options.tags) <= MAX_TAGS
+    with closing(engine_of(ram_chunks=16)) as engine:
+        engine.scheduler.observer.recorder.since(0)
+        request = SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", params)  # type: ignore[arg-type]
+        engine.add(request)
+        engine.finish()
 
 
 def test_a_prefetch_of_another_prompt_counts_for_the_requests_tenant() -> None:
