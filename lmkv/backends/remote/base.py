@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -27,6 +28,9 @@ from lmkv.protocols import Chunk, ChunkKey, Listed
 
 MIN_BYTES_PER_SECOND = 16 << 20
 """Slowest transfer of a value, in bytes per second, before it is given up."""
+_MAX_PAGES = 100_000
+QUIET_SECONDS = 60.0
+"""Pages of a listing, and seconds that it goes on without a chunk, at most: a hundred million names of others."""
 _MAX_LISTED = 10_000_000
 _MAX_VALUE_BYTES = 1 << 36
 """Chunks of a listing, and bytes of one of them, at most: more is no store's of chunks."""
@@ -169,14 +173,21 @@ class RemoteBackend(ABC):
             raise self._translated(error, "delete") from error
 
     def _listing(self, found: Iterator[list[Listed]]) -> Iterator[list[Listed]]:
-        """What a store lists, as long as that can be. Raises a `BackendError`."""
+        """What a store lists, page by page, as long as that can be. Raises a `BackendError`."""
         self._check_open()
-        count = 0
+        count, until = 0, time.monotonic() + QUIET_SECONDS
         try:
-            for batch in found:
+            for pages, batch in enumerate(found, 1):
+                self._check_open()
                 if (count := count + len(batch)) > _MAX_LISTED:
                     raise ValueError(f"it lists more than {_MAX_LISTED:,} chunks")
-                yield [each for each in batch if each.nbytes <= _MAX_VALUE_BYTES]
+                if pages > _MAX_PAGES:
+                    raise ValueError(f"its listing has more than {_MAX_PAGES:,} pages")
+                if batch:
+                    yield [each for each in batch if each.nbytes <= _MAX_VALUE_BYTES]
+                    until = time.monotonic() + QUIET_SECONDS
+                elif time.monotonic() > until:
+                    raise ValueError(f"it lists no chunk for {QUIET_SECONDS:.0f} s, and goes on")
         except BaseException as error:
             raise self._translated(error, "list") from error
 

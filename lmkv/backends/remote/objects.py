@@ -5,6 +5,7 @@ obstore signs, connects and retries. A header and its payload are sent without j
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from lmkv.backends.remote import base
 from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, split_url
 from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.chunks.codec import FormatError
@@ -108,9 +110,13 @@ class ObjectStoreBackend(RemoteBackend):
         return self._listing(self._list())
 
     def _list(self) -> Iterator[list[Listed]]:
-        for batch in obstore.list(self._store, self._root, chunk_size=_BATCH_NAMES):
-            self._check_open()
-            yield [Listed(key, each["size"]) for each in batch if (key := self._key_of(each["path"]))]
+        pages, last = obstore.list(self._store, self._root, chunk_size=_BATCH_NAMES), ""
+        # Not one page after the other here: obstore skips empty ones for ever, and only a coroutine of its ends early.
+        while page := self._threads.submit(asyncio.run, _next_page(pages)).result():
+            if page[-1]["path"] == last:
+                raise ValueError("it lists the same page again")
+            last = page[-1]["path"]
+            yield [Listed(key, each["size"]) for each in page if (key := self._key_of(each["path"]))]
 
     def _key_of(self, path: str) -> ChunkKey | None:
         """The key in a path; None for other objects."""
@@ -193,6 +199,14 @@ class ObjectStoreBackend(RemoteBackend):
 
 
 open_url = ObjectStoreBackend
+
+
+async def _next_page(pages: Any) -> Any:
+    """The next page of a listing that has names; None at its end."""
+    try:
+        return await asyncio.wait_for(anext(pages, None), base.QUIET_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(f"it lists nothing for {base.QUIET_SECONDS:.0f} s, and goes on") from None
 
 
 def _said(error: Exception) -> str:

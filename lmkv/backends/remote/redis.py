@@ -18,7 +18,7 @@ from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, batch
 from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import ConfigError, outside
+from lmkv.errors import ConfigError, outside, short_repr
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
@@ -128,7 +128,7 @@ class RedisBackend(RemoteBackend):
         of_chunk = re.compile(rf"{re.escape(self._root)}/[0-9a-f]{{{2 * KEY_BYTES}}}")
         for found in self._scan():
             names = [name for each in found if of_chunk.fullmatch(name := each.decode("utf-8", "replace"))]
-            for batch in batches(names, _BATCH_NAMES):
+            for batch in batches(names, _BATCH_NAMES) if names else [()]:
                 yield self._sized(batch)
 
     def _scan(self) -> Iterator[list[bytes]]:
@@ -137,8 +137,8 @@ class RedisBackend(RemoteBackend):
         for node in client.get_primaries() if self._is_cluster else [None]:
             target = {} if node is None else {"target_nodes": node}
             cursor: Any = 0
+            seen = set()
             while True:
-                self._check_open()
                 with within(self.options.timeout):
                     cursor, found = client.scan(cursor, pattern, _BATCH_NAMES, **target)
                 yield found
@@ -146,6 +146,9 @@ class RedisBackend(RemoteBackend):
                     (cursor,) = cursor.values()
                 if not cursor:
                     break
+                if cursor in seen:
+                    raise exceptions.InvalidResponse("a listing that comes to the same place again")
+                seen.add(cursor)
 
     def _sized(self, names: Sequence[str]) -> list[Listed]:
         sizes = self._for_each(names, lambda pipeline, name: pipeline.strlen(name))
@@ -330,7 +333,7 @@ def _number(answer: Any) -> int:
     if isinstance(answer, Exception):
         raise answer
     if not isinstance(answer, int):
-        raise exceptions.InvalidResponse(f"{answer!r:.40} is no number")
+        raise exceptions.InvalidResponse(f"{short_repr(answer)} is no number")
     return answer
 
 

@@ -14,19 +14,35 @@ from socket import socket
 from ssl import SSLWantReadError
 from typing import Any, NoReturn
 
+from attrs import define
 from redis import RedisCluster, exceptions
 from redis._parsers import _RESP2Parser
 
 _MAX_LINE_BYTES = 4096
 _MAX_BYTES = 16 << 20
 _MAX_PARTS = 1 << 19
-"""Bytes and items of one answer, at most: a cluster's slots are the largest."""
+"""Bytes and items of all answers to a call, at most: a cluster's slots are the largest."""
 _MAX_DEPTH = 8
 _READ_BYTES = 1 << 16
 
 
+@define
+class _Budget:
+    """What is left to the answers of a call. Values that are read into a caller's memory do not count."""
+
+    deadline: float
+    nbytes: int = _MAX_BYTES
+    parts: int = _MAX_PARTS
+
+    def take(self, nbytes: int, parts: int = 0) -> None:
+        self.nbytes -= nbytes
+        self.parts -= parts
+        if self.nbytes < 0 or self.parts < 0:
+            raise exceptions.InvalidResponse(f"answers of more than {_MAX_BYTES:,} bytes or {_MAX_PARTS:,} items")
+
+
 class _Limit(threading.local):
-    deadline: float | None = None
+    budget: _Budget | None = None
 
 
 _limit = _Limit()
@@ -34,12 +50,12 @@ _limit = _Limit()
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Have all answers to this thread come within this time together."""
-    before, _limit.deadline = _limit.deadline, time.monotonic() + seconds
+    """Have all answers to this thread come within this time, and with one answer's bytes and items, together."""
+    before, _limit.budget = _limit.budget, _Budget(time.monotonic() + seconds)
     try:
         yield
     finally:
-        _limit.deadline = before
+        _limit.budget = before
 
 
 class Answers:
@@ -52,8 +68,8 @@ class Answers:
         self._buffer = None  # redis-py looks for its own
         self._sock: socket | None = None
         self._ahead = bytearray()
-        self._timeout = self._deadline = 0.0
-        self._bytes = self._parts = 0
+        self._timeout = 0.0
+        self._budget = _Budget(0.0)
 
     def on_connect(self, connection: Any) -> None:
         self._sock, self._timeout = connection._sock, connection.socket_timeout
@@ -76,8 +92,7 @@ class Answers:
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
         """The next answer: bytes, a number, None, an error, or a list of such."""
-        self._bytes, self._parts = _MAX_BYTES, _MAX_PARTS
-        with self._in_time():
+        with self._bounded():
             return self._answer(_MAX_DEPTH)
 
     def _answer(self, depth: int) -> Any:
@@ -94,19 +109,19 @@ class Answers:
             return number
         if number == -1 and kind in (b"$", b"*"):
             return None
-        if kind == b"$" and 0 <= number <= self._bytes:
-            self._bytes -= number
+        if kind == b"$" and number >= 0:
+            self._budget.take(number)
             value = bytearray(number + 2)
             self._fill(memoryview(value))
             return bytes(value[:-2])
-        if kind == b"*" and 0 <= number <= self._parts and depth:
-            self._parts -= number
+        if kind == b"*" and number >= 0 and depth:
+            self._budget.take(0, number)
             return [self._answer(depth - 1) for _ in range(number)]
         raise exceptions.InvalidResponse(f"an answer that begins with {bytes(kind + text[:40])!r}")
 
     def length(self) -> int | None:
         """Length of a value that `fill` reads; None when there is none. Raises the error that the server answers."""
-        with self._in_time():
+        with self._bounded():
             kind, text = self._line()
         if kind == b"-":
             raise self.parse_error(text.decode("utf-8", "replace"))
@@ -117,7 +132,7 @@ class Answers:
 
     def fill(self, view: memoryview) -> None:
         """Fill `view` with the next bytes of a value."""
-        with self._in_time():
+        with self._bounded():
             self._fill(view)
 
     def end(self) -> None:
@@ -132,6 +147,7 @@ class Answers:
             if len(self._ahead) >= _MAX_LINE_BYTES:
                 raise exceptions.InvalidResponse("a line without an end")
             self._read_ahead()
+        self._budget.take(end + 2)
         line = bytes(self._ahead[:end])
         del self._ahead[: end + 2]
         return line[:1], line[1:]
@@ -151,7 +167,7 @@ class Answers:
     def _receive(self, view: memoryview) -> int:
         if self._sock is None:
             raise exceptions.ConnectionError("the connection is closed")
-        if (left := self._deadline - time.monotonic()) <= 0:
+        if (left := self._budget.deadline - time.monotonic()) <= 0:
             raise exceptions.TimeoutError("no answer in time")
         self._sock.settimeout(left)
         try:
@@ -161,9 +177,8 @@ class Answers:
         return received or _closed()
 
     @contextmanager
-    def _in_time(self) -> Iterator[None]:
-        given = _limit.deadline
-        self._deadline = time.monotonic() + self._timeout if given is None else given
+    def _bounded(self) -> Iterator[None]:
+        self._budget = _limit.budget or _Budget(time.monotonic() + self._timeout)
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
@@ -29,6 +30,7 @@ from lmkv.protocols import Chunk, Listed
 from lmkv.testing.backend_suite import chunk_of, new_key
 from tests.backends.remote.hostile import Answer, Endpoint, longest_pause, of_http, of_redis
 from tests.backends.remote.server_suite import GIVEN_UP
+from tests.kit import LIMIT
 
 NAMESPACE = bytes(range(32))
 TIMEOUT = 0.5
@@ -169,6 +171,89 @@ class Answering(InfiniStoreBackend):
 
     def list_keys(self) -> Iterator[list[Listed]]:
         return self._listing(iter(self.lists))
+
+
+LINE = b"+" + b"x" * 4090 + b"\r\n"
+TOO_MUCH = {
+    "lines": b"*524288\r\n" + LINE * 8192,
+    "lists of lines": (b"*8\r\n" + LINE * 8) * 1024,
+    "values": (b"$1000000\r\n" + b"x" * 1_000_000 + b"\r\n") * 32,
+    "lists of nothing": (b"*1000\r\n" + b"$-1\r\n" * 1000) * 1000,
+}
+
+
+@pytest.mark.parametrize("kind", TOO_MUCH)
+def test_all_answers_of_a_call_have_room_for_one(kind: str) -> None:
+    with Endpoint(of_redis(TOO_MUCH[kind])) as endpoint:
+        url = f"redis://127.0.0.1:{endpoint.port}"
+        with closing(RedisBackend(url, NAMESPACE, RemoteOptions(timeout=10 * LIMIT))) as backend:
+            tracemalloc.start()
+            try:
+                with pytest.raises(BackendError, match="answers of more than 16,777,216 bytes or 524,288 items"):
+                    backend.contains([new_key() for _ in range(1000)])
+                assert tracemalloc.get_traced_memory()[1] < 64 << 20
+            finally:
+                tracemalloc.stop()
+
+
+def scanning(places: Iterator[int]) -> Answer:
+    """A SCAN that comes to these places, and finds nothing."""
+
+    def answers(received: bytes) -> Iterator[bytes]:
+        if b"\r\nSCAN\r\n" in received:
+            cursor = b"%d" % next(places)
+            yield b"*2\r\n$%d\r\n%b\r\n*0\r\n" % (len(cursor), cursor)
+        else:
+            yield from of_redis(b"$-1\r\n")(received)
+
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        (itertools.repeat(1), "the same place again"),
+        (itertools.cycle(range(1, 20)), "the same place again"),
+        (itertools.count(1), "its listing has more than 100 pages"),
+    ],
+    ids=["one place", "a circle", "new places"],
+)
+def test_a_scan_that_never_ends_is_given_up(places: Iterator[int], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_MAX_PAGES", 100)
+    with Endpoint(scanning(places)) as endpoint:
+        url = f"redis://127.0.0.1:{endpoint.port}"
+        with closing(RedisBackend(url, NAMESPACE, RemoteOptions(timeout=LIMIT))) as backend:
+            with pytest.raises(BackendError, match=says):
+                list(backend.list_keys())
+            monkeypatch.setattr(base, "QUIET_SECONDS", 0.0)
+            with pytest.raises(BackendError, match="it lists no chunk for 0 s"):
+                list(backend.list_keys())
+
+
+def s3_page(*names: str) -> bytes:
+    """A page that says where the next one begins: where it began itself."""
+    contents = "".join(
+        f"<Contents><Key>{name}</Key><Size>5</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+        "<ETag>&quot;x&quot;</ETag></Contents>"
+        for name in names
+    )
+    token = "<IsTruncated>true</IsTruncated><NextContinuationToken>again</NextContinuationToken>"
+    return f'<?xml version="1.0"?><ListBucketResult>{contents}{token}</ListBucketResult>'.encode()
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "empty"])
+def test_a_listing_of_s3_that_never_ends_is_given_up(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "QUIET_SECONDS", 0.2)
+    names = [f"lmkv:{NAMESPACE.hex()}/{number:064x}" for number in range(1000 if full else 0)]
+    with Endpoint(of_http(s3_page(*names)), closes=True) as endpoint:
+        url = f"s3://bucket?endpoint=http://127.0.0.1:{endpoint.port}&region=us-east-1"
+        options = RemoteOptions(timeout=LIMIT, username="me", password="x")
+        with closing(ObjectStoreBackend(url, NAMESPACE, options)) as backend:
+            listing = backend.list_keys()
+            if full:
+                assert len(next(listing)) == len(names)
+            with pytest.raises(BackendError, match="the same page again" if full else "it lists nothing for 0 s"):
+                next(listing)
 
 
 def test_answers_are_as_many_as_names_and_a_listing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
