@@ -18,7 +18,7 @@ from attrs import evolve
 from attrs.exceptions import FrozenInstanceError
 
 from lmkv.cli.measure.timing import interleaved, median_ratio
-from lmkv.config import GIB, Config, Setting, lmcache
+from lmkv.config import GIB, Config, Setting, lmcache, named_file
 from lmkv.config.remote_url import RemoteURL
 from lmkv.errors import BackendError, ConfigError, mask_secrets, safe_repr, short_repr
 from lmkv.policies import FIFO, make_admission, make_policy
@@ -716,6 +716,24 @@ def test_a_password_from_a_pipe_and_from_what_is_no_file(tmp_path: Path) -> None
             _ = load(remote_password_file=name).password
         with pytest.raises(ConfigError, match=r"authentication_key_file .*cannot be read: it "):
             _ = load(authentication_key_file=name).authentication_bytes
+
+
+@pytest.mark.parametrize("written", [b"", b"chunk_size: 256\n"], ids=["silent", "begun"])
+def test_a_pipe_whose_writer_says_nothing_more_is_refused_soon(
+    written: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert named_file._SILENCE <= 5 < named_file._PATIENCE <= 10
+    monkeypatch.setattr(named_file, "_SILENCE", 0.1)
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)
+    os.write(writer, written)
+    with pytest.raises(ConfigError, match=r"pipe: it is a pipe, and its writer is slow: nothing came for 0 s"):
+        load(file=tmp_path / "pipe")
+    monkeypatch.setattr(named_file, "_PATIENCE", 0.0)
+    os.write(writer, written)
+    with pytest.raises(ConfigError, match=r"it has not ended after 0 s"):
+        load(file=tmp_path / "pipe")
+    os.close(writer)
 
 
 def test_the_agent_api_needs_a_token_where_anybody_may_connect(tmp_path: Path) -> None:

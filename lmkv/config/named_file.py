@@ -11,8 +11,9 @@ from typing import Final
 SMALL: Final = 1 << 17
 """Bytes of a file with settings or a secret, at most."""
 _WRITER: Final = 1.0
-_PATIENCE: Final = 30.0
-"""Seconds to wait for somebody who writes into a pipe, and for all that is written."""
+_SILENCE: Final = 5.0
+_PATIENCE: Final = 10.0
+"""Seconds to wait for somebody who writes into a pipe, for the next bytes, and for all that is written."""
 
 
 def read_named(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
@@ -37,15 +38,17 @@ def read_named(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
 
 def _part(fd: int, most: int, until: float, *, begun: bool) -> bytes:
     """The next bytes; none at the end. `begun`: without a writer this is the end."""
-    patience = max(0.0, until - time.monotonic())
+    left, said = until - time.monotonic(), "nobody writes into it"
     try:
         if (part := os.read(fd, most)) or begun:
             return part
-        patience = min(patience, _WRITER)
+        patience = min(_WRITER, left)
     except BlockingIOError:
-        pass  # there is a writer, who has not written yet
+        # There is a writer, who has not written yet.
+        patience = min(_SILENCE, left)
+        said = f"its writer is slow: nothing came for {_SILENCE:.0f} s, or it has not ended after {_PATIENCE:.0f} s"
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    if not poll.poll(patience * 1000):
-        raise OSError("it is a pipe, and nobody writes into it")
+    if left <= 0 or not poll.poll(patience * 1000):
+        raise OSError(f"it is a pipe, and {said}")
     return os.read(fd, most)
