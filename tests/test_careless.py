@@ -317,7 +317,7 @@ def test_who_stores_with_patience_waits_for_a_disk_that_stands_still(tmp_path: P
         def stand_still(after: object) -> None:
             going_on.wait(LIMIT)
 
-        pool.submit([Job(stand_still, Priority.STORE, lambda after: None) for _ in range(pool._storing)])
+        pool.submit([Job(stand_still, Priority.STORE, lambda after: None, "disk") for _ in range(pool._storing)])
 
         def store() -> None:
             for number in range(200):
@@ -407,7 +407,7 @@ def test_nobody_waits_in_a_child_for_a_prefetch_of_its_parent(tmp_path: Path) ->
         engine._store.drop(engine.keys(range(CHUNK)))
         going_on = threading.Event()
         for _ in range(engine._store._pool._size):
-            job = Job(lambda after: (going_on.wait(LIMIT), None)[1], Priority.LOAD, lambda after: None)
+            job = Job(lambda after: (going_on.wait(LIMIT), None)[1], Priority.LOAD, lambda after: None, "disk")
             engine._store._pool.submit([job])
         prefetch = engine.prefetch(range(CHUNK))
         assert in_forked_child(engine, prefetch.wait, prefetch.cancel)[-2:] == [ClosedError.__name__, "nothing"]

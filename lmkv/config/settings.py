@@ -158,7 +158,7 @@ class Config:
     disk_io_threads: int = _option(
         16,
         integer(1, 1024),
-        "Threads that read lower tiers; three quarters of them write, too. The default is at most 4 for each core "
+        "Threads that read each lower tier; three quarters of them write, too. The default is at most 4 for each core "
         "where a disk is the lowest tier, and 2 where shared memory is",
     )
     disk_direct: Literal["auto", "on", "off"] = _option(

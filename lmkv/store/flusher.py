@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
@@ -19,24 +19,20 @@ from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.lower import LowerTier
 from lmkv.store.tiers.primary import PrimaryTier
 
-_Copy = tuple[LowerTier, Entry]
-
 
 @define(eq=False)
 class _Flush:
-    """Copies of one chain's chunks, head first. They refer to their chunks until the last of them has ended.
+    """Copies of one chain's chunks to a tier, head first. They refer to their chunks until the last of them has ended.
 
-    `running`, `ended`: how many of them are. `chain`: to make room for one of its chunks, lower tiers evict none of the
-    chunks before it. `late`: the rest of the chain was copied before.
+    `chain`: to make room for one of its chunks, the tier evicts none of the chunks before it.
     """
 
+    tier: LowerTier
     chain: Sequence[ChunkKey]
-    copies: list[_Copy]
-    late: bool = False
-    running: int = field(init=False, default=0)
-    ended: int = field(init=False, default=0)
-    queued: deque[_Copy] = field(init=False)
-    """Copies that no thread has begun."""
+    copies: list[Entry]
+    running: list[Entry] = field(init=False, factory=list)
+    queued: deque[Entry] = field(init=False)
+    """Copies that no thread has begun, the last ones."""
 
     def __attrs_post_init__(self) -> None:
         self.queued = deque(self.copies)
@@ -54,7 +50,9 @@ class Flusher:
     _primary: PrimaryTier
     _tiers: Sequence[LowerTier]
     _on_slots_freed: Callable[[AfterLock], None]
-    _late: deque[tuple[_Copy, Sequence[ChunkKey]]] = field(init=False, factory=deque)
+    _late: defaultdict[LowerTier, deque[tuple[Entry, Sequence[ChunkKey]]]] = field(
+        init=False, factory=lambda: defaultdict(deque)
+    )
     """Copies that the pool had no room for, with their chains. They refer to no slot: eviction may come first."""
     _flushes: dict[_Flush, None] = field(init=False, factory=dict)
     """Those that have not ended."""
@@ -62,10 +60,11 @@ class Flusher:
     @locked
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
         """Plan the copies that write-through tiers want of entries that were just stored."""
-        copies = [copy for entry in entries for copy in self._wanted(entry, "through")]
-        for _, entry in copies:
-            self._primary.ref(entry)
-        self._plan(copies, chain, after)
+        for tier in self._tiers:
+            copies = [entry for entry in entries if self._wants(tier, entry, "through")]
+            for entry in copies:
+                self._primary.ref(entry)
+            self._plan(tier, copies, chain, after)
 
     @locked
     def write_to_shared(self, keys: Sequence[ChunkKey], after: AfterLock) -> int:
@@ -88,33 +87,28 @@ class Flusher:
     @locked
     def flush(self, victim: Entry, after: AfterLock) -> bool:
         """Plan the copies that write-back tiers want of a victim; False when none of them does."""
-        copies = self._wanted(victim, "back")
-        if copies:
+        tiers = [tier for tier in self._tiers if self._wants(tier, victim, "back")]
+        if tiers:
             self._primary.begin_flush(victim)
-            for _ in copies[1:]:
-                victim.refs += 1
-            self._plan(copies, (victim.parent, victim.key), after)
-        return bool(copies)
+            victim.refs = len(tiers)
+            for tier in tiers:
+                self._plan(tier, [victim], (victim.parent, victim.key), after)
+        return bool(tiers)
 
-    def _wanted(self, entry: Entry, mode: Literal["through", "back"]) -> list[_Copy]:
-        return [
-            (tier, entry)
-            for tier in self._tiers
-            if tier.write_mode == mode and not entry.removed and tier.wants(entry.key)
-        ]
+    @staticmethod
+    def _wants(tier: LowerTier, entry: Entry, mode: Literal["through", "back"]) -> bool:
+        return tier.write_mode == mode and not entry.removed and tier.wants(entry.key)
 
-    def _plan(
-        self, copies: Sequence[_Copy], chain: Sequence[ChunkKey], after: AfterLock, *, late: bool = False
-    ) -> None:
+    def _plan(self, tier: LowerTier, copies: list[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
         """Queue copies, each of which refers to its entry already."""
         if copies:
-            flush = _Flush(chain, list(copies), late)
+            flush = _Flush(tier, chain, copies)
             self._flushes[flush] = None
             after.jobs += self._jobs(flush)
 
     def _jobs(self, flush: _Flush) -> list[Job]:
         # The same job for each: this runs on the scheduler's thread.
-        job = Job(partial(self._copy, flush), Priority.STORE, partial(self._refused, flush))
+        job = Job(partial(self._copy, flush), Priority.STORE, partial(self._refused, flush), flush.tier.name)
         return [job] * len(flush.queued)
 
     def _copy(self, flush: _Flush, after: AfterLock) -> None:
@@ -123,18 +117,17 @@ class Flusher:
             if not flush.queued:
                 # Its job was queued again, because an exception came while it was.
                 return
-            tier, entry = flush.queued.popleft()
-            flush.running += 1
+            entry = flush.queued.popleft()
+            flush.running.append(entry)
         try:
             payload = self._primary.payloads.gather(entry.key, self._primary.slab.view(entry.slot))
             chunk = Chunk(entry.key, payload, entry.parent, entry.tokens)
-            tier.write(chunk, lambda: not entry.removed, partial(flush.ancestors, entry.key))
+            flush.tier.write(chunk, lambda: not entry.removed, partial(flush.ancestors, entry.key))
         finally:
             with self._lock, self._changes:
-                flush.running -= 1
-                flush.ended += 1
-                self._end_copy(flush, after)
-                self._plan_late(after)
+                flush.running.remove(entry)
+                self._end_if_done(flush, after)
+                self._plan_late(flush.tier, after)
 
     def _refused(self, flush: _Flush, after: AfterLock) -> None:
         """Make the last copy later, if the chunk is still here then. Its slot is not kept for it.
@@ -144,47 +137,71 @@ class Flusher:
         with self._lock, self._changes:
             if not flush.queued:
                 return
-            copy = tier, entry = flush.queued.pop()
             flush.copies.pop()
+            entry = flush.queued.pop()
             self._primary.unref(entry)
-            if entry.removed or len(self._late) >= self._primary.slab.num_slots:
-                tier.count_dropped()
+            late = self._late[flush.tier]
+            if entry.removed or len(late) >= self._primary.slab.num_slots:
+                flush.tier.count_dropped()
             else:
                 # Refused tail first, planned head first.
-                self._late.appendleft((copy, flush.chain))
-            self._end_copy(flush, after)
+                late.appendleft((entry, flush.chain))
+            self._end_if_done(flush, after)
 
     @locked
-    def _plan_late(self, after: AfterLock) -> None:
+    def _plan_late(self, tier: LowerTier, after: AfterLock) -> None:
         """Queue a late copy, because another copy has ended."""
-        while self._late:
-            (tier, entry), chain = self._late.popleft()
+        late = self._late[tier]
+        while late:
+            entry, chain = late.popleft()
             if entry.removed:
                 tier.count_dropped()
             elif not tier.index.knows(entry.key):
                 self._primary.ref(entry)
-                self._plan([(tier, entry)], chain, after, late=True)
+                self._plan(tier, [entry], chain, after)
                 return
 
     @locked
-    def _end_copy(self, flush: _Flush, after: AfterLock) -> None:
-        if len(flush.copies) > flush.ended:
-            return
-        self._flushes.pop(flush, None)
+    def _end_if_done(self, flush: _Flush, after: AfterLock) -> None:
+        if not (flush.queued or flush.running):
+            self._flushes.pop(flush, None)
+            self._free(flush, after)
+
+    @locked
+    def _free(self, flush: _Flush, after: AfterLock) -> None:
+        """Free the slots of copies that are neither queued nor running."""
+        needed = {*flush.queued, *flush.running}
+        ended = [entry for entry in flush.copies if entry not in needed]
+        flush.copies = [entry for entry in flush.copies if entry in needed]
         # Tail first, so that the head of the chain is evicted last, here and below.
-        for _, entry in reversed(flush.copies):
+        for entry in reversed(ended):
             self._primary.unref(entry)
-        after.calls.append(self._on_slots_freed)
+        if ended:
+            after.calls.append(self._on_slots_freed)
+
+    @locked
+    def give_up(self, tier: LowerTier, after: AfterLock) -> None:
+        """Drop the copies that wait for a tier that hangs. Slots are kept for calls that run alone."""
+        for flush in [flush for flush in self._flushes if flush.tier is tier]:
+            for _ in flush.queued:
+                tier.count_dropped()
+            flush.queued.clear()
+            for entry in flush.running:
+                if entry.flushing:
+                    # It was evicted: nothing waits for its slot any more.
+                    self._primary.remove(entry)
+            self._end_if_done(flush, after)
+            self._free(flush, after)
 
     @locked
     def recount(self, refs: Counter[Entry], after: AfterLock) -> None:
         """Count the references of the copies, and queue again those that no thread has begun."""
         for flush in list(self._flushes):
-            # Copies that were refused are the last ones.
-            del flush.copies[len(flush.queued) + flush.running + flush.ended :]
-            if len(flush.copies) <= flush.ended:
+            # Some may have been refused, or ended, halfway.
+            flush.queued = deque(entry for entry in flush.queued if entry in flush.copies)
+            if not (flush.queued or flush.running):
                 del self._flushes[flush]
                 continue
-            refs.update(entry for _, entry in flush.copies)
+            refs.update(flush.copies)
             after.jobs += self._jobs(flush)
         after.calls.append(self._on_slots_freed)

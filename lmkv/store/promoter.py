@@ -195,7 +195,8 @@ class Promoter:
         self._queue(entry, Priority.PREFETCH if prefetch else Priority.LOAD, after)
 
     def _queue(self, entry: Entry, priority: Priority, after: AfterLock) -> None:
-        after.jobs.append(Job(partial(self._load, entry), priority, partial(self._refused, entry)))
+        lane = self._loads[entry].tier.name
+        after.jobs.append(Job(partial(self._load, entry), priority, partial(self._refused, entry), lane))
 
     def _join(self, work: _Work, entry: Entry, tier: LowerTier | None, after: AfterLock) -> None:
         """Add an entry to a promotion, which refers to it from now on and waits until it is filled."""

@@ -57,7 +57,7 @@ class Recount:
         self._promoter.settle(after)
         for tier in tiers:
             tier.index.recount(self._promoter.reading(tier))
-            after.jobs.append(deletion(tier.delete_all if tier.index.clearing else tier.reclaim))
+            after.jobs.append(deletion(tier.delete_all if tier.index.clearing else tier.reclaim, tier.name))
         # Their policies are new, too.
         self._hints.recount()
         # The plans run after the lock's release, as all plans do.

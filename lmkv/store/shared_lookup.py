@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from attrs import define, field
 
@@ -46,19 +47,26 @@ class SharedLookup:
         return self._bell.wait_for(lambda: self.done, timeout)
 
     def job(self) -> Job:
-        return Job(self._run, Priority.LOAD, self._end)
+        return self._job(self._keys, self._tiers)
 
-    def _run(self, after: AfterLock) -> None:
-        """Ask the tiers, on an I/O thread."""
-        unknown = self._keys
+    def _job(self, unknown: Sequence[ChunkKey], tiers: Sequence[LowerTier]) -> Job:
+        """Ask the first of these tiers, on a thread of its own; after it the others."""
+        work, refused = partial(self._ask, unknown, tiers), partial(self._go_on, unknown, tiers[1:])
+        return Job(work, Priority.LOAD, refused, tiers[0].name)
+
+    def _ask(self, unknown: Sequence[ChunkKey], tiers: Sequence[LowerTier], after: AfterLock) -> None:
         try:
-            for tier in self._tiers:
-                if not unknown:
-                    break
-                unknown = unknown[tier.look_up(unknown) :]
-            for tier in self._tiers if self._states else ():
-                tier.look_up(self._states, each=True)
+            if unknown:
+                unknown = unknown[tiers[0].look_up(unknown) :]
+            if self._states:
+                tiers[0].look_up(self._states, each=True)
         finally:
+            self._go_on(unknown, tiers[1:], after)
+
+    def _go_on(self, unknown: Sequence[ChunkKey], tiers: Sequence[LowerTier], after: AfterLock) -> None:
+        if tiers and (unknown or self._states):
+            after.jobs.append(self._job(unknown, tiers))
+        else:
             self._end(after)
 
     def _end(self, after: AfterLock) -> None:

@@ -58,7 +58,7 @@ class TieredStore:
     lower : sequence of Tier
         Lower tiers, fastest first. Persistent ones serve while they are indexed in the background.
     io_threads : int
-        Threads for the I/O of all lower tiers; three quarters of them write, too.
+        Threads for the I/O of each lower tier; three quarters of them write, too.
     prefetch_share : float
         Largest share of the slots that prefetches may refer to at a time, 0 to 1.
     pin_share : float
@@ -129,7 +129,7 @@ class TieredStore:
         # Writes must not refer to so many slots that loads find none.
         self.max_pending_stores = max(1, min(_MAX_STORES, slots // 2)) if lower else slots
         """Chunks that can be stored at a time without a refused write to a lower tier."""
-        self._pool = IOPool(io_threads, self.max_pending_stores * max(1, len(lower)))
+        self._pool = IOPool(io_threads, self.max_pending_stores)
         self._pins = Pins(self._primary, clock, pin_share)
         orders = {self._primary.name: self._primary.order, **{tier.name: tier.index.order for tier in self._tiers}}
         prompted = [tier.admission for tier in self._tiers if tier.admission and tier.admission.sees_prompts]
@@ -268,10 +268,15 @@ class TieredStore:
 
     @locked
     def _expire(self, after: AfterLock) -> None:
-        """End the pins and promotions whose time is over, since slots are wanted."""
+        """End pins and promotions whose time is over, and what waits for a tier that hangs, since slots are wanted."""
         self._pins.expire()
         self.hints.expire()
         self._promoter.expire(after)
+        for tier in self._tiers:
+            first = tier.hangs
+            if first is not None:
+                self._flusher.give_up(tier, after)
+                after.calls.extend(job.refused for job in reversed(self._pool.withdraw(tier.name, first)))
 
     # -- from lower tiers ---------------------------------------------------------------------------------
 
@@ -373,7 +378,7 @@ class TieredStore:
             for tier in self._tiers:
                 # In tiers that cannot be read now, too: they would serve the chunks again later.
                 tier.index.mark_deleted(keys, unknown=tier.shared)
-                after.jobs.append(deletion(tier.reclaim))
+                after.jobs.append(deletion(tier.reclaim, tier.name))
         self._run(after)
         return known
 
@@ -390,7 +395,7 @@ class TieredStore:
             self._promoter.end_prefetches(after)
             for tier in self._tiers if lower else ():
                 keys.update(tier.index.clear())
-                after.jobs.append(deletion(tier.delete_all))
+                after.jobs.append(deletion(tier.delete_all, tier.name))
             # Whatever an exception may have lost before comes back now.
             self._recount.after_clear(lower=lower)
         self._run(after)
@@ -406,8 +411,13 @@ class TieredStore:
         return StoreStats(tiers, *counts, self._pool.pending)
 
     def wait_for_room(self, timeout: float) -> bool:
-        """Wait until `max_pending_stores` chunks can be stored without a refusal, at most `timeout` seconds."""
-        return self._pool.wait_for_room(self.max_pending_stores * max(1, len(self._tiers)), timeout)
+        """Wait until `max_pending_stores` chunks can be stored without a refusal, at most `timeout` seconds.
+
+        Not for tiers that hang.
+        """
+        with self._lock:
+            lanes = [tier.name for tier in self._tiers if tier.hangs is None]
+        return self._pool.wait_for_room(self.max_pending_stores, lanes, timeout)
 
     def drain(self, timeout: float = 10.0) -> bool:
         """Wait until no I/O is waiting or running, at most `timeout` seconds; True when that is so."""

@@ -27,7 +27,7 @@ TIER = {
     "hits": 1, "reads": 1, "read_bytes": 1, "read_failures": 0, "lost": 0, "writes": 1, "written_bytes": 1,
     "write_rejects": 0, "write_failures": 0, "evictions": 0, "dropped": 0, "prefetched": 0, "prefetch_hits": 0,
     "prefetch_expired": 0, "name": "cpu", "chunks": 1, "used_bytes": 4096, "capacity_bytes": 8192, "states": 0,
-    "breaker": "closed", "write_breaker": "closed", "hung_reads": 0,
+    "breaker": "closed", "write_breaker": "closed", "hung_reads": 0, "hung_writes": 0,
 }  # fmt: skip
 STATS = {
     "time": 1.5, "tiers": [TIER, TIER | {"name": "disk", "capacity_bytes": None}], "leased": 0, "pinned": 0,

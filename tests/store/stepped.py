@@ -115,6 +115,12 @@ class SteppedPool:
         queue.append(job)
         return True
 
+    def withdraw(self, lane: str, first: Priority) -> list[Job]:
+        taken = [job for at, queue in self._queues.items() if at >= first for job in queue if job.lane == lane]
+        for at, queue in self._queues.items():
+            self._queues[at] = deque(job for job in queue if at < first or job.lane != lane)
+        return taken
+
     @property
     def pending(self) -> int:
         return len(self._running) + sum(map(len, self._queues.values()))

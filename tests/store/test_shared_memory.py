@@ -126,15 +126,15 @@ def test_reads_do_not_compete_for_the_cores(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr("lmkv.store.tiered.IOPool", make)
     disk = {"local_disk": str(tmp_path), "max_local_disk_size": 0.01} if with_disk else {}
-    # Threads of an earlier test's engine may still run.
-    others = set(threading.enumerate())
     engine, _ = open_engine(memory_path, local_cpu=False, **disk)
     with engine:
         store(engine, range(64))
         gate = threading.Event()
+        assert engine.drain(LIMIT)
         [pool] = made
-        pool.submit([Job(lambda after: bool(gate.wait(LIMIT)), Priority.LOAD, lambda after: None)] * 40)
-        new = [thread for thread in threading.enumerate() if thread not in others and thread.name.startswith("lmkv-io")]
+        before = set(threading.enumerate())
+        pool.submit([Job(lambda after: bool(gate.wait(LIMIT)), Priority.LOAD, lambda after: None, "alone")] * 40)
+        new = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("lmkv-io")]
         gate.set()
         assert engine.retrieve(range(64), range(BLOCKS)) == 64
     assert len(new) == threads

@@ -528,6 +528,118 @@ def test_reads_that_hang_keep_their_slots_and_are_counted() -> None:
     assert_idle(store)
 
 
+class Sized(Gated):
+    """Is asked for the size of each chunk, too."""
+
+    def stored_bytes(self, nbytes: int) -> int:
+        return self.around("stored_bytes", lambda: nbytes)
+
+
+@pytest.mark.parametrize("verb", ["read", "write", "delete", "stored_bytes"])
+def test_a_tier_that_hangs_keeps_no_other_from_its_work(verb: str) -> None:
+    inner, healthy, clock = memory(200, "hanging"), memory(200, "healthy"), ManualClock()
+    hanging = Sized(inner)
+    store = small_store(32, lower(hanging), lower(healthy), io_threads=4, clock=clock)
+    old, unknown, known = chain("old", 8), chain("unknown", 4), chain("known", 12)
+    put_below(store, old)
+    hanging.shut(verb)
+    promotion = store.promote(old if verb == "read" else [])
+    for number, key in enumerate(old if verb == "delete" else ()):
+        store.delete([key])
+        # One at a time: a call deletes everything that is to be deleted.
+        hanging.waiting(verb, min(number + 1, 3))
+    put(store, chain("more", 8))
+    hanging.waiting(verb, 4 if verb == "read" else 3)
+    # As long as nobody knows that it hangs, too.
+    put(store, unknown)
+    eventually(lambda: healthy._slots.keys() >= {*unknown})
+    clock.advance(6)
+    promotion.release()
+    put(store, known)
+    eventually(lambda: healthy._slots.keys() >= {*known})
+    assert store.wait_for_room(LIMIT)
+    stats = store.stats()
+    assert (stats.tiers[1].hung_reads, stats.tiers[1].hung_writes) == ((4, 0) if verb == "read" else (0, 3))
+    assert stats.leased == {"read": 4, "delete": 0}.get(verb, 3), "one for each call that may use its own"
+    store.drop(known)
+    assert get(store, known) == [0] * len(known)
+    assert not store.drain(0.01)
+    hanging.open()
+    assert_idle(store)
+    assert (store.stats().tiers[1].hung_reads, store.stats().tiers[1].hung_writes) == (0, 0)
+    put(store, chain("after", 4))
+    assert store.drain(LIMIT)
+    assert inner._slots.keys() >= {*chain("after", 4)}
+    assert not inner._slots.keys() & {*old} or verb != "delete", "what was deleted meanwhile is deleted"
+    store.close()
+
+
+def test_slots_of_a_chain_are_not_kept_for_one_write_that_hangs() -> None:
+    class HangsOnce(Gated):
+        def write(self, chunk: Chunk) -> Any:
+            return self.around("write" if chunk.key == keys[3] else "another", lambda: self.inner.write(chunk))
+
+    keys, clock = chain("a", 8), ManualClock()
+    gated = HangsOnce(memory(20, "low"))
+    gated.shut("write")
+    store = small_store(16, lower(gated), io_threads=4, clock=clock)
+    put(store, keys)
+    gated.waiting("write")
+    eventually(lambda: store.stats().tiers[1].writes == 7)
+    assert store.stats().leased == 8
+    clock.advance(6)
+    assert put(store, chain("b", 15)) == 15
+    assert store.stats().leased == 1
+    gated.open()
+    assert_idle(store)
+    store.close()
+
+
+def test_evicted_chunks_that_a_tier_hangs_over_keep_nobody_waiting() -> None:
+    clock = ManualClock()
+    gated, healthy = Gated(memory(40, "hanging")), memory(40, "healthy")
+    store = small_store(16, lower(gated, write="back"), lower(healthy), io_threads=4, clock=clock)
+    wanted = chain("wanted", 4)
+    put_below(store, wanted)
+    gated.shut("write")
+    put(store, chain("a", 16))
+    eventually(lambda: healthy._slots.keys() >= {*chain("a", 16)})
+    put(store, chain("b", 4))
+    gated.waiting("write", 3)
+    clock.advance(6)
+    assert put(store, chain("c", 4)) == 4
+    assert get(store, wanted) == [0] * 4
+    stats = store.stats()
+    assert stats.leased == stats.tiers[1].hung_writes == 3
+    gated.open()
+    assert_idle(store)
+    store.close()
+
+
+def test_a_lookup_asks_the_next_tier_where_one_hangs() -> None:
+    clock = ManualClock()
+    gated = Gated(Persistent(memory(20, "hanging"), shared=True))
+    inner = memory(20, "healthy")
+    store = small_store(8, lower(gated), lower(Persistent(inner, shared=True)), io_threads=2, clock=clock)
+    assert store.wait_indexed(LIMIT)
+    keys = chain("a", 2)
+    for key in keys:
+        inner.write(Chunk(key, memoryview(payload(key))))
+    gated.shut("contains")
+    lookups = [store.look_up_shared([key]) for key in chain("unknown", 2)]
+    gated.waiting("contains", 2)
+    lookup = store.look_up_shared(keys)
+    assert lookup is not None
+    clock.advance(6)
+    put(store, chain("b", 1))
+    assert lookup.wait(LIMIT / 2), "before the call that hangs gives up"
+    assert store.count_prefix(keys) == (0, 2)
+    gated.open()
+    assert all(other is not None and other.wait(LIMIT) for other in lookups)
+    assert_idle(store)
+    store.close()
+
+
 def test_a_chunk_that_is_being_read_is_not_evicted_from_its_tier() -> None:
     below = memory(4, "low")
     gated = Gated(below)

@@ -31,7 +31,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        if self._running and self._hangs():
+        if self.hangs:
             return "open"
         if self._retry_at is None:
             return "closed"
@@ -41,7 +41,7 @@ class Breaker:
     def usable(self) -> bool:
         """Whether a call that began now would be let through."""
         if self._retry_at is None:
-            return not (self._running and self._hangs())
+            return not self.hangs
         return self._probe is None and self.state == "half-open"
 
     @property
@@ -50,9 +50,10 @@ class Breaker:
         now = self.clock()
         return sum(now - started > self.patience for started in self._running.values())
 
-    def _hangs(self) -> bool:
-        oldest = next(iter(self._running.values()))
-        return self.clock() - oldest > self.patience
+    @property
+    def hangs(self) -> bool:
+        """Whether the oldest call has run for longer than the patience."""
+        return bool(self._running) and self.clock() - next(iter(self._running.values())) > self.patience
 
     def begin(self) -> int | None:
         """Begin a call: returns its number, for `end`, or None when it must not be made."""

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
+from attrs import define, field
+
 from lmkv.store.tiers.bell import Bell
 from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
@@ -16,11 +18,47 @@ from lmkv.store.tiers.locking import locked
 logger = logging.getLogger(__name__)
 
 
-class IOPool:
-    """`threads` daemon threads, at least two, over one queue per priority. Thread-safe.
+@define(eq=False)
+class _Lane:
+    """The queues of a tier, and how many threads it has. `running`: jobs, `storing`: stores among them."""
 
-    A quarter of the threads, at least one, never takes stores, so that no load waits for a write. At most
-    `max_stores` stores wait or run: more are refused. Loads are refused only once the pool is closed.
+    wakeup: threading.Condition
+    threads: int = 0
+    running: int = 0
+    storing: int = 0
+    queues: dict[Priority, deque[Job]] = field(init=False, factory=lambda: {priority: deque() for priority in Priority})
+
+    @property
+    def pending(self) -> int:
+        """Jobs that wait or run."""
+        return self.running + sum(map(len, self.queues.values()))
+
+    @property
+    def stores(self) -> int:
+        """Stores that wait or run."""
+        return self.storing + len(self.queues[Priority.STORE])
+
+    def next(self, loads_only: bool) -> Job | None:
+        for priority in (Priority.LOAD, Priority.PREFETCH) if loads_only else Priority:
+            if self.queues[priority]:
+                return self.queues[priority].popleft()
+        return None
+
+    def take(self, first: Priority = Priority.LOAD) -> list[Job]:
+        """Everything that waits, of this priority and lower ones."""
+        queues = [queue for priority, queue in self.queues.items() if priority >= first]
+        taken = [job for queue in queues for job in queue]
+        for queue in queues:
+            queue.clear()
+        return taken
+
+
+class IOPool:
+    """`threads` daemon threads for each lane, at least two, over one queue per priority. Thread-safe.
+
+    Each tier is a lane, so that one that hangs keeps no other waiting. A quarter of a lane's threads, at least one,
+    takes loads alone, so that none waits for a write or a deletion. At most `max_stores` stores of a lane wait or run:
+    more are refused. Others are refused only once the pool is closed.
     """
 
     def __init__(self, threads: int = 16, max_stores: int = 64, name: str = "lmkv-io") -> None:
@@ -28,110 +66,101 @@ class IOPool:
         self._storing = self._size - max(self._size // 4, 1)
         self._max_stores = max_stores
         self._name = name
-        self._queues: dict[Priority, deque[Job]] = {priority: deque() for priority in Priority}
+        self._lanes: dict[str, _Lane] = {}
         self._lock = threading.Lock()
-        self._wakeup = threading.Condition(self._lock)
         self._idle, self._room = Bell(), Bell()
         self._threads: list[threading.Thread] = []
-        self._running = 0
-        self._storing_now = 0
         self._closed = False
 
     def submit(self, jobs: Sequence[Job]) -> list[Job]:
         """Queue jobs; returns those that were refused."""
         with self._lock:
-            refused = [job for job in jobs if not self._queue(job)]
-            self._start_threads()
-            if not self._threads:
-                self._drop_queues()
-                return list(jobs)
-            self._wakeup.notify_all()
-            return refused
+            lanes = {name: self._lane(name) for name in {job.lane for job in jobs}}
+            queued = [self._queue(lanes[job.lane], job) for job in jobs]
+            for lane in lanes.values():
+                self._start_threads(lane)
+                if not lane.threads:
+                    lane.take()
+                lane.wakeup.notify_all()
+            return [job for job, ok in zip(jobs, queued, strict=True) if not (ok and lanes[job.lane].threads)]
 
     @locked
-    def _queue(self, job: Job) -> bool:
-        queue = self._queues[job.priority]
-        full = job.priority is Priority.STORE and self._stores >= self._max_stores
+    def _lane(self, name: str) -> _Lane:
+        if name not in self._lanes:
+            self._lanes[name] = _Lane(threading.Condition(self._lock))
+        return self._lanes[name]
+
+    @locked
+    def _queue(self, lane: _Lane, job: Job) -> bool:
+        full = job.priority is Priority.STORE and lane.stores >= self._max_stores
         if not (self._closed or full):
-            queue.append(job)
+            lane.queues[job.priority].append(job)
         return not (self._closed or full)
 
+    def withdraw(self, lane: str, first: Priority) -> list[Job]:
+        """Take back what waits in a lane, of this priority and lower ones, in the order of service."""
+        with self._lock:
+            jobs = self._lane(lane).take(first)
+        self._room.ring()
+        return jobs
+
     @locked
-    def _start_threads(self) -> None:
-        """Start as many threads as there is work for; the last ones take no stores."""
-        while len(self._threads) < min(self._size, self._pending):
-            index = len(self._threads)
-            thread = threading.Thread(
-                target=self._work, args=(index >= self._storing,), name=f"{self._name}-{index}", daemon=True
-            )
+    def _start_threads(self, lane: _Lane) -> None:
+        """Start as many threads as there is work for; a lane's last ones take loads alone."""
+        while lane.threads < min(self._size, lane.pending):
+            name, loads_only = f"{self._name}-{len(self._threads)}", lane.threads >= self._storing
+            thread = threading.Thread(target=self._work, args=(lane, loads_only), name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
                 logger.warning("lmkv: no thread for I/O: %s", error)
                 return
             self._threads.append(thread)
+            lane.threads += 1
 
-    @locked
-    def _next(self, loads_only: bool) -> Job | None:
-        for priority in (Priority.LOAD, Priority.PREFETCH) if loads_only else Priority:
-            if self._queues[priority]:
-                return self._queues[priority].popleft()
-        return None
-
-    def _work(self, loads_only: bool) -> None:
+    def _work(self, lane: _Lane, loads_only: bool) -> None:
         while True:
             with self._lock:
-                while (job := self._next(loads_only)) is None:
+                while (job := lane.next(loads_only)) is None:
                     if self._closed:
                         return
-                    self._wakeup.wait()
-                self._running += 1
-                self._storing_now += job.priority is Priority.STORE
+                    lane.wakeup.wait()
+                lane.running += 1
+                lane.storing += job.priority is Priority.STORE
             try:
-                self._do(job)
+                self._do(lane, job)
             finally:
                 del job
                 with self._lock:
-                    self._running -= 1
+                    lane.running -= 1
                     idle = not self._pending
                 if idle:
                     self._idle.ring()
 
-    def _do(self, job: Job) -> None:
+    def _do(self, lane: _Lane, job: Job) -> None:
         after = AfterLock()
         try:
             try:
                 job.work(after)
             finally:
                 if job.priority is Priority.STORE:
-                    self._end_store()
+                    self._end_store(lane)
                 after.run(self.submit)
         except BaseException:
             # The thread must go on, whatever a handler of logs raises.
             with suppress(BaseException):
                 logger.exception("lmkv: an unexpected error in an I/O thread; please report it")
 
-    def _end_store(self) -> None:
+    def _end_store(self, lane: _Lane) -> None:
         """Count a store as ended before its follow-ups run: one of them may take its place."""
         with self._lock:
-            self._storing_now -= 1
+            lane.storing -= 1
         self._room.ring()
-
-    @locked
-    def _drop_queues(self) -> None:
-        for queue in self._queues.values():
-            queue.clear()
-
-    @property
-    @locked
-    def _stores(self) -> int:
-        """Stores that wait or run."""
-        return self._storing_now + len(self._queues[Priority.STORE])
 
     @property
     @locked
     def _pending(self) -> int:
-        return self._running + sum(map(len, self._queues.values()))
+        return sum(lane.pending for lane in self._lanes.values())
 
     @property
     def pending(self) -> int:
@@ -139,22 +168,20 @@ class IOPool:
         with self._lock:
             return self._pending
 
-    def wait_for_room(self, stores: int, timeout: float) -> bool:
-        """Wait until the pool would take `stores` stores, at most `timeout` seconds; True when it would."""
+    def wait_for_room(self, stores: int, lanes: Sequence[str], timeout: float) -> bool:
+        """Wait until each lane would take `stores` stores, at most `timeout` seconds; True when it would."""
 
         def has_room() -> bool:
             with self._lock:
-                return self._stores + stores <= self._max_stores
+                return all(self._lane(name).stores + stores <= self._max_stores for name in lanes)
 
         return self._room.wait_for(has_room, timeout)
 
     def after_fork(self) -> None:
         """In a child process: there are no threads, and the lock may have been held by one of them."""
         self._lock = threading.Lock()
-        self._wakeup, self._idle, self._room = threading.Condition(self._lock), Bell(), Bell()
-        self._threads, self._running, self._storing_now, self._closed = [], 0, 0, True
-        for queue in self._queues.values():
-            queue.clear()
+        self._idle, self._room = Bell(), Bell()
+        self._threads, self._lanes, self._closed = [], {}, True
 
     def runs_here(self) -> bool:
         """Whether this thread is one of the pool's, which cannot wait for the others."""
@@ -173,8 +200,9 @@ class IOPool:
         self.drain(timeout)
         with self._lock:
             self._closed = True
-            self._drop_queues()
-            self._wakeup.notify_all()
+            for lane in self._lanes.values():
+                lane.take()
+                lane.wakeup.notify_all()
         self._idle.ring()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()) + 0.05)

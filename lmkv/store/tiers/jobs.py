@@ -17,19 +17,21 @@ class Priority(IntEnum):
 
     LOAD = 0
     PREFETCH = 1
-    STORE = 2
+    DELETION = 2
+    STORE = 3
 
 
 @define(eq=False)
 class Job:
     """`work` runs on an I/O thread and handles its own errors; `refused` runs if the pool does not take it.
 
-    Both get an `AfterLock` for further plans, which is run after them.
+    Both get an `AfterLock` for further plans, which is run after them. `lane`: the tier whose threads do it.
     """
 
     work: Callable[[AfterLock], None]
     priority: Priority
     refused: Callable[[AfterLock], None]
+    lane: str = ""
 
 
 @define(eq=False)
@@ -76,6 +78,6 @@ class AfterLock:
             self.calls.popleft()
 
 
-def deletion(work: Callable[[], None]) -> Job:
-    """A job that a closed pool may refuse: then the store serves nothing that it would delete."""
-    return Job(lambda after: work(), Priority.LOAD, lambda after: None)
+def deletion(work: Callable[[], None], lane: str) -> Job:
+    """A job that a pool may refuse: the store serves nothing that it would delete."""
+    return Job(lambda after: work(), Priority.DELETION, lambda after: None, lane)

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, takewhile
-from typing import Literal
+from typing import Literal, TypeVar
 
 import attrs
 
@@ -23,6 +23,7 @@ from lmkv.store.tiers.breaker import Breaker
 from lmkv.store.tiers.changes import Changes
 from lmkv.store.tiers.guests import GuardedAdmission
 from lmkv.store.tiers.index import TierIndex, Victims
+from lmkv.store.tiers.jobs import Priority
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.stats import TierCounters, TierStats
@@ -30,6 +31,7 @@ from lmkv.store.tiers.stats import TierCounters, TierStats
 logger = logging.getLogger(__name__)
 
 Operation = Literal["read", "write"]
+T = TypeVar("T")
 
 _MAX_TIMES = 1000
 _FIRST_BATCH, _BATCH_GROWTH = 4, 8
@@ -63,6 +65,8 @@ class LowerTier:
         self._counters = TierCounters()
         self.times: deque[tuple[Operation, float]] = deque(maxlen=_MAX_TIMES)
         self._reads, self._writes = Breaker(clock), Breaker(clock)
+        # Deletions, and questions about sizes. Failures do not open it: each deletion has to be tried.
+        self._others = Breaker(clock)
         self._failed_once: set[ChunkKey] = set()
         self._clearing = False
         self._closed = False
@@ -75,7 +79,14 @@ class LowerTier:
     @property
     def writable(self) -> bool:
         """Whether a write may succeed now."""
-        return self.usable and self._writes.usable
+        return self.usable and self._writes.usable and not self._others.hangs
+
+    @property
+    def hangs(self) -> Priority | None:
+        """From which priority on nothing should wait, because calls of the backend hang."""
+        if self._reads.hangs:
+            return Priority.LOAD
+        return Priority.DELETION if self._writes.hangs or self._others.hangs else None
 
     @locked
     def has(self, key: ChunkKey) -> bool:
@@ -84,14 +95,30 @@ class LowerTier:
     @locked
     def wants(self, key: ChunkKey) -> bool:
         """Whether the key should be written here: it is not, nor is it being written, and it is admitted."""
-        return not self.index.knows(key) and (self.admission is None or self.admission.admit(key))
+        if self.index.knows(key) or not (self.admission is None or self.admission.admit(key)):
+            return False
+        hangs = self.hangs is not None
+        self._counters.write_rejects += hangs
+        return not hangs
 
     def _cost(self, key: ChunkKey) -> int:
         """Bytes that the chunk takes on the medium."""
         nbytes, backend = self._payload_bytes(key), self.backend
         if not isinstance(backend, SizesChunks):
             return nbytes
-        return attempt(lambda: checked(backend.stored_bytes(nbytes), int), lambda error: nbytes)
+        return self._unless_hanging(lambda: checked(backend.stored_bytes(nbytes), int), nbytes)
+
+    def _unless_hanging(self, call: Callable[[], T], default: T) -> T:
+        """Make a call that is no read and no write. The default if it raises, or if another one hangs."""
+        with self._lock:
+            number = self._others.begin()
+        if number is None:
+            return default
+        try:
+            return attempt(call, lambda error: default)
+        finally:
+            with self._lock:
+                self._others.end(number, ok=True)
 
     def stats(self) -> TierStats:
         return TierStats(
@@ -101,6 +128,7 @@ class LowerTier:
             used_bytes=self.index.used,
             capacity_bytes=self.index.capacity,
             hung_reads=self._reads.hanging,
+            hung_writes=self._writes.hanging + self._others.hanging,
             breaker=self._reads.state,
             write_breaker=self._writes.state,
         )
@@ -269,7 +297,7 @@ class LowerTier:
     ) -> tuple[Victims, int] | None:
         if self.index.knows(key) or not is_wanted() or self._closed:
             return None
-        if self._reads.usable and self._writes.usable:
+        if self.writable:
             stored = len(self.index)
             victims = self.index.begin_write(key, cost, protect)
             if victims is not None:
@@ -339,10 +367,14 @@ class LowerTier:
 
     def reclaim(self) -> None:
         """Delete the tombstones' bytes. A chunk that cannot be deleted stays a tombstone for the next write."""
+        # Again, for those that came while a call hung.
+        while self._unless_hanging(self._reclaim_once, False):
+            pass
+
+    def _reclaim_once(self) -> bool:
         with self._lock, self._changes:
             victims = self.index.take_tombstones()
-        if victims:
-            self._tried("delete", lambda: self._reclaim(victims))
+        return bool(victims) and self._tried("delete", lambda: self._reclaim(victims))
 
     def delete_all(self) -> None:
         """Delete everything, listed or not; until that has worked nothing is written."""

@@ -40,8 +40,9 @@ class TierStats(TierCounters):
 
     `states`: of recurrent layers, in host memory; lower tiers count them as chunks. `breaker`: "open" while the tier
     keeps failing and counts as empty, "half-open" when it is about to be tried again. `write_breaker`: the same for
-    writes alone, while stored chunks are still served. `hung_reads`: reads that have run for more than five seconds;
-    each keeps a slot of host memory until it ends.
+    writes alone, while stored chunks are still served. `hung_reads`, `hung_writes`: calls that have run for more than
+    five seconds, deletions among the writes; each keeps a thread of the tier until it ends, a read or write also
+    a slot of host memory.
     """
 
     name: str
@@ -52,6 +53,7 @@ class TierStats(TierCounters):
     breaker: BreakerState = "closed"
     write_breaker: BreakerState = "closed"
     hung_reads: int = 0
+    hung_writes: int = 0
 
 
 @frozen

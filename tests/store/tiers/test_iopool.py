@@ -13,11 +13,13 @@ from lmkv.store.tiers.iopool import IOPool
 from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from tests.kit import LIMIT
 
-LOAD, PREFETCH, STORE = Priority
+LOAD, PREFETCH, DELETION, STORE = Priority
 
 
-def job(work: Callable[[], None], priority: Priority = LOAD, refused: Callable[[], None] = lambda: None) -> Job:
-    return Job(lambda after: work(), priority, lambda after: refused())
+def job(
+    work: Callable[[], None], priority: Priority = LOAD, refused: Callable[[], None] = lambda: None, lane: str = ""
+) -> Job:
+    return Job(lambda after: work(), priority, lambda after: refused(), lane)
 
 
 class Gate:
@@ -36,7 +38,7 @@ class Gate:
             assert self.begun.acquire(timeout=LIMIT)
 
 
-def test_loads_go_before_prefetches_and_those_before_stores() -> None:
+def test_loads_go_before_prefetches_before_deletions_before_stores() -> None:
     pool, gates = IOPool(2, name="ordered"), {"ordered-0": Gate(), "ordered-1": Gate()}
     order: list[str] = []
 
@@ -46,22 +48,24 @@ def test_loads_go_before_prefetches_and_those_before_stores() -> None:
     pool.submit([job(wait), job(wait)])
     for gate in gates.values():
         gate.begun_by(1)
-    for name, priority in (("s", STORE), ("p", PREFETCH), ("l", LOAD), ("s", STORE), ("p", PREFETCH), ("l", LOAD)):
+    names = {"l": LOAD, "p": PREFETCH, "d": DELETION, "s": STORE}
+    for name, priority in [*reversed(names.items()), *reversed(names.items())]:
         pool.submit([job(lambda name=name: order.append(name), priority)])  # type: ignore[misc]
     done = threading.Event()
     pool.submit([job(done.set, STORE)])
     gates["ordered-0"].opened.set()
     assert done.wait(LIMIT)
-    assert "".join(order) == "llppss"
+    assert "".join(order) == "llppddss"
     gates["ordered-1"].opened.set()
     assert pool.close(LIMIT)
 
 
 @pytest.mark.parametrize(("threads", "storing"), [(1, 1), (2, 1), (4, 3), (16, 12)])
-def test_some_threads_are_kept_free_of_stores(threads: int, storing: int) -> None:
+@pytest.mark.parametrize("priority", [DELETION, STORE])
+def test_some_threads_are_kept_for_loads(threads: int, storing: int, priority: Priority) -> None:
     pool, gate = IOPool(threads), Gate()
     for _ in range(20):
-        pool.submit([job(gate, STORE)])
+        pool.submit([job(gate, priority)])
     gate.begun_by(storing)
     free = max(threads, 2) - storing
     for _ in range(3):
@@ -86,6 +90,35 @@ def test_stores_beyond_the_bound_are_refused_and_loads_never() -> None:
     assert pool.drain(LIMIT)
     assert pool.pending == 0
     pool.close()
+
+
+@pytest.mark.parametrize("priority", Priority)
+def test_a_lane_that_stands_still_delays_no_other(priority: Priority) -> None:
+    pool, gate = IOPool(2, max_stores=3), Gate()
+    pool.submit([job(gate, priority, lane="a") for _ in range(3)])
+    gate.begun_by(1 if priority >= DELETION else 2)
+    for other in Priority:
+        done = threading.Event()
+        assert pool.submit([job(done.set, other, lane="b")]) == []
+        assert done.wait(LIMIT)
+    assert pool.wait_for_room(3, ["b"], LIMIT)
+    assert pool.wait_for_room(3, ["a"], 0.0) == (priority is not STORE)
+    assert len(pool.withdraw("a", priority)) == (2 if priority >= DELETION else 1)
+    gate.opened.set()
+    assert pool.close(LIMIT)
+
+
+def test_what_waits_in_a_lane_can_be_withdrawn_from_a_priority_on() -> None:
+    pool, gate = IOPool(2), Gate()
+    pool.submit([job(gate), job(gate)])
+    gate.begun_by(2)
+    jobs = [job(lambda: None, priority) for priority in Priority]
+    assert pool.submit(jobs) == []
+    assert pool.withdraw("", DELETION) == jobs[2:]
+    assert pool.withdraw("", LOAD) == jobs[:2]
+    assert pool.pending == 2
+    gate.opened.set()
+    assert pool.close(LIMIT)
 
 
 def test_threads_come_with_the_work_and_go_at_the_end() -> None:
