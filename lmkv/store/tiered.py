@@ -33,7 +33,7 @@ from lmkv.store.reserver import Reserver
 from lmkv.store.shared_lookup import SharedLookup
 from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.changes import Changes
-from lmkv.store.tiers.closing import PATIENCE, close_all
+from lmkv.store.tiers.closing import PATIENCE, close_all, ends_in_time
 from lmkv.store.tiers.iopool import IOPool
 from lmkv.store.tiers.jobs import AfterLock, deletion
 from lmkv.store.tiers.locking import locked
@@ -427,11 +427,12 @@ class TieredStore:
         """Finish the I/O under way, for at most `timeout` seconds, and close every backend. Idempotent.
 
         A call that hangs is left behind on its daemon thread; promotions that wait for it fail. Backends have some
-        seconds more to close. One call that was interrupted is carried on by the next.
+        seconds more to close. Where a policy hangs, host memory is left behind, too. One call that was interrupted is
+        carried on by the next.
         """
         deadline = time.monotonic() + timeout
-        with self._lock:
-            self._closed = True
+        # Without the lock, which a policy of another package may keep for ever.
+        self._closed = True
         with self._closing:
             if not self._ended:
                 self._end(deadline)
@@ -442,6 +443,16 @@ class TieredStore:
             scanner.stop(max(0.0, deadline - time.monotonic()))
         if not self._pool.close(max(0.0, deadline - time.monotonic())):
             logger.warning("lmkv: a backend hangs; its I/O thread is left behind")
+        ended = ends_in_time(self._empty)
+        if not ended:
+            logger.error("lmkv: a policy, filter or observer hangs; the store's host memory is left behind")
+        # Host memory last: they may work on it.
+        close_all((tier.name, tier.backend) for tier in self._tiers)
+        if ended:
+            close_all([(self._primary.name, self._primary.backend)])
+
+    def _empty(self) -> None:
+        """Serve nothing more, and finish every promotion that waits."""
         after = AfterLock()
         with self._lock, self._changes:
             self._promoter.close(after)
@@ -449,9 +460,6 @@ class TieredStore:
             for tier in self._tiers:
                 tier.close()
         self._run(after)
-        # Host memory last: they may work on it.
-        close_all((tier.name, tier.backend) for tier in self._tiers)
-        close_all([(self._primary.name, self._primary.backend)])
 
     def after_fork(self) -> None:
         """Close the store in a forked child, which has none of the threads."""

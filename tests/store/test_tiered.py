@@ -640,6 +640,58 @@ def test_a_lookup_asks_the_next_tier_where_one_hangs() -> None:
     store.close()
 
 
+class Hanging(LRU):
+    """A policy, filter and observer of another package that waits for ever once it is `shut`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shut = False
+        self.began, self.opened = threading.Event(), threading.Event()
+
+    def hang(self, *_: object) -> bool:
+        if self.shut:
+            self.began.set()
+            assert self.opened.wait(LIMIT)
+        return True
+
+    admit = stored = removed = hang
+
+    def evict(self, nbytes: int, protect: Any = frozenset()) -> list[ChunkKey] | None:
+        self.hang()
+        return super().evict(nbytes, protect)
+
+
+@pytest.mark.parametrize("role", ["policy", "policy below", "filter", "observer"])
+def test_a_guest_that_hangs_under_the_lock_keeps_no_store_from_closing(
+    role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(closing, "PATIENCE", 0.5)
+    guest, backend = Hanging(), memory(8, "low")
+    below = guest if role == "policy below" else LRU()
+    tier = Tier(backend, below, capacity_bytes=2 * SLOT, admission=guest if role == "filter" else None)
+    store = TieredStore(Tier(memory(4), guest if role == "policy" else LRU()), [tier])
+    if role == "observer":
+        store.catalog.add_observer(guest)  # type: ignore[arg-type]
+    put(store, chain("a", 4))
+    assert store.drain(LIMIT)
+    guest.shut = True
+    thread = threading.Thread(target=put, args=(store, chain("b", 4)), daemon=True)
+    thread.start()
+    assert guest.began.wait(LIMIT)
+    store.close(0.1)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
+        "lmkv: a policy, filter or observer hangs; the store's host memory is left behind"
+    ]
+    with pytest.raises(ClosedError):
+        backend.contains([])
+    store.close(0.1)
+    guest.opened.set()
+    thread.join(LIMIT)
+    # Late, but in the end.
+    eventually(lambda: not store.stats().leased)
+    assert put(store, chain("c", 1)) == 0
+
+
 def test_a_chunk_that_is_being_read_is_not_evicted_from_its_tier() -> None:
     below = memory(4, "low")
     gated = Gated(below)
