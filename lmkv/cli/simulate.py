@@ -69,6 +69,7 @@ def simulate(
     ] = 0.0,
     spread: Annotated[float, typer.Option(min=0, help="Start sessions at random within this number of seconds.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of these random times.")] = 1,
+    memory: Annotated[str, typer.Option(help="Memory that one trace may take.")] = "4GiB",
     plot: Annotated[Path | None, typer.Option(help="Draw hit ratios over capacity in GB.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object.")] = False,
 ) -> None:
@@ -82,7 +83,7 @@ def simulate(
         with Progress(console=Console(stderr=True), disable=as_json, transient=True) as progress:
             for path in traces:
                 task = progress.add_task(f"reading {path.name}", total=None)
-                trace = read_trace(path, chunk_size, spread=spread, seed=seed)
+                trace = read_trace(path, chunk_size, spread=spread, seed=seed, memory=size_of(memory, 1, 0))
                 runner = Runner(trace, token_bytes * trace.chunk_tokens, progress, told_ends)
                 progress.remove_task(task)
                 if ram or disk:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from lmkv.protocols import ChunkKey
 from lmkv.simulation.trace import Trace
@@ -37,6 +37,10 @@ def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
             else:
                 next_use[key] = use
                 heappush(heap, (-use, -depth, key))
+        if len(heap) > 2 * len(next_use) + len(keys):
+            # Without the uses that are over, which would take more memory than all else.
+            heap = [each for each in heap if next_use.get(each[2]) == -each[0]]
+            heapify(heap)
         while len(next_use) > capacity:
             use, _, key = heappop(heap)
             if next_use.get(key) == -use:

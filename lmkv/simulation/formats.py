@@ -11,24 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from lmkv.errors import UsageError, outside, short_repr
-from lmkv.simulation.trace import KeyTable, Trace, TraceRequest, chunked
+from lmkv.simulation.trace import REQUEST_BLOCKS, KeyTable, Room, Trace, TraceRequest, chunked
 
 _MOONCAKE_BLOCK, _SESSION_BLOCK, _RAG_BLOCK = 512, 64, 64
 _MAX_LINE = 16 << 20
 _MAX_BLOCKS = 1 << 20
-_MAX_ACCESSES = 1 << 27
+_MAX_SESSION = 1000
 _MAX_TOKENS = 1 << 40
 _MAX_TIME = 1e15
-"""At most: characters of a line, blocks of a request, chunks of all, tokens, and seconds or milliseconds."""
+"""At most: characters of a line, blocks of a request, characters of a session, tokens, seconds or milliseconds."""
+MEMORY = 4 << 30
+"""Bytes that a trace may take: 25 million blocks that make a million chunks take 2.6 of these 4 GiB."""
 _RAG_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
 
 
-def read_trace(path: Path, chunk_tokens: int | None = None, *, spread: float = 0.0, seed: int = 1) -> Trace:
+def read_trace(
+    path: Path, chunk_tokens: int | None = None, *, spread: float = 0.0, seed: int = 1, memory: int = MEMORY
+) -> Trace:
     """Read the trace in a file, or RAGPulse's in its folder; both may be compressed with zstd.
 
     `chunk_tokens`: None for the trace's own block. `spread`: sessions of a run-length file begin at uniformly random
-    times within this number of seconds; 0: as the file says. Raises UsageError for a file that is none of these, with
-    the line and what is wrong with it.
+    times within this number of seconds; 0: as the file says. `memory`: bytes that it may take. Raises UsageError for a
+    file that is none of these or takes more, with the line and what is wrong with it.
     """
     if path.is_dir():
         path = next(iter(sorted(path.glob("0_trace.jsonl*"))), path / "0_trace.jsonl")
@@ -39,18 +43,16 @@ def read_trace(path: Path, chunk_tokens: int | None = None, *, spread: float = 0
     name = path.name.removesuffix(".zst").removesuffix(".jsonl").removesuffix("_trace")
     name = path.absolute().parent.name if name == "0" else name
     requests: list[TraceRequest] = []
-    left = _MAX_ACCESSES
+    room = Room(memory)
     with parsed_lines(path) as lines:
-        for request in reader(name, lines, size, path):
-            left -= len(request.keys)
-            if left < 0:
-                raise ValueError(f"its requests have more than {_MAX_ACCESSES:,} chunks")
+        for request in reader(name, lines, size, path, room):
+            room.take(REQUEST_BLOCKS)
             requests.append(request)
     requests.sort(key=lambda request: request.time)
     return Trace(name, size, requests)
 
 
-Reader = Callable[[str, Iterator[Any], int, Path], Iterator[TraceRequest]]
+Reader = Callable[[str, Iterator[Any], int, Path, Room], Iterator[TraceRequest]]
 
 
 def _reader(first: Any, spread: float, seed: int) -> tuple[Reader, Callable[[Any], int]]:
@@ -60,8 +62,8 @@ def _reader(first: Any, spread: float, seed: int) -> tuple[Reader, Callable[[Any
         return _recorded, _recorded_block
     if "requests" in first:
 
-        def sessions(name: str, lines: Iterator[Any], size: int, path: Path) -> Iterator[TraceRequest]:
-            return _sessions(name, lines, size, spread, random.Random(seed))
+        def sessions(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -> Iterator[TraceRequest]:
+            return _sessions(name, lines, size, room, spread, random.Random(seed))
 
         return sessions, lambda _: _SESSION_BLOCK
     if isinstance(first.get("hash_ids"), dict):
@@ -69,11 +71,12 @@ def _reader(first: Any, spread: float, seed: int) -> tuple[Reader, Callable[[Any
     return _mooncake, lambda _: _MOONCAKE_BLOCK
 
 
-def _mooncake(name: str, lines: Iterator[Any], size: int, _: Path) -> Iterator[TraceRequest]:
-    table = KeyTable(name)
+def _mooncake(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -> Iterator[TraceRequest]:
+    table = KeyTable(name, room)
     per = _blocks_per_chunk(size, _MOONCAKE_BLOCK)
     for line in lines:
         blocks = _names(line["hash_ids"])
+        room.take(len(blocks))
         # An id stands for all that comes before it, too.
         keys = (
             [table.key(block) for block in blocks] if per == 1 else table.chain(0, chunked(blocks, per, partial=True))
@@ -83,40 +86,43 @@ def _mooncake(name: str, lines: Iterator[Any], size: int, _: Path) -> Iterator[T
 
 
 def _sessions(
-    name: str, lines: Iterator[Any], size: int, spread: float, chance: random.Random
+    name: str, lines: Iterator[Any], size: int, room: Room, spread: float, chance: random.Random
 ) -> Iterator[TraceRequest]:
     per = _blocks_per_chunk(size, _SESSION_BLOCK)
     for line in lines:
         session = _session(line["id"])
-        table = KeyTable(f"{name} {session}")
+        table = KeyTable(f"{name} {session}", room)
         requests = line["requests"]
         start = chance.uniform(0, spread) - _seconds(requests[0][0]) if spread and requests else 0.0
         for time, tokens, output, _, runs in requests:
-            if sum(_count(count) for _, count in runs) > _MAX_BLOCKS:
+            if (count := sum(_count(count) for _, count in runs)) > _MAX_BLOCKS:
                 raise ValueError(f"a request has more than {_MAX_BLOCKS:,} blocks")
+            room.take(count)
             blocks = [block for first, count in runs for block in range(first, first + count)]
             keys = table.chain(0, chunked(blocks, per, partial=False))
             yield TraceRequest(start + _seconds(time), keys, _count(tokens), _count(output), session)
 
 
-def _ragpulse(name: str, lines: Iterator[Any], size: int, path: Path) -> Iterator[TraceRequest]:
-    lengths = _rag_lengths(path)
-    table = KeyTable(name)
+def _ragpulse(name: str, lines: Iterator[Any], size: int, path: Path, room: Room) -> Iterator[TraceRequest]:
+    lengths = _rag_lengths(path, room)
+    table = KeyTable(name, room)
     for line in lines:
         parts = [(part, number) for part in _RAG_PARTS for number in _names(line["hash_ids"].get(part, []))]
         total = _count(sum(lengths[number] for _, number in parts))
         if total // size > _MAX_BLOCKS:
             raise ValueError(f"a request has more than {_MAX_BLOCKS:,} chunks")
+        room.take(len(parts) + total // size)
         keys = table.chain(0, _cut(parts, lengths, size))
         output, session = _count(line["output_length"]), _session(line["session_id"])
         yield TraceRequest(_seconds(float(line["timestamp"])), keys, total, output, session)
 
 
-def _rag_lengths(path: Path) -> dict[Any, int]:
+def _rag_lengths(path: Path, room: Room) -> dict[Any, int]:
     lengths: dict[Any, int] = {}
     for side in sorted(path.parent.glob("[1-9]_*.jsonl*")):
         with parsed_lines(side) as lines:
             for entry in lines:
+                room.take(REQUEST_BLOCKS)
                 (number,) = _names([value for name, value in entry.items() if name.endswith("_id")][:1])
                 lengths[number] = _count(entry["token_length"])
     return lengths
@@ -141,11 +147,13 @@ def _recorded_block(header: Any) -> int:
     return _count(header["chunk_tokens"], 1)
 
 
-def _recorded(name: str, lines: Iterator[Any], size: int, _: Path) -> Iterator[TraceRequest]:
+def _recorded(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -> Iterator[TraceRequest]:
     per = _blocks_per_chunk(size, _recorded_block(next(lines)))
-    table = KeyTable(name)
+    table = KeyTable(name, room)
     for line in lines:
-        keys = [table.key(key) for key in line["keys"].split()]
+        names = line["keys"].split()
+        room.take(len(names))
+        keys = [table.key(key) for key in names]
         keys = keys if per == 1 else keys[per - 1 :: per]
         tokens, output = _count(line["tokens"]), _count(line.get("output", 0))
         yield TraceRequest(_seconds(line["t"]), keys, tokens, output, _session(line.get("session", "")))
@@ -180,7 +188,7 @@ def _names(values: Any) -> list[Any]:
 
 
 def _session(value: Any) -> str:
-    if type(value) not in (int, str):
+    if type(value) not in (int, str) or len(str(value)) > _MAX_SESSION:
         raise ValueError(f"{short_repr(value)} is no session")
     return str(value)
 

@@ -12,6 +12,11 @@ from attrs import define, field
 from lmkv.protocols import ChunkKey
 
 _KEY_BYTES: Final = 16
+_BLOCK_BYTES: Final = 64
+_CHUNK_BYTES: Final = 1024
+REQUEST_BLOCKS: Final = 8
+"""Memory of a block of a request and of a chunk that no request had before, replays included; blocks that a request is
+as large as."""
 
 
 @define(eq=False)
@@ -53,6 +58,25 @@ class Trace:
 
 
 @define(eq=False)
+class Room:
+    """Memory that one trace may take. `nbytes`: at most. Raises ValueError when that is exceeded."""
+
+    nbytes: int
+    blocks: int = 0
+    chunks: int = 0
+
+    def take(self, blocks: int, chunks: int = 0) -> None:
+        """Count this much, before it is made."""
+        self.blocks += blocks
+        self.chunks += chunks
+        if self.blocks * _BLOCK_BYTES + self.chunks * _CHUNK_BYTES > self.nbytes:
+            raise ValueError(
+                f"with this line the trace has {self.blocks:,} blocks of {_BLOCK_BYTES} bytes and {self.chunks:,} "
+                f"different chunks of {_CHUNK_BYTES:,}, more than --memory: {self.nbytes / 2**30:.3g} GiB"
+            )
+
+
+@define(eq=False)
 class KeyTable:
     """Makes keys that stand for a chunk and all before it, as lmkv's do. Equal keys are one object.
 
@@ -60,11 +84,13 @@ class KeyTable:
     """
 
     name: str
+    room: Room
     _keys: dict[object, ChunkKey] = field(init=False, factory=dict)
 
     def key(self, of: object) -> ChunkKey:
         key = self._keys.get(of)
         if key is None:
+            self.room.take(0, 1)
             digest = hashlib.blake2b(f"{self.name} {len(self._keys)}".encode(), digest_size=_KEY_BYTES)
             key = self._keys[of] = digest.digest()
         return key

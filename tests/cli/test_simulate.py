@@ -6,6 +6,7 @@ import json
 import os
 import random
 import tempfile
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,42 @@ def test_what_is_no_trace_is_refused_with_its_place(content: str, spread: int, t
     assert len(str(refused.value)) < 600
     assert str(refused.value).isprintable()
     assert CliRunner().invoke(app, ["simulate", str(tmp_path / "x.jsonl")]).exit_code == 2
+
+
+RUN = [0, 64, 1, 0, [[0, 1000]]]
+TOO_LARGE: dict[str, tuple[list[Any], int | None]] = {
+    "chunks": ([{"id": number, "requests": [RUN]} for number in range(12)], None),
+    "blocks": ([{"id": 1, "requests": [RUN] * 1000}] * 20, None),
+    "blocks of no chunk": ([{"id": 1, "requests": [RUN] * 1000}] * 20, 64 << 20),
+    "requests": ([{"id": 1, "requests": [[0, 64, 1, 0, []]] * 10_000}] * 20, None),
+    "ids": ([{**MOONCAKE, "hash_ids": [f"{number} {at}" for at in range(1000)]} for number in range(12)], None),
+    "tokens": ([{**RAG, "hash_ids": {"history": [1] * 7}}] * 20, 1),
+    "keys": ([HEADER, *({**RECORDED, "keys": "a " * 100_000} for _ in range(20))], None),
+}
+
+
+@pytest.mark.parametrize(("lines", "size"), TOO_LARGE.values(), ids=TOO_LARGE)
+def test_a_trace_that_takes_too_much_memory_is_refused_with_the_line(
+    lines: list[Any], size: int | None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "x"
+    folder.mkdir()
+    (folder / "0_trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "1_side.jsonl").write_text('{"history_id": 1, "token_length": 100000}')
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match=r"line \d+: no trace: with this line .* more than --memory: 0.00977 GiB"):
+            read_trace(folder, size, memory=10 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 30 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_how_much_memory_a_trace_may_take_can_be_said(sessions: Path) -> None:
+    few = CliRunner().invoke(app, ["simulate", str(sessions), "--memory", "0.1MiB"])
+    assert few.exit_code == 2
+    assert "more than --memory" in " ".join(few.stderr.replace("│", " ").split())
+    assert CliRunner().invoke(app, ["simulate", str(sessions), "--memory", "1GiB"]).exit_code == 0
 
 
 def test_a_file_that_is_none_or_broken_is_no_trace(tmp_path: Path, sessions: Path) -> None:
