@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -46,6 +47,8 @@ _ENDPOINT = re.compile(
 _MAX_REQUESTS = 32
 """Requests under way for one call of `contains` or `delete`."""
 _BATCH_NAMES = 1000
+_LOOK_SECONDS = 0.1
+"""How often a listing looks whether it was closed."""
 _SAID = 10_000
 """Characters of an error that are looked at."""
 _NO_SPACE = ("(os error 28)", "(os error 122)")
@@ -112,11 +115,20 @@ class ObjectStoreBackend(RemoteBackend):
     def _list(self) -> Iterator[list[Listed]]:
         pages, last = obstore.list(self._store, self._root, chunk_size=_BATCH_NAMES), ""
         # Not one page after the other here: obstore skips empty ones for ever, and only a coroutine of its ends early.
-        while page := self._threads.submit(asyncio.run, _next_page(pages)).result():
+        while page := self._threads.submit(asyncio.run, self._next_page(pages)).result():
             if page[-1]["path"] == last:
                 raise ValueError("it lists the same page again")
             last = page[-1]["path"]
             yield [Listed(key, each["size"]) for each in page if (key := self._key_of(each["path"]))]
+
+    async def _next_page(self, pages: Any) -> Any:
+        """The next page of a listing that has names; None at its end."""
+        page, until = asyncio.ensure_future(anext(pages, None)), time.monotonic() + base.QUIET_SECONDS
+        while not (await asyncio.wait([page], timeout=_LOOK_SECONDS))[0]:
+            self._check_open()
+            if time.monotonic() > until:
+                raise TimeoutError(f"it lists nothing for {base.QUIET_SECONDS:.0f} s, and goes on")
+        return page.result()
 
     def _key_of(self, path: str) -> ChunkKey | None:
         """The key in a path; None for other objects."""
@@ -199,14 +211,6 @@ class ObjectStoreBackend(RemoteBackend):
 
 
 open_url = ObjectStoreBackend
-
-
-async def _next_page(pages: Any) -> Any:
-    """The next page of a listing that has names; None at its end."""
-    try:
-        return await asyncio.wait_for(anext(pages, None), base.QUIET_SECONDS)
-    except TimeoutError:
-        raise TimeoutError(f"it lists nothing for {base.QUIET_SECONDS:.0f} s, and goes on") from None
 
 
 def _said(error: Exception) -> str:

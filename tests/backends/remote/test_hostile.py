@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +25,13 @@ from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.backends.remote.value_codec import ValueCodec
 from lmkv.chunks.format import ChunkFormat
-from lmkv.errors import BackendError, ConfigError
+from lmkv.errors import BackendError, ClosedError, ConfigError, LmkvError
 from lmkv.outcomes import HIT, ReadStatus, WriteStatus
 from lmkv.protocols import Chunk, Listed
 from lmkv.testing.backend_suite import chunk_of, new_key
 from tests.backends.remote.hostile import Answer, Endpoint, longest_pause, of_http, of_redis
 from tests.backends.remote.server_suite import GIVEN_UP
-from tests.kit import LIMIT
+from tests.kit import LIMIT, eventually
 
 NAMESPACE = bytes(range(32))
 TIMEOUT = 0.5
@@ -254,6 +255,26 @@ def test_a_listing_of_s3_that_never_ends_is_given_up(full: bool, monkeypatch: py
                 assert len(next(listing)) == len(names)
             with pytest.raises(BackendError, match="the same page again" if full else "it lists nothing for 0 s"):
                 next(listing)
+
+
+def test_a_listing_that_never_ends_does_when_it_is_closed() -> None:
+    errors: list[Exception] = []
+
+    def lists() -> None:
+        try:
+            list(backend.list_keys())
+        except LmkvError as error:
+            errors.append(error)
+
+    with Endpoint(of_http(s3_page()), closes=True) as endpoint:
+        url = f"s3://bucket?endpoint=http://127.0.0.1:{endpoint.port}&region=us-east-1"
+        backend = ObjectStoreBackend(url, NAMESPACE, RemoteOptions(timeout=LIMIT, username="me", password="x"))
+        lister = threading.Thread(target=lists)
+        lister.start()
+        eventually(lambda: endpoint.connections > 10)
+        backend.close()
+        lister.join(LIMIT / 2)
+    assert isinstance(errors[0], ClosedError)
 
 
 def test_answers_are_as_many_as_names_and_a_listing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
