@@ -61,7 +61,7 @@ class Flusher:
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
         """Plan the copies that write-through tiers want of entries that were just stored."""
         for tier in self._tiers:
-            copies = [entry for entry in entries if self._wants(tier, entry, "through")]
+            copies = self._wanted(tier, entries, "through")
             for entry in copies:
                 self._primary.ref(entry)
             self._plan(tier, copies, chain, after)
@@ -87,7 +87,7 @@ class Flusher:
     @locked
     def flush(self, victim: Entry, after: AfterLock) -> bool:
         """Plan the copies that write-back tiers want of a victim; False when none of them does."""
-        tiers = [tier for tier in self._tiers if self._wants(tier, victim, "back")]
+        tiers = [tier for tier in self._tiers if self._wanted(tier, (victim,), "back")]
         if tiers:
             self._primary.begin_flush(victim)
             victim.refs = len(tiers)
@@ -96,8 +96,14 @@ class Flusher:
         return bool(tiers)
 
     @staticmethod
-    def _wants(tier: LowerTier, entry: Entry, mode: Literal["through", "back"]) -> bool:
-        return tier.write_mode == mode and not entry.removed and tier.wants(entry.key)
+    def _wanted(tier: LowerTier, entries: Sequence[Entry], mode: Literal["through", "back"]) -> list[Entry]:
+        if tier.write_mode != mode:
+            return []
+        wanted = [entry for entry in entries if not entry.removed and tier.wants(entry.key)]
+        if wanted and tier.hangs is not None:
+            tier.count_dropped(len(wanted))
+            wanted = []
+        return wanted
 
     def _plan(self, tier: LowerTier, copies: list[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
         """Queue copies, each of which refers to its entry already."""
@@ -183,12 +189,11 @@ class Flusher:
     def give_up(self, tier: LowerTier, after: AfterLock) -> None:
         """Drop the copies that wait for a tier that hangs. Slots are kept for calls that run alone."""
         for flush in [flush for flush in self._flushes if flush.tier is tier]:
-            for _ in flush.queued:
-                tier.count_dropped()
+            tier.count_dropped(len(flush.queued))
             flush.queued.clear()
             for entry in flush.running:
-                if entry.flushing:
-                    # It was evicted: nothing waits for its slot any more.
+                if entry.flushing and entry.refs == 1:
+                    # It was evicted, and this call alone keeps it: demands need not wait for its slot.
                     self._primary.remove(entry)
             self._end_if_done(flush, after)
             self._free(flush, after)

@@ -102,6 +102,7 @@ class IOPool:
         with self._lock:
             jobs = self._lane(lane).take(first)
         self._room.ring()
+        self._idle.ring()
         return jobs
 
     @locked

@@ -95,11 +95,7 @@ class LowerTier:
     @locked
     def wants(self, key: ChunkKey) -> bool:
         """Whether the key should be written here: it is not, nor is it being written, and it is admitted."""
-        if self.index.knows(key) or not (self.admission is None or self.admission.admit(key)):
-            return False
-        hangs = self.hangs is not None
-        self._counters.write_rejects += hangs
-        return not hangs
+        return not self.index.knows(key) and (self.admission is None or self.admission.admit(key))
 
     def _cost(self, key: ChunkKey) -> int:
         """Bytes that the chunk takes on the medium."""
@@ -134,9 +130,9 @@ class LowerTier:
         )
 
     @locked
-    def count_dropped(self) -> None:
-        """Count a chunk that was evicted above before its write, because too many others waited."""
-        self._counters.dropped += 1
+    def count_dropped(self, chunks: int = 1) -> None:
+        """Count chunks that were not written, because too many others waited or because the tier hangs."""
+        self._counters.dropped += chunks
 
     @locked
     def close(self) -> None:
