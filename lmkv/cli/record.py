@@ -47,9 +47,12 @@ def written(client: Client, file: TextIO, seconds: float, poll: float = _POLL_SE
     while True:
         yield count
         last = time.monotonic() >= end
-        answer = client.trace(after)
-        after = answer["next"]
-        count += write_requests(file, answer["requests"])
+        left = 1
+        while left:
+            # An answer has a bound.
+            answer = client.trace(after)
+            after, left = answer["next"], answer.get("left", 0)
+            count += write_requests(file, answer["requests"])
         if last:
             yield count
             return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import os
 import re
 import socket
@@ -12,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from attrs import evolve
 
+import lmkv.vllm.observe.recorder
 from lmkv.agent.address import Address
 from lmkv.agent.client import AsyncClient, Client
 from lmkv.agent.history import History
@@ -27,6 +31,7 @@ from lmkv.agent.service import CacheService, Prompt
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.namespace import salt_label
+from lmkv.cli.record import written
 from lmkv.errors import ConfigError, UsageError
 from lmkv.policies import LRU, Quotas
 from lmkv.protocols import Tier
@@ -287,7 +292,8 @@ def test_the_last_hour_is_sampled(service: CacheService, store: TieredStore, cli
         history = History(stats, interval=0.0, size=3)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(history.run(), 0.1)
-        return history.snapshot()["samples"]
+        found: list[dict[str, Any]] = history.snapshot()["samples"]
+        return found
 
     first, *_, last = asyncio.run(sampled())
     assert last["time"] >= first["time"]
@@ -304,6 +310,44 @@ def test_a_trace_begins_at_any_number(store: TieredStore, number: int) -> None:
                 client.trace(most)
             with pytest.raises(httpx.HTTPStatusError, match="422"):
                 client.send("GET", f"/v1/requests?limit={most}")
+
+
+def note(recorder: TraceRecorder, requests: int, chunks: int) -> None:
+    """Note requests with this many chunks each."""
+    keys: list[Any] = [number.to_bytes(32) for number in range(chunks)]
+    for number in range(requests):
+        request = SimpleNamespace(num_tokens=4 * chunks + number, num_prompt_tokens=4 * chunks)
+        options = SimpleNamespace(hint=SimpleNamespace(session=""))
+        state: Any = SimpleNamespace(request=request, computed=0, hit_tokens=0, options=options)
+        recorder.finished(state, keys)
+
+
+@pytest.mark.parametrize(("requests", "chunks"), [(24, 16_384), (6, 131_072), (9_000, 1)])
+def test_a_trace_of_any_size_is_answered_in_parts(store: TieredStore, requests: int, chunks: int) -> None:
+    """An answer is made in one go, and clients take none without end."""
+    recorder = TraceRecorder(4, 4096, ManualClock())
+    most = max(2 << 20, 18 * chunks)
+    service = service_of(store, trace=recorder.since)
+    with serving(service) as (server,), Client(server.url, TOKEN, most=most) as client:
+        file = io.StringIO()
+        recorded = written(client, file, LIMIT, poll=0.0)
+        assert next(recorded) == 0
+        note(recorder, requests, chunks)
+        assert next(recorded) == requests
+    outputs = [json.loads(line)["output"] for line in file.getvalue().splitlines()[1:]]
+    assert outputs == list(range(requests))
+
+
+def test_a_trace_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmkv.vllm.observe.recorder, "_MAX_BYTES", 1 << 20)
+    recorder = TraceRecorder(4, 4096, ManualClock())
+    recorder.since(0)
+    note(recorder, 100, 1024)
+    kept = recorder.since(0)["requests"]
+    assert [each["output"] for each in kept] == list(range(100 - len(kept), 100))
+    assert 900_000 < sum(len(each["keys"]) for each in kept) <= 1 << 20
+    note(recorder, 1, 100_000)
+    assert [len(each["keys"]) for each in recorder.since(0)["requests"]] == [17 * 100_000 - 1]
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\n", "a\r\n", "a/b", "a%0A?#", "\u2028"])
