@@ -9,7 +9,7 @@ import re
 import socket
 import stat
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -87,15 +87,15 @@ def _unix_socket(path: str) -> socket.socket:
             # The server of this socket has ended.
             os.unlink(path)
     bound = socket.socket(socket.AF_UNIX)
-    try:
+    with ExitStack() as taken:
+        taken.callback(bound.close)
         bound.bind(path)
+        taken.callback(os.unlink, path)
         # Nobody can connect before `listen`, so the mode is right in time. An umask would change it for all threads.
         os.chmod(path, 0o600)
         # Listen before the thread runs, so that early callers wait instead of being refused, as at a port.
         bound.listen()
-    except OSError:
-        bound.close()
-        raise
+        taken.pop_all()
     return bound
 
 

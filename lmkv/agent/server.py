@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -42,12 +42,10 @@ class _Door(socket.socket):
 
     def __init__(self, address: Address) -> None:
         bound, self.url = address.bind()
-        # What comes with one read is parsed without a pause.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)
         super().__init__(bound.family, bound.type, bound.proto, fileno=bound.detach())
+        self._file = os.stat(self.path) if self.path else None
         self._most = max_connections()
         self._accepted: WeakSet[socket.socket] = WeakSet()
-        self._file = os.stat(self.path) if self.path else None
 
     @property
     def path(self) -> str:
@@ -64,9 +62,14 @@ class _Door(socket.socket):
     def remove(self) -> None:
         """Remove the socket's file, unless the path is another server's by now. While it is open, its inode is ours."""
         with suppress(OSError):
-            if self._file and os.path.samestat(self._file, os.stat(self.path)):
+            if self._file and self.fileno() >= 0 and os.path.samestat(self._file, os.stat(self.path)):
                 os.unlink(self.path)
         self._file = None
+
+    def give_back(self) -> None:
+        """Remove the file and end listening. Idempotent."""
+        self.remove()
+        self.close()
 
 
 def _config(app: FastAPI, *, first: bool) -> Config:
@@ -97,17 +100,23 @@ class AgentServer:
     def __init__(
         self, make: Callable[[], FastAPI], address: Address, inside: Callable[[], Address] | None = None
     ) -> None:
-        self._doors = [_Door(address)]
-        self.url = self._doors[0].url
-        try:
-            self._doors += [_Door(inside())] if inside else []
-        except OSError as error:
-            logger.warning("lmkv: the engines of one server cannot find each other: %s", error)
-        self._pace = Pace()
-        app = make()
-        self._servers = [Server(_config(app, first=not number)) for number, _ in enumerate(self._doors)]
-        self._thread = threading.Thread(target=self._run, name="lmkv-agent", daemon=True)
-        self._thread.start()
+        with ExitStack() as taken:
+            self._doors = [_Door(address)]
+            taken.callback(self._give_back)
+            self.url = self._doors[0].url
+            try:
+                self._doors += [_Door(inside())] if inside else []
+            except OSError as error:
+                logger.warning("lmkv: the engines of one server cannot find each other: %s", error)
+            for door in self._doors:
+                # What comes with one read is parsed without a pause.
+                door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)
+            self._pace = Pace()
+            app = make()
+            self._servers = [Server(_config(app, first=not number)) for number, _ in enumerate(self._doors)]
+            self._thread = threading.Thread(target=self._run, name="lmkv-agent", daemon=True)
+            self._thread.start()
+            taken.pop_all()
 
     def __repr__(self) -> str:
         return f"<AgentServer {self.url}>"
@@ -126,10 +135,13 @@ class AgentServer:
             with asyncio.Runner(loop_factory=partial(paced_loop, self._pace)) as runner:
                 runner.get_loop().set_exception_handler(_failed)
                 runner.run(self._serve())
-        except Exception:
+        except (Exception, SystemExit):
+            # uvicorn means to end the process.
             logger.exception("lmkv: the agent API at %s has ended; the engine goes on without it", self.url)
         finally:
             uvicorn_logger.removeFilter(matters)
+            # Or callers would wait where nobody answers.
+            self._give_back()
 
     async def _serve(self) -> None:
         await asyncio.gather(*(server.serve([door]) for server, door in zip(self._servers, self._doors, strict=True)))
@@ -142,8 +154,11 @@ class AgentServer:
             server.should_exit = True
         self._pace.end()
         self._thread.join(_END_LIMIT)
+        self._give_back()
+
+    def _give_back(self) -> None:
         for door in self._doors:
-            door.close()
+            door.give_back()
 
 
 def _failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -71,7 +71,8 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         server = AgentServer(
             lambda: application(service, token, peers, longest), address, inside and partial(inside, number)
         )
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        # The latter for want of a thread.
         logger.error("lmkv: the agent API cannot listen at %s: %s; going on without it", address.text, error)
         return None
     logger.info("lmkv: the agent API is at %s", server.url)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import os
 import re
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 from attrs import evolve
+from fastapi import FastAPI
 
 import lmkv.vllm.observe.recorder
 from lmkv.agent.address import Address
@@ -39,7 +42,7 @@ from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.agent import clear_namespace
 from lmkv.vllm.observe.recorder import TraceRecorder
-from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, serving, store_over, tokenize
+from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, serving, short_socket, store_over, tokenize
 from tests.kit import LIMIT, Gated, eventually, memory
 
 
@@ -543,6 +546,44 @@ class TestUnixSockets:
         with pytest.raises(OSError, match="in use"):
             Address(f"unix:{path}").bind()
         assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("what", ["the application", "the thread"])
+def test_what_does_not_start_gives_its_sockets_back(service: CacheService, what: str) -> None:
+    first = short_socket()
+    inside = first.private(0)
+    paths = [Path(each.text.removeprefix("unix:")) for each in (first, inside)]
+    before = sorted(os.listdir("/proc/self/fd"))
+
+    def make() -> FastAPI:
+        assert all(path.is_socket() for path in paths)
+        if what == "the application":
+            raise RuntimeError("no application")
+        # No thread has so much room.
+        threading.stack_size(1 << 47)
+        return application(service, TOKEN)
+
+    try:
+        with pytest.raises(RuntimeError, match=r"no application|can't start new thread") as raised:
+            AgentServer(make, first, lambda: inside)
+    finally:
+        threading.stack_size(0)
+    assert not any(path.exists() for path in paths)
+    assert sorted(os.listdir("/proc/self/fd")) == before, raised
+
+
+def test_one_whose_thread_has_failed_refuses_connections(caplog: pytest.LogCaptureFixture) -> None:
+    @asynccontextmanager
+    async def failing(_: FastAPI) -> AsyncIterator[None]:
+        raise RuntimeError("it does not begin")
+        yield
+
+    first = short_socket()
+    server = AgentServer(lambda: FastAPI(lifespan=failing), first)
+    with closing(server), socket.socket(socket.AF_UNIX) as caller:
+        server._thread.join(LIMIT)
+        assert caller.connect_ex(first.text.removeprefix("unix:")) == errno.ENOENT
+    assert "the engine goes on without it" in caplog.text
 
 
 def test_it_ends_while_a_call_waits(service: CacheService) -> None:
