@@ -239,6 +239,25 @@ class TestPace:
         loop.close()
         assert clocks.pauses == []
 
+    def test_what_takes_long_at_once_is_paid_for(self, clocks: SimpleNamespace) -> None:
+        """However long the pause is, with a second in which the loop can end each time."""
+        with closing(paced_loop()) as loop, ExitStack() as stack:
+            one, other = map(stack.enter_context, socket.socketpair())
+            one.send(b"a")
+            left = [20]
+
+            def compute() -> None:
+                clocks.computed += 0.5
+                clocks.now += 0.5
+                left[0] -= 1
+                if not left[0]:
+                    loop.stop()
+
+            loop.add_reader(other, compute)
+            loop.run_forever()
+        assert clocks.computed - 1 <= 0.101 * clocks.now
+        assert max(clocks.pauses) <= 1.0
+
     def test_callers_are_served_one_at_a_time(self) -> None:
         """Or what all of them have sent would be parsed without a pause."""
         with closing(paced_loop()) as loop, ExitStack() as stack:
