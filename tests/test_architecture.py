@@ -70,29 +70,29 @@ BUDGET = {
     "errors": 69,
     "outcomes": 40,
     "protocols": 108,
-    "chunks": 559,
+    "chunks": 561,
     "plugins": 33,
-    "policies": 1114,
-    "simulation": 420,
-    "config": 763,
+    "policies": 1127,
+    "simulation": 448,
+    "config": 765,
     "memory": 1392,
-    "store.tiers": 1777,
-    "store": 1610,
+    "store.tiers": 1846,
+    "store": 1730,
     "backends": 375,
     "backends.disk": 1099,
-    "backends.remote": 1514,
+    "backends.remote": 1551,
     "build": 124,
     "engine": 495,
     "": 60,
-    "agent": 1204,
+    "agent": 1301,
     "vllm": 2677,
-    "vllm.requests": 358,
-    "vllm.observe": 793,
-    "vllm.scheduler": 1810,
+    "vllm.requests": 384,
+    "vllm.observe": 801,
+    "vllm.scheduler": 1816,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 18396
+WHOLE = 18807
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
