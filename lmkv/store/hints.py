@@ -68,8 +68,8 @@ class Hints:
     _priorities: Wishes[_Priority, Chain] = field(init=False, factory=Wishes)
     _wished: dict[ChunkKey, Counter[int]] = field(init=False, factory=dict)
     """How often each priority is wished for a chunk."""
-    _ending: dict[ChunkKey, dict[_Priority, None]] = field(init=False, factory=dict)
-    """The wishes whose chain ends with a chunk."""
+    _ending: dict[tuple[ChunkKey, bytes], dict[_Priority, None]] = field(init=False, factory=dict)
+    """The wishes of a session whose chain ends with a chunk."""
     _sessions: Wishes[bytes, list[Chain]] = field(init=False, factory=Wishes)
     """The branches of each session, by their last chains."""
 
@@ -80,7 +80,7 @@ class Hints:
     def give(
         self, keys: Chain, priority: int, seconds: float = DEFAULT_SECONDS, owner: bytes = b"", session: str = ""
     ) -> None:
-        """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; 0 ends those for just this chain.
+        """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; 0 ends those of the session for just this chain.
 
         The end of the `session` ends it, too. A shorter or lower wish ends no other.
         """
@@ -89,20 +89,20 @@ class Hints:
                 self._give_up(keys)
                 return
             # The beginning of a prompt is what others need.
-            keys = keys[: self._most]
+            keys, name = keys[: self._most], _session_key(owner, session)
             if keys and priority:
-                self._wish(keys, _Priority(keys[-1], priority, _session_key(owner, session)), seconds, owner)
+                self._wish(keys, _Priority(keys[-1], priority, name), seconds, owner)
             elif keys:
-                for wish in list(self._ending.get(keys[-1], ())):
+                for wish in list(self._ending.get((keys[-1], name), ())):
                     self._end(wish, self._priorities.pop(wish))
 
     @locked
     def _wish(self, keys: Chain, wish: _Priority, seconds: float, owner: bytes) -> None:
         end = self._clock() + seconds
         for key in keys:
-            for other in list(self._ending.get(key, ())):
+            for other in list(self._ending.get((key, wish.session), ())):
                 known = self._priorities.wish(other)
-                if known is None or other.session != wish.session or other.priority > wish.priority:
+                if known is None or other.priority > wish.priority:
                     continue
                 if other == wish:
                     end = max(end, known.end)
@@ -110,7 +110,7 @@ class Hints:
                     # It is about a beginning of this chain, and so a part of this wish.
                     self._uncount(other, self._priorities.pop(other))
         self._priorities.add(wish, owner, size=len(keys), end=end, value=keys)
-        self._ending.setdefault(wish.last, {})[wish] = None
+        self._ending.setdefault((wish.last, wish.session), {})[wish] = None
         for key in keys:
             self._wished.setdefault(key, Counter())[wish.priority] += 1
         self._apply(keys)
@@ -125,10 +125,10 @@ class Hints:
             self._apply(chain)
 
     def _uncount(self, wish: _Priority, chain: Chain | None) -> None:
-        ending = self._ending.get(wish.last, {})
+        ending = self._ending.get((wish.last, wish.session), {})
         ending.pop(wish, None)
         if not ending:
-            self._ending.pop(wish.last, None)
+            self._ending.pop((wish.last, wish.session), None)
         for key in chain or ():
             counts = self._wished[key]
             counts[wish.priority] -= 1
@@ -153,9 +153,8 @@ class Hints:
     def _give_up(self, keys: Chain, session: bytes = b"") -> None:
         """Give up what no priority is wished for. Those of the session itself end."""
         for key in keys if session else ():
-            for wish in list(self._ending.get(key, ())):
-                if wish.session == session:
-                    self._end(wish, self._priorities.pop(wish))
+            for wish in list(self._ending.get((key, session), ())):
+                self._end(wish, self._priorities.pop(wish))
         wished = [number for number, key in enumerate(keys) if key in self._wished]
         if left := keys[wished[-1] + 1 :] if wished else keys:
             self._tell(left, -1)
@@ -227,7 +226,7 @@ class Hints:
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
         self._wished, self._ending = {}, {}
         for wish, chain in self._priorities.items():
-            self._ending.setdefault(wish.last, {})[wish] = None
+            self._ending.setdefault((wish.last, wish.session), {})[wish] = None
             for key in chain:
                 self._wished.setdefault(key, Counter())[wish.priority] += 1
         for chain in [chain for _, chain in self._priorities.items()]:

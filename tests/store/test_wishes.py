@@ -113,6 +113,10 @@ def priorities(store: TieredStore, number: int) -> None:
     store.hints.give(chain(f"{number % 5000}", 1), 1 + number % 9, DAY, owner=b"%d" % (number % 50))
 
 
+def priorities_of_sessions(store: TieredStore, number: int) -> None:
+    store.hints.give(chain("a", 4), 1 + number % 9, DAY, owner=b"root", session=f"{number}")
+
+
 def sessions(store: TieredStore, number: int) -> None:
     store.hints.session(b"%d" % (number % 50), f"session {number}", chain("a", 4))
 
@@ -121,7 +125,7 @@ def prefetches(store: TieredStore, number: int) -> None:
     store.promote(chain("a", 4), prefetch=True, ttl=DAY, owner=b"%d" % (number % 50))
 
 
-@pytest.mark.parametrize("wish", [pins, priorities, sessions, prefetches])
+@pytest.mark.parametrize("wish", [pins, priorities, priorities_of_sessions, sessions, prefetches])
 def test_a_call_looks_at_no_more_after_many_wishes(
     wish: Callable[[TieredStore, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,8 +139,10 @@ def test_a_call_looks_at_no_more_after_many_wishes(
         with Looked() as seen:
             store.reserve(())
             store.promote(chain("b", 1)).release()
+            wish(store, last)
         looked.append(seen.lines)
-    assert looked[1] <= looked[0] + 20, looked
+    # A heap is deeper, and one wish ends another where they are too many.
+    assert looked[1] <= looked[0] + 600, looked
     store.close()
 
 
