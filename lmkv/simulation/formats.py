@@ -78,9 +78,8 @@ def _mooncake(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -
         blocks = _names(line["hash_ids"])
         room.take(len(blocks))
         # An id stands for all that comes before it, too.
-        keys = (
-            [table.key(block) for block in blocks] if per == 1 else table.chain(0, chunked(blocks, per, partial=True))
-        )
+        chunks = table.chain(0, chunked(blocks, per, partial=True)) if per > 1 else []
+        keys = chunks or [table.key(block) for block in _once(blocks)]
         tokens, output = _count(line["input_length"]), _count(line["output_length"])
         yield TraceRequest(_seconds(line["timestamp"]) / 1000, keys, tokens, output)
 
@@ -153,7 +152,7 @@ def _recorded(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -
     for line in lines:
         names = line["keys"].split()
         room.take(len(names))
-        keys = [table.key(key) for key in names]
+        keys = [table.key(key) for key in _once(names)]
         keys = keys if per == 1 else keys[per - 1 :: per]
         tokens, output = _count(line["tokens"]), _count(line.get("output", 0))
         yield TraceRequest(_seconds(line["t"]), keys, tokens, output, _session(line.get("session", "")))
@@ -185,6 +184,13 @@ def _names(values: Any) -> list[Any]:
     if not isinstance(values, list) or not {*map(type, values)} <= {int, str} or len(values) > _MAX_BLOCKS:
         raise ValueError(f"{short_repr(values)} is no list of ids")
     return values
+
+
+def _once(names: list[Any]) -> list[Any]:
+    """Raise ValueError where a chunk would come before itself."""
+    if len({*names}) < len(names):
+        raise ValueError("a request has a block twice")
+    return names
 
 
 def _session(value: Any) -> str:

@@ -143,7 +143,7 @@ no_runs: list[Any] = [[[0, 10**9]], [[0, 10**30]], [[0, -1]], [["a", 3]], [[0]],
 no_requests: list[Any] = [5, [5], [[0.5]], None, "no", {"a": 1}, [[None, 9, 3, 0, []]], [[0.5, None, 3, 0, []]]]
 no_records = with_each(
     RECORDED,
-    keys=[None, 5, ["a"], {}],
+    keys=[None, 5, ["a"], {}, "aa bb aa"],
     tokens=[None, "40", -1, 1e400, HUGE, []],
     t=[None, "0", 1e400, -1e400, HUGE, []],
     output=[None],
@@ -156,7 +156,7 @@ HOSTILE = [
     *with_each(
         MOONCAKE,
         timestamp=[None, "5", 10**399, 1e400, True],
-        hash_ids=[None, [[1]], [None], 5, "12", [1.5]],
+        hash_ids=[None, [1, 2, 1], [[1]], [None], 5, "12", [1.5]],
         input_length=["5", -5],
         output_length=[None],
     ),
@@ -185,7 +185,7 @@ TOO_LARGE: dict[str, tuple[list[Any], int | None]] = {
     "requests": ([{"id": 1, "requests": [[0, 64, 1, 0, []]] * 10_000}] * 20, None),
     "ids": ([{**MOONCAKE, "hash_ids": [f"{number} {at}" for at in range(1000)]} for number in range(12)], None),
     "tokens": ([{**RAG, "hash_ids": {"history": [1] * 7}}] * 20, 1),
-    "keys": ([HEADER, *({**RECORDED, "keys": "a " * 100_000} for _ in range(20))], None),
+    "keys": ([HEADER, *({**RECORDED, "keys": " ".join(map(str, range(50_000)))} for _ in range(20))], None),
 }
 
 
