@@ -80,7 +80,7 @@ class Hints:
     def give(
         self, keys: Chain, priority: int, seconds: float = DEFAULT_SECONDS, owner: bytes = b"", session: str = ""
     ) -> None:
-        """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; 0 ends those of the session for just this chain.
+        """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; 0 ends the session's for this chain.
 
         The end of the `session` ends it, too. A shorter or lower wish ends no other.
         """
