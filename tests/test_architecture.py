@@ -72,12 +72,12 @@ BUDGET = {
     "protocols": 108,
     "chunks": 561,
     "plugins": 33,
-    "policies": 1127,
-    "simulation": 448,
+    "policies": 1129,
+    "simulation": 451,
     "config": 765,
     "memory": 1392,
     "store.tiers": 1846,
-    "store": 1730,
+    "store": 1796,
     "backends": 375,
     "backends.disk": 1099,
     "backends.remote": 1551,
@@ -86,13 +86,13 @@ BUDGET = {
     "": 60,
     "agent": 1301,
     "vllm": 2677,
-    "vllm.requests": 384,
-    "vllm.observe": 801,
-    "vllm.scheduler": 1816,
+    "vllm.requests": 387,
+    "vllm.observe": 802,
+    "vllm.scheduler": 1826,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 18807
+WHOLE = 18892
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

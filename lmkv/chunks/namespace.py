@@ -75,7 +75,7 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
 # Without slots, because cached_property keeps its value in the instance's __dict__.
 def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[str]:
     """Names that a quota may have for a request: the label of its salt, and its tags as `name:value`."""
-    return [*([salt_label(cache_salt)] if cache_salt else ()), *(f"{name}:{value}" for name, value in tags)]
+    return [*([salt_label(cache_salt)] if cache_salt else ()), *(f"{name}:{value}" for name, value in sorted(tags))]
 
 
 def salt_label(salt: str) -> str:

@@ -91,14 +91,16 @@ class Quotas:
         for at in reversed(range(len(keys))):
             key = keys[at]
             if key not in self._sizes:
+                self._labelled.get(self._tenants.get(key, NOBODY), {}).pop(key, None)
                 self._tenants[key] = tenant
-                labelled.pop(key, None)
                 labelled[key] = None
             elif self._tenants[key] == NOBODY:
                 self._move(key, tenant, keys[at - 1] if at else b"")
         while len(labelled) > _MAX_LABELLED:
             oldest = next(iter(labelled))
-            del labelled[oldest], self._tenants[oldest]
+            del labelled[oldest]
+            if oldest not in self._sizes:
+                self._tenants.pop(oldest, None)
 
     def _move(self, key: ChunkKey, tenant: str, parent: ChunkKey) -> None:
         size, held = self._sizes[key], key in self._held

@@ -5,22 +5,27 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Final
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, SeesPrompts, TakesHints
 from lmkv.store.tiers.changes import Changes
 from lmkv.store.tiers.locking import locked
-from lmkv.store.wishes import Wishes
+from lmkv.store.wishes import Owners, Wishes
 
 DEFAULT_SECONDS: Final = 300.0
 _SESSION_SECONDS: Final = 86_400.0
 """A session that has not been heard of for so long is forgotten."""
 MAX_HINTED: Final = 1 << 18
 """Most chunks of all sessions, and of all priorities, about 20 MiB of keys."""
+_OVERHEAD: Final = 16
+"""What a wish takes beside its chunks, in keys."""
+_MAX_ENDING: Final = 16
+"""Most wishes about the same chunks, of several sessions or priorities."""
+_MAX_SHED: Final = 64
 _MAX_BRANCHES: Final = 16
 """Most branches of a session: an agent's own conversation, and those of agents that it has started."""
 
@@ -36,13 +41,22 @@ class _Priority:
     session: bytes
 
 
+@define(eq=False)
+class _Wished:
+    """A chunk with a priority: how often each is wished for it, and whom it counts for."""
+
+    owner: bytes
+    tenant: str
+    levels: Counter[int] = field(factory=Counter)
+
+
 @define(eq=False, repr=False)
 class Hints:
     """Passes hints on to policies that take them. Thread-safe. `lock`: the store's.
 
-    An `owner` is the root of a request's keys: two owners' sessions of one name are two sessions. All priorities
-    together are for `most` chunks: beyond that the oldest of the owner with the most end, as with sessions. A chunk has
-    the highest of the priorities that are wished for it.
+    An `owner` is the root of a request's keys: two owners' sessions of one name are two sessions. Priorities are for
+    `most` chunks, of each tenant for its part of them (`part_of`, see `DividesTier`): beyond that the oldest of the
+    owner with the most chunks end. A chunk has the highest of the priorities that are wished for it.
 
     Examples
     --------
@@ -63,13 +77,14 @@ class Hints:
     _admissions: Sequence[object] = ()
     _changes: Changes = field(factory=Changes)
     _most: int = MAX_HINTED
+    _part_of: Callable[[ChunkKey], tuple[str, float]] = lambda key: ("", 1.0)
     _labelled: list[LabelsKeys] = field(init=False)
     _prompted: list[SeesPrompts] = field(init=False)
     _priorities: Wishes[_Priority, Chain] = field(init=False, factory=Wishes)
-    _wished: dict[ChunkKey, Counter[int]] = field(init=False, factory=dict)
-    """How often each priority is wished for a chunk."""
-    _ending: dict[tuple[ChunkKey, bytes], dict[_Priority, None]] = field(init=False, factory=dict)
-    """The wishes of a session whose chain ends with a chunk."""
+    _wished: dict[ChunkKey, _Wished] = field(init=False, factory=dict)
+    _tenants: dict[str, Owners] = field(init=False, factory=dict)
+    _ending: dict[ChunkKey, dict[_Priority, None]] = field(init=False, factory=dict)
+    """The wishes whose chain ends with a chunk, few of them."""
     _sessions: Wishes[bytes, list[Chain]] = field(init=False, factory=Wishes)
     """The branches of each session, by their last chains."""
 
@@ -89,34 +104,66 @@ class Hints:
                 self._give_up(keys)
                 return
             # The beginning of a prompt is what others need.
-            keys, name = keys[: self._most], _session_key(owner, session)
-            if keys and priority:
-                self._wish(keys, _Priority(keys[-1], priority, name), seconds, owner)
-            elif keys:
-                for wish in list(self._ending.get((keys[-1], name), ())):
-                    self._end(wish, self._priorities.pop(wish))
+            wish = _Priority(keys[-1], priority, _session_key(owner, session)) if keys else None
+            if wish is not None and priority:
+                self._wish(keys, wish, seconds, owner)
+            elif wish is not None:
+                for other in [each for each in self._ending.get(wish.last, ()) if each.session == wish.session]:
+                    self._end(other, self._priorities.pop(other))
 
     @locked
     def _wish(self, keys: Chain, wish: _Priority, seconds: float, owner: bytes) -> None:
+        tenant, part = self._part_of(keys[0])
+        most = int(self._most * part)
+        # The beginning of a prompt is what others need.
+        if len(keys) > most:
+            keys = keys[:most]
+            if not keys:
+                return
+            wish = evolve(wish, last=keys[-1])
         end = self._clock() + seconds
         for key in keys:
-            for other in list(self._ending.get((key, wish.session), ())):
+            for other in list(self._ending.get(key, ())):
                 known = self._priorities.wish(other)
-                if known is None or other.priority > wish.priority:
+                if known is None or other.session != wish.session or other.priority > wish.priority:
                     continue
                 if other == wish:
                     end = max(end, known.end)
                 if known.end <= end:
                     # It is about a beginning of this chain, and so a part of this wish.
                     self._uncount(other, self._priorities.pop(other))
-        self._priorities.add(wish, owner, size=len(keys), end=end, value=keys)
-        self._ending.setdefault((wish.last, wish.session), {})[wish] = None
-        for key in keys:
-            self._wished.setdefault(key, Counter())[wish.priority] += 1
+        ending = self._ending.setdefault(wish.last, {})
+        if len(ending) >= _MAX_ENDING:
+            # Those that are left keep the chunks as long.
+            self._end(first := min(ending, key=self._end_of), self._priorities.pop(first))
+        self._priorities.add(wish, owner, size=len(keys) + _OVERHEAD, end=end, value=keys)
+        self._count(wish, keys, owner, tenant)
         self._apply(keys)
-        # A chunk that several wishes are about is kept once, but noted for each.
-        while len(self._wished) > self._most or self._priorities.total > MAX_HINTED:
-            self._end(*self._priorities.shed())
+        self._shed(self._tenants[tenant], most)
+
+    def _end_of(self, wish: _Priority) -> float:
+        known = self._priorities.wish(wish)
+        return 0.0 if known is None else known.end
+
+    @locked
+    def _shed(self, tenant: Owners, most: int) -> None:
+        """End what is too much, not more in one call than some wishes."""
+        for _ in range(_MAX_SHED):
+            if tenant.total <= most and self._priorities.total <= MAX_HINTED:
+                break
+            first = self._priorities.oldest_of(tenant.first()) if tenant.total > most else None
+            ended, chain = self._priorities.shed() if first is None else (first, self._priorities.pop(first))
+            self._end(ended, chain)
+
+    def _count(self, wish: _Priority, keys: Chain, owner: bytes, tenant: str) -> None:
+        self._ending.setdefault(wish.last, {})[wish] = None
+        counted = self._tenants.setdefault(tenant, Owners())
+        for key in keys:
+            wished = self._wished.get(key)
+            if wished is None:
+                wished = self._wished[key] = _Wished(owner, tenant)
+                counted.count(owner, 1)
+            wished.levels[wish.priority] += 1
 
     @locked
     def _end(self, wish: _Priority, chain: Chain | None) -> None:
@@ -125,23 +172,28 @@ class Hints:
             self._apply(chain)
 
     def _uncount(self, wish: _Priority, chain: Chain | None) -> None:
-        ending = self._ending.get((wish.last, wish.session), {})
+        ending = self._ending.get(wish.last, {})
         ending.pop(wish, None)
         if not ending:
-            self._ending.pop((wish.last, wish.session), None)
+            self._ending.pop(wish.last, None)
         for key in chain or ():
-            counts = self._wished[key]
-            counts[wish.priority] -= 1
-            if not counts[wish.priority]:
-                del counts[wish.priority]
-            if not counts:
+            wished = self._wished[key]
+            wished.levels[wish.priority] -= 1
+            if not wished.levels[wish.priority]:
+                del wished.levels[wish.priority]
+            if not wished.levels:
                 del self._wished[key]
+                self._tenants[wished.tenant].count(wished.owner, -1)
 
     @locked
     def _apply(self, keys: Chain) -> None:
         """Have the policies know the priorities that these chunks have now."""
-        for priority, group in groupby(keys, lambda key: max(self._wished.get(key, (0,)))):
+        for priority, group in groupby(keys, self._priority_of):
             self._tell(list(group), priority)
+
+    def _priority_of(self, key: ChunkKey) -> int:
+        wished = self._wished.get(key)
+        return 0 if wished is None else max(wished.levels)
 
     @locked
     def _tell(self, keys: Chain, priority: int) -> None:
@@ -153,7 +205,7 @@ class Hints:
     def _give_up(self, keys: Chain, session: bytes = b"") -> None:
         """Give up what no priority is wished for. Those of the session itself end."""
         for key in keys if session else ():
-            for wish in list(self._ending.get((key, session), ())):
+            for wish in [each for each in self._ending.get(key, ()) if each.session == session]:
                 self._end(wish, self._priorities.pop(wish))
         wished = [number for number, key in enumerate(keys) if key in self._wished]
         if left := keys[wished[-1] + 1 :] if wished else keys:
@@ -215,7 +267,7 @@ class Hints:
                 self._give_up(branch, key)
         elif name:
             branches = branches[-_MAX_BRANCHES:]
-            size = 1 + sum(map(len, branches))
+            size = sum(_OVERHEAD + len(branch) for branch in branches)
             self._sessions.add(key, owner, size=size, end=self._clock() + _SESSION_SECONDS, value=branches)
             for _ in self._sessions.excess(MAX_HINTED):
                 pass
@@ -224,11 +276,10 @@ class Hints:
     def recount(self) -> None:
         """After an exception: begin anew with the wishes that are known, and tell the policies, which are new."""
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
-        self._wished, self._ending = {}, {}
+        self._wished, self._ending, self._tenants = {}, {}, {}
         for wish, chain in self._priorities.items():
-            self._ending.setdefault((wish.last, wish.session), {})[wish] = None
-            for key in chain:
-                self._wished.setdefault(key, Counter())[wish.priority] += 1
+            known = self._priorities.wish(wish)
+            self._count(wish, chain, known.owner if known else b"", self._part_of(chain[0])[0])
         for chain in [chain for _, chain in self._priorities.items()]:
             self._apply(chain)
 

@@ -22,10 +22,12 @@ from lmkv.store.tiers.jobs import AfterLock, Job, Priority
 from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.lower import LowerTier, first_with
 from lmkv.store.tiers.primary import PrimaryTier
-from lmkv.store.wishes import Wishes
+from lmkv.store.wishes import Owners, Wishes
 
-_MAX_KEPT: Final = 4096
+_MAX_KEPT: Final = 1 << 16
 """Prefetches, and chunks of theirs, that are kept at least."""
+_MAX_RELEASED: Final = 64
+"""Prefetches that one more slot may end."""
 
 
 @define(eq=False)
@@ -86,8 +88,10 @@ class Promoter:
     """How many prefetches refer to each entry; entries without any are absent."""
     _prefetched: Counter[tuple[str, type]] = field(init=False, factory=Counter)
     """How many entries of each tenant, by the type of their keys, prefetches refer to."""
-    _tenants: dict[Entry, str] = field(init=False, factory=dict)
-    """The tenant that each of them counts for."""
+    _tenants: dict[Entry, tuple[str, bytes]] = field(init=False, factory=dict)
+    """The tenant and the owner that each of them counts for."""
+    _owners: dict[str, Owners] = field(init=False, factory=dict)
+    """How many of them each tenant's owners have."""
     _kept: dict[str, Wishes[Promotion, _Work]] = field(init=False, factory=dict)
     """The prefetches, and other promotions with an end, by tenant."""
 
@@ -177,17 +181,16 @@ class Promoter:
         primary, kind, share = self._primary, type(key), self._prefetch_share * work.part
         if kind is not bytes and self._prefetched[work.tenant, kind] >= primary.slots_of(share, kind):
             return False
-        kept = self._kept.setdefault(work.tenant, Wishes())
-        while self._prefetched_by(work.tenant) >= primary.slots_of(share, bytes):
-            mine = kept.owned(work.owner) + len(work.promotion.entries)
-            first = kept.oldest_of_most()
-            if first is None or kept.owned(first.owner) <= mine + 1:
+        owners = self._owners.setdefault(work.tenant, Owners())
+        for _ in range(_MAX_RELEASED):
+            if owners.total < primary.slots_of(share, bytes):
+                return primary.slots_for_wishes(kind) > 0
+            most = owners.first()
+            first = self._kept.setdefault(work.tenant, Wishes()).oldest_of(most)
+            if first is None or owners.owned[most] <= owners.owned[work.owner] + 1:
                 return False
-            self._release(first.value.promotion, after)
-        return primary.slots_for_wishes(kind) > 0
-
-    def _prefetched_by(self, tenant: str) -> int:
-        return sum(self._prefetched[tenant, kind] for kind in (bytes, *self._primary.shares))
+            self._release(first, after)
+        return False
 
     def _begin_load(self, entry: Entry, tier: LowerTier, prefetch: bool, after: AfterLock) -> None:
         self._loads[entry] = _Load(tier, prefetch)
@@ -211,7 +214,8 @@ class Promoter:
         if work.prefetch:
             self._prefetches[entry] += 1
             if entry not in self._tenants:
-                self._tenants[entry] = work.tenant
+                self._tenants[entry] = work.tenant, work.owner
+                self._owners.setdefault(work.tenant, Owners()).count(work.owner, 1)
                 self._prefetched[work.tenant, type(entry.key)] += 1
                 self._primary.wish(type(entry.key), 1)
         elif load is not None and load.prefetch and not load.begun:
@@ -339,7 +343,9 @@ class Promoter:
                 self._prefetches[entry] -= 1
                 if not self._prefetches[entry]:
                     del self._prefetches[entry]
-                    self._prefetched[self._tenants.pop(entry), type(entry.key)] -= 1
+                    tenant, owner = self._tenants.pop(entry)
+                    self._owners[tenant].count(owner, -1)
+                    self._prefetched[tenant, type(entry.key)] -= 1
                     self._primary.wish(type(entry.key), -1)
             self._primary.unref(entry)
             if entry.refs == 1 and entry in self._loads:
@@ -353,6 +359,10 @@ class Promoter:
         for kept in self._kept.values():
             for promotion, _ in kept.due(now):
                 self._release(promotion, after)
+
+    def are_prefetched(self, entries: Sequence[Entry]) -> bool:
+        """Whether prefetches refer to any of them."""
+        return any(entry in self._prefetches for entry in entries)
 
     @locked
     def end_prefetches(self, after: AfterLock, removed: Collection[ChunkKey] | None = None) -> None:
@@ -380,8 +390,11 @@ class Promoter:
             self._keep_as(work)
             if work.prefetch:
                 self._prefetches.update(promotion.entries)
-                self._tenants.update(dict.fromkeys(promotion.entries, work.tenant))
-        self._prefetched.update((tenant, type(entry.key)) for entry, tenant in self._tenants.items())
+                self._tenants.update(dict.fromkeys(promotion.entries, (work.tenant, work.owner)))
+        self._owners = {}
+        for tenant, owner in self._tenants.values():
+            self._owners.setdefault(tenant, Owners()).count(owner, 1)
+        self._prefetched.update((tenant, type(entry.key)) for entry, (tenant, _) in self._tenants.items())
         self._primary.wished.update(type(entry.key) for entry in self._tenants)
         refs.update(self._loads.keys())
         return set(self._loads)

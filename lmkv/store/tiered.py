@@ -133,7 +133,8 @@ class TieredStore:
         self._pins = Pins(self._primary, clock, pin_share)
         orders = {self._primary.name: self._primary.order, **{tier.name: tier.index.order for tier in self._tiers}}
         prompted = [tier.admission for tier in self._tiers if tier.admission and tier.admission.sees_prompts]
-        self.hints = Hints(self._lock, orders, clock, prompted, self._changes, self._most_hinted(lower, retain))
+        most = self._most_hinted(lower, retain)
+        self.hints = Hints(self._lock, orders, clock, prompted, self._changes, most, self._primary.part_of)
         self._flusher = Flusher(self._lock, self._changes, self._primary, self._tiers, self._resume)
         flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
         self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)
@@ -359,12 +360,13 @@ class TieredStore:
 
     @locked
     def _drop(self, keys: Sequence[ChunkKey], after: AfterLock) -> None:
-        for key in keys:
-            entry = self._primary.entries.get(key)
-            if entry is not None:
-                self._pins.unpin(key)
-                self._primary.remove(entry)
-        self._promoter.end_prefetches(after, frozenset(keys))
+        dropped = [entry for key in keys if (entry := self._primary.entries.get(key)) is not None]
+        prefetched = self._promoter.are_prefetched(dropped)
+        for entry in dropped:
+            self._pins.unpin(entry.key)
+            self._primary.remove(entry)
+        if prefetched:
+            self._promoter.end_prefetches(after, frozenset(keys))
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Remove chunks from every tier; returns how many were in one. Leased chunks stay readable.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -17,7 +17,7 @@ STEP: Final = 1024
 
 
 @define(eq=False)
-class _Ranked(Generic[K]):
+class Ranked(Generic[K]):
     """Keys by a number, the smallest first, of equal ones the first: a binary heap that knows where each key is."""
 
     _heap: list[tuple[float, int, K]] = field(init=False, factory=list)
@@ -58,6 +58,29 @@ class _Ranked(Generic[K]):
         self._places[item[2]] = place
 
 
+@define(eq=False)
+class Owners:
+    """How many different chunks owners have, and who has the most. `total`: of all."""
+
+    total: int = 0
+    owned: Counter[bytes] = field(factory=Counter)
+    _most: Ranked[bytes] = field(factory=Ranked)
+
+    def count(self, owner: bytes, change: int) -> None:
+        self.total += change
+        self.owned[owner] += change
+        if self.owned[owner]:
+            self._most.rank(owner, -self.owned[owner])
+        else:
+            del self.owned[owner]
+            self._most.drop(owner)
+
+    def first(self) -> bytes:
+        """Who has the most; nobody where none has any."""
+        found = self._most.first()
+        return b"" if found is None else found[1]
+
+
 class Wish(NamedTuple, Generic[V]):
     owner: bytes
     size: int
@@ -87,8 +110,8 @@ class Wishes(Generic[K, V]):
     _wishes: dict[K, Wish[V]] = field(init=False, factory=dict)
     _of: dict[bytes, OrderedDict[K, None]] = field(init=False, factory=dict)
     _sizes: dict[bytes, int] = field(init=False, factory=dict)
-    _most: _Ranked[bytes] = field(init=False, factory=_Ranked)
-    _ends: _Ranked[K] = field(init=False, factory=_Ranked)
+    _most: Ranked[bytes] = field(init=False, factory=Ranked)
+    _ends: Ranked[K] = field(init=False, factory=Ranked)
 
     def __len__(self) -> int:
         return len(self._wishes)
@@ -125,11 +148,6 @@ class Wishes(Generic[K, V]):
         """The sizes of an owner's wishes together."""
         return self._sizes.get(owner, 0)
 
-    def oldest_of_most(self) -> Wish[V] | None:
-        """The first wish of the owner with the most."""
-        found = self._most.first()
-        return None if found is None else self._wishes[next(iter(self._of[found[1]]))]
-
     def due(self, now: float) -> Iterator[tuple[K, V]]:
         """End the wishes whose time is over, as many as `STEP` allows; those that were made first before others."""
         size = 0
@@ -141,6 +159,10 @@ class Wishes(Generic[K, V]):
         """End wishes until all together do not exceed the limit."""
         while self.total > limit and self._wishes:
             yield self.shed()
+
+    def oldest_of(self, owner: bytes) -> K | None:
+        """The first wish of an owner; None without any."""
+        return next(iter(self._of.get(owner, ())), None)
 
     def shed(self) -> tuple[K, V]:
         """End the first wish of the owner with the most. There must be one."""

@@ -644,3 +644,72 @@ def test_a_repair_forgets_neither_tenants_nor_priorities() -> None:
         put(store, chain(f"flood {number}", 1))
     assert in_memory(store, alice, kept) == [4, 3]
     assert store.hints.used_bytes()["cpu"]["alice"] == 4 * store._primary.slot_bytes
+
+
+def test_a_wish_ends_no_crowd_of_others() -> None:
+    """Wishes of many sessions for one prompt, and then one too many."""
+    looked = []
+    for count in (200, 20_000):
+        store = small_store(64)
+        for number in range(count):
+            store.hints.give(chain("a", 1), 1, DAY, b"root", f"{number}")
+        with Looked() as seen:
+            store.hints.give(chain("b", 40), 1, DAY, b"root")
+            store.hints.session(b"root", "0", chain("a", 1), ended=True)
+            store.hints.give(chain("a", 1), 0)
+        looked.append(seen.lines)
+        store.close()
+    assert looked[1] <= looked[0] + 100, looked
+
+
+def test_whose_prompts_share_a_beginning_has_no_more_for_it() -> None:
+    store = small_store(512)
+    shared = chain("shared", 20)
+    for number in range(200):
+        store.hints.give([*shared, *chain(f"{number}", 1)], 1, DAY, b"alice", f"{number}")
+    for number in range(600):
+        store.hints.give(chain(f"mallory {number}", 1), 1, DAY, b"mallory")
+    owned = store.hints._tenants[""].owned
+    assert owned[b"alice"] >= 127
+    assert owned[b"mallory"] <= 129
+
+
+def test_priorities_count_against_the_quota_of_their_tenant() -> None:
+    store = with_quotas(40, alice=0.8)
+    for number in range(20):
+        keys = chain(f"mallory {number}", 1)
+        put_as(store, "mallory", keys)
+        store.hints.give(keys, 1, DAY, owner=b"mallory")
+    alice = [chain(f"alice {number}", 1) for number in range(16)]
+    for keys in alice:
+        put_as(store, "alice", keys)
+        store.hints.give(keys, 9, DAY, owner=b"alice")
+    assert store.hints._tenants["alice"].total == 16
+    assert store.hints._tenants[""].total <= 4
+
+
+def test_a_key_that_was_labelled_twice_is_one_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv.policies.quota._MAX_LABELLED", 10)
+    policy = Quotas(LRU, {"alice": 0.4, "bob": 0.4})
+    key = chain("a", 1)
+    policy.label(key, ["alice"])
+    policy.label(key, ["bob"])
+    policy.insert(key[0], 10)
+    policy.label(chain("b", 20), ["alice"])
+    policy.touch(key)
+    assert policy.used_bytes() == {"bob": 10}
+    assert policy.evict(10) == key
+
+
+def test_prefetches_that_share_a_beginning_count_it_once() -> None:
+    store = small_store(64, lower(memory(200, "low")))
+    shared = chain("shared", 10)
+    prompts = [[*shared, *chain(f"{number}", 1)] for number in range(15)]
+    for keys in prompts:
+        put_below(store, keys)
+    mine = [store.promote(keys, prefetch=True, ttl=DAY, owner=b"alice") for keys in prompts]
+    theirs = [chain(f"mallory {number}", 1) for number in range(20)]
+    for keys in theirs:
+        put_below(store, keys)
+        store.promote(keys, prefetch=True, ttl=DAY, owner=b"mallory")
+    assert sum(not each.released for each in mine) >= 6, "she has sixteen slots then, as many as he"

@@ -26,7 +26,7 @@ class Metric:
 
 
 REASONS = (
-    *("not_stored", "no_state", "evicted", "other_salt", "too_short", "not_ready", "tier_unavailable"),
+    *("not_stored", "no_state", "evicted", "too_short", "not_ready", "tier_unavailable"),
     *("deadline", "slower", "not_promoted", "limited", "skip_load", "not_taken", "failed", "audited", "switched_off"),
     "unidentified",
 )

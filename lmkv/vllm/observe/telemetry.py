@@ -69,8 +69,10 @@ class Telemetry:
         for tier, count in chunks.items():
             add("lmkv_hit_chunks", count, tier)
         if miss is not None:
-            add("lmkv_missed_tokens", miss.looked_up, miss.reason)
-            add("lmkv_missed_requests", 1, miss.reason)
+            # Anybody may read metrics, and must not learn what other salts' prompts begin with.
+            reason = miss.told
+            add("lmkv_missed_tokens", miss.looked_up, reason)
+            add("lmkv_missed_requests", 1, reason)
         add("lmkv_lookup_tokens", sum(tokens.values()) + (miss.looked_up if miss is not None else 0))
 
     def lookup_took(self, seconds: float) -> None:

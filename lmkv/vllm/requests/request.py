@@ -135,7 +135,7 @@ class RequestState:
     """A load of this request failed: it computes the rest, and no further load is offered."""
     copying: int = 0
     """Stores of its chunks and states that have not ended."""
-    _at_end: Callable[[], None] | None = field(init=False, default=None, repr=False)
+    _at_end: list[Callable[[], None]] = field(init=False, factory=list, repr=False)
 
     @classmethod
     def of(
@@ -209,16 +209,17 @@ class RequestState:
     def once_stored(self, call: Callable[[], None]) -> None:
         """Call as soon as no store of its chunks is under way, which may be now."""
         if self.copying:
-            self._at_end = call
+            self._at_end.append(call)
         else:
             call()
 
     def copy_ended(self) -> None:
         """A store of its chunks has ended."""
         self.copying -= 1
-        if not self.copying and self._at_end is not None:
-            call, self._at_end = self._at_end, None
-            call()
+        if not self.copying:
+            calls, self._at_end = self._at_end, []
+            for call in calls:
+                call()
 
     @property
     def lora_name(self) -> str | None:

@@ -257,8 +257,16 @@ class Scheduler:
             return None
         keys = state.keys_with_tail(len(state.chain.keys))
         self._observer.finished(state, keys)
-        state.once_stored(partial(self._carry_out, state, keys))
+        state.once_stored(partial(self._once_all_stored, state, keys))
         return self._answer(state) or None
+
+    def _once_all_stored(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
+        """Carry out its wishes when no other request is storing its chunks either, as one with the same prompt may."""
+        other = self.storing.storing(keys)
+        if other is not None:
+            other.once_stored(partial(self._once_all_stored, state, keys))
+        else:
+            self._carry_out(state, keys)
 
     def _carry_out(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
         """Carry out what a request that has ended wished for its chunks, which are all stored by now."""

@@ -149,6 +149,12 @@ class StorePlanner:
         reservation.abort(unusable)
         return copies
 
+    def storing(self, keys: Sequence[ChunkKey]) -> RequestState | None:
+        """A request that is storing any of these chunks."""
+        wanted = set(keys)
+        found = (job.state for job in self._jobs.values() if not wanted.isdisjoint(job.reservation.slots))
+        return next(found, None)
+
     def __contains__(self, job: int) -> bool:
         return job in self._jobs
 

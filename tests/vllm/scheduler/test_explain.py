@@ -112,7 +112,7 @@ def test_another_salt_is_for_the_operators_eyes_only(engine: SimulatedVLLM, capl
     assert "missed: other salt" in caplog.text
     assert missed(engine, PROMPT, **{"lmkv.tag.team": "x"})["reason"] == "not_stored"
     serve(engine, PROMPT, salt="b")
-    assert engine.total("lmkv_missed_requests") == {("not_stored",): 1, ("other_salt",): 1}
+    assert engine.total("lmkv_missed_requests") == {("not_stored",): 2}, "whoever reads metrics may be a stranger"
 
 
 def test_what_is_too_short() -> None:

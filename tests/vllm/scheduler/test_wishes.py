@@ -288,3 +288,17 @@ def test_any_wishes(requests: list[Any], quota: bool) -> None:
             engine.store.reserve(())
         assert engine.store._primary.wished.total() == engine.store.stats().pinned == 0
         assert engine.store.hints._priorities.total == engine.store.hints._sessions.total == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_pin_waits_for_another_request_that_is_storing_the_prompt(seed: int) -> None:
+    with closing(engine_of(ram_chunks=16)) as engine:
+        first, second = (
+            SimulatedRequest(name, list(PROMPT), len(PROMPT), answer, "a", params)
+            for name, answer, params in (("first", 2, {}), ("second", 1, {"lmkv.pin": 60}))
+        )
+        engine.rng.seed(seed)
+        engine.add(first)
+        engine.add(second)
+        engine.finish()
+        assert engine.store.stats().pinned == WHOLE + 1
