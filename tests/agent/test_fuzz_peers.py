@@ -82,7 +82,9 @@ bodies = st.one_of(
     nearly().map(json.dumps).map(str.encode),
     values.map(json.dumps).map(str.encode),
     st.binary(max_size=100),
-    st.sampled_from([b"[" * 100_000, b'{"a":' * 20_000, b'{"time": NaN}', b'{"time": ' + b"9" * 9000 + b"}"]),
+    # Made of short parts: Hypothesis shows what it draws from.
+    st.sampled_from([(b"[", 100_000), (b'{"a":', 20_000)]).map(lambda part: part[0] * part[1]),
+    st.sampled_from([b'{"time": NaN}', b'{"time": ' + b"9" * 9000 + b"}"]),
 )
 headers = st.sampled_from(["", "", "", "Content-Encoding: gzip\r\n", "Content-Type: \x1b[2J\r\n", "Location: /\r\n"])
 answers = st.one_of(
