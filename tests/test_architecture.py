@@ -70,17 +70,17 @@ BUDGET = {
     "errors": 69,
     "outcomes": 40,
     "protocols": 108,
-    "chunks": 561,
+    "chunks": 564,
     "plugins": 33,
     "policies": 1129,
     "simulation": 451,
     "config": 765,
     "memory": 1392,
     "store.tiers": 1846,
-    "store": 1796,
+    "store": 1798,
     "backends": 375,
     "backends.disk": 1099,
-    "backends.remote": 1551,
+    "backends.remote": 1558,
     "build": 124,
     "engine": 495,
     "": 60,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 18892
+WHOLE = 18904
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

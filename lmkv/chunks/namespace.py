@@ -74,8 +74,14 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
 
 # Without slots, because cached_property keeps its value in the instance's __dict__.
 def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[str]:
-    """Names that a quota may have for a request: the label of its salt, and its tags as `name:value`."""
-    return [*([salt_label(cache_salt)] if cache_salt else ()), *(f"{name}:{value}" for name, value in sorted(tags))]
+    """Names that a quota may have for a request: the label of its salt, and its tags as `name:value`.
+
+    A tag with a colon in its name has none: another tag could have the same.
+    """
+    return [
+        *([salt_label(cache_salt)] if cache_salt else ()),
+        *(f"{name}:{value}" for name, value in sorted(tags) if ":" not in name),
+    ]
 
 
 def salt_label(salt: str) -> str:

@@ -225,6 +225,9 @@ class Hints:
         with self._lock, self._changes:
             for policy in self._labelled:
                 policy.label(keys, names)
+            # What was nobody's has no priority in its new place.
+            if wished := [key for key in keys if key in self._wished]:
+                self._apply(wished)
 
     def used_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of each tenant in each tier that has quotas."""

@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 
 import lmkv.store.hints
 from lmkv.chunks.hashing import StateKey, TailKey, state_keys
+from lmkv.chunks.namespace import tenants_of
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
 from lmkv.protocols import ChunkKey, Policy, Tier
 from lmkv.store.tiered import TieredStore
@@ -713,3 +714,17 @@ def test_prefetches_that_share_a_beginning_count_it_once() -> None:
         put_below(store, keys)
         store.promote(keys, prefetch=True, ttl=DAY, owner=b"mallory")
     assert sum(not each.released for each in mine) >= 6, "she has sixteen slots then, as many as he"
+
+
+def test_a_chunk_that_becomes_a_tenants_keeps_its_priority() -> None:
+    store = with_quotas(16, alice=0.5)
+    keys = chain("a", 2)
+    put(store, keys)
+    store.hints.give(keys, 4, DAY)
+    store.hints.label(keys, ["alice"])
+    policies: Any = store._primary.policy
+    assert set(policies._policies["alice"]._kept) == set(keys)
+
+
+def test_tags_that_could_be_taken_for_others_are_no_tenants() -> None:
+    assert tenants_of(None, [("team", "a:b"), ("team:a", "b"), ("a", "x")]) == ["a:x", "team:a:b"]

@@ -41,6 +41,7 @@ _STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
 }
 """Scheme -> class of obstore, and its options for a name and a password."""
 
+_MAX_CERTIFICATES = 16 << 20
 _ENDPOINT = re.compile(
     r"https?://([\w.-]{1,253}|\[[0-9a-f:.]{2,45}\])(:\d{1,5})?(/[!-?A-~]{0,2000})?", re.ASCII | re.IGNORECASE
 )
@@ -218,6 +219,14 @@ def _said(error: Exception) -> str:
     return outside(str(error)[:_SAID].partition("\n\n")[0])
 
 
+def _certificates(path: str) -> bytes:
+    with Path(path).open("rb") as file:
+        found = file.read(_MAX_CERTIFICATES + 1)
+    if len(found) > _MAX_CERTIFICATES:
+        raise ValueError(f"{path} has more than {_MAX_CERTIFICATES:,} bytes of certificates")
+    return found
+
+
 def _opened(
     parts: SplitResult, options: dict[str, str], username: str | None, password: str | None, timeout: float
 ) -> Any:
@@ -254,7 +263,7 @@ def _opened(
             **{name: value for name, value in zip(names, given, strict=False) if value},
             **options,
         },
-        client_options={**limits, "root_certificate": Path(authorities).read_bytes()} if authorities else None,
+        client_options={**limits, "root_certificate": _certificates(authorities)} if authorities else None,
         retry_config={
             "max_retries": 1,
             "retry_timeout": timedelta(seconds=timeout),
