@@ -77,7 +77,7 @@ BUDGET = {
     "config": 765,
     "memory": 1392,
     "store.tiers": 1846,
-    "store": 1798,
+    "store": 1800,
     "backends": 375,
     "backends.disk": 1099,
     "backends.remote": 1558,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 18904
+WHOLE = 18906
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

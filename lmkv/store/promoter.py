@@ -26,6 +26,7 @@ from lmkv.store.wishes import Owners, Wishes
 
 _MAX_KEPT: Final = 1 << 16
 """Prefetches, and chunks of theirs, that are kept at least."""
+_DEMANDS: Final = b"demands"
 _MAX_RELEASED: Final = 64
 """Prefetches that one more slot may end."""
 
@@ -170,7 +171,9 @@ class Promoter:
     def _keep_as(self, work: _Work) -> Wishes[Promotion, _Work]:
         kept = self._kept.setdefault(work.tenant, Wishes())
         if work.prefetch or work.end < math.inf:
-            kept.add(work.promotion, work.owner, size=1 + len(work.promotion.entries), end=work.end, value=work)
+            # No prefetch ends a demand, which only has an end should its caller be lost.
+            owner = work.owner if work.prefetch else _DEMANDS
+            kept.add(work.promotion, owner, size=1 + len(work.promotion.entries), end=work.end, value=work)
         return kept
 
     @locked

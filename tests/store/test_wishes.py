@@ -728,3 +728,14 @@ def test_a_chunk_that_becomes_a_tenants_keeps_its_priority() -> None:
 
 def test_tags_that_could_be_taken_for_others_are_no_tenants() -> None:
     assert tenants_of(None, [("team", "a:b"), ("team:a", "b"), ("a", "x")]) == ["a:x", "team:a:b"]
+
+
+def test_no_prefetch_ends_a_demand() -> None:
+    store = small_store(16, lower(memory(60, "low")))
+    demanded, first, second = chain("demanded", 4), chain("first", 8), chain("second", 4)
+    for keys in (demanded, first, second):
+        put_below(store, keys)
+    demand = store.promote(demanded, ttl=DAY)
+    store.promote(first, prefetch=True, ttl=DAY)
+    assert len(store.promote(second, prefetch=True, ttl=DAY, owner=b"another")) == 4
+    assert not demand.released
