@@ -1,4 +1,4 @@
-"""What engines of one server answer each other: anything else counts as no answer."""
+"""Models of the answers that engines of one server give each other: any other answer counts as none."""
 
 from __future__ import annotations
 

@@ -72,7 +72,6 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
     return tuple(sorted(dict(extra).items()))
 
 
-# Without slots, because cached_property keeps its value in the instance's __dict__.
 def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[str]:
     """Names that a quota may have for a request: the label of its salt, and its tags as `name:value`.
 
@@ -93,6 +92,7 @@ def salt_label(salt: str) -> str:
     return f"salt-{hashlib.sha256(salt.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
+# Without slots, because cached_property keeps its value in the instance's __dict__.
 @frozen(slots=False, kw_only=True)
 class Namespace:
     """Everything besides tokens that decides the KV of a chunk. Different namespaces never share a key.

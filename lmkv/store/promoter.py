@@ -27,6 +27,7 @@ from lmkv.store.wishes import Owners, Wishes
 _MAX_KEPT: Final = 1 << 16
 """Prefetches, and chunks of theirs, that are kept at least."""
 _DEMANDS: Final = b"demands"
+"""The owner of promotions that are no prefetches."""
 _MAX_RELEASED: Final = 64
 """Prefetches that one more slot may end."""
 

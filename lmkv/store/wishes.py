@@ -60,7 +60,7 @@ class Ranked(Generic[K]):
 
 @define(eq=False)
 class Owners:
-    """How many different chunks owners have, and who has the most. `total`: of all."""
+    """How much each owner has, and who has the most. `total`: of all."""
 
     total: int = 0
     owned: Counter[bytes] = field(factory=Counter)
@@ -106,12 +106,14 @@ class Wishes(Generic[K, V]):
     [0]
     """
 
-    total: int = field(init=False, default=0)
     _wishes: dict[K, Wish[V]] = field(init=False, factory=dict)
     _of: dict[bytes, OrderedDict[K, None]] = field(init=False, factory=dict)
-    _sizes: dict[bytes, int] = field(init=False, factory=dict)
-    _most: Ranked[bytes] = field(init=False, factory=Ranked)
+    _sizes: Owners = field(init=False, factory=Owners)
     _ends: Ranked[K] = field(init=False, factory=Ranked)
+
+    @property
+    def total(self) -> int:
+        return self._sizes.total
 
     def __len__(self) -> int:
         return len(self._wishes)
@@ -124,7 +126,7 @@ class Wishes(Generic[K, V]):
         self.pop(key)
         self._wishes[key] = Wish(owner, size, end, value)
         self._of.setdefault(owner, OrderedDict())[key] = None
-        self._count(owner, size)
+        self._sizes.count(owner, size)
         if end < math.inf:
             self._ends.rank(key, end)
 
@@ -134,7 +136,9 @@ class Wishes(Generic[K, V]):
         if wish is None:
             return None
         del self._of[wish.owner][key]
-        self._count(wish.owner, -wish.size)
+        if not self._of[wish.owner]:
+            del self._of[wish.owner]
+        self._sizes.count(wish.owner, -wish.size)
         self._ends.drop(key)
         return wish.value
 
@@ -146,7 +150,7 @@ class Wishes(Generic[K, V]):
 
     def owned(self, owner: bytes) -> int:
         """The sizes of an owner's wishes together."""
-        return self._sizes.get(owner, 0)
+        return self._sizes.owned[owner]
 
     def due(self, now: float) -> Iterator[tuple[K, V]]:
         """End the wishes whose time is over, as many as `STEP` allows; those that were made first before others."""
@@ -166,9 +170,7 @@ class Wishes(Generic[K, V]):
 
     def shed(self) -> tuple[K, V]:
         """End the first wish of the owner with the most. There must be one."""
-        found = self._most.first()
-        assert found is not None
-        key = next(iter(self._of[found[1]]))
+        key = next(iter(self._of[self._sizes.first()]))
         return key, self._ended(key)
 
     def rebuilt(self) -> Wishes[K, V]:
@@ -187,14 +189,3 @@ class Wishes(Generic[K, V]):
         value = self._wishes[key].value
         self.pop(key)
         return value
-
-    def _count(self, owner: bytes, size: int) -> None:
-        self.total += size
-        mine = self._sizes.get(owner, 0) + size
-        if self._of[owner]:
-            self._sizes[owner] = mine
-            self._most.rank(owner, -mine)
-        else:
-            del self._of[owner]
-            self._sizes.pop(owner, None)
-            self._most.drop(owner)
