@@ -48,7 +48,8 @@ class Pins:
         others = sum(other.total for (each, _), other in self._of.items() if each == tenant) - pins.total
         # A share of the slots, for tails and states a share of theirs as well.
         most = min(primary.slots_of(self._share * part, bytes) - others, primary.slots_of(self._share * part, kind))
-        most = max(0, min(most, pins.total + primary.slots_for_wishes(kind)))
+        # A small memory has one slot for tails: a prefetch may have it, a pin not.
+        most = max(0, min(most, primary.slots_of(1.0, kind) - 1, pins.total + primary.slots_for_wishes(kind)))
         for entry in reversed(entries[:most]):
             known = pins.wish(entry.key)
             if known is None:

@@ -739,3 +739,12 @@ def test_no_prefetch_ends_a_demand() -> None:
     store.promote(first, prefetch=True, ttl=DAY)
     assert len(store.promote(second, prefetch=True, ttl=DAY, owner=b"another")) == 4
     assert not demand.released
+
+
+def test_the_only_slot_for_tails_is_not_pinned() -> None:
+    store = small_store(10)
+    assert store._primary.tails.limit == 1
+    put(store, with_tail("mallory"))
+    assert store.pin(with_tail("mallory"), DAY) == 1
+    put(store, with_tail("alice"))
+    assert in_memory(store, with_tail("alice")) == [2]
