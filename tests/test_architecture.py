@@ -80,7 +80,7 @@ BUDGET = {
     "store": 1800,
     "backends": 375,
     "backends.disk": 1099,
-    "backends.remote": 1558,
+    "backends.remote": 1647,
     "build": 124,
     "engine": 495,
     "": 60,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 18906
+WHOLE = 18986
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

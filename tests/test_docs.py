@@ -194,7 +194,7 @@ NAMED_THREAD = re.compile(
 def test_every_thread_is_in_the_table() -> None:
     sources = "".join(path.read_text() for path in sorted(Path(lmkv.__file__).parent.rglob("*.py")))
     named = set(NAMED_THREAD.findall(sources))
-    assert {"lmkv-io", "lmkv-index", "lmkv-agent", "lmkv-objects", "lmkv-pin"} <= named
+    assert {"lmkv-io", "lmkv-index", "lmkv-agent", "lmkv-populate", "lmkv-pin"} <= named
     table = {row.split("`")[1] for row in rows("concurrency.md") if row.startswith("| `lmkv-")}
     assert {re.sub(r"-[A-Z]+$", "", name) for name in table} == named
 

@@ -205,10 +205,7 @@ class RemoteBackend(ABC):
         if isinstance(error, ClosedError):
             raise error
         if not isinstance(error, Exception):
-            # A panic in a Rust library is no Exception.
-            if type(error).__module__ != "pyo3_runtime":
-                raise error
-            error = RuntimeError(str(error))
+            raise error
         kind = BackendUnavailable if self._is_unavailable(error) else BackendError
         translated = kind(self.name, action, key.hex(), self._reason(error))
         translated.__cause__ = error

@@ -21,6 +21,8 @@ from importlib import import_module
 from socket import socket
 from typing import Any
 
+from lmkv.errors import outside
+
 ROOM, SLAB = 0, 1
 """Numbers of the memories: the buffer between the processes, and the parent's slab if it is registered."""
 Part = tuple[int, int, int]
@@ -47,8 +49,11 @@ def answer(client: Any, message: bytes) -> tuple[str, Any]:
     try:
         action, *arguments = json.loads(message)
         return "done", getattr(client, action)(*arguments)
-    except Exception as error:
-        return "unavailable" if isinstance(error, OSError) else "failed", f"{type(error).__name__}: {error}"[:1000]
+    except BaseException as error:
+        # A panic of a client in Rust is no Exception; after a blank line come internals of such a client.
+        unavailable = isinstance(error, (OSError, *getattr(client, "unavailable", ())))
+        said = outside(f"{type(error).__name__}: {error}".partition("\n\n")[0])
+        return "unavailable" if unavailable else "failed", said
 
 
 def serve(connection: socket, client: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from lmkv.backends.remote.child import Memory, Part
 from lmkv.backends.remote.firewall import drop_inbound
+from lmkv.backends.remote.host_port import HostPortBackend
 from lmkv.backends.remote.subprocess_backend import START_LIMIT, ClientProcess, SubprocessBackend
 
 _NO_ROOM, _INVALID, _EXISTS, _NOT_MOVED = -200, -600, -705, -800
@@ -22,7 +23,7 @@ _PINNED_PER_SECOND = 1 << 30
 """Slowest registration of memory with RDMA, in bytes per second."""
 
 
-class MooncakeBackend(SubprocessBackend):
+class MooncakeBackend(SubprocessBackend, HostPortBackend):
     """A Mooncake store, by its master, as a backend.
 
     Parameters

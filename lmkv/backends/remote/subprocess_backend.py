@@ -1,4 +1,4 @@
-"""`SubprocessBackend`: base of stores whose C++ client may hang, crash or hold the GIL.
+"""`SubprocessBackend`: base of stores whose client may hang, crash or hold the GIL, as those in C++ and Rust do.
 
 The client runs in child processes (`child`), which share memory with this one: a buffer, and the slab if it is
 registered. A late call or a failed read ends its process, so that it cannot write anywhere later. The next call starts
@@ -23,12 +23,11 @@ from socket import AF_UNIX, SOCK_SEQPACKET, socketpair
 from typing import Any, ClassVar
 from zlib import crc32
 
-from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, batches
+from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, batches
 from lmkv.backends.remote.child import MAX_MESSAGE_BYTES, ROOM, SLAB, Part
-from lmkv.backends.remote.host_port import HostPortBackend
 from lmkv.backends.remote.value_codec import Fill, filler
 from lmkv.chunks.codec import FormatError
-from lmkv.errors import ConfigError, UsageError, outside
+from lmkv.errors import ConfigError, UsageError
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey
 
@@ -40,8 +39,8 @@ _MIN_ROOM_BYTES = 16 << 20
 _MAX_ROOM_BYTES = 1 << 30
 
 
-class SubprocessBackend(HostPortBackend):
-    """A store behind a C++ client, which a subclass names. Its URL may have the options `clients` and `zero_copy`.
+class SubprocessBackend(RemoteBackend):
+    """A store behind a client that a subclass names. Its URL may have the options `clients` and `zero_copy`.
 
     All calls about a name go to the same process, one after the other, so that no other write of this backend comes
     between looking up a name and storing its value.
@@ -53,8 +52,14 @@ class SubprocessBackend(HostPortBackend):
     install: ClassVar[str]
     """The command that installs it."""
 
+    client_module: ClassVar[str] = ""
+    """The module of `StoreClient`, the client in the child process; by default the subclass's."""
+
+    requests: ClassVar[int] = 1
+    """Requests that a call makes one after the other, at most, each of which may take the timeout."""
+
     def _set_up(self, options: dict[str, Any]) -> None:
-        self._module = type(self).__module__
+        self._module = self.client_module or type(self).__module__
         clients = options.pop("clients", 2)
         if clients < 1:
             raise ConfigError(f"{self._safe_url}: clients must be 1 at least")
@@ -62,7 +67,10 @@ class SubprocessBackend(HostPortBackend):
             raise ConfigError(f"{self._safe_url} needs {self.module}: {self.install}")
         self._zero_copy = options.pop("zero_copy", 1)
         options = self._prepared(options)
-        self._clients = [ClientProcess(self._module, options, self.options.timeout) for _ in range(clients)]
+        self._clients = [self._process(options) for _ in range(clients)]
+
+    def _process(self, options: Mapping[str, Any]) -> ClientProcess:
+        return ClientProcess(self._module, options, self.requests * self.options.timeout)
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options of the URL, as `StoreClient` takes them."""
@@ -83,9 +91,13 @@ class SubprocessBackend(HostPortBackend):
     def _client(self, name: str) -> ClientProcess:
         return self._clients[crc32(name.encode()) % len(self._clients)]
 
+    def _client_for(self, names: Sequence[str]) -> ClientProcess:
+        """The client to ask about several names, or to delete them by."""
+        return self._client(names[0])
+
     def _exist(self, names: Sequence[str]) -> list[bool]:
         asked = batches(names, _batch_size(names))
-        return [found for batch in asked for found in self._client(batch[0]).ask("exist", batch)]
+        return [found for batch in asked for found in self._client_for(batch).ask("exist", batch)]
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
         with self._client(name).value(name, self.codec.header_bytes(len(into)), into) as value:
@@ -95,15 +107,22 @@ class SubprocessBackend(HostPortBackend):
 
     def _put(self, name: str, chunk: Chunk) -> Written:
         answer = self._client(name).put(name, self.codec.header_of(chunk), chunk.payload)
-        return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(outside(answer))
+        return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(answer)
 
     def _remove(self, names: Sequence[str]) -> None:
         for batch in batches(names, _batch_size(names)):
-            self._client(batch[0]).ask("remove", batch)
+            self._client_for(batch).ask("remove", batch)
 
     def _disconnect(self) -> None:
         for client in self._clients:
             client.close()
+
+    def _is_unavailable(self, error: Exception) -> bool:
+        return isinstance(error, OSError)
+
+    def _reason(self, error: Exception) -> str:
+        # The client's process has named the error.
+        return str(error)
 
 
 def _batch_size(names: Sequence[str]) -> int:
@@ -203,6 +222,11 @@ class ClientProcess:
             self._slab = -1, 0, 0
             if descriptor >= 0:
                 os.close(descriptor)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return self._lock.locked()
 
     @property
     def connected(self) -> bool:

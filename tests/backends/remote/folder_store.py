@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from lmkv.backends.remote.child import Memory, Part
+from lmkv.backends.remote.host_port import HostPortBackend
 from lmkv.backends.remote.subprocess_backend import SubprocessBackend
 
 UNREADABLE = b"unreadable"
 
 
-class FolderBackend(SubprocessBackend):
+class FolderBackend(SubprocessBackend, HostPortBackend):
     module = "json"
     known: ClassVar = {"clients": int, "zero_copy": int, "folder": str}
 

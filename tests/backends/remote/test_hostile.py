@@ -25,7 +25,7 @@ from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.backends.remote.value_codec import ValueCodec
 from lmkv.chunks.format import ChunkFormat
-from lmkv.errors import BackendError, ClosedError, ConfigError, LmkvError
+from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, LmkvError
 from lmkv.outcomes import HIT, ReadStatus, WriteStatus
 from lmkv.protocols import Chunk, Listed
 from lmkv.testing.backend_suite import chunk_of, new_key
@@ -133,6 +133,17 @@ def test_an_error_page_of_s3_is_read_in_no_time_and_shown_in_a_line(status: str)
                 backend.contains([new_key()])
     assert str(refused.value).isprintable()
     assert pause[0] < PAUSE
+
+
+@pytest.mark.parametrize("status", ["200 OK", "503 Slow Down"])
+def test_an_object_store_that_promises_more_bytes_than_there_are_ends_no_engine(status: str) -> None:
+    """Its client makes room for them, and ends its process."""
+    with Endpoint(of_http(b"<Error/>", status, Content_Length=10**12)) as endpoint:
+        url = f"s3://bucket?endpoint=http://127.0.0.1:{endpoint.port}&region=us-east-1&clients=1"
+        options = RemoteOptions(timeout=TIMEOUT, username="me", password="hunter2")
+        with closing(ObjectStoreBackend(url, NAMESPACE, options)) as backend:
+            outcomes = dict(every_call(backend))
+    assert isinstance(outcomes["list"], BackendUnavailable)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +264,7 @@ def test_a_listing_of_s3_that_never_ends_is_given_up(full: bool, monkeypatch: py
             listing = backend.list_keys()
             if full:
                 assert len(next(listing)) == len(names)
-            with pytest.raises(BackendError, match="the same page again" if full else "it lists nothing for 0 s"):
+            with pytest.raises(BackendError, match="the same page again" if full else "it lists no chunk for 0 s"):
                 next(listing)
 
 
@@ -351,7 +362,7 @@ def of_s3(draw: st.DrawFn) -> bytes:
     status = draw(
         st.sampled_from([200, 200, 200, 204, 206, 301, 304, 400, 403, 404, 409, 412, 416, 429, 500, 503, 999])
     )
-    length = draw(st.sampled_from([b"%d" % len(body)] * 4 + [b"0", b"-1", b"%d" % 2**63, b"x"]))
+    length = draw(st.sampled_from([b"%d" % len(body)] * 4 + [b"0", b"-1", b"%d" % 2**63, b"%d" % 10**12, b"x"]))
     lines = [b"HTTP/1.1 %d x" % status, b"Content-Length: " + length, b"ETag: " + draw(st.sampled_from([b'"1"', b""]))]
     lines += [b"Last-Modified: " + draw(dates), *draw(st.lists(st.sampled_from(ODD_HEADERS), max_size=2))]
     return b"\r\n".join([*lines, b"", body])
@@ -364,8 +375,8 @@ ODD_HEADERS = [
 KINDS: dict[str, tuple[Any, str, st.SearchStrategy[bytes]]] = {
     "redis": (RedisBackend, "redis://127.0.0.1:{}", of_resp | of_redis_that_has_it),
     "cluster": (RedisBackend, "redis+cluster://127.0.0.1:{}", of_resp),
-    "s3": (ObjectStoreBackend, "s3://bucket?endpoint=http://127.0.0.1:{}&region=x", of_s3()),
-    "azure": (ObjectStoreBackend, "az://bucket?endpoint=http://127.0.0.1:{}/me", of_s3()),
+    "s3": (ObjectStoreBackend, "s3://bucket?endpoint=http://127.0.0.1:{}&region=x&clients=1", of_s3()),
+    "azure": (ObjectStoreBackend, "az://bucket?endpoint=http://127.0.0.1:{}/me&clients=1", of_s3()),
     "infinistore": (InfiniStoreBackend, "infinistore://127.0.0.1:{}", of_infinistore),
 }
 

@@ -47,8 +47,10 @@ from lmkv.testing.backend_suite import (
     statuses,
 )
 from tests.backends.remote.server_suite import assert_fails_and_can_be_replaced, assert_unavailable
+from tests.backends.remote.subprocess_suite import ProcessSuite
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, eventually
+from tests.rules import RuledProxy
 from tests.servers import ObjectServer, Proxy, object_server
 
 NAMESPACE = bytes(range(32))
@@ -648,3 +650,76 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
         assert read_back(backend, chunk) is None
         assert backend.write(chunk).status is STORED
         assert read_back(backend, chunk) == chunk.payload
+
+
+# -- a store that refuses some requests ------------------------------------------------------------------
+
+
+class TestProcesses(ProcessSuite):
+    kind = ObjectStoreBackend
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.url = f"file://{tmp_path}"
+
+    test_what_it_does_not_have_is_said = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def ruled(server: ObjectServer) -> Iterator[RuledProxy]:
+    if server.kind not in ("moto", "rclone"):
+        pytest.skip("answers of S3")
+    with RuledProxy(server.port) as proxy:
+        yield proxy
+
+
+def refusal(code: str) -> bytes:
+    return f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>No.</Message></Error>'.encode()
+
+
+def test_a_store_that_refuses_to_delete_many_deletes_each(
+    server: ObjectServer, ruled: RuledProxy, tmp_path: Path
+) -> None:
+    """Ceph and others want a checksum there that is not sent."""
+    chunks = [chunk_of(100) for _ in range(40)]
+    with closing(backend_of(server.url(tmp_path.name, port=ruled.port))) as backend:
+        assert statuses(backend, chunks) == [STORED] * 40
+        ruled.rule = lambda method, path: (400, refusal("MissingContentMD5")) if method == "POST" else None
+        backend.delete([chunk.key for chunk in chunks])
+        assert ruled.refused
+        assert listed(backend) == {}
+
+
+def test_a_store_that_refuses_to_delete_is_not_asked_for_each(
+    server: ObjectServer, ruled: RuledProxy, tmp_path: Path
+) -> None:
+    chunks = [chunk_of(100) for _ in range(40)]
+    with closing(backend_of(server.url(tmp_path.name, port=ruled.port))) as backend:
+        assert statuses(backend, chunks) == [STORED] * 40
+        ruled.rule = lambda method, path: (403, refusal("AccessDenied")) if method in ("POST", "DELETE") else None
+        with pytest.raises(BackendUnavailable, match="AccessDenied"):
+            backend.delete([chunk.key for chunk in chunks])
+        assert ruled.refused <= 4
+
+
+def test_a_question_that_fails_loses_its_own_answer_only(
+    server: ObjectServer, ruled: RuledProxy, tmp_path: Path
+) -> None:
+    chunks = [chunk_of(100) for _ in range(20)]
+    keys = [chunk.key for chunk in chunks]
+    with closing(backend_of(server.url(tmp_path.name, port=ruled.port))) as backend:
+        assert statuses(backend, chunks) == [STORED] * 20
+        busy = {chunks[7].key.hex(), chunks[12].key.hex()}
+        ruled.rule = lambda method, path: (503, b"") if path[-64:] in busy else None
+        assert [index for index, found in enumerate(backend.contains(keys)) if not found] == [7, 12]
+        ruled.rule = lambda method, path: (503, b"")
+        with pytest.raises(BackendUnavailable):
+            backend.contains(keys)
+
+
+def test_a_store_that_refuses_conditions_is_told_apart(server: ObjectServer, ruled: RuledProxy, tmp_path: Path) -> None:
+    ruled.rule = lambda method, path: (501, refusal("NotImplemented")) if method == "PUT" else None
+    with closing(backend_of(server.url(tmp_path.name, port=ruled.port))) as backend:
+        written = backend.write(chunk_of(100))
+        assert isinstance(written.error, BackendUnavailable)
+        assert "needs conditional_put=disabled" in str(written.error)
