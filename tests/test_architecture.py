@@ -76,8 +76,8 @@ BUDGET = {
     "simulation": 451,
     "config": 765,
     "memory": 1392,
-    "store.tiers": 1846,
-    "store": 1800,
+    "store.tiers": 1873,
+    "store": 1826,
     "backends": 375,
     "backends.disk": 1099,
     "backends.remote": 1647,
@@ -86,13 +86,13 @@ BUDGET = {
     "": 60,
     "agent": 1301,
     "vllm": 2677,
-    "vllm.requests": 387,
+    "vllm.requests": 391,
     "vllm.observe": 802,
-    "vllm.scheduler": 1826,
+    "vllm.scheduler": 1836,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 18986
+WHOLE = 19048
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -21,9 +21,6 @@ DEPTH: Final = 16
 KEPT: Final = 0.5
 """A key with a priority is spared while those with this or a higher one take no more than this share of the tier."""
 
-MAX_EARLY: Final = 1 << 16
-"""Most hints about keys that are not known: they may be on their way to the tier."""
-
 Node: TypeAlias = list[Any]
 """The base's record of a key. It is a list, because an object takes three times as long to make."""
 KEY, SIZE, PARENT, CHILDREN, FORK = range(5)
@@ -83,8 +80,6 @@ class PolicyBase(ABC):
     """Bytes of the keys with each priority."""
     _held_bytes: int = field(init=False, default=0)
     _largest: int = field(init=False, default=0)
-    _early: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
-    """The last hints about keys that were not known."""
     _notes: bool = field(init=False)
     """Whether the subclass wants to know of victims."""
 
@@ -191,8 +186,6 @@ class PolicyBase(ABC):
         finally:
             self.total_bytes += size * len(new)
             self.extend(new)
-            if self._early:
-                self._remember(new)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a request has used a chain's keys, given head first."""
@@ -298,34 +291,22 @@ class PolicyBase(ABC):
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
         """Evict a chain's keys, given head first, before all others (below 0), in turn (0) or last (above 0).
 
-        A chain is given up from its tail to where another one begins. A later use takes that back. Keys that are not
-        known have the last hint about them when they are inserted.
+        A chain is given up from its tail to where another one begins. A later use takes that back. Ignores keys that
+        are not known.
         """
         if priority < 0:
             self._give_up(keys)
+            return
         for key in keys:
             node = self.nodes.get(key)
-            if node is None or not node[SIZE]:
-                self._early.pop(key, 0)
-                if priority:
-                    self._early[key] = priority
-            elif priority >= 0 and self._kept.get(key, 0) != priority:
+            if node is not None and node[SIZE] and self._kept.get(key, 0) != priority:
                 if self._take_back(key):
                     self.rejoin(key)
                 if priority:
                     self._kept[key] = priority
                     self._kept_bytes[priority] += node[SIZE]
-        while len(self._early) > MAX_EARLY:
-            self._early.popitem(last=False)
 
     # -- inside -------------------------------------------------------------------------------------------
-
-    def _remember(self, keys: Sequence[ChunkKey]) -> None:
-        """Carry out the hints that came before these keys did."""
-        for key in keys:
-            priority = self._early.pop(key, 0)
-            if priority:
-                self.hint((key,), priority)
 
     def _give_up(self, keys: Sequence[ChunkKey]) -> None:
         ended = self._ended

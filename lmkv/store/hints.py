@@ -14,6 +14,7 @@ from attrs import define, evolve, field, frozen
 from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, SeesPrompts, TakesHints
 from lmkv.store.tiers.changes import Changes
 from lmkv.store.tiers.locking import locked
+from lmkv.store.tiers.order import Order
 from lmkv.store.wishes import Owners, Wishes
 
 DEFAULT_SECONDS: Final = 300.0
@@ -26,6 +27,10 @@ _OVERHEAD: Final = 16
 _MAX_ENDING: Final = 16
 """Most wishes about the same chunks, of several sessions or priorities."""
 _MAX_SHED: Final = 64
+_MAX_ENDED: Final = 1 << 14
+"""Chunks of the wishes that one call ends at once, about. Those that are left end at their time."""
+_MAX_SESSION: Final = 1 << 14
+"""Most chunks of a session."""
 _MAX_BRANCHES: Final = 16
 """Most branches of a session: an agent's own conversation, and those of agents that it has started."""
 
@@ -87,10 +92,15 @@ class Hints:
     """The wishes whose chain ends with a chunk, few of them."""
     _sessions: Wishes[bytes, list[Chain]] = field(init=False, factory=Wishes)
     """The branches of each session, by their last chains."""
+    _branches: Counter[ChunkKey] = field(init=False, factory=Counter)
+    """How many branches of sessions have each chunk."""
 
     def __attrs_post_init__(self) -> None:
         self._labelled = [policy for policy in self._policies.values() if isinstance(policy, LabelsKeys)]
         self._prompted = [admission for admission in self._admissions if isinstance(admission, SeesPrompts)]
+        for policy in self._policies.values():
+            if isinstance(policy, Order):
+                policy.wished, policy.priority_of = self._wished, self._priority_of
 
     def give(
         self, keys: Chain, priority: int, seconds: float = DEFAULT_SECONDS, owner: bytes = b"", session: str = ""
@@ -121,9 +131,9 @@ class Hints:
             if not keys:
                 return
             wish = evolve(wish, last=keys[-1])
-        end = self._clock() + seconds
+        end, ended = self._clock() + seconds, 0
         for key in keys:
-            for other in list(self._ending.get(key, ())):
+            for other in list(self._ending.get(key, ())) if ended < _MAX_ENDED else ():
                 known = self._priorities.wish(other)
                 if known is None or other.session != wish.session or other.priority > wish.priority:
                     continue
@@ -131,6 +141,7 @@ class Hints:
                     end = max(end, known.end)
                 if known.end <= end:
                     # It is about a beginning of this chain, and so a part of this wish.
+                    ended += known.size
                     self._uncount(other, self._priorities.pop(other))
         ending = self._ending.setdefault(wish.last, {})
         if len(ending) >= _MAX_ENDING:
@@ -202,13 +213,23 @@ class Hints:
                 policy.hint(keys, priority)
 
     @locked
-    def _give_up(self, keys: Chain, session: bytes = b"") -> None:
-        """Give up what no priority is wished for. Those of the session itself end."""
-        for key in keys if session else ():
-            for wish in [each for each in self._ending.get(key, ()) if each.session == session]:
-                self._end(wish, self._priorities.pop(wish))
-        wished = [number for number, key in enumerate(keys) if key in self._wished]
-        if left := keys[wished[-1] + 1 :] if wished else keys:
+    def _end_session(self, branches: list[Chain], session: bytes) -> None:
+        self._forget(branches)
+        ended = 0
+        for branch in branches:
+            for key in branch if session else ():
+                for wish in [each for each in self._ending.get(key, ()) if each.session == session]:
+                    if ended < _MAX_ENDED:
+                        keys = self._priorities.pop(wish)
+                        ended += len(keys or ())
+                        self._end(wish, keys)
+            self._give_up(branch)
+
+    @locked
+    def _give_up(self, keys: Chain) -> None:
+        """Give up what no session has and no priority is wished for."""
+        kept = [number for number, key in enumerate(keys) if key in self._wished or key in self._branches]
+        if left := keys[kept[-1] + 1 :] if kept else keys:
             self._tell(left, -1)
 
     def prompt(self, keys: Chain, tokens: int) -> None:
@@ -248,38 +269,59 @@ class Hints:
         with self._lock, self._changes:
             key = _session_key(owner, name)
             branches = self._sessions.pop(key) or []
-            for branch in branches:
-                self._give_up(branch, key)
+            self._end_session(branches, key)
         return bool(branches)
 
     @locked
     def _session(self, owner: bytes, name: str, keys: Chain, *, ended: bool) -> None:
         key = _session_key(owner, name)
         branches = self._sessions.pop(key) or []
+        if ended:
+            self._branches.update(keys)
+            self._end_session([*branches, keys], key)
+        elif name:
+            keys = keys[:_MAX_SESSION]
+            self._continue(branches, keys)
+            branches.append(keys)
+            size = sum(_OVERHEAD + len(branch) for branch in branches)
+            while len(branches) > _MAX_BRANCHES or size > _MAX_SESSION + _OVERHEAD:
+                self._forget([oldest := branches.pop(0)])
+                size -= _OVERHEAD + len(oldest)
+            self._sessions.add(key, owner, size=size, end=self._clock() + _SESSION_SECONDS, value=branches)
+            for _, forgotten in self._sessions.excess(MAX_HINTED):
+                self._forget(forgotten)
+
+    @locked
+    def _continue(self, branches: list[Chain], keys: Chain) -> None:
+        """Count a branch, in place of the one that it continues."""
         for branch in branches:
             # Equal keys have equal prefixes: this request continues that one, but perhaps for its last chunk.
             at = len(branch) - 2
             if at >= 0 and len(keys) > at and keys[at] == branch[at]:
                 branches.remove(branch)
+                self._branches.update(keys[at + 1 :])
+                self._forget([branch[at + 1 :]])
                 if len(keys) == at + 1 or keys[at + 1] != branch[at + 1]:
                     self._give_up(branch)
-                break
-        branches.append(keys)
-        if ended:
-            for branch in branches:
-                self._give_up(branch, key)
-        elif name:
-            branches = branches[-_MAX_BRANCHES:]
-            size = sum(_OVERHEAD + len(branch) for branch in branches)
-            self._sessions.add(key, owner, size=size, end=self._clock() + _SESSION_SECONDS, value=branches)
-            for _ in self._sessions.excess(MAX_HINTED):
-                pass
+                return
+        self._branches.update(keys)
+
+    def _forget(self, branches: list[Chain]) -> None:
+        counts = self._branches
+        for branch in branches:
+            for key in branch:
+                if counts[key] > 1:
+                    counts[key] -= 1
+                else:
+                    del counts[key]
 
     @locked
     def recount(self) -> None:
         """After an exception: begin anew with the wishes that are known, and tell the policies, which are new."""
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
-        self._wished, self._ending, self._tenants = {}, {}, {}
+        self._wished.clear()
+        self._ending, self._tenants = {}, {}
+        self._branches = Counter(key for _, chains in self._sessions.items() for chain in chains for key in chain)
         for wish, chain in self._priorities.items():
             known = self._priorities.wish(wish)
             self._count(wish, chain, known.owner if known else b"", self._part_of(chain[0])[0])
@@ -292,8 +334,8 @@ class Hints:
         now = self._clock()
         for wish, chain in self._priorities.due(now):
             self._end(wish, chain)
-        for _ in self._sessions.due(now):
-            pass
+        for _, branches in self._sessions.due(now):
+            self._forget(branches)
 
 
 def _session_key(owner: bytes, name: str) -> bytes:

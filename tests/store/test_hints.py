@@ -73,6 +73,44 @@ def test_chunks_that_another_session_shares_are_not_given_up() -> None:
     assert policy.evict(10) == [A[3]]
 
 
+@pytest.mark.parametrize("its", [4, 2], ids=["its own prompt", "a beginning of it"])
+def test_what_a_living_session_has_is_not_given_up_for_another_ones_end(its: int) -> None:
+    hints, policy, _ = filled()
+    hints.session(b"alice", "living", B[:its])
+    hints.session(b"mallory", "zzz", B, ended=True)
+    assert policy.evict(10 * (4 - its) + 10) == [*B[its:][::-1], A[3]]
+    assert hints.end_session(b"alice", "living")
+    assert policy.evict(10) == [B[its - 1]]
+
+
+def test_sessions_that_are_forgotten_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    hints, _policy, clock = filled()
+    monkeypatch.setattr("lmkv.store.hints.MAX_HINTED", 50)
+    monkeypatch.setattr("lmkv.store.hints._MAX_SESSION", 8)
+    for number in range(30):
+        hints.session(b"", f"{number % 3}", chain(f"{number % 7}", number % 10))
+    assert hints._branches.total() == sum(map(len, (each for _, found in hints._sessions.items() for each in found)))
+    with hints._lock:
+        hints.recount()
+    clock.advance(100_000)
+    expire(hints)
+    assert not hints._branches
+
+
+def test_the_end_of_a_session_ends_so_many_wishes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others end at their time."""
+    hints, _policy, clock = filled()
+    monkeypatch.setattr("lmkv.store.hints._MAX_ENDED", 4)
+    hints.session(b"", "agent", B)
+    for length in (4, 3, 2):
+        hints.give(B[:length], 1, 10.0 * (5 - length), session="agent")
+    hints.session(b"", "agent", B, ended=True)
+    assert 0 < len(hints._priorities) < 3
+    clock.advance(40)
+    expire(hints)
+    assert not len(hints._priorities)
+
+
 def test_a_use_takes_the_end_back() -> None:
     hints, policy, _ = filled()
     hints.session(b"", "agent", C, ended=True)

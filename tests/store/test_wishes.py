@@ -444,21 +444,6 @@ def test_a_flood_of_states_or_tails_leaves_a_tenant_its_own(of: Callable[[str], 
 # -- before the chunks are there -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_a_hint_waits_for_keys_that_are_on_their_way(name: str) -> None:
-    policy: Any = make_policy(name)
-    kept, given_up, other = chain("kept", 2), chain("given up", 2), chain("other", 2)
-    policy.hint(kept, 1)
-    policy.hint(given_up, -1)
-    for keys in (kept, other, given_up):
-        for at in reversed(range(2)):
-            policy.insert(keys[at], 10, keys[at - 1] if at else b"")
-        if keys is not given_up:
-            policy.touch(keys)
-    assert {*policy.evict(20)} == {*given_up}
-    assert {*policy.evict(20)} == {*other}
-
-
 @pytest.mark.parametrize("make", [lambda: LRU(), lambda: Quotas(LRU, {})], ids=["lru", "quotas"])
 def test_a_hint_holds_in_a_tier_that_is_still_being_written(make: Callable[[], Policy]) -> None:
     gated = Gated(memory(8, "low"))
@@ -477,12 +462,65 @@ def test_a_hint_holds_in_a_tier_that_is_still_being_written(make: Callable[[], P
     assert store.count_prefix(keys) == (0, 2)
 
 
+@pytest.mark.parametrize("make", [lambda: LRU(), lambda: Quotas(LRU, {})], ids=["lru", "quotas"])
+def test_what_is_given_up_on_its_way_to_a_tier_goes_first_there(make: Callable[[], Policy]) -> None:
+    gated = Gated(memory(8, "low"))
+    store = small_store(32, Tier(gated, make(), capacity_bytes=4 << 12))
+    keys, other = chain("a", 2), chain("b", 2)
+    put(store, other)
+    assert store.drain(LIMIT)
+    gated.shut("write")
+    put(store, keys)
+    gated.waiting("write")
+    store.hints.give(keys, -1)
+    gated.open()
+    assert store.drain(LIMIT)
+    put(store, chain("c", 2))
+    assert store.drain(LIMIT)
+    store.drop([*keys, *other])
+    assert [store.count_prefix(each)[1] for each in (keys, other)] == [0, 2]
+
+
 def test_hints_about_keys_that_never_come_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = LRU()
-    monkeypatch.setattr("lmkv.policies.base.MAX_EARLY", 10)
+    store = small_store(8)
+    monkeypatch.setattr("lmkv.store.tiers.order.MAX_GIVEN_UP", 10)
     for number in range(1000):
-        policy.hint(chain(f"{number}", 1), 1)
-    assert len(policy._early) == 10
+        store.hints.give(chain(f"{number}", 1), -1)
+    assert len(store._primary.order._given_up) == 10
+
+
+def test_a_chunk_that_comes_back_has_its_priority_again() -> None:
+    """It was evicted, or lost, while it was wished for."""
+    clock = ManualClock()
+    store = small_store(16, clock=clock)
+    keys = chain("a", 4)
+    put(store, keys)
+    store.hints.give(keys, 1, 60.0, owner=b"root")
+    store.drop(keys[2:])
+    put(store, keys)
+    assert kept_after(store, clock, keys, 1) == 4
+    assert kept_after(store, clock, keys, 60) == 0
+
+
+def test_no_labels_of_a_tenant_make_a_priority_endless() -> None:
+    """The wish was for chunks that came after its end."""
+    clock = ManualClock()
+    host = Tier(memory(32), Quotas(LRU, {"red": 0.5}))
+    store = TieredStore(host, clock=clock)
+    keys = chain("mallory", 4)
+    store.hints.label(keys, ["red"])
+    store.hints.give(keys, 9, 10.0, owner=b"mallory")
+    store.hints.label(chain("flood", 1 << 16), ["red"])
+    clock.advance(11.0)
+    with store._lock:
+        store.hints.expire()
+    store.hints.label(keys, ["red"])
+    put(store, keys)
+    for number in range(60):
+        other = chain(f"other {number}", 1)
+        store.hints.label(other, ["red"])
+        put(store, other)
+    assert in_memory(store, keys) == [0]
 
 
 # -- what another wish, a restart or a repair must not take -------------------------------------------------

@@ -56,7 +56,7 @@ class TierIndex:
     def __init__(
         self, policy: Policy, capacity: int | None, name: str = "", observers: Sequence[StoreObserver] = ()
     ) -> None:
-        self.order = Order(policy, name, self._content, self._freed)
+        self.order = Order(policy, name, self._content, self._freed, self._has)
         self.capacity = capacity
         self.used = self.other_namespace = 0
         self.clearing = False

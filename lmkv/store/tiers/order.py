@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from attrs import define, field, frozen
 
@@ -16,6 +16,9 @@ from lmkv.protocols import ChunkKey, DividesTier, LabelsKeys, Policy, TakesHints
 from lmkv.store.tiers.attempt import attempt
 
 logger = logging.getLogger(__name__)
+
+MAX_GIVEN_UP: Final = 1 << 16
+"""Most chunks that were given up on their way to a tier."""
 
 
 @define(eq=False)
@@ -75,22 +78,31 @@ class Content:
 class Order:
     """A policy whose exceptions end it, not its tier: then a `Plain` one goes on, and one line in the log says so.
 
-    `content`: what is in the tier. `freed`: the bytes of these chunks, 0 if one is in use or not there. Called under
-    the store's lock.
+    It also tells the policy what is known about chunks that come, or come back: what `priority_of` says for those in
+    `wished`, and which were given up on their way. `content`: what is in the tier. `freed`: the bytes of these chunks,
+    0 if one is in use or not there. `has`: whether the policy knows a chunk. Called under the store's lock.
     """
 
     def __init__(
-        self, policy: Policy, name: str, content: Callable[[], Content], freed: Callable[[Sequence[ChunkKey]], int]
+        self,
+        policy: Policy,
+        name: str,
+        content: Callable[[], Content],
+        freed: Callable[[Sequence[ChunkKey]], int],
+        has: Callable[[ChunkKey], bool],
     ) -> None:
         self.policy = policy
         self._name = name
-        self._content, self._freed = content, freed
+        self._content, self._freed, self._has = content, freed, has
+        self.wished: Mapping[ChunkKey, object] = {}
+        self.priority_of: Callable[[ChunkKey], int] = lambda key: 0
+        self._given_up: OrderedDict[ChunkKey, None] = OrderedDict()
         self._new: Policy | None = attempt(lambda: copy.deepcopy(policy), lambda error: None)
         """As it was before the first key."""
         self._telling = False
         # On the instance, because `isinstance` looks for the attributes and not every policy has them.
         if isinstance(policy, TakesHints):
-            self.hint = partial(self._tell, "hint")
+            self.hint = self._hint
         if isinstance(policy, LabelsKeys):
             self.label = partial(self._tell, "label")
             self.used_bytes = self._used_bytes
@@ -100,8 +112,15 @@ class Order:
             self.policy.insert_chain(keys, size, parents)
         except Exception as error:
             self._replace(error).insert_chain(keys, size, parents)
+        if self.wished or self._given_up:
+            for key in reversed(keys):
+                given_up = self._given_up.pop(key, self) is None
+                if priority := self.priority_of(key) if key in self.wished else -given_up:
+                    self._tell("hint", (key,), priority)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys if self._given_up else ():
+            self._given_up.pop(key, None)
         try:
             self.policy.touch(keys)
         except Exception as error:
@@ -145,6 +164,15 @@ class Order:
         except Exception as error:
             self._replace(error)
             return "", 1.0
+
+    def _hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
+        for key in keys if priority < 0 or self._given_up else ():
+            self._given_up.pop(key, None)
+            if priority < 0 and not self._has(key):
+                self._given_up[key] = None
+        while len(self._given_up) > MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
+        self._tell("hint", keys, priority)
 
     def _tell(self, verb: str, keys: Sequence[ChunkKey], what: Any) -> None:
         tell = getattr(self.policy, verb, None)

@@ -59,7 +59,7 @@ class PrimaryTier:
         self.name = tier.name
         self.backend = tier.backend
         self.slab = tier.backend.take_slab()
-        self.order = Order(tier.policy, tier.name, self._content, self._freed)
+        self.order = Order(tier.policy, tier.name, self._content, self._freed, self._has)
         self.slot_bytes = self.slab.slot_bytes
         self.entries: dict[ChunkKey, Entry] = {}
         self.counters = TierCounters()
@@ -385,6 +385,10 @@ class PrimaryTier:
             parents.append(entry.parent)
         if keys:
             yield keys, self.slot_bytes, parents
+
+    def _has(self, key: ChunkKey) -> bool:
+        entry = self.entries.get(key)
+        return entry is not None and entry.in_policy
 
     def _freed(self, keys: Sequence[ChunkKey]) -> int:
         found = list(map(self.entries.get, keys))

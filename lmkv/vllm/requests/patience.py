@@ -46,6 +46,10 @@ class Patience:
             self.late = True
         return not self.late
 
+    def waited(self, now: float) -> float:
+        """Seconds of all waits."""
+        return self.spent + (0.0 if self._since is None else now - self._since)
+
     def end(self, now: float) -> None:
         """The chunks that the request waited for are there, or given up."""
         if self._since is not None:

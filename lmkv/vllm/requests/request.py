@@ -91,6 +91,10 @@ class RequestState:
     computed: int = 0
     lease: Lease | None = None
     shared_lookup: SharedLookup | None = None
+    arrived: int = 0
+    """Leading chunks that were found of those that another server stores for it."""
+    look_at: float = 0.0
+    """When to look for more of them."""
     promotion: Promotion | None = None
     promoted: dict[str, int] = field(factory=dict, repr=False)
     """Chunks that were brought up for this request, by the tier that they came from."""

@@ -58,6 +58,8 @@ class LoadPlanner:
         """
         self.jobs.admission.end(state)
         state.computed, state.between_steps = num_computed_tokens, False
+        if self.wait.rests(state):
+            return None, False
         wanted = self._keys(state)
         self._audit.wrong.purge(wanted)
         first = num_computed_tokens // self._chunk_size

@@ -21,6 +21,10 @@ logger = logging.getLogger("lmkv.vllm")
 
 _YIELD, _YIELD_EVERY = 5e-5, 0.01
 """Seconds for which the scheduling thread lets I/O threads have the interpreter, and least seconds between two."""
+_LOOK_EVERY = 0.01, 0.1, 1.0
+"""Least seconds between two looks for what another server stores, part of the time waited so far, and most seconds."""
+_LOOK_CHUNKS = 256
+"""Chunks that one look is for."""
 _SHARED = "?"
 """Stands for all shared tiers where their answers to lookups are timed."""
 
@@ -147,24 +151,33 @@ class TierWait:
         # The chunks that were found now may be worth loading.
         state.shared_lookup, state.pays = None, None
 
+    def rests(self, state: RequestState) -> bool:
+        """Whether it has looked lately for what another server stores."""
+        return state.look_at > 0.0 and self._clock() < state.look_at
+
     def is_being_stored(self, state: RequestState, keys: Sequence[ChunkKey]) -> bool:
         """Whether another server has still to store the tokens of `wait_for`; if so, asks for them again.
 
         Later waits have a deadline of their own.
         """
-        wanted = state.options.wait_for
+        wanted, now = state.options.wait_for, self._clock()
+        # Many requests may wait, for long prompts: each goes on from what it has found, and looks less and less often.
         keys = self._boundaries.entries(keys[: -(-wanted // self._chunk_size)])
-        found = self._store.count_prefix(keys)[1]
+        found = state.arrived
+        found += self._store.count_prefix(keys[found:])[1]
         missing = found < len(keys) and state.computed < wanted
-        waits = missing and state.patience.lasts(self._clock(), lambda: self._compute_seconds(wanted), found)
-        asked = self._store.look_up_shared(keys) if waits else None
+        waits = missing and state.patience.lasts(now, lambda: self._compute_seconds(wanted), found)
+        asked = self._store.look_up_shared(keys[found : found + _LOOK_CHUNKS]) if waits else None
         if asked is not None:
-            state.shared_lookup = asked
+            least, part, most = _LOOK_EVERY
+            pause = 0.0 if found > state.arrived else min(max(least, part * state.patience.waited(now)), most)
+            state.shared_lookup, state.arrived, state.look_at = asked, found, now + pause
             return True
         if missing:
             message = "lmkv: request %s: of %d tokens that another server stores %d were found within %.1f s"
             logger.warning(message, state.name, wanted, found * self._chunk_size, state.patience.spent)
         state.options.wait_for, state.patience = 0, self.new_patience()
+        state.arrived, state.look_at = 0, 0.0
         return False
 
     def is_promoting(self, state: RequestState, keys: Sequence[ChunkKey], ready: int, found: int) -> bool:

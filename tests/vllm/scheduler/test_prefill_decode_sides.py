@@ -64,9 +64,16 @@ class Side:
 
     def answer(self, request: SimulatedRequest) -> int:
         """What it tells vLLM in the end, which asks again and again."""
-        answers: list[int] = []
-        eventually(lambda: (found := self.match(request)) is not None and not answers.append(found), "an answer")
-        return answers[0]
+        answers: list[int | None] = []
+
+        def answers_it() -> bool:
+            answers.append(self.match(request))
+            self.clock.advance(0.01)
+            return answers[-1] is not None
+
+        eventually(answers_it, "an answer")
+        assert answers[-1] is not None
+        return answers[-1]
 
     def others_store(self, keys: list[ChunkKey]) -> None:
         assert self.store.drain(LIMIT)
@@ -179,6 +186,18 @@ def test_it_waits_for_the_last_token_that_is_being_stored(decode: Side) -> None:
         decode.others_store([key])
         decode.clock.advance(0.1)
     assert decode.answer(request) == 21
+
+
+def test_the_longer_it_waits_the_less_often_it_looks(decode: Side) -> None:
+    """Others may wait, too, and for long prompts."""
+    request, looks = decode.asks(**{"lmkv.wait_for": 22}), 0
+    state = decode.scheduler._requests[request.request_id]
+    for _ in range(800):
+        before = state.look_at
+        assert decode.match(request) is None
+        looks += state.look_at > before
+        decode.clock.advance(0.001)
+    assert 5 < looks < 40
 
 
 def test_it_waits_as_long_when_the_first_answer_comes_after_vllm_has_asked() -> None:
