@@ -105,6 +105,7 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened
         options = RemoteOptions(
             username=config.remote_username,
             password=config.password,
+            renew_password=config.renew_password,
             prefix=config.remote_prefix,
             ttl=config.remote_ttl or None,
             timeout=config.remote_timeout,

@@ -282,13 +282,13 @@ def object_server(kind: str, folder: Path, *options: str) -> Iterator[ObjectServ
 
 
 class Proxy:
-    """Forwards TCP connections to a port of loopback, or nothing while it is `deaf`.
+    """Forwards TCP connections to a port of loopback, or nothing while it is `deaf`. `target`: where new ones lead to.
 
     `latency`: seconds by which each byte is late, either way. `delay`: seconds from one piece of a value to the next.
     """
 
     def __init__(self, target: int) -> None:
-        self._target = target
+        self.target = target
         self.latency = 0.0
         self.delay = 0.0
         self.deaf = False
@@ -304,7 +304,7 @@ class Proxy:
                 near, _ = self._listener.accept()
                 self._sockets.append(near)
                 try:
-                    far = socket.create_connection(("127.0.0.1", self._target))
+                    far = socket.create_connection(("127.0.0.1", self.target))
                 except OSError:
                     near.close()
                     continue

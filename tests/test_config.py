@@ -17,6 +17,7 @@ import pytest
 from attrs import evolve
 from attrs.exceptions import FrozenInstanceError
 
+from lmkv.backends.remote.options import RemoteOptions
 from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.config import GIB, Config, Setting, lmcache, named_file
 from lmkv.config.remote_url import RemoteURL
@@ -599,10 +600,19 @@ def test_remote_urls_are_one_text_or_a_list(given: object, file: Path) -> None:
     assert load(remote_urls=given).remote_urls == config.remote_url
 
 
+def test_a_url_of_sentinels_names_several_hosts() -> None:
+    text = "redis+sentinel://me:hunter2@a:26379,b,[::1]:1/master/2?sentinel_password=hunter2"
+    config = load(remote_url=f"redis://c, {text},valkey+sentinel://d,e/m redis://f,")
+    assert [url.text for url in config.remote_url] == ["redis://c", text, "valkey+sentinel://d,e/m", "redis://f"]
+    assert {url.store_kind for url in config.remote_url} == {"redis"}
+    assert str(config.remote_url[1]) == "redis+sentinel://me:***@a:26379,b,[::1]:1/master/2?sentinel_password=***"
+
+
 @pytest.mark.parametrize(
     "bad",
     [
-        *("localhost:6379", "ftp://u:hunter2@host", 5, ["redis://a", 5], "redis-sentinel://h"),
+        *("localhost:6379", "ftp://u:hunter2@host", 5, ["redis://a", 5], "redis-sentinels://h"),
+        *("redis+sentinel://a,b:port/m", "redis+sentinel://:hunter2/x@a,b/m", "redis://a:1,b:2"),
         *(["ftp://u:hunter2@h"], {"a": "redis://u:hunter2@h"}, ["redis://u:hunter2@h", 5]),
         *("redis://u:hunter2@[::1", "redis://u:hunter2@h\0", "s3://[x/y"),
         *("redis://:hunter2/x@h", "rediss://u:x?hunter2@h/1", "valkey://u:hunter2#x@h", "s3://id:a/hunter2@bucket"),
@@ -694,6 +704,24 @@ def test_a_password_from_a_file(tmp_path: Path) -> None:
         load(remote_password_file=str(tmp_path / "secret"), remote_password="x")
     with pytest.raises(ConfigError, match="cannot be read"):
         _ = load(remote_password_file=str(tmp_path / "none")).password
+
+
+def test_a_password_is_read_again_from_a_file_but_not_from_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hunter2\n")
+    config = load(remote_password_file=str(tmp_path / "secret"))
+    renew = config.renew_password
+    assert renew is not None
+    options = RemoteOptions(password=config.password, renew_password=renew)
+    (tmp_path / "secret").write_text("hunter3\n")
+    assert options.password_now() == renew() == "hunter3"
+    (tmp_path / "secret").write_text("")
+    assert options.password_now() == "hunter2", "it is just being written"
+    (tmp_path / "secret").unlink()
+    assert options.password_now() == "hunter2"
+    assert "hunter" not in repr(options)
+    os.mkfifo(tmp_path / "pipe")
+    assert load(remote_password_file=str(tmp_path / "pipe")).renew_password is None
+    assert load(remote_password="hunter2").renew_password is None
 
 
 def test_a_password_from_a_pipe_and_from_what_is_no_file(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from attrs import frozen
 
 from lmkv.chunks.namespace import salt_label
 from lmkv.config.lmcache import BOOLEANS, NOTHING
-from lmkv.config.remote_url import RemoteURL, Secret, schemes
+from lmkv.config.remote_url import RemoteURL, Secret, schemes, split_urls
 from lmkv.plugins import is_place
 
 Parse = Callable[[object], Any]
@@ -133,7 +133,7 @@ def path(value: object) -> str | None:
 
 def urls(value: object) -> tuple[RemoteURL, ...]:
     """From one URL, several with blanks or commas between them, or a list of them."""
-    texts = () if is_nothing(value) else re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value
+    texts = () if is_nothing(value) else split_urls(value) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):
         raise ValueError("must be a URL, or a list of them")
     found = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
@@ -142,7 +142,8 @@ def urls(value: object) -> tuple[RemoteURL, ...]:
     if not all(url.text.isprintable() and " " not in url.text for url in found):
         raise ValueError("must have printable characters alone, and no blanks")
     try:
-        _ = [urlsplit(url.text).port for url in found]
+        for url in found:
+            url.check_hosts()
     except ValueError:  # it may quote a part of a password
         raise ValueError("must have a valid host and port; in a password / is %2F, ? is %3F, # is %23") from None
     return tuple(found)

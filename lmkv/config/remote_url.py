@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
+from urllib.parse import urlsplit
 
 from attrs import field, frozen
 
@@ -12,11 +14,24 @@ from lmkv.errors import ConfigError, mask_secrets
 SCHEMES: Final = {
     **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "redis"),
     **dict.fromkeys(("redis+cluster", "rediss+cluster", "redis-cluster", "valkey+cluster", "valkeys+cluster"), "redis"),
+    **dict.fromkeys(("redis-sentinel", "redis+sentinel", "rediss+sentinel"), "redis"),
+    **dict.fromkeys(("valkey+sentinel", "valkeys+sentinel"), "redis"),
     **dict.fromkeys(("s3", "gs", "az", "file"), "objects"),
     **dict.fromkeys(("mooncake", "mooncakestore"), "mooncake"),
     "infinistore": "infinistore",
 }
 """Scheme of a URL -> module of `lmkv.backends.remote` whose `open_url` takes it: lmkv's own."""
+
+
+def split_urls(text: str) -> list[str]:
+    """URLs with blanks or commas between them; that of sentinels may name several hosts, with commas, too."""
+    found: list[str] = []
+    for piece in filter(None, re.split(r"[\s,]+", text)):
+        if found and "://" not in piece and RemoteURL(found[-1]).names_sentinels:
+            found[-1] += f",{piece}"
+        else:
+            found.append(piece)
+    return found
 
 
 def schemes() -> list[str]:
@@ -56,6 +71,19 @@ class RemoteURL:
         """The part before `://`: a scheme in small letters, or `package.module:Class`."""
         scheme = self.text.partition("://")[0]
         return scheme if plugins.is_place(scheme) else scheme.lower()
+
+    @property
+    def names_sentinels(self) -> bool:
+        return self.scheme.endswith("sentinel")
+
+    def check_hosts(self) -> None:
+        """Raise ValueError for an invalid host or port; the error may quote a part of a password."""
+        texts = [self.text]
+        if self.names_sentinels:
+            place = re.split("[/?#]", self.text.partition("://")[2], maxsplit=1)[0]
+            texts = [f"//{host}" for host in place.rpartition("@")[2].split(",")]
+        for text in texts:
+            _ = urlsplit(text).port
 
     @property
     def store_kind(self) -> str:

@@ -9,7 +9,8 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
@@ -323,6 +324,12 @@ class Config:
     def password(self) -> str | None:
         """Password to remote stores, from the setting or its file. Raises ConfigError if that cannot be read."""
         return self._secret("remote_password")
+
+    @property
+    def renew_password(self) -> Callable[[], str | None] | None:
+        """Reads `password` again, where a file has it that others may replace. A pipe is read once."""
+        path = self.remote_password_file
+        return partial(self._secret, "remote_password") if path and os.path.isfile(path) else None
 
     @property
     def token(self) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attrs import field, frozen
 
 
@@ -13,6 +15,8 @@ class RemoteOptions:
     ----------
     username, password
         Credentials for a URL that has none.
+    renew_password
+        Reads the password again from where it came, if that may change; a store that is refused asks `password_now`.
     prefix
         Every name in the store begins with it, as access rules may demand.
     ttl
@@ -38,12 +42,20 @@ class RemoteOptions:
 
     username: str | None = None
     password: str | None = field(default=None, repr=False)
+    renew_password: Callable[[], str | None] | None = field(default=None, repr=False)
     prefix: str = "lmkv:"
     ttl: int | None = None
     timeout: float = 1.0
     chunk_tokens: int = 512
     name: str = ""
     authentication_key: bytes | None = field(default=None, repr=False)
+
+    def password_now(self) -> str | None:
+        """The password, read again where it may have changed; the one of the start as long as that fails."""
+        try:
+            return self.renew_password() if self.renew_password else self.password
+        except (OSError, ValueError):
+            return self.password
 
 
 DEFAULTS = RemoteOptions()

@@ -6,51 +6,48 @@ memory to the socket and from the socket into the caller's memory.
 
 from __future__ import annotations
 
-import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
-from urllib.parse import parse_qs
 
-from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, batches, split_url
+from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, batches
 from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import ConfigError, outside, short_repr
+from lmkv.errors import BackendError, ConfigError, outside, short_repr
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
 try:
     from redis import Redis, RedisCluster, exceptions
-    from redis.backoff import ExponentialWithJitterBackoff
     from redis.cluster import ClusterNode
-    from redis.retry import Retry
 
-    from lmkv.backends.remote.redis_answers import Answers, Cluster, within
+    from lmkv.backends.remote.redis_answers import Answers, within
+    from lmkv.backends.remote.redis_url import RedisURL
 except ImportError as error:
     raise ConfigError("Redis and Valkey need redis-py: pip install 'lmkv[redis]'") from error
 
 T = TypeVar("T")
 
-_SCHEMES = {
-    "valkey": "redis",
-    "valkeys": "rediss",
-    "redis+cluster": "redis",
-    "rediss+cluster": "rediss",
-    "redis-cluster": "redis",
-    "valkey+cluster": "redis",
-    "valkeys+cluster": "rediss",
-}
-_FILES = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
-_FIXED = {"protocol", "decode_responses", "encoding"}
-"""Options of redis-py that would change names or answers."""
 _BATCH_NAMES = 1000
 """Names in one round trip."""
 _PIECE = 1 << 20
 """Bytes that are sent before the time is looked at again."""
 _REDIRECTIONS = 4
+_NOT_YOU = (
+    exceptions.ReadOnlyError,
+    exceptions.MasterDownError,
+    exceptions.BusyLoadingError,
+    exceptions.AuthenticationError,
+)
+"""Answers of a server that may be no longer the right one at this address."""
+_LAST_WORDS = 0.1
+"""Seconds to wait for what a server has said before it closed a connection."""
+_TOO_LARGE = "invalid bulk length"
 
 
 class RedisBackend(RemoteBackend):
@@ -61,6 +58,7 @@ class RedisBackend(RemoteBackend):
     url
         `redis://[user[:password]@]host[:port][/db]`; `rediss://` with TLS; `unix:///path/to/socket`; `valkey://`
         and `valkeys://` alike; `redis+cluster://` and `rediss+cluster://` for a cluster, by any of its nodes;
+        `redis+sentinel://host[:port][,host[:port]...]/service[/db]` for the master of a service that sentinels watch;
         `valkey` in place of `redis`. Further options of redis-py in its query: `?ssl_ca_certs=/path/ca.pem`.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
@@ -86,38 +84,14 @@ class RedisBackend(RemoteBackend):
 
     def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:
         super().__init__(url, namespace, options)
-        parts = split_url(url)
-        self._url = _SCHEMES.get(parts.scheme, parts.scheme) + url[len(parts.scheme) :]
-        given = parse_qs(parts.query)
-        if fixed := _FIXED & given.keys():
-            raise ConfigError(f"{self._safe_url}: {', '.join(sorted(fixed))} cannot be chosen")
-        for name in _FILES & given.keys():
-            if any(os.path.exists(path) and not os.path.isfile(path) for path in given[name]):
-                raise ConfigError(f"{self._safe_url}: {name} names no file")
-        self._is_cluster = parts.scheme.endswith("cluster")
+        self._place = place = RedisURL(url, options)
+        self._is_cluster, self._retry = place.is_cluster, place.retry
         self._expiry = [b"EX", str(options.ttl).encode()] if options.ttl else []
-        backoff = ExponentialWithJitterBackoff(base=0.01, cap=0.1)
-        self._retry = Retry(backoff, 1, supported_errors=(exceptions.ConnectionError,))
-        self._client_options: dict[str, Any] = {
-            "socket_timeout": options.timeout,
-            "socket_connect_timeout": options.timeout,
-            "retry": self._retry,
-            "protocol": 2,
-            "parser_class": Answers,
-            **({"username": options.username} if options.username and not parts.username else {}),
-            **({"password": options.password} if options.password and not parts.password else {}),
-        }
         self._connecting = threading.Lock()
-        try:
-            client = Redis.from_url(self._url, **self._client_options)
-            pool = client.connection_pool
-            # Connects to nothing, but checks all options; a cluster's client would not.
-            pool.connection_class(**pool.connection_kwargs)
-        except (ValueError, TypeError, AttributeError, exceptions.RedisError) as error:
-            raise ConfigError(f"{self._safe_url}: {error}") from None
-        if self._is_cluster and pool.connection_kwargs.get("db"):
-            raise ConfigError(f"{self._safe_url}: a cluster has database 0 only")
-        self._client: Redis | RedisCluster | None = None if self._is_cluster else client
+        self._client: Redis | RedisCluster | None = None
+        self._turns = _Turns(place.max_connections, options.timeout)
+        self._sizes: dict[ChunkKey, int] = {}
+        self._too_large = sys.maxsize
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """List the chunks of this namespace in batches, in no order."""
@@ -126,10 +100,16 @@ class RedisBackend(RemoteBackend):
     def _list(self) -> Iterator[list[Listed]]:
         # The store may have other names below this prefix.
         of_chunk = re.compile(rf"{re.escape(self._root)}/[0-9a-f]{{{2 * KEY_BYTES}}}")
-        for found in self._scan():
-            names = [name for each in found if of_chunk.fullmatch(name := each.decode("utf-8", "replace"))]
-            for batch in batches(names, _BATCH_NAMES) if names else [()]:
-                yield self._sized(batch)
+        before, self._sizes = self._sizes, {}
+        try:
+            for found in self._scan():
+                names = [name for each in found if of_chunk.fullmatch(name := each.decode("utf-8", "replace"))]
+                for batch in batches(names, _BATCH_NAMES) if names else [()]:
+                    yield self._sized(batch, before)
+            before = {}
+        finally:
+            # A listing that ends before has not seen all of them.
+            self._sizes |= before
 
     def _scan(self) -> Iterator[list[bytes]]:
         client: Any = self._connected()
@@ -139,7 +119,7 @@ class RedisBackend(RemoteBackend):
             cursor: Any = 0
             seen = set()
             while True:
-                with within(self.options.timeout):
+                with self._turns.turn(), within(self.options.timeout):
                     cursor, found = client.scan(cursor, pattern, _BATCH_NAMES, **target)
                 yield found
                 if node is not None:
@@ -150,11 +130,19 @@ class RedisBackend(RemoteBackend):
                     raise exceptions.InvalidResponse("a listing that comes to the same place again")
                 seen.add(cursor)
 
-    def _sized(self, names: Sequence[str]) -> list[Listed]:
-        sizes = self._for_each(names, lambda pipeline, name: pipeline.strlen(name))
-        # SCAN may give a name twice; a value that is no string gives an error instead of a length.
-        known = {name: size for name, size in zip(names, sizes, strict=True) if isinstance(size, int) and size}
-        return [Listed(bytes.fromhex(name[-2 * KEY_BYTES :]), size) for name, size in known.items()]
+    def _sized(self, names: Sequence[str], known: dict[ChunkKey, int]) -> list[Listed]:
+        """The chunks of these names. Only what is not known is asked for, as that counts as a use of the value."""
+        # SCAN may give a name twice.
+        names_of = {bytes.fromhex(name[-2 * KEY_BYTES :]): name for name in names}
+        sizes = {key: known.get(key) or self._sizes.get(key, 0) for key in names_of}
+        new = [key for key, size in sizes.items() if not size]
+        if new:
+            # A value that is no string gives an error instead of a length.
+            answers = self._for_each([names_of[key] for key in new], _ask_length, untouched=True)
+            sizes |= {key: size if isinstance(size, int) else 0 for key, size in zip(new, answers, strict=True)}
+        found = {key: size for key, size in sizes.items() if size}
+        self._sizes |= found
+        return [Listed(key, size) for key, size in found.items()]
 
     # -- requests to the store --------------------------------------------------------------------------------
 
@@ -165,17 +153,28 @@ class RedisBackend(RemoteBackend):
     def _remove(self, names: Sequence[str]) -> None:
         for answer in self._for_each(names, lambda pipeline, name: pipeline.unlink(name)):
             _number(answer)
+        for name in names:
+            self._sizes.pop(bytes.fromhex(name[-2 * KEY_BYTES :]), None)
 
-    def _for_each(self, names: Sequence[str], command: Callable[[Any, str], object]) -> list[Any]:
-        """The answer or error of one command for each name."""
+    def _for_each(
+        self, names: Sequence[str], command: Callable[[Any, str], object], *, untouched: bool = False
+    ) -> list[Any]:
+        """The answer or error of one command for each name. `untouched`: these are no uses, where the server can."""
         answers: list[Any] = []
+        switches = untouched and not self._is_cluster
         for batch in batches(names, _BATCH_NAMES):
             client: Any = self._connected()
             pipeline = client.pipeline() if self._is_cluster else client.pipeline(transaction=False)
-            with within(self.options.timeout), pipeline:
+            with self._turns.turn(), within(self.options.timeout), pipeline:
+                # Servers before Redis 7.2 answer with an error.
+                if switches:
+                    pipeline.execute_command("CLIENT NO-TOUCH", "ON")
                 for name in batch:
                     command(pipeline, name)
-                answers += pipeline.execute(raise_on_error=False)
+                if switches:
+                    pipeline.execute_command("CLIENT NO-TOUCH", "OFF")
+                found = pipeline.execute(raise_on_error=False)
+            answers += found[1:-1] if switches else found
         return answers
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
@@ -193,7 +192,7 @@ class RedisBackend(RemoteBackend):
 
         def routed() -> bool:
             try:
-                return self._routed(name, get)
+                return self._routed(name, get, slow)
             except exceptions.ResponseError as error:
                 if str(error).startswith("WRONGTYPE"):
                     raise FormatError(str(error)) from error
@@ -203,14 +202,17 @@ class RedisBackend(RemoteBackend):
         return found
 
     def _put(self, name: str, chunk: Chunk) -> Written:
-        seconds = self.options.timeout + len(chunk.payload) / MIN_BYTES_PER_SECOND
+        nbytes = self.stored_bytes(len(chunk.payload))
+        slow = nbytes / MIN_BYTES_PER_SECOND
+        if nbytes >= self._too_large:
+            return self._refused(f"not sent, as values of {self._too_large:,} bytes are refused")
 
         def exists(connection: Any) -> bool:
             connection.send_command("EXISTS", name)
             return _number(connection.read_response()) > 0
 
         def put(connection: Any) -> Written:
-            connection.send_packed_command(_in_time(command, time.monotonic() + seconds))
+            _send(connection, _in_time(command, time.monotonic() + self.options.timeout + slow))
             with within(self.options.timeout):
                 return STORED if connection.read_response() else PRESENT
 
@@ -219,9 +221,20 @@ class RedisBackend(RemoteBackend):
             if self._routed(name, exists):
                 return PRESENT
             command = self._set_command(name.encode(), self.codec.header_of(chunk), chunk.payload)
-            return self._routed(name, put)
+            written = self._routed(name, put, slow)
         except exceptions.OutOfMemoryError as error:
             return Written.rejected(outside(str(error)))
+        except exceptions.ResponseError as error:
+            if _TOO_LARGE not in str(error):
+                raise
+            self._too_large = min(self._too_large, nbytes)
+            return self._refused(str(error))
+        self._sizes[chunk.key] = nbytes
+        return written
+
+    def _refused(self, reason: str) -> Written:
+        what = f"values of {self._too_large:,} bytes and more are not stored until lmkv starts again"
+        return Written.rejected(f"{outside(reason)}: {what}; let the server's proto-max-bulk-len be larger")
 
     def _set_command(self, name: bytes, header: memoryview, payload: memoryview) -> list[bytes | memoryview]:
         options = [b"NX", *self._expiry]
@@ -252,24 +265,40 @@ class RedisBackend(RemoteBackend):
         # Made at the first call, because a cluster's client asks for its nodes when it is made.
         with self._connecting:
             if self._client is None:
-                self._client = Cluster.from_url(self._url, **self._client_options)
+                self._client = self._place.client()
             return self._client
 
     def _disconnect(self) -> None:
         with self._connecting:
             client, self._client = self._client, None
-        if isinstance(client, RedisCluster):
-            # Its own `close` leaves the connections to the garbage collector.
-            for node in client.get_nodes():
-                self._pool_at(client, node).disconnect()
+        for pool in self._pools(client):
+            pool.disconnect()
         if client is not None:
             client.close()
+        self._place.close()
 
-    def _routed(self, name: str, work: Callable[[Any], T]) -> T:
+    def _translated(self, error: BaseException, action: str, key: ChunkKey = b"") -> BackendError:
+        if isinstance(error, _NOT_YOU):
+            for pool in self._pools(self._client):
+                # So that the next call asks again where the address leads to.
+                pool.disconnect(inuse_connections=False)
+        return super()._translated(error, action, key)
+
+    def _pools(self, client: Redis | RedisCluster | None) -> list[Any]:
+        """The pools of connections, one for each server. A cluster's own `close` leaves them open."""
+        if isinstance(client, RedisCluster):
+            return [self._pool_at(client, node) for node in client.get_nodes()]
+        return [] if client is None else [client.connection_pool]
+
+    def _routed(self, name: str, work: Callable[[Any], T], slow: float = 0.0) -> T:
         """Do `work` with a connection to the server that has the name; follows a cluster's redirections.
 
-        `work` is one command, because ASKING holds for one only.
+        `work` is one command, because ASKING holds for one only. `slow`: seconds more that its value may take.
         """
+        with self._turns.turn(self.options.timeout + slow):
+            return self._routed_now(name, work)
+
+    def _routed_now(self, name: str, work: Callable[[Any], T]) -> T:
         client = self._connected()
         pool, asking = self._pool_of(client, name), False
         for _ in range(_REDIRECTIONS):
@@ -326,6 +355,54 @@ class RedisBackend(RemoteBackend):
 
 
 open_url = RedisBackend
+
+
+class _Turns:
+    """At most so many calls at a time. The others wait, for as long as one after the other ends within the patience."""
+
+    def __init__(self, most: int, patience: float) -> None:
+        self._free, self._patience = most, patience
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def turn(self, seconds: float = 0.0) -> Iterator[None]:
+        """`seconds`: how long this one may take; the longest of all is the patience."""
+        with self._changed:
+            self._patience = max(self._patience, seconds)
+            while not self._free:
+                if not self._changed.wait(self._patience):
+                    raise exceptions.TimeoutError(f"no connection became free in {self._patience:.1f} s")
+            self._free -= 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
+
+
+def _ask_length(pipeline: Any, name: str) -> None:
+    pipeline.strlen(name)
+
+
+def _send(connection: Any, pieces: Iterable[bytes | memoryview]) -> None:
+    """Send a value. Raises what the server has answered before it closed the connection."""
+    connection.check_health()
+    try:
+        for piece in pieces:
+            connection._sock.sendall(piece)
+    except OSError as error:
+        said = None if isinstance(error, TimeoutError) else _last_words(connection)
+        connection.disconnect()
+        raise said or exceptions.ConnectionError(f"while sending a value: {error}") from error
+
+
+def _last_words(connection: Any) -> Exception | None:
+    """The error that a server has answered before it closed the connection."""
+    with suppress(OSError, exceptions.RedisError), within(_LAST_WORDS):
+        answer = connection._parser.read_response()
+        return answer if isinstance(answer, exceptions.ResponseError) else None
+    return None
 
 
 def _number(answer: Any) -> int:

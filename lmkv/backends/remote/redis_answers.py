@@ -186,6 +186,14 @@ class Answers:
                 self._sock.settimeout(self._timeout)
 
 
+class SentinelAnswers(Answers):
+    """The answers of a sentinel, each within the connection's own time."""
+
+    def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
+        with within(self._timeout):
+            return super().read_response()
+
+
 class Cluster(RedisCluster):
     """redis-py's client of a cluster, which takes no parser as an option."""
 

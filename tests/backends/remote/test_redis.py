@@ -23,13 +23,35 @@ from lmkv.backends.remote.redis import RedisBackend
 from lmkv.errors import BackendUnavailable, ConfigError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk
-from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, sizes_of, statuses
+from lmkv.testing.backend_suite import (
+    BackendSuite,
+    chunk_of,
+    in_threads,
+    listed,
+    new_key,
+    read_back,
+    sizes_of,
+    statuses,
+)
 from tests.backends.remote.server_suite import assert_fails_and_can_be_replaced, assert_unavailable
 from tests.kit import LIMIT, chain, eventually, get, lower, put, put_below, small_store
 from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, missing, redis_server
 
 NAMESPACE = bytes(range(32))
 KINDS = ("valkey", "redis")
+FAIL_IN_USE = (
+    *("credential_provider", "retry", "retry_on_error", "redis_connect_func", "driver_info", "command_packer"),
+    *("event_dispatcher", "parser_class", "connection_class", "socket_type", "socket_keepalive_options", "host"),
+    *(
+        "maint_notifications_config",
+        "himport_registry",
+        "cache",
+        "cache_config",
+        "ssl_ocsp_context",
+        "legacy_responses",
+    ),
+)
+"""Options of redis-py that are no texts, or would change answers."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -69,6 +91,24 @@ def meet(node: Redis, others: list[RedisServer]) -> None:
     """Each of them: what a node hears only from another one it may hear half a minute later."""
     for other in others:
         node.execute_command("CLUSTER MEET", "127.0.0.1", other.port)
+
+
+@contextmanager
+def watching(look: Callable[[], int]) -> Iterator[list[int]]:
+    """What was seen again and again meanwhile."""
+    seen, stop = [look()], threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            seen.append(look())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        watcher.join()
 
 
 def backend_of(url: str, **options: Any) -> RedisBackend:
@@ -233,7 +273,135 @@ def test_a_full_server_rejects_and_one_that_evicts_takes_all(tmp_path: Path) -> 
             backend.close()
 
 
+@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_that_only_list_do_not_change_what_a_full_server_evicts(tmp_path: Path, kind: str, policy: str) -> None:
+    exact = ("--maxmemory-policy", policy, "--maxmemory-samples", "64", "--lfu-log-factor", "0")
+    with (
+        redis_server(kind, tmp_path, *exact) as server,
+        Redis(port=server.port) as client,
+        closing(backend_of(server.url)) as user,
+        ExitStack() as stack,
+    ):
+        idle = [stack.enter_context(closing(backend_of(server.url))) for _ in range(3)]
+        chunks = [chunk_of(100_000) for _ in range(24)]
+        statuses(user, chunks)
+        client.set("clock", b"somebody else's")
+        used = chunks[::4]
+
+        def time_has_passed() -> bool:
+            if policy == "allkeys-lru":
+                return int(client.object("idletime", "clock")) >= 3
+            return int(client.object("freq", user.name_of(used[0].key))) >= 200
+
+        while not time_has_passed():
+            for chunk in used:
+                assert read_back(user, chunk) == chunk.payload
+            for backend in idle:
+                assert listed(backend) == sizes_of(user, chunks)
+        room = used_memory = int(client.info()["used_memory"])
+        while int(client.info()["evicted_keys"]) < 10:
+            room -= 20_000
+            assert room > used_memory // 4
+            client.config_set("maxmemory", room)
+        assert user.contains([chunk.key for chunk in used]) == [True] * 6
+
+
+def test_a_new_engine_lists_chunks_without_using_them(tmp_path: Path) -> None:
+    with redis_server("valkey", tmp_path) as server, Redis(port=server.port) as client:
+        chunk = chunk_of(100)
+        with closing(backend_of(server.url)) as backend:
+            backend.write(chunk)
+            name = backend.name_of(chunk.key)
+        eventually(lambda: int(client.object("idletime", name)) >= 1)
+        with closing(backend_of(server.url)) as new:
+            assert listed(new) == sizes_of(new, [chunk])
+            assert int(client.object("idletime", name)) >= 1
+            assert read_back(new, chunk) == chunk.payload
+            assert int(client.object("idletime", name)) == 0, "a read is a use"
+
+
+def test_what_a_listing_says_is_what_is_there_now(backend: RedisBackend, client: Redis) -> None:
+    """Lengths are remembered from one listing to the next, and no longer."""
+    chunks = [chunk_of(1000) for _ in range(3)]
+    statuses(backend, chunks)
+    assert listed(backend) == sizes_of(backend, chunks)
+    client.delete(backend.name_of(chunks[0].key))
+    assert listed(backend) == sizes_of(backend, chunks[1:])
+    client.set(backend.name_of(chunks[0].key), b"a short one")
+    assert listed(backend)[chunks[0].key] == len(b"a short one")
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 3 << 20, 16 << 20])
+def test_a_value_that_is_too_large_for_the_server_is_rejected_with_its_words(tmp_path: Path, nbytes: int) -> None:
+    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
+    with redis_server(kind, tmp_path, "--proto-max-bulk-len", "1mb") as server, Redis(port=server.port) as client:
+        large, small = chunk_of(nbytes), chunk_of(500_000)
+        for _ in range(5):
+            with closing(backend_of(server.url)) as backend:
+                written = backend.write(large)
+                assert written.status is WriteStatus.REJECTED, written.error
+                assert "invalid bulk length" in written.reason
+                assert "proto-max-bulk-len" in written.reason
+                before = client.info()["total_net_input_bytes"]
+                again = [backend.write(chunk_of(nbytes)) for _ in range(10)]
+                assert {each.status for each in again} == {WriteStatus.REJECTED}
+                assert all("proto-max-bulk-len" in each.reason for each in again)
+                assert client.info()["total_net_input_bytes"] - before < 1000, "nothing is sent"
+                assert backend.write(small).status in (WriteStatus.STORED, WriteStatus.PRESENT)
+                assert read_back(backend, small) == small.payload
+
+
 # -- connections -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["READONLY", "MASTERDOWN"])
+def test_connections_to_a_server_that_is_no_master_now_are_given_up(tmp_path: Path, answer: str) -> None:
+    """Behind an address that leads to the new one, while the old one goes on."""
+    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
+    stale = ("--replica-serve-stale-data", "no") if answer == "MASTERDOWN" else ()
+    with redis_server(kind, tmp_path, *stale) as old, redis_server(kind, tmp_path) as new, Redis(port=old.port) as one:
+        proxy = Proxy(old.port)
+        with closing(backend_of(f"redis://127.0.0.1:{proxy.port}")) as backend:
+            in_threads(4, lambda _: backend.write(chunk_of(1 << 20)))
+            proxy.target = new.port
+            one.replicaof("127.0.0.1", free_port() if answer == "MASTERDOWN" else new.port)
+            failed = backend.write(chunk_of(100))
+            assert isinstance(failed.error, BackendUnavailable)
+            chunks = [chunk_of(100) for _ in range(8)]
+            assert statuses(backend, chunks) == [WriteStatus.STORED] * 8
+            with closing(backend_of(new.url)) as there:
+                assert there.contains([chunk.key for chunk in chunks]) == [True] * 8
+        proxy.close()
+
+
+def test_calls_wait_for_a_connection_where_their_number_is_given(server: RedisServer, client: Redis) -> None:
+    emptied(server.url).close()
+    with closing(backend_of(f"{server.url}?max_connections=2&client_name=few")) as backend:
+        chunks = [chunk_of(1 << 20) for _ in range(48)]
+
+        def write(number: int) -> list[WriteStatus]:
+            return statuses(backend, chunks[number::16])
+
+        with watching(lambda: sum(each["name"] == "few" for each in client.client_list())) as seen:
+            written = in_threads(16, write)
+        assert set().union(*written) == {WriteStatus.STORED}
+        assert 1 <= max(seen) <= 2
+        assert listed(backend) == sizes_of(backend, chunks)
+
+
+def test_calls_do_not_wait_long_for_connections_to_a_deaf_server(tmp_path: Path) -> None:
+    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
+    with redis_server(kind, tmp_path) as server:
+        backend = backend_of(f"{server.url}?max_connections=1", timeout=0.2)
+        server.pause()
+        started = time.monotonic()
+        written = in_threads(4, lambda _: backend.write(chunk_of(100)))
+        assert all(isinstance(each.error, BackendUnavailable) for each in written)
+        assert time.monotonic() - started < LIMIT
+        server.resume()
+        eventually(lambda: backend.write(chunk_of(100)).status is WriteStatus.STORED)
+        backend.close()
 
 
 def test_a_server_that_is_killed_is_unavailable_until_it_is_back(tmp_path: Path) -> None:
@@ -449,18 +617,57 @@ def test_passwords_are_shown_nowhere(server: RedisServer, caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("nonsense=1", "argument 'nonsense'"),
-        ("timeout=5", "argument 'timeout'"),
+        ("nonsense=1", "nonsense cannot be chosen"),
+        ("timeout=5", "timeout cannot be chosen"),
         ("ssl_cert_reqs=maybe", "Invalid SSL"),
         ("socket_timeout=x", "Invalid value for 'socket_timeout'"),
         ("protocol=3&decode_responses=true", "decode_responses, protocol cannot be chosen"),
         ("encoding=utf-16", "encoding cannot be chosen"),
+        *((f"{name}=x", f"{name} cannot be chosen") for name in FAIL_IN_USE),
+        ("client_name=a%20b", "client_name must be ASCII without blanks"),
+        ("max_connections=0", "max_connections must be 1"),
+        ("max_connections=x", "Invalid value for 'max_connections'"),
+        ("socket_timeout=0", "socket_timeout must be above 0"),
+        ("socket_connect_timeout=-1", "socket_connect_timeout must be above 0"),
+        ("socket_timeout=inf", "socket_timeout must be above 0"),
+        ("db=-1", "its database must be a number"),
+        ("ssl_ca_certs=/no/file", "ssl_ca_certs names no file"),
+        ("ssl_certfile=/no/file", "ssl_certfile names no file"),
+        (f"ssl_ca_certs={__file__}", "NO_CERTIFICATE_OR_CRL_FOUND|certificate"),
+        (f"ssl_certfile={__file__}", "PEM"),
+        ("ssl_ca_data=nonsense", "certificate"),
     ],
 )
-@pytest.mark.parametrize("scheme", ["rediss", "rediss+cluster"])
+@pytest.mark.parametrize("scheme", ["rediss", "rediss+cluster", "rediss+sentinel"])
 def test_an_option_that_cannot_work_is_refused_at_once(scheme: str, query: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        RedisBackend(f"{scheme}://host/?{query}", NAMESPACE)
+        RedisBackend(f"{scheme}://host{'/service' if 'sentinel' in scheme else ''}/?{query}", NAMESPACE)
+
+
+@pytest.mark.parametrize(("query", "says"), [("ssl_ciphers=x", "cipher"), ("ssl_min_version=5", "5")])
+def test_an_option_of_tls_that_a_cluster_does_not_take_is_refused_there(query: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RedisBackend(f"rediss://host/?{query}", NAMESPACE)
+    with pytest.raises(ConfigError, match="cannot be chosen"):
+        RedisBackend(f"rediss+cluster://host/?{query}", NAMESPACE)
+
+
+def test_a_database_that_is_no_number_is_refused_at_once() -> None:
+    for database in ("one", "1/2", "-1"):
+        with pytest.raises(ConfigError, match="its database must be a number"):
+            RedisBackend(f"redis://host/{database}", NAMESPACE)
+
+
+def test_options_that_may_be_chosen_work(server: RedisServer) -> None:
+    options = "client_name=lmkv-1&health_check_interval=1&socket_timeout=5&socket_connect_timeout=5&db=2"
+    backend = backend_of(f"{server.url}?{options}&socket_keepalive=yes&socket_read_size=4096&max_connections=3")
+    chunk = chunk_of(100)
+    with Redis(port=server.port, db=2) as client:
+        client.flushall()
+        assert backend.write(chunk).status is WriteStatus.STORED
+        assert [each["name"] for each in client.client_list() if each["name"]] == ["lmkv-1"]
+        assert client.exists(backend.name_of(chunk.key))
+    backend.close()
 
 
 @pytest.mark.parametrize("database", ["/1", "/?db=1"])
