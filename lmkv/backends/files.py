@@ -12,7 +12,8 @@ from pathlib import Path
 import aiofiles
 import aiofiles.os
 
-from lmkv.errors import BackendError
+from lmkv.backends.medium import Medium, MediumError
+from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
@@ -64,26 +65,33 @@ class AsyncFileBackend:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._medium = Medium(str(self.folder))
 
     def __repr__(self) -> str:
         return f"AsyncFileBackend({str(self.folder)!r})"
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return await asyncio.gather(*(aiofiles.os.path.exists(self._path(key)) for key in keys))
+        try:
+            await self._check_medium()
+            return await asyncio.gather(*(aiofiles.os.path.exists(self._path(key)) for key in keys))
+        except OSError as error:
+            raise self._translated(error, "contains") from error
 
     async def read(self, key: ChunkKey, into: memoryview) -> Read:
         try:
+            await self._check_medium()
             async with aiofiles.open(self._path(key), "rb", opener=_open_no_link) as file:
                 whole = os.fstat(file.fileno()).st_size == len(into) == await file.readinto(into)
         except FileNotFoundError:
             return MISS
         except OSError as error:
-            return Read.failed(BackendError(self.name, "read", key.hex(), str(error)))
+            return Read.failed(self._translated(error, "read", key))
         return HIT if whole else Read.failed(BackendError(self.name, "read", key.hex(), "another length"))
 
     async def write(self, chunk: Chunk) -> Written:
         unfinished = self.folder / f"{secrets.token_hex(8)}.tmp"
         try:
+            await self._check_medium()
             async with aiofiles.open(unfinished, "xb") as file:
                 await file.write(chunk.payload)
                 await file.flush()
@@ -94,7 +102,7 @@ class AsyncFileBackend:
         except FileExistsError:
             return PRESENT
         except OSError as error:
-            return Written.failed(BackendError(self.name, "write", chunk.key.hex(), str(error)))
+            return Written.failed(self._translated(error, "write", chunk.key))
         finally:
             with contextlib.suppress(OSError):
                 await aiofiles.os.unlink(unfinished)
@@ -102,15 +110,29 @@ class AsyncFileBackend:
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
         try:
+            await self._check_medium()
             await asyncio.gather(*(asyncio.to_thread(self._path(key).unlink, True) for key in keys))
         except OSError as error:
-            raise BackendError(self.name, "delete", reason=str(error)) from error
+            raise self._translated(error, "delete") from error
 
     async def list_keys(self) -> AsyncIterator[list[Listed]]:
-        found = await asyncio.to_thread(lambda: sorted(self._scan(), key=lambda listed: listed.last_used))
+        try:
+            await self._check_medium()
+            found = await asyncio.to_thread(lambda: sorted(self._scan(), key=lambda listed: listed.last_used))
+        except OSError as error:
+            raise self._translated(error, "list_keys") from error
         yield found
 
     async def close(self) -> None: ...
+
+    async def _check_medium(self) -> None:
+        """Raise `MediumError` on another medium than at first. A folder that was removed has no chunks."""
+        with contextlib.suppress(FileNotFoundError):
+            await asyncio.to_thread(self._medium.check)
+
+    def _translated(self, error: OSError, action: str, key: ChunkKey = b"") -> BackendError:
+        kind = BackendUnavailable if isinstance(error, MediumError) else BackendError
+        return kind(self.name, action, key.hex(), str(error))
 
     def _scan(self) -> Iterator[Listed]:
         for path in self.folder.glob(f"*{_SUFFIX}"):

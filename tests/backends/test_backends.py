@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.files import AsyncFileBackend
+from lmkv.backends.medium import NAME as MARK
 from lmkv.backends.null import NullBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.cli.measure.timing import interleaved, median_ratio
@@ -126,7 +128,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> LocalDiskBackend:
 
 
 def files_below(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
 
 
 def only_file(folder: Path) -> Path:
@@ -645,6 +647,25 @@ def test_files_that_are_no_chunks_are_left_alone(files: Any, tmp_path: Path) -> 
         (tmp_path / "chunks" / name).write_bytes(b"x")
     assert listed(files) == {chunk.key: 100}
     assert len(files_below(tmp_path)) == 4
+
+
+def test_files_are_not_written_below_a_medium_that_is_no_longer_mounted(tmp_path: Path) -> None:
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "lmkv-test", str(tmp_path)], check=False).returncode:
+        pytest.skip("only root may mount")
+    adapter, chunk = AsyncAdapter(AsyncFileBackend(tmp_path / "chunks")), chunk_of(100)
+    try:
+        assert adapter.write(chunk).status is WriteStatus.STORED
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    for path in (tmp_path / "chunks", tmp_path / "elsewhere"):
+        assert isinstance(adapter.write(chunk).error, BackendUnavailable)
+        assert isinstance(adapter.read(chunk.key, memoryview(bytearray(100))).error, BackendUnavailable)
+        for ask in (lambda: adapter.contains([chunk.key]), lambda: list(adapter.list_keys())):
+            with pytest.raises(BackendUnavailable, match="mount it again"):
+                ask()
+        path.mkdir()
+    assert files_below(tmp_path) == []
+    adapter.close()
 
 
 def test_what_the_medium_refuses_is_told(files: Any, tmp_path: Path) -> None:

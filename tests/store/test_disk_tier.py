@@ -132,6 +132,51 @@ def test_a_folder_that_is_removed_and_made_again(tmp_path: Path) -> None:
     assert on_disk(root) == store_bytes(root)
 
 
+@pytest.mark.parametrize("inner", [".", "kv"])
+@pytest.mark.parametrize("back", ["the same mount", "another number"])
+def test_a_medium_that_is_no_longer_mounted_gets_nothing_on_the_disk_below(
+    medium: Path, tmp_path: Path, inner: str, back: str
+) -> None:
+    clock, kept = ManualClock(), tmp_path / "kept"
+    store = open_store(str(medium / inner), 1, CAPACITY, clock)
+    store_one_by_one(store, KEYS[:10])
+    kept.mkdir()
+    mount(kept, "--bind", str(medium))
+    try:
+        subprocess.run(["umount", "-l", str(medium)], check=True)
+        store_one_by_one(store, KEYS[100:110])
+        assert (refused(store), served(store, KEYS[:10])) == (10, 0)
+        assert list(medium.iterdir()) == []
+        if back == "the same mount":
+            mount(medium, "--bind", str(kept))
+        else:
+            mount(medium, "-t", "tmpfs", "-o", f"size={30 * COST}", "lmkv-test")
+            subprocess.run(["cp", "-a", f"{kept}/.", str(medium)], check=True)
+        in_time(clock, lambda: stores_again(store, KEYS[200:205]))
+        assert served(store, KEYS[:10]) == 10, "none of its chunks was forgotten"
+    finally:
+        store.close()
+        subprocess.run(["umount", "-l", str(kept)], check=False)
+
+
+def test_another_medium_than_at_the_opening_is_neither_written_to_nor_read(medium: Path, tmp_path: Path) -> None:
+    """As one that is mounted after the start: the chunks of before are below it."""
+    root = tmp_path / "late"
+    clock = ManualClock()
+    store = open_store(str(root), 1, CAPACITY, clock)
+    store_one_by_one(store, KEYS[:10])
+    mount(root, "--bind", str(medium))
+    try:
+        store_one_by_one(store, KEYS[100:110])
+        assert (refused(store), served(store, KEYS[:10])) == (10, 0)
+        assert list(root.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(root)], check=True)
+    in_time(clock, lambda: stores_again(store, KEYS[200:205]))
+    assert served(store, KEYS[:10]) == 10
+    store.close()
+
+
 def store_bytes(root: Path) -> int:
     """The chunks that a new store finds there."""
     store = open_store(str(root), 1, CAPACITY)

@@ -19,6 +19,7 @@ from typing import Self
 from attrs import define, field
 
 from lmkv.backends.disk.fileio import Folder, closed_in_children, temporary
+from lmkv.backends.medium import Medium
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,12 @@ class NotTrustedError(PermissionError):
 class Root:
     """A root folder, which need not exist yet. Any number of threads may use it; there are no locks.
 
-    `trusted`: users by their ids.
+    `trusted`: users by their ids. `medium`: where it must be, if anywhere.
     """
 
     path: str
     trusted: set[int] = field(factory=lambda: {0, os.geteuid()})
+    medium: Medium | None = field(default=None, init=False, repr=False)
     _keeps_modes: bool = field(default=True, init=False)
     _found: os.stat_result | None = field(default=None, init=False, repr=False)
     _real: str = field(init=False, repr=False)
@@ -60,12 +62,14 @@ class Root:
 
     @classmethod
     def made(cls, path: str | os.PathLike[str]) -> Self:
-        """`checked`, after the folder and those above it were created where missing."""
+        """`checked`, after the folder and those above it were created where missing. It must stay on its medium."""
         # Check before anything is created: a link of another user may lead anywhere.
         with contextlib.suppress(FileNotFoundError):
             cls(os.path.abspath(os.fspath(path)))._walk()
         _make_folders(os.path.abspath(path))
-        return cls.checked(path)
+        root = cls.checked(path)
+        root.medium = Medium(root.path)
+        return root
 
     def _walk(self) -> os.stat_result:
         """The root folder's status.
@@ -135,13 +139,13 @@ class Root:
         """The root folder, or the one with these names below it, opened without following links.
 
         A root that has become another folder is checked as at first, with the way to it. Raises `NotTrustedError` for
-        one that others may have put there or may write to, and `OSError`.
+        one that others may have put there or may write to, `MediumError` for one on another medium, and `OSError`.
         """
         paths = [self._real]
         for name in names:
             paths.append(f"{paths[-1]}/{name}")
         with closed_in_children(*paths):
-            fd = os.open(self.path, _FOLDER)
+            fd = self._opened()
             try:
                 folder = Folder(fd, self.path, os.fstat(fd))
                 if self._found is None or not os.path.samestat(folder.status, self._found):
@@ -157,7 +161,17 @@ class Root:
             finally:
                 os.close(fd)
 
+    def _opened(self) -> int:
+        try:
+            return os.open(self.path, _FOLDER)
+        except FileNotFoundError:
+            if self.medium:
+                self.medium.check()
+            raise
+
     def _check_way(self, opened: os.stat_result) -> None:
+        if self.medium:
+            self.medium.check(opened)
         if not os.path.samestat(found := self._walk(), opened):
             raise NotTrustedError(f"{self.path} is being replaced")
         self._real, self._found = self._real_path(), found

@@ -19,6 +19,7 @@ import pytest
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.fileio import HUGE
+from lmkv.backends.medium import NAME as MARK
 from lmkv.errors import BackendUnavailable, CorruptChunkError, NoSpaceError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
@@ -47,8 +48,8 @@ def nothing_leaks() -> Iterator[None]:
 
 
 def files_of(backend: LocalDiskBackend) -> list[Path]:
-    """Everything below the backend's folder that is no folder, temporaries and hidden files too."""
-    return sorted(path for path in Path(backend.path).rglob("*") if not path.is_dir())
+    """Everything below the backend's folder that is no folder, temporaries and hidden files too, but its mark."""
+    return sorted(path for path in Path(backend.path).rglob("*") if not path.is_dir() and path.name != MARK)
 
 
 def try_read(backend: LocalDiskBackend, key: bytes, nbytes: int = len(PAYLOAD)) -> tuple[Read, memoryview]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.medium import NAME as MARK
 from lmkv.outcomes import WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import listed, read_back, statuses
@@ -44,7 +45,7 @@ def check_store(folder: Path) -> int:
         payload = memoryview(PAYLOADS[key])
         assert nbytes == backend.stored_bytes(len(payload))
         assert read_back(backend, Chunk(key, payload)) == payload
-    on_disk = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    on_disk = [path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != MARK]
     assert sorted(on_disk) == sorted(found.values())
     return len(found)
 

@@ -115,7 +115,7 @@ def test_a_file_system_without_locks_is_used_and_said_once(tmp_path: Path, code:
     (said,) = (each for each in records if "cannot be locked" in each)
     assert str(tmp_path) in said
     assert "give each engine its own" in said
-    assert names == [".lmkv-use", (b"\1" * 32).hex()]
+    assert names == [".lmkv-medium", ".lmkv-use", (b"\1" * 32).hex()]
 
 
 def without_descriptors(tell: Tell, folder: str, chunks: int) -> None:

@@ -1,0 +1,92 @@
+"""`Medium`: the file system of a folder, so that chunks do not go to the disk below when it is no longer mounted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import suppress
+
+NAME = ".lmkv-medium"
+_BYTES = 32
+_GROUP = stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH
+_CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class MediumError(OSError):
+    """A folder is on another medium than when it was opened: nothing may be written there, or taken from there."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(errno.ENODEV, f"{what}: mount it again, or restart the engine to use what is there now", path)
+
+
+class Medium:
+    """Where the folder at `path` is when this is made: its device, and the name that a small file there gives it.
+
+    A folder that is removed and made again on the same device is the same medium. So is one that is mounted again with
+    another number of its device, if the file says the same. A medium that cannot take the file is known by its
+    device alone. Thread-safe. Raises `OSError` without the folder.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     medium = Medium(folder)
+    ...     medium.check()
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._device = os.stat(path).st_dev
+        self._mark = self._read() or self._read(os.O_CREAT | os.O_APPEND)
+
+    def check(self, status: os.stat_result | None = None) -> None:
+        """Raise `MediumError` when the folder is on another medium, `OSError` when it is not there.
+
+        `status`: of the folder, where the caller has it.
+        """
+        device = (status or self._status()).st_dev
+        if device == self._device:
+            return
+        if not self._mark or self._read() != self._mark:
+            raise MediumError(self.path, "another medium is there than when it was opened")
+        self._device = device
+
+    def _status(self) -> os.stat_result:
+        try:
+            # Opened, because a stat does not mount what is mounted when it is used.
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if self._device_above() != self._device:
+                raise MediumError(self.path, "its medium is no longer mounted") from None
+            raise
+        try:
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+
+    def _device_above(self) -> int:
+        """The device of the nearest folder above that is there."""
+        above = self.path
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+        return os.stat(above).st_dev
+
+    def _read(self, more: int = 0) -> bytes:
+        """What the file says; nothing without one. `more`: flags."""
+        with suppress(OSError):
+            fd = os.open(os.path.join(self.path, NAME), os.O_RDWR * bool(more) | more | _CAREFULLY, 0o600)
+            try:
+                status, above = os.fstat(fd), os.stat(self.path).st_mode
+                # A file with several names may be somebody else's.
+                if more and not status.st_size and status.st_nlink == 1:
+                    if above & _GROUP == _GROUP & ~stat.S_IWOTH:
+                        os.fchmod(fd, 0o660)
+                    os.write(fd, secrets.token_hex(_BYTES // 2).encode())
+                # The first of several processes that write at once: each appends.
+                mark = os.pread(fd, _BYTES, 0)
+                return mark if len(mark) == _BYTES else b""
+            finally:
+                os.close(fd)
+        return b""
